@@ -1,0 +1,1 @@
+"""Pipeline-parallel training steps for JAX: one step, many programs."""

@@ -1,0 +1,18 @@
+"""The errors that users see. Each says what is wrong, where, and what to do about it."""
+
+from scheduler.errors import ScheduleError
+
+
+class StageError(ValueError):
+    """A step cannot be cut into pipeline stages as it is written."""
+
+
+class ReshardError(ValueError):
+    """Arrays cannot be moved to the layout that was asked for; nothing was moved."""
+
+
+class HangError(RuntimeError):
+    """Another process died, stopped, or waits for something that will not come."""
+
+
+__all__ = ["HangError", "ReshardError", "ScheduleError", "StageError"]
