@@ -1,0 +1,202 @@
+"""What the executor adds to the cost of a task: `mpmd.jit` against a loop written by hand, in one process.
+
+    python benchmarks/dispatch.py [--microbatches 32] [--steps 200]
+
+Four groups of one CPU device each, 1F1B, layers so small that starting them is all the work. The loop by hand calls
+jitted stage functions and `device_put`s in the order of the same schedule, keeps the same residuals, and accumulates
+gradients in the same place, inside the backward functions. Both are timed in turn, step by step, so that what else the
+machine does falls on both alike. Prints the median microseconds of each for one task (a forward or backward of one
+microbatch in one stage), and their ratio.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpmd
+import scheduler
+
+NUM_STAGES = 4
+ROWS, WIDTH = 4, 16
+TARGET = 1.15
+
+
+def stage(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """The one layer of a stage."""
+    return jnp.tanh(x @ weight)
+
+
+def stage_backward(weight: jax.Array, x: jax.Array, y: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the weight and of x, from the stage's input and output."""
+    dz = dy * (1 - y * y)
+    return x.T @ dz, dz @ weight.T
+
+
+def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
+    """`step(weights, xs) -> (loss, grads)` as a user writes it."""
+
+    def loss(weights, x):
+        for index, weight in enumerate(weights):
+            x = stage(weight, x)
+            if index < NUM_STAGES - 1:
+                x = mpmd.mark_stage_end(x)
+        return jnp.sum(x * x)
+
+    @mpmd.jit(mpmd_mesh=mesh)
+    def step(weights, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule=schedule)
+
+    return step
+
+
+def merged(orders: tuple[tuple[scheduler.Task, ...], ...]) -> list[scheduler.Task]:
+    """One order for all groups: each in turn takes its next task if what the task reads has been made."""
+    done, merged = set(), []
+    waiting = [list(order) for order in orders]
+    while any(waiting):
+        for tasks in filter(None, waiting):
+            s, kind, m = tasks[0]
+            last = s == NUM_STAGES - 1
+            needs = (s - 1, "F", m) if kind == "F" else (s, "F", m) if last else (s + 1, "B", m)
+            if (s == 0 and kind == "F") or needs in done:
+                merged.append(tasks.pop(0))
+                done.add((s, kind, m))
+    return merged
+
+
+def make_loop_by_hand(devices: list[Any], schedule: scheduler.OneFOneB, num_microbatches: int) -> Callable:
+    """The same step, written for these devices and this schedule."""
+
+    @jax.jit
+    def first_forward(weight, xs, m):
+        x = jax.lax.dynamic_index_in_dim(xs, m, keepdims=False)
+        return x, stage(weight, x)
+
+    @jax.jit
+    def forward(weight, x):
+        return stage(weight, x)
+
+    def last_forward(weight, x, total):
+        y = stage(weight, x)
+        return y, total + jnp.sum(y * y)
+
+    def first_backward(weight, x, y, dy, grad):
+        return grad + stage_backward(weight, x, y, dy)[0]
+
+    def backward(weight, x, y, dy, grad):
+        dweight, dx = stage_backward(weight, x, y, dy)
+        return dx, grad + dweight
+
+    def last_backward(weight, x, y, grad):
+        dweight, dx = stage_backward(weight, x, y, 2 * y)
+        return dx, grad + dweight
+
+    last_forward = jax.jit(last_forward, donate_argnums=2)
+    first_backward = jax.jit(first_backward, donate_argnums=4)
+    backward = jax.jit(backward, donate_argnums=4)
+    last_backward = jax.jit(last_backward, donate_argnums=3)
+
+    order = merged(schedule.orders(num_microbatches))
+    indices = [jax.device_put(np.int32(m), devices[0]) for m in range(num_microbatches)]
+    new_grads = [jax.jit(lambda: jnp.zeros((WIDTH, WIDTH)), out_shardings=on_device(device)) for device in devices]
+    new_total = jax.jit(lambda: jnp.zeros(()), out_shardings=on_device(devices[-1]))
+    last = NUM_STAGES - 1
+
+    def step(weights, xs):
+        grads = [new() for new in new_grads]
+        total = new_total()
+        inputs, outputs, cotangents = {}, {}, {}
+        for s, kind, m in order:
+            if kind == "F":
+                if s == 0:
+                    inputs[s, m], y = first_forward(weights[0], xs, indices[m])
+                elif s == last:
+                    y, total = last_forward(weights[s], inputs[s, m], total)
+                else:
+                    y = forward(weights[s], inputs[s, m])
+                outputs[s, m] = y
+                if s < last:
+                    inputs[s + 1, m] = jax.device_put(y, devices[s + 1])
+            else:
+                x, y = inputs.pop((s, m)), outputs.pop((s, m))
+                if s == 0:
+                    grads[0] = first_backward(weights[0], x, y, cotangents.pop((0, m)), grads[0])
+                    continue
+                if s == last:
+                    dx, grads[s] = last_backward(weights[s], x, y, grads[s])
+                else:
+                    dx, grads[s] = backward(weights[s], x, y, cotangents.pop((s, m)), grads[s])
+                cotangents[s - 1, m] = jax.device_put(dx, devices[s - 1])
+        return total, grads
+
+    return step
+
+
+def on_device(device: Any) -> jax.sharding.SingleDeviceSharding:
+    """An array that lives on this device alone."""
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+def main() -> int:
+    """Measures, prints, and returns 1 where the ratio is over the target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+
+    schedule = scheduler.OneFOneB(NUM_STAGES)
+    devices = jax.devices()[:NUM_STAGES]
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(devices), ("stage",)), "stage")
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5 for _ in devices]
+    xs = rng.normal(size=(args.microbatches, ROWS, WIDTH)).astype(np.float32)
+
+    by_hand = make_loop_by_hand(devices, schedule, args.microbatches)
+    by_hand_arguments = (
+        [jax.device_put(w, d) for w, d in zip(weights, devices, strict=True)],
+        jax.device_put(xs, devices[0]),
+    )
+    compiled = make_step(mesh, schedule).lower(weights, xs).compile()
+    compiled_arguments = place(mesh, compiled, weights, xs)
+
+    runs = {"by hand": lambda: by_hand(*by_hand_arguments), "mpmd.jit": lambda: compiled(*compiled_arguments)}
+    (expected_loss, expected_grads), (loss, grads) = (run() for run in runs.values())
+    np.testing.assert_allclose(float(loss), float(expected_loss), rtol=2e-5)
+    for grad, expected in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(np.asarray(grad), np.asarray(expected), rtol=2e-5, atol=1e-5)
+
+    seconds = {name: [] for name in runs}
+    for _ in range(args.steps):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+
+    num_tasks = 2 * NUM_STAGES * args.microbatches
+    per_task = {name: 1e6 * statistics.median(times) / num_tasks for name, times in seconds.items()}
+    for name, microseconds in per_task.items():
+        print(f"{name:10} {microseconds:7.1f} µs a task")
+    ratio = per_task["mpmd.jit"] / per_task["by hand"]
+    print(f"{'ratio':10} {ratio:7.2f} (target {TARGET})")
+    return int(ratio > TARGET)
+
+
+def place(mesh: mpmd.MpmdMesh, compiled, *arguments):
+    """The arguments where the compiled step wants them, so that no step moves them again."""
+    placed = mpmd.jit(lambda *xs: xs, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])
+    return placed(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

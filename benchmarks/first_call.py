@@ -1,0 +1,151 @@
+"""How long the first call of a step takes: tracing, partitioning, compiling and running it once.
+
+    python benchmarks/first_call.py [--repeats 5]
+
+Three questions, each a ratio of two first calls:
+
+- 256 microbatches against 4: what is compiled does not depend on the number of microbatches;
+- 8 equal stages against 3: equal stages are compiled once and loaded on each group's devices;
+- the GPT of `examples/train_gpt.py` as a pipeline of 4 stages against plain `jax.jit`, where the same step is one
+  program with a `lax.scan` over the microbatches.
+
+Every first call is timed in a process of its own, once JAX, the devices and the initial state are there, and without
+JAX's compilation cache. The repeats of all cases take turns. Prints medians, and the ratios beside their targets.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_DEVICES = 8
+RATIOS = (
+    ("microbatches-256", "microbatches-4", 1.25),
+    ("stages-8", "stages-3", 1.8),
+    ("gpt-mpmd", "gpt-jit", 1.5),
+)
+
+
+def main() -> int:
+    """Measures, prints, and returns 1 where a ratio is over its target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--case", choices=CASES, help="run one first call in this process and print its seconds")
+    args = parser.parse_args()
+    if args.case:
+        print(CASES[args.case]())
+        return 0
+
+    seconds = {case: [] for case in CASES}
+    for _ in range(args.repeats):
+        for case in CASES:
+            seconds[case].append(_in_a_new_process(case))
+    medians = {case: statistics.median(times) for case, times in seconds.items()}
+    for case, median in medians.items():
+        print(f"{case:18} {median:6.2f} s   ({min(seconds[case]):.2f} to {max(seconds[case]):.2f})")
+    failed = 0
+    for case, against, target in RATIOS:
+        ratio = medians[case] / medians[against]
+        failed |= ratio > target
+        print(f"{case} / {against}: {ratio:.2f} (target {target})")
+    return int(failed)
+
+
+def _in_a_new_process(case: str) -> float:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    command = [sys.executable, __file__, "--case", case]
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def _seconds(step: Callable, *arguments) -> float:
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(step(*arguments))
+    return time.perf_counter() - start
+
+
+def _mesh(num_groups: int):
+    import jax
+    import numpy as np
+
+    import mpmd
+
+    return mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:num_groups]), ("stage",)), "stage")
+
+
+def _equal_stages(num_stages: int, num_microbatches: int) -> float:
+    """A multilayer perceptron with two layers of 32 a stage and SGD; four rows a microbatch."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import mpmd
+    import scheduler
+
+    def loss(params, x):
+        for index, (up, down) in enumerate(params):
+            x = x + jnp.tanh(x @ up) @ down
+            if index < num_stages - 1:
+                x = mpmd.mark_stage_end(x)
+        return jnp.mean(x * x)
+
+    @mpmd.jit(mpmd_mesh=_mesh(num_stages), donate_argnums=0)
+    def step(params, xs):
+        value, grads = mpmd.treduce(
+            lambda x: jax.value_and_grad(loss)(params, x),
+            xs,
+            schedule=scheduler.OneFOneB(num_stages),
+            operation=mpmd.Mean,
+        )
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.1, size=(num_stages, 2, 32, 32)).astype(np.float32)
+    params = [(jnp.asarray(up), jnp.asarray(down)) for up, down in weights]
+    return _seconds(step, params, rng.normal(size=(num_microbatches, 4, 32)).astype(np.float32))
+
+
+def _gpt(pipelined: bool) -> float:
+    """The example's model and optimizer at its default depth, narrow enough that running it once costs little."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import jax
+    import numpy as np
+    import train_gpt
+
+    import mpmd
+    import scheduler
+
+    model = train_gpt.GPT(d_model=64)
+    optimizer = train_gpt.make_optimizer(3e-3, 100)
+    train_step = train_gpt.make_step(model, optimizer, scheduler.OneFOneB(model.num_stages), num_microbatches=8)
+    state = jax.jit(train_gpt.make_init(model, optimizer))(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, size=(16, 65), dtype=np.uint8)
+    if pipelined:
+        step = mpmd.jit(train_step, mpmd_mesh=_mesh(model.num_stages), donate_argnums=0)
+    else:
+        step = jax.jit(train_step, donate_argnums=0)
+    return _seconds(step, state, tokens)
+
+
+CASES: dict[str, Callable[[], float]] = {
+    "microbatches-4": lambda: _equal_stages(4, 4),
+    "microbatches-256": lambda: _equal_stages(4, 256),
+    "stages-3": lambda: _equal_stages(3, 8),
+    "stages-8": lambda: _equal_stages(8, 8),
+    "gpt-jit": lambda: _gpt(pipelined=False),
+    "gpt-mpmd": lambda: _gpt(pipelined=True),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

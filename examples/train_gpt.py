@@ -1,0 +1,481 @@
+"""Trains a byte-level GPT as a pipeline, on real text that every machine has: the source files of Python's library.
+
+    python examples/train_gpt.py                        # 4 stages, 1F1B, 8 microbatches; under 3 minutes on 2 cores
+    python examples/train_gpt.py --text book.txt --steps 1000
+    python examples/train_gpt.py --schedule interleaved-1f1b --stages 8 --layers 8 --data-parallel 2
+    python examples/train_gpt.py --steps 20 --check-against-jit
+
+A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs the groups are CPU devices
+that this script makes itself; where there are fewer devices than groups, groups share them.
+
+The pipeline shows in four places: `mark_stage_end` in `GPT.logits`, `treduce` in the step, the mesh of groups with
+`mpmd.jit`, and `init` straight into the layout that the step wants. The rest is what it would be for one device.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+import mpmd
+import scheduler
+
+SCHEDULE_CLASSES = {
+    "gpipe": "GPipe",
+    "1f1b": "OneFOneB",
+    "eager-1f1b": "EagerOneFOneB",
+    "interleaved-1f1b": "InterleavedOneFOneB",
+    "interleaved-gpipe": "InterleavedGPipe",
+    "kimi-k2": "KimiK2",
+    "zb-h1": "ZeroBubbleH1",
+    "zb-h2": "ZeroBubbleH2",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZeroBubbleV",
+    "v-half": "VHalf",
+    "v-min": "VMin",
+    "dualpipe-v": "DualPipeV",
+}
+SCHEDULES: dict[str, Any] = {
+    name: getattr(scheduler, class_name)
+    for name, class_name in SCHEDULE_CLASSES.items()
+    if hasattr(scheduler, class_name)
+}
+
+
+# The model: pure functions of a dict of parameters.
+
+EMBED_SCALE = 0.02  # small, so that the first logits are near zero; the first stage undoes it
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT:
+    """A decoder-only transformer over bytes: rotary positions, RMSNorm, and an embedding that is also the head.
+
+    The embedding is read in the first stage and in the last one, so its gradient has a part in each.
+    """
+
+    num_layers: int = 4
+    d_model: int = 128
+    head_size: int = 32
+    num_stages: int = 4
+    dropout: float = 0.0
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Parameters: one dict a layer, so that each stage owns just its layers."""
+        d = self.d_model
+        embed_key, *layer_keys = jax.random.split(key, 1 + self.num_layers)
+
+        def normal(key, shape, scale):
+            return scale * jax.random.normal(key, shape)
+
+        def layer(key):
+            qkv, out, up, down = jax.random.split(key, 4)
+            # Each layer adds two branches to the residual stream; its variance stays that of one.
+            into_stream = (2 * self.num_layers) ** -0.5
+            return {
+                "attention_norm": jnp.ones(d),
+                "qkv": normal(qkv, (d, 3 * d), d**-0.5),
+                "out": normal(out, (d, d), d**-0.5 * into_stream),
+                "mlp_norm": jnp.ones(d),
+                "up": normal(up, (d, 4 * d), d**-0.5),
+                "down": normal(down, (4 * d, d), (4 * d) ** -0.5 * into_stream),
+            }
+
+        return {
+            "embed": normal(embed_key, (256, d), EMBED_SCALE),
+            "layers": [layer(key) for key in layer_keys],
+            "norm": jnp.ones(d),
+        }
+
+    def logits(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Logits of the next byte, (rows, length, 256), for tokens (rows, length)."""
+        last_layers = [self.num_layers * (stage + 1) // self.num_stages for stage in range(self.num_stages - 1)]
+        x = params["embed"][tokens] / EMBED_SCALE
+        for index, layer in enumerate(params["layers"]):
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+            x = self._layer(layer, x, key)
+            if index + 1 in last_layers:
+                x = mpmd.mark_stage_end(x)
+        return rms_norm(x, params["norm"]) @ params["embed"].T
+
+    def loss(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Mean cross-entropy, in nats a byte, of each byte given those before it."""
+        logits = self.logits(params, tokens[:, :-1], dropout_key)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def _layer(self, layer: dict[str, Any], x: jax.Array, key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        x = x + dropout(self._attention(layer, rms_norm(x, layer["attention_norm"])), self.dropout, keys[0])
+        hidden = jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["up"])
+        return x + dropout(hidden @ layer["down"], self.dropout, keys[1])
+
+    def _attention(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
+        qkv = (x @ layer["qkv"]).reshape(*x.shape[:-1], 3, -1, self.head_size)
+        q, k, v = qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]
+        attended = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        return attended.reshape(x.shape) @ layer["out"]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x divided by its root mean square over the last axis, times a learned scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotates pairs of features of (rows, length, heads, features) by angles that grow with the position.
+
+    Source: arXiv:2104.09864.
+    """
+    length, half = x.shape[1], x.shape[-1] // 2
+    angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """x with a share `rate` of its entries zeroed and the rest scaled up; x itself where there is no key."""
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+# The step.
+
+
+class TrainState(NamedTuple):
+    """All that a training run carries from one step to the next."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+    """AdamW on gradients clipped by their global norm; warmup over the first tenth of the steps, then cosine decay."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        learning_rate,
+        warmup_steps=max(1, num_steps // 10),
+        decay_steps=max(2, num_steps),
+        end_value=learning_rate / 10,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
+
+
+def make_init(model: GPT, optimizer: optax.GradientTransformation) -> Callable[[jax.Array], TrainState]:
+    """A function from a PRNG key to the state before the first step."""
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key)
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    return init
+
+
+def make_step(
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    schedule: Any,
+    num_microbatches: int,
+    data_axis: str | None = None,
+    seed: int = 0,
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """The training step. It runs under `mpmd.jit` as a pipeline, and under `jax.jit` as it is.
+
+    Args:
+      model: what to train.
+      optimizer: applied once a step, to the mean gradient over the microbatches.
+      schedule: the order of the microbatches' forward and backward tasks, from `scheduler`.
+      num_microbatches: must divide the rows of a batch.
+      data_axis: the mesh axis over which the rows of a microbatch are spread, if any.
+      seed: dropout keys follow from it, the step and the microbatch.
+    """
+
+    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        microbatches = {"tokens": tokens.reshape(num_microbatches, -1, tokens.shape[-1])}
+        if model.dropout:
+            step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+            microbatches["dropout_key"] = jax.random.split(step_key, num_microbatches)
+
+        def loss_and_grads(microbatch):
+            tokens = microbatch["tokens"].astype(jnp.int32)
+            if data_axis is not None:
+                tokens = jax.lax.with_sharding_constraint(tokens, PartitionSpec(data_axis))
+            return jax.value_and_grad(model.loss)(state.params, tokens, microbatch.get("dropout_key"))
+
+        loss, grads = mpmd.treduce(loss_and_grads, microbatches, schedule=schedule, operation=mpmd.Mean)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return TrainState(params, opt_state, state.step + 1), metrics
+
+    return train_step
+
+
+# Text in, text out.
+
+
+def read_text(files: Sequence[str]) -> np.ndarray:
+    """The bytes of the given files or, without any, of the modules of Python's standard library."""
+    paths = [Path(file) for file in files] or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
+
+
+def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> np.ndarray:
+    """The batch of one step, (rows, length): a pure function of seed and step: a run can go on from any step."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(text) - length + 1, size=rows)
+    return text[starts[:, None] + np.arange(length)]
+
+
+def sample(
+    model: GPT, params: Any, prompt: bytes, length: int, window: int, seed: int, temperature: float = 0.7
+) -> str:
+    """Text that continues the prompt, made one byte at a time on one device, from at most `window` bytes before it."""
+
+    @jax.jit
+    def continue_prompt(params, buffer, filled, keys):
+        def next_byte(carry, key):
+            buffer, filled = carry
+            logits = model.logits(params, buffer[None])[0, filled - 1]
+            byte = jax.random.categorical(key, logits / temperature)
+            buffer = jnp.where(filled == window, jnp.roll(buffer, -1), buffer)
+            filled = jnp.minimum(filled + 1, window)
+            return (buffer.at[filled - 1].set(byte), filled), byte
+
+        return jax.lax.scan(next_byte, (buffer, filled), keys)[1]
+
+    start = np.frombuffer(prompt, np.uint8)[-window:].astype(np.int32)
+    buffer = np.zeros(window, np.int32)
+    buffer[: len(start)] = start
+    keys = jax.random.split(jax.random.key(seed), length)
+    generated = np.asarray(continue_prompt(params, buffer, len(start), keys))
+    return (prompt + generated.astype(np.uint8).tobytes()).decode(errors="replace")
+
+
+def write_plot(path: str, losses: Sequence[float]) -> None:
+    """The loss of each step as a picture, in the format that the file's name asks for (.svg, .png)."""
+    from matplotlib.figure import Figure  # only for those who want a picture
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)")
+    axes.plot(range(1, len(losses) + 1), losses)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+class Progress:
+    """A line that shows how far the run is; in a log, one line every twentieth of the run."""
+
+    def __init__(self, num_steps: int, tokens_per_step: int):
+        self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
+        self.live = sys.stderr.isatty()
+        self.started = 0.0
+
+    def show(self, step: int, loss: float) -> None:
+        """Says that `step` is done. Speed is counted from the first call on, so that it leaves compilation out."""
+        self.started = self.started or time.perf_counter()
+        if not self.live and step % max(1, self.num_steps // 20) and step not in (1, self.num_steps):
+            return
+        elapsed = time.perf_counter() - self.started
+        speed = f"{(step - 1) * self.tokens_per_step / elapsed:,.0f} tokens/s" if step > 1 else "compiled"
+        filled = 24 * step // self.num_steps
+        line = f"{'━' * filled}{'─' * (24 - filled)} step {step}/{self.num_steps}  loss {loss:.3f}  {speed}"
+        end = "" if self.live and step < self.num_steps else "\n"
+        print(f"\r{line}\x1b[K" if self.live else line, end=end, file=sys.stderr, flush=True)
+
+
+# The run.
+
+
+def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
+    """One group of `data_parallel` devices for each group of the schedule. Too few devices are shared by groups."""
+    devices = np.array(jax.devices())
+    if len(devices) >= num_groups * data_parallel:
+        grid = devices[: num_groups * data_parallel].reshape(num_groups, data_parallel)
+        return mpmd.MpmdMesh(Mesh(grid, ("stage", "data")), "stage")
+    num_meshes = len(devices) // data_parallel
+    if num_meshes == 0:
+        sys.exit(f"--data-parallel {data_parallel} needs as many devices, and there are {len(devices)}")
+    meshes = [Mesh(devices[i * data_parallel : (i + 1) * data_parallel], ("data",)) for i in range(num_meshes)]
+    return mpmd.MpmdMesh.from_groups([meshes[group * num_meshes // num_groups] for group in range(num_groups)])
+
+
+def make_schedule(name: str, num_stages: int, num_groups: int | None = None) -> Any:
+    """The schedule of that name. Those with several stages a group have two, unless `num_groups` says otherwise."""
+    schedule = SCHEDULES[name]
+    accepted = inspect.signature(schedule).parameters
+    sizes = {"num_stages": num_stages, "num_groups": num_groups or max(1, num_stages // 2)}
+    return schedule(**{name: size for name, size in sizes.items() if name in accepted})
+
+
+class Reference:
+    """The same step under plain `jax.jit`, run beside the pipeline from the same state on one group's devices.
+
+    Both go their own way: what differs is rounding, which grows with the steps as training itself magnifies it.
+    """
+
+    def __init__(self, train_step: Callable, state: TrainState, group: Mesh):
+        self.train_step, self.state, self.group = jax.jit(train_step), mpmd.device_get(state), group
+        self.loss_difference = 0.0
+
+    def step(self, tokens: np.ndarray, loss: Any) -> None:
+        """Takes one step and compares its loss with the pipeline's."""
+        with jax.set_mesh(self.group):
+            self.state, metrics = self.train_step(self.state, tokens)
+        expected = float(metrics["loss"])
+        self.loss_difference = max(self.loss_difference, abs(float(loss) - expected) / abs(expected))
+
+    def agrees(self, state: TrainState, tolerance: float = 2e-5) -> bool:
+        """Prints the largest differences; whether those of the losses are within `tolerance`, relatively."""
+        worst, difference = max(relative_differences(state, self.state).items(), key=lambda item: item[1])
+        agrees = self.loss_difference <= tolerance
+        print(
+            f"against plain jax.jit: losses differ by at most {self.loss_difference:.1e} of their value "
+            f"({'within' if agrees else 'MORE THAN'} {tolerance:.0e}); the state after the last step by at most "
+            f"{difference:.1e} of a leaf's largest entry ({worst})",
+            file=sys.stderr,
+        )
+        return agrees
+
+
+def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
+    """For each leaf, the largest difference over the largest entry of the reference."""
+
+    def difference(leaf, reference):
+        leaf, reference = np.asarray(leaf, np.float64), np.asarray(reference, np.float64)
+        scale = np.max(np.abs(reference), initial=0)
+        return float(np.max(np.abs(leaf - reference), initial=0) / (scale if scale else 1))
+
+    differences = jax.tree.map(difference, mpmd.device_get(tree), mpmd.device_get(reference))
+    return {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(differences)}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked together."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="train on these files")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default 4)")
+    parser.add_argument(
+        "--groups", type=int, help="groups of devices, for schedules with several stages a group (default stages/2)"
+    )
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, default="1f1b", help="order of the pipeline's tasks (default 1f1b)"
+    )
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches a step (default 8)")
+    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="devices in a group (default 1)")
+    parser.add_argument("--steps", type=int, default=500, help="training steps (default 500)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step (default 16)")
+    parser.add_argument("--seq-len", type=int, default=128, help="bytes in a sequence (default 128)")
+    parser.add_argument("--layers", type=int, default=4, help="transformer layers (default 4)")
+    parser.add_argument("--d-model", type=int, default=128, help="width, a multiple of 32 (default 128)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of each layer's outputs to drop (default 0)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after warmup (default 3e-3)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="for parameters, batches, dropout and the sample (default 0)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (.svg or .png; needs matplotlib)")
+    parser.add_argument("--check-against-jit", action="store_true", help="run plain jax.jit beside it and compare")
+    args = parser.parse_args(argv)
+
+    for fault in _check_args(args):
+        parser.error(fault)
+    return args
+
+
+def _check_args(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("stages", "microbatches", "data_parallel", "steps", "batch", "seq_len"):
+        if getattr(args, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1"
+    try:
+        schedule = make_schedule(args.schedule, args.stages, args.groups)
+        schedule.orders(args.microbatches)
+    except ValueError as error:
+        yield f"--schedule {args.schedule}: {error}"
+    else:
+        if schedule.num_stages != args.stages:
+            yield f"--schedule {args.schedule} has {schedule.num_stages} stages, not --stages {args.stages}"
+        if args.groups and schedule.num_groups != args.groups:
+            yield f"--schedule {args.schedule} has {schedule.num_groups} groups, not --groups {args.groups}"
+    if args.layers < args.stages:
+        yield f"--layers {args.layers} is fewer than --stages {args.stages}; each stage needs a layer"
+    if args.d_model < 32 or args.d_model % 32:
+        yield f"--d-model {args.d_model} is not a multiple of 32"
+    if args.batch % args.microbatches:
+        yield f"--batch {args.batch} does not split into --microbatches {args.microbatches}"
+    rows = args.batch // args.microbatches
+    if rows % args.data_parallel:
+        yield f"a microbatch has {rows} rows, which --data-parallel {args.data_parallel} does not divide"
+    if not 0 <= args.dropout < 1:
+        yield f"--dropout {args.dropout} is not in [0, 1)"
+    if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
+        yield f"--plot {args.plot} ends in neither .svg nor .png"
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        yield "--plot needs matplotlib: pip install matplotlib"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, reports and samples. Returns the exit status: 1 if `--check-against-jit` found a difference."""
+    args = parse_args(argv)
+    schedule = make_schedule(args.schedule, args.stages, args.groups)
+    # How many devices the CPU is to be; takes effect because nothing has used JAX yet, and does nothing to GPUs.
+    jax.config.update("jax_num_cpu_devices", schedule.num_groups * args.data_parallel)
+    mesh = make_mesh(schedule.num_groups, args.data_parallel)
+
+    text = read_text(args.text)
+    length = args.seq_len + 1
+    if len(text) < length:
+        sys.exit(f"the text has {len(text)} bytes, fewer than --seq-len {args.seq_len} and one")
+    model = GPT(args.layers, args.d_model, num_stages=args.stages, dropout=args.dropout)
+    optimizer = make_optimizer(args.lr, args.steps)
+    init = make_init(model, optimizer)
+    data_axis = "data" if args.data_parallel > 1 else None
+    train_step = make_step(model, optimizer, schedule, args.microbatches, data_axis, args.seed)
+
+    key = jax.random.key(args.seed)
+    abstract_state = jax.eval_shape(init, key)
+    abstract_tokens = jax.ShapeDtypeStruct((args.batch, length), text.dtype)
+    step = mpmd.jit(train_step, mpmd_mesh=mesh, donate_argnums=0).lower(abstract_state, abstract_tokens).compile()
+    state = mpmd.jit(init, mpmd_mesh=mesh, out_shardings=step.input_shardings[0][0])(key)
+
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params))
+    print(
+        f"{num_params:,} parameters in {args.stages} stages on {schedule.num_groups} groups of {args.data_parallel} "
+        f"{mesh.groups[0].devices.flat[0].platform} device(s); {args.schedule}, {args.microbatches} microbatches; "
+        f"{len(text):,} bytes of text",
+        file=sys.stderr,
+    )
+
+    reference = Reference(train_step, state, mesh.groups[0]) if args.check_against_jit else None
+    progress = Progress(args.steps, args.batch * args.seq_len)
+    losses = []
+    for index in range(args.steps):
+        tokens = batch_at(text, args.seed, index, args.batch, length)
+        state, metrics = step(state, tokens)
+        if reference is not None:
+            reference.step(tokens, metrics["loss"])
+        losses.append(metrics["loss"])
+        if index:  # a loss is read while the next step runs, so that the devices never wait for this loop
+            progress.show(index, float(losses[-2]))
+    progress.show(args.steps, float(losses[-1]))
+
+    if args.plot:
+        write_plot(args.plot, [float(loss) for loss in losses])
+    print(sample(model, mpmd.device_get(state.params), b"def ", 300, args.seq_len, args.seed))
+    return 0 if reference is None or reference.agrees(state) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Everything that JAX does not document, in one place.
+
+Each function here stands on a private name; the rest of the package imports from this file only, so that
+a new JAX release is met by reading one screen. The speed paths (`load_on`, `put`) have a documented way of
+doing the same beside them; correctness never depends on the private one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core, source_info_util
+from jax._src.interpreters import pxla
+from jax._src.lib import xla_client
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+__all__ = [
+    "ClosedJaxpr", "DropVar", "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var", "ad", "batching", "custom_jvp_call_p",
+    "custom_vjp_call_p", "jaxpr_as_fun", "jit_p", "mlir", "pe", "remat_p",
+]  # fmt: skip
+
+# Errors and `explain()` name the user's line, not ours.
+source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
+
+
+# --- jaxprs ---------------------------------------------------------------------------------------
+
+
+def new_jaxpr(like: Jaxpr, *, constvars=None, invars=None, outvars=None, eqns=None) -> Jaxpr:
+    """`like` with some of its parts replaced, and its effects found again."""
+    eqns = like.eqns if eqns is None else eqns
+    return like.replace(
+        constvars=like.constvars if constvars is None else constvars,
+        invars=like.invars if invars is None else invars,
+        outvars=like.outvars if outvars is None else outvars,
+        eqns=eqns,
+        effects=frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset(),
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+
+
+def make_jaxpr(invars, outvars, eqns, name: str) -> ClosedJaxpr:
+    """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
+    debug = core.DebugInfo("mpmd", name, None, None)
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return ClosedJaxpr(Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug), ())
+
+
+def new_var(aval) -> Var:
+    """A fresh variable."""
+    return Var(aval)
+
+
+def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
+    """Constants become the first arguments."""
+    return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def jaxprs_in(params: dict):
+    """The jaxprs among an equation's parameters, in lists and tuples too."""
+    for value in params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+
+
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr that a call-like equation runs just as it stands, or None for any other equation."""
+    if eqn.primitive is jit_p:
+        specified = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+        return eqn.params["jaxpr"] if all(isinstance(s, UnspecifiedValue) for s in specified) else None
+    if eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) or eqn.primitive.name in ("closed_call", "core_call"):
+        inner = eqn.params.get("call_jaxpr")
+        return ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
+    return None
+
+
+def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """`eqn` with the name stack that it has when it is inlined into `outer`."""
+    stack = outer.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether the equation comes from the transposition of the outermost differentiation (a backward pass)."""
+    for frame in eqn.source_info.name_stack.stack:
+        name = getattr(frame, "name", "")
+        if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
+            return name == "transpose"
+    return False
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Where in the user's code the equation was written: `file:line (function)`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def dce(jaxpr: Jaxpr, used_outputs) -> tuple[Jaxpr, list[bool]]:
+    """Drops what no used output and no effect needs; also says which inputs are still used."""
+    return pe.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def zero_like(tangent) -> ad.Zero:
+    """The symbolic zero of a tangent's type."""
+    return ad.Zero(jax.typeof(tangent))
+
+
+def shaped_array(x):
+    """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
+    return core.shaped_abstractify(x)
+
+
+def def_effectful_abstract_eval(primitive: Primitive, rule):
+    """`rule(*avals, **params)` returns avals and effects."""
+    primitive.def_effectful_abstract_eval(rule)
+
+
+# --- meshes inside a jaxpr ------------------------------------------------------------------------
+
+
+def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole_names: tuple[str, ...]) -> ClosedJaxpr:
+    """`jaxpr`, traced on the whole mesh (axes `whole_names`), as it reads on a group's mesh.
+
+    Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
+    axis names is the user's own and is left alone. Pure: nothing is traced again.
+    """
+    return _Rebase(group_mesh, whole_names).closed(jaxpr)
+
+
+class _Rebase:
+    def __init__(self, group_mesh: AbstractMesh, whole_names):
+        self.group = group_mesh
+        self.names = tuple(whole_names)
+        self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
+        self.vars: dict[Var, Var] = {}
+        self.meshes: dict[Any, Any] = {}
+        self.avals: dict[Any, Any] = {}
+        self.contexts: dict[Any, Any] = {}
+
+    def mesh(self, mesh):
+        if mesh.axis_names != self.names:
+            return mesh
+        if mesh not in self.meshes:
+            manual = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
+            types = tuple(AxisType.Manual if n in manual else t for n, t in self.types.items())
+            self.meshes[mesh] = self.group.update(axis_types=types)
+        return self.meshes[mesh]
+
+    def aval(self, aval):
+        sharding = getattr(aval, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self.names:
+            return aval
+        if aval not in self.avals:
+            self.avals[aval] = aval.update(sharding=self.value(sharding))
+        return self.avals[aval]
+
+    def context(self, ctx):
+        mesh = ctx.cur_abstract_mesh
+        if mesh.axis_names != self.names:
+            return ctx
+        if ctx not in self.contexts:
+            meta = None if ctx.xla_metadata is None else tuple(sorted(ctx.xla_metadata.items()))
+            self.contexts[ctx] = core.JaxprEqnContext._create(
+                ctx.compute_type, ctx.threefry_partitionable, self.mesh(mesh), ctx.remove_size_one_mesh_axis, meta
+            )
+        return self.contexts[ctx]
+
+    def value(self, x):
+        if isinstance(x, NamedSharding):
+            return NamedSharding(self.mesh(x.mesh), x.spec, memory_kind=x.memory_kind)
+        if isinstance(x, (Mesh, AbstractMesh)):
+            return self.mesh(x)
+        if isinstance(x, ClosedJaxpr):
+            return self.closed(x)
+        if isinstance(x, Jaxpr):
+            return self.jaxpr(x)
+        if isinstance(x, core.ShapedArray):
+            return self.aval(x)
+        if type(x) in (tuple, list):
+            return type(x)(self.value(y) for y in x)
+        return x
+
+    def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
+
+    def var(self, v):
+        if isinstance(v, Literal):
+            return Literal(v.val, self.aval(v.aval))
+        if v not in self.vars:
+            aval = self.aval(v.aval)
+            self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
+        return self.vars[v]
+
+    def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
+        return eqn.replace(
+            invars=[self.var(v) for v in eqn.invars],
+            outvars=[self.var(v) for v in eqn.outvars],
+            params=params,
+            ctx=self.context(eqn.ctx),
+        )
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(
+            constvars=[self.var(v) for v in jaxpr.constvars],
+            invars=[self.var(v) for v in jaxpr.invars],
+            outvars=[self.var(v) for v in jaxpr.outvars],
+            eqns=[self.eqn(e) for e in jaxpr.eqns],
+        )
+
+
+# --- compiled programs ----------------------------------------------------------------------------
+
+
+def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | None:
+    """The same compiled program on the devices of another mesh of the same shape, in about a millisecond.
+
+    None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
+    """
+    try:
+        executable = compiled._executable
+        unloaded = executable._unloaded_executable
+        client = unloaded.backend
+        if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
+            return None
+        devices = tuple(mesh.devices.flat)
+        options = xla_client.CompileOptions()
+        options.num_replicas, options.num_partitions = 1, len(devices)
+        options.executable_build_options.num_replicas = 1
+        options.executable_build_options.num_partitions = len(devices)
+        options.executable_build_options.use_spmd_partitioning = len(devices) > 1
+        assignment = xla_client.DeviceAssignment.create([[d.id] for d in devices] if len(devices) > 1 else [[devices[0].id]])
+        options.device_assignment = assignment
+        device_list = xla_client.DeviceList(devices)
+        loaded = client.deserialize_executable(_serialized(unloaded), device_list, options)
+        copy = dataclasses.replace(
+            unloaded,
+            xla_executable=loaded,
+            device_list=device_list,
+            input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
+            output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
+        )
+        return jax.stages.Compiled(copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree)
+    except (AttributeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _serialized(unloaded) -> bytes:
+    return unloaded.backend.serialize_executable(unloaded.xla_executable)
+
+
+def _moved(sharding, mesh: Mesh):
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return jax.sharding.SingleDeviceSharding(mesh.devices.flat[0], memory_kind=sharding.memory_kind)
+    raise TypeError(f"cannot move {sharding}")
+
+
+# --- keys for equal programs ----------------------------------------------------------------------
+
+
+def jaxpr_key(closed: ClosedJaxpr):
+    """A hashable key: equal for jaxprs that compile to the same program (names and source lines apart)."""
+    return _Key().jaxpr(closed.jaxpr), tuple(map(id, closed.consts))
+
+
+class _Key:
+    def __init__(self):
+        self.numbers: dict[Var, int] = {}
+
+    def atom(self, v):
+        if isinstance(v, Literal):
+            return "lit", np.asarray(v.val).tobytes(), self.aval(v.aval)
+        if isinstance(v, DropVar):
+            return "_"
+        return self.numbers.setdefault(v, len(self.numbers))
+
+    def aval(self, aval):
+        sharding = getattr(aval, "sharding", None)
+        return (
+            getattr(aval, "shape", None),
+            str(getattr(aval, "dtype", aval)),
+            getattr(aval, "weak_type", False),
+            None if sharding is None else self.value(sharding),
+            str(aval) if getattr(aval, "vma", None) or getattr(aval, "memory_space", None) is not None else None,
+        )
+
+    def value(self, x):
+        if isinstance(x, ClosedJaxpr):
+            return _Key().jaxpr(x.jaxpr), tuple(map(id, x.consts))
+        if isinstance(x, Jaxpr):
+            return _Key().jaxpr(x)
+        if isinstance(x, NamedSharding):
+            return self.value(x.mesh), str(x.spec), x.memory_kind
+        if isinstance(x, (Mesh, AbstractMesh)):
+            return tuple(x.shape.items()), tuple(map(str, x.axis_types))
+        if isinstance(x, (tuple, list)):
+            return tuple(self.value(y) for y in x)
+        if isinstance(x, np.ndarray):
+            return x.shape, str(x.dtype), x.tobytes()
+        if isinstance(x, core.ShapedArray):
+            return self.aval(x)
+        try:
+            hash(x)
+        except TypeError:
+            return id(x)
+        return x
+
+    def jaxpr(self, jaxpr: Jaxpr):
+        head = tuple((self.atom(v), self.aval(v.aval)) for v in (*jaxpr.constvars, *jaxpr.invars))
+        eqns = tuple(
+            (
+                eqn.primitive.name,
+                tuple(self.atom(v) for v in eqn.invars),
+                tuple((self.atom(v), self.aval(v.aval)) for v in eqn.outvars),
+                tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
+                eqn.ctx.compute_type,
+            )
+            for eqn in jaxpr.eqns
+        )
+        return head, eqns, tuple(self.atom(v) for v in jaxpr.outvars)
+
+
+def use_mesh(mesh: Mesh):
+    """A context in which `mesh` is the current mesh, whatever the caller had set."""
+    return jax.set_mesh(mesh)
+
+
+def named_sharding(sharding, mesh: Mesh) -> NamedSharding:
+    """A `GSPMDSharding` that XLA reports, as a spec on `mesh`."""
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    parsed = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(mesh.size), mesh)
+    return NamedSharding(mesh, parsed[0])

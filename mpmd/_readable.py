@@ -1,0 +1,135 @@
+"""How an object that holds a `jax.Array` answers as that array does: operators, conversions, methods."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+# What is answered by the array that is held. Whatever says where the array lies is for the holder to answer.
+_METHODS = """
+T all any argmax argmin argpartition argsort astype at choose clip compress conj conjugate copy_to_host_async cumprod
+cumsum diagonal dot flat flatten imag is_ready item mT max mean min nonzero on_device_size_in_bytes prod ptp ravel real
+repeat reshape round searchsorted sort squeeze std sum swapaxes take tobytes tolist trace transpose var view
+"""
+_DELEGATED = frozenset(_METHODS.split())
+
+
+def _unary(name: str) -> Callable[["ReadableArray"], Any]:
+    """An operator that is answered by the array which this process holds."""
+    name = f"__{name}__"
+
+    def forward(self: "ReadableArray") -> Any:
+        return getattr(self._readable(), name)()
+
+    forward.__name__ = name
+    return forward
+
+
+def _binary(name: str) -> Callable[["ReadableArray", Any], Any]:
+    """An operator between the array which this process holds and another operand."""
+    name = f"__{name}__"
+
+    def forward(self: "ReadableArray", other: Any) -> Any:
+        mine, other = self._operands(other)
+        return getattr(mine, name)(other)
+
+    forward.__name__ = name
+    return forward
+
+
+class ReadableArray:
+    """Everything that `jnp` and numpy ask of an array, answered by the array that `_readable` gives.
+
+    numpy leaves `numpy_array + x` to us, as it does for `jax.Array`.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 100
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _readable(self) -> jax.Array:
+        """The array to compute with, or the user's error if there is none."""
+        raise NotImplementedError
+
+    def _host_readable(self) -> jax.Array:
+        """An array whose every value is in this process, or the user's error if there is none."""
+        raise NotImplementedError
+
+    def _operands(self, other: Any) -> tuple[Any, Any]:
+        """Both sides of an operator, `self` being one of them."""
+        raise NotImplementedError
+
+    def __jax_array__(self) -> jax.Array:
+        return self._readable()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self._host_readable())
+        if dtype is not None and array.dtype != dtype:
+            if copy is False:
+                raise ValueError(f"{self!r} cannot become {np.dtype(dtype)} without a copy.")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self._readable(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._readable()[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._readable())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._readable()  # pyright: ignore[reportOperatorIssue]
+
+    def __bool__(self) -> bool:
+        return bool(self._host_readable())
+
+    def __int__(self) -> int:
+        return int(self._host_readable())
+
+    def __float__(self) -> float:
+        return float(self._host_readable())
+
+    def __complex__(self) -> complex:
+        return complex(self._host_readable())
+
+    def __index__(self) -> int:
+        return operator.index(self._host_readable())
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return self._readable().round(ndigits or 0)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._host_readable(), spec) if spec else str(self)
+
+    __neg__, __pos__, __abs__, __invert__ = map(_unary, ("neg", "pos", "abs", "invert"))
+    __add__, __radd__ = _binary("add"), _binary("radd")
+    __sub__, __rsub__ = _binary("sub"), _binary("rsub")
+    __mul__, __rmul__ = _binary("mul"), _binary("rmul")
+    __truediv__, __rtruediv__ = _binary("truediv"), _binary("rtruediv")
+    __floordiv__, __rfloordiv__ = _binary("floordiv"), _binary("rfloordiv")
+    __mod__, __rmod__ = _binary("mod"), _binary("rmod")
+    __divmod__, __rdivmod__ = _binary("divmod"), _binary("rdivmod")
+    __pow__, __rpow__ = _binary("pow"), _binary("rpow")
+    __matmul__, __rmatmul__ = _binary("matmul"), _binary("rmatmul")
+    __and__, __rand__ = _binary("and"), _binary("rand")
+    __or__, __ror__ = _binary("or"), _binary("ror")
+    __xor__, __rxor__ = _binary("xor"), _binary("rxor")
+    __lshift__, __rlshift__ = _binary("lshift"), _binary("rlshift")
+    __rshift__, __rrshift__ = _binary("rshift"), _binary("rrshift")
+    __eq__, __ne__ = _binary("eq"), _binary("ne")  # pyright: ignore[reportAssignmentType]
+    __lt__, __le__, __gt__, __ge__ = map(_binary, ("lt", "le", "gt", "ge"))
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (as for jax.Array: == is elementwise)

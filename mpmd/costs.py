@@ -1,0 +1,74 @@
+"""What an equation costs, roughly: enough to tell what is worth sending from what is cheaper to compute again."""
+
+import math
+
+import numpy as np
+
+from mpmd import _jax_compat as compat
+
+_HEAVY = {
+    "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky", "eigh", "lu", "qr", "svd",
+    "triangular_solve", "custom_call", "pallas_call", "shard_map", "jit", "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax",
+    "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call",
+    "pure_callback", "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
+}  # fmt: skip
+_RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
+_LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
+_ELEMENTWISE_LINEAR = {"convert_element_type", "neg", "copy", "copy_p"}
+
+# A large reduction is worth sending rather than computing in two places.
+_LARGE_REDUCTION = 64
+_SMALL_RANDOM = 16
+
+
+def size(aval) -> int:
+    """Number of elements."""
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def nbytes(aval) -> int:
+    """Bytes of an array of this type (of its key data, for PRNG keys)."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    if hasattr(dtype, "_impl"):
+        return size(aval) * math.prod(dtype._impl.key_shape) * 4
+    return size(aval) * np.dtype(dtype).itemsize
+
+
+def variables(atoms) -> list[compat.Var]:
+    """The variables among `atoms`, each once, in order."""
+    return list(dict.fromkeys(v for v in atoms if not isinstance(v, compat.Literal)))
+
+
+def outputs(eqn) -> list[compat.Var]:
+    """The variables that an equation binds and somebody may read."""
+    return [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
+
+
+def is_heavy(eqn) -> bool:
+    """Whether the equation should run in one place only."""
+    name = eqn.primitive.name
+    if name in _HEAVY or eqn.effects:
+        return True
+    out = sum(size(v.aval) for v in eqn.outvars)
+    if name in _RANDOM:
+        return out > _SMALL_RANDOM
+    read = sum(size(v.aval) for v in eqn.invars)
+    return name.startswith(("reduce", "arg")) and read > _LARGE_REDUCTION * max(out, 1)
+
+
+def is_layout(eqn) -> bool:
+    """Whether the equation only views its operand in another way: free inside a compiled program."""
+    return eqn.primitive.name in _LAYOUT
+
+
+def grows(eqn) -> bool:
+    """Whether the outputs are larger than the operands, so that it is better to send what goes in."""
+    read = sum(nbytes(v.aval) for v in variables(eqn.invars))
+    return sum(nbytes(v.aval) for v in eqn.outvars) > read
+
+
+def is_scalar_work(eqn) -> bool:
+    """Whether nothing larger than a scalar (or a PRNG key) goes in or out."""
+    return all(size(v.aval) <= 2 for v in (*eqn.invars, *eqn.outvars))

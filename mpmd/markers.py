@@ -1,0 +1,374 @@
+"""What a user writes into a model and a step: where stages end, and the loop over microbatches.
+
+Both are JAX primitives that lower to nothing special (an identity and a `lax.scan`), so a step that uses
+them runs under plain `jax.jit` unchanged. `mpmd.jit` finds them in the traced step and makes a pipeline.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import StageError
+
+
+class Operation:
+    """How the outputs of a microbatch loop are reduced. Pass the class itself: `operation=mpmd.Mean`.
+
+    Values are accumulated in microbatch order and in their own dtype.
+    """
+
+    @classmethod
+    def init(cls, aval, num_microbatches: int) -> jax.Array:
+        """The accumulator before the first microbatch."""
+        return _full(aval, aval.shape, 0)
+
+    @classmethod
+    def update(cls, acc, x, index):
+        """The accumulator after microbatch `index`, whose output is `x`."""
+        raise NotImplementedError
+
+    @classmethod
+    def finish(cls, acc, num_microbatches: int):
+        """The reduced value, from the last accumulator."""
+        return acc
+
+
+class Add(Operation):
+    """The sum over microbatches."""
+
+    @classmethod
+    def update(cls, acc, x, index):
+        return acc + x if acc.dtype != np.bool_ else acc | x
+
+
+class Mean(Add):
+    """The sum over microbatches divided by their number."""
+
+    @classmethod
+    def finish(cls, acc, num_microbatches):
+        return acc / num_microbatches
+
+
+class Max(Operation):
+    """The elementwise maximum over microbatches."""
+
+    @classmethod
+    def init(cls, aval, num_microbatches):
+        return _full(aval, aval.shape, _extreme(aval.dtype, lowest=True))
+
+    @classmethod
+    def update(cls, acc, x, index):
+        return lax.max(acc, x)
+
+
+class Min(Operation):
+    """The elementwise minimum over microbatches."""
+
+    @classmethod
+    def init(cls, aval, num_microbatches):
+        return _full(aval, aval.shape, _extreme(aval.dtype, lowest=False))
+
+    @classmethod
+    def update(cls, acc, x, index):
+        return lax.min(acc, x)
+
+
+class Concat(Operation):
+    """All outputs, stacked along a new axis 0 of length `num_microbatches`."""
+
+    @classmethod
+    def init(cls, aval, num_microbatches):
+        return _full(aval, (num_microbatches, *aval.shape), 0)
+
+    @classmethod
+    def update(cls, acc, x, index):
+        return lax.dynamic_update_slice(acc, x[None], (index,) + (np.int32(0),) * x.ndim)
+
+
+def _full(aval, shape, value):
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
+        return lax.full(shape, value, aval.dtype)
+    spec = (*(None,) * (len(shape) - len(aval.shape)), *sharding.spec)
+    return lax.full(shape, value, aval.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def _extreme(dtype, lowest: bool):
+    if dtype == np.bool_:
+        return not lowest
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return info.min if lowest else info.max
+    return -np.inf if lowest else np.inf
+
+
+# --- mark_stage_end -------------------------------------------------------------------------------
+
+
+class _MarkId:
+    """Ties a forward mark to the backward mark that its transposition makes. Compared by identity."""
+
+    def __repr__(self):
+        return "mark"
+
+
+mark_p = compat.Primitive("mark_stage_end")
+mark_p.multiple_results = True
+
+
+def mark_stage_end(x):
+    """Ends a pipeline stage here: returns `x`, and what is computed from it belongs to the next stage.
+
+    Outside of `mpmd.jit` it is the identity. The transpose of a mark marks the same boundary in the backward
+    pass, so that each stage's gradient runs where the stage runs.
+
+    Args:
+      x: a pytree of arrays, the values that cross the boundary. Other values may cross it too (skip
+        connections, tied weights, masks); what is listed here only says where the stage ends.
+
+    Returns:
+      The same pytree. Use the returned values: a mark whose result nobody uses is a `StageError`.
+
+    Raises:
+      TypeError: if `x` has no arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> h = jnp.tanh(jnp.ones(3))
+      >>> h = mpmd.mark_stage_end(h)   # the next line is stage 1
+      >>> y = jnp.sum(h)
+    """
+    leaves, treedef = jax.tree.flatten(x)
+    if not leaves:
+        raise TypeError(f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses.")
+    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward"))
+
+
+mark_p.def_impl(lambda *xs, **_: list(xs))
+mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
+compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))
+compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.bind(*xs, **params), dims)
+
+
+def _mark_jvp(primals, tangents, *, id, kind):
+    outs = mark_p.bind(*primals, id=id, kind=kind)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
+    tangents_out = [compat.zero_like(t) if type(t) is not compat.ad.Zero else t for t in tangents]
+    if moving:
+        marked = mark_p.bind(*(tangents[i] for i in moving), id=id, kind="tangent")
+        for i, t in zip(moving, marked, strict=True):
+            tangents_out[i] = t
+    return outs, tangents_out
+
+
+def _mark_transpose(cts, *xs, id, kind):
+    if all(type(ct) is compat.ad.Zero for ct in cts):
+        return cts
+    cts = [compat.ad.instantiate_zeros(ct) for ct in cts]
+    return mark_p.bind(*cts, id=id, kind="backward" if kind == "tangent" else "tangent")
+
+
+compat.ad.primitive_jvps[mark_p] = _mark_jvp
+compat.ad.primitive_transposes[mark_p] = _mark_transpose
+
+
+# --- treduce --------------------------------------------------------------------------------------
+
+treduce_p = compat.Primitive("treduce")
+treduce_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopInfo:
+    """What a microbatch loop is, beside its body: the parameters of its equation."""
+
+    schedule: Any
+    num_microbatches: int
+    operations: tuple[type[Operation], ...]
+
+
+def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
+    """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
+
+    Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
+    loop, which is what a schedule orders. With `schedule=None`, or outside of `mpmd.jit`, this is a
+    `lax.scan` with the same result.
+
+    Args:
+      fun: takes a slice of `xs` (the microbatch axis removed) and returns a pytree of arrays. It may close
+        over parameters and anything else that is the same for every microbatch.
+      xs: a pytree of arrays, each with the same number of microbatches on axis `axis`.
+      schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`, or None.
+      axis: the microbatch axis of every leaf of `xs`.
+      operation: `Add`, `Mean`, `Max`, `Min` or `Concat`, or a pytree prefix of those for the outputs of `fun`.
+
+    Returns:
+      The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
+
+    Raises:
+      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mpmd
+      >>> def loss(w, x): return jnp.mean((x @ w) ** 2)
+      >>> w, xs = jnp.ones((3, 3)), jnp.ones((4, 2, 3))   # 4 microbatches of 2 rows
+      >>> value, grad = mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule=None)
+    """
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(xs)
+    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+    names = ["xs" + jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    num_microbatches = _check_microbatch_axis(names, leaves, axis)
+
+    def take(index):
+        sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
+        return fun(jax.tree.unflatten(treedef, sliced))
+
+    return _treduce(take, num_microbatches, schedule, operation, "treduce")
+
+
+def treduce_i(fun: Callable, n: int, *, schedule, operation=Add):
+    """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
+
+    Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> int(mpmd.treduce_i(lambda i: i * i, 4, schedule=None))
+      14
+    """
+    if not isinstance(n, (int, np.integer)) or n < 1:
+        raise StageError(f"treduce_i: n is {n!r}. Pass the number of microbatches, an int of at least 1.")
+    return _treduce(fun, int(n), schedule, operation, "treduce_i")
+
+
+def _check_microbatch_axis(names, leaves, axis) -> int:
+    if not leaves:
+        raise StageError("treduce: xs holds no array. To loop without data use treduce_i(fun, n, ...).")
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise StageError(f"treduce: axis is {axis!r}. Pass one int: the microbatch axis of every leaf of xs.")
+    flat = [n for n, x in zip(names, leaves, strict=True) if not -x.ndim <= axis < x.ndim]
+    if flat:
+        shapes = dict(zip(names, (x.shape for x in leaves), strict=True))
+        faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat)
+        raise StageError(f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
+                         "  Every leaf needs a microbatch axis; close over values that all microbatches share.")  # fmt: skip
+    sizes = [x.shape[axis] for x in leaves]
+    for name, size in zip(names, sizes, strict=True):
+        if size != sizes[0]:
+            raise StageError(f"treduce: {names[0]} has {sizes[0]} rows on axis {axis} but {name} has {size}.\n"
+                             f"  All leaves of xs need the same number of microbatches on axis {axis}.")  # fmt: skip
+    if sizes[0] == 0:
+        raise StageError(f"treduce: {names[0]} has 0 rows on axis {axis}. At least one microbatch is needed.")
+    return sizes[0]
+
+
+def _slice(x, index, axis):
+    return lax.squeeze(
+        lax.dynamic_slice(
+            x,
+            [index if a == axis else np.int32(0) for a in range(x.ndim)],
+            [1 if a == axis else d for a, d in enumerate(x.shape)],
+            allow_negative_indices=False,
+        ),
+        (axis,),
+    )
+
+
+def _treduce(take, num_microbatches, schedule, operation, name):
+    """Traces `take(index)` once and binds the loop; values it closes over become operands."""
+    out_tree = None
+
+    def flat(index):
+        nonlocal out_tree
+        out = take(index)
+        leaves, out_tree = jax.tree.flatten(out)
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+
+    body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32))
+    operations = _broadcast_operation(operation, out_tree, body.out_avals, name)
+    info = LoopInfo(schedule, num_microbatches, operations)
+    closed = compat.ClosedJaxpr(compat.constvars_to_invars(body.jaxpr), ())
+    if schedule is None:
+        return jax.tree.unflatten(out_tree, _scan(*body.consts, jaxpr=closed, info=info))
+    _check_schedule(schedule, name)
+    return jax.tree.unflatten(out_tree, treduce_p.bind(*body.consts, jaxpr=closed, info=info))
+
+
+def _broadcast_operation(operation, out_tree, out_avals, name) -> tuple[type[Operation], ...]:
+    def leaf(x):
+        return isinstance(x, type)
+
+    out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
+    try:
+        pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=leaf)
+    except ValueError as e:
+        raise StageError(f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}") from None
+    operations = tuple(jax.tree.leaves(pairs, is_leaf=leaf))
+    for op, aval in zip(operations, out_avals, strict=True):
+        if not (isinstance(op, type) and issubclass(op, Operation)):
+            raise StageError(f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat (the class itself).")
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+            raise StageError(f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it.")
+    return operations
+
+
+def _check_schedule(schedule, name):
+    if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+        raise StageError(f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), or None.")
+
+
+def _scan(*consts, jaxpr, info: LoopInfo):
+    """The loop as plain JAX: what pipelined runs are compared with."""
+    out_avals = jaxpr.out_avals
+    run = compat.jaxpr_as_fun(jaxpr)
+    n = info.num_microbatches
+
+    def body(accs, index):
+        outs = run(*consts, index)
+        return [op.update(acc, x, index) for op, acc, x in zip(info.operations, accs, outs, strict=True)], None
+
+    init = [op.init(aval, n) for op, aval in zip(info.operations, out_avals, strict=True)]
+    accs, _ = lax.scan(body, init, jnp.arange(n, dtype=np.int32))
+    return [op.finish(acc, n) for op, acc in zip(info.operations, accs, strict=True)]
+
+
+def _treduce_abstract_eval(*avals, jaxpr, info):
+    out = jax.eval_shape(functools.partial(_scan, jaxpr=jaxpr, info=info), *avals)
+    return [compat.shaped_array(o) for o in out], jaxpr.effects
+
+
+def _treduce_jvp(primals, tangents, *, jaxpr, info):
+    moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
+
+    def run(*some):
+        args = list(primals)
+        for i, x in zip(moving, some, strict=True):
+            args[i] = x
+        return _scan(*args, jaxpr=jaxpr, info=info)
+
+    return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _treduce_batch(args, dims, *, jaxpr, info):
+    outs = jax.vmap(functools.partial(_scan, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+@treduce_p.def_impl
+def _treduce_impl(*args, jaxpr, info):
+    return jax.jit(functools.partial(_scan, jaxpr=jaxpr, info=info))(*args)
+
+
+compat.def_effectful_abstract_eval(treduce_p, _treduce_abstract_eval)
+compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
+compat.batching.primitive_batchers[treduce_p] = _treduce_batch
+compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(_scan, multiple_results=True))

@@ -1,0 +1,193 @@
+"""The user's step, differentiated and traced once on an abstract mesh, as one flat jaxpr.
+
+Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so
+that what comes next can cut between any two equations. Marks must stand where a cut is possible: in a
+loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import StageError
+from mpmd.markers import mark_p, treduce_p
+from mpmd.mesh import MpmdMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A traced step: what `mpmd.jit(...).trace` knows, before anything is cut.
+
+    Attributes:
+      jaxpr: one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
+      consts: their values.
+      in_tree, out_tree: structures of `(args, kwargs)` and of the result.
+      in_names, out_names: a path per flat input and output, for messages.
+    """
+
+    jaxpr: compat.Jaxpr
+    consts: tuple
+    in_tree: jax.tree_util.PyTreeDef
+    out_tree: jax.tree_util.PyTreeDef
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+
+    @property
+    def in_avals(self):
+        """Types of the arguments, without the captured constants."""
+        return [v.aval for v in self.jaxpr.invars[len(self.consts) :]]
+
+    def __str__(self):
+        return str(self.jaxpr)
+
+
+def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: MpmdMesh) -> Trace:
+    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the whole `mpmd_mesh`.
+
+    Args:
+      fun: the user's step.
+      avals: a `ShapeDtypeStruct` per flat argument.
+      in_tree: the structure of `(args, kwargs)`.
+      in_names: a path per flat argument.
+      mpmd_mesh: the groups.
+    """
+    out_tree = None
+    out_names: tuple[str, ...] = ()
+
+    def flat(*leaves):
+        nonlocal out_tree, out_names
+        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+        out = fun(*args, **kwargs)
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
+        out_names = tuple("result" + jax.tree_util.keystr(path) for path, _ in paths)
+        return [x for _, x in paths]
+
+    with jax.sharding.use_abstract_mesh(mpmd_mesh.lowering_mesh().abstract_mesh):
+        closed = jax.make_jaxpr(flat)(*avals)
+    jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
+    jaxpr, _ = compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    _check_axis(jaxpr, mpmd_mesh.mpmd_axis_name)
+    return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
+
+
+def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks in places that cannot be cut are refused."""
+    eqns: list[compat.JaxprEqn] = []
+    env: dict = {}
+    _inline_into(eqns, env, jaxpr.eqns, None)
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[_read(env, v) for v in jaxpr.outvars])
+
+
+def _read(env, v):
+    return v if isinstance(v, compat.Literal) else env.get(v, v)
+
+
+def _inline_into(out, env, eqns, outer):
+    """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
+    variables are made anew, since one cached jaxpr may be called many times)."""
+    for eqn in eqns:
+        eqn = eqn.replace(invars=[_read(env, v) for v in eqn.invars])
+        if outer is not None:
+            eqn = compat.within(eqn, outer)
+        called = compat.called_jaxpr(eqn)
+        if called is None and eqn.primitive is compat.jit_p and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p)):
+            called = eqn.params["jaxpr"]
+        if called is not None:
+            inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
+            inner |= {v: _as_literal(v, c) for v, c in zip(called.jaxpr.constvars, called.consts, strict=True)}
+            _inline_into(out, inner, called.jaxpr.eqns, eqn)
+            env.update(zip(eqn.outvars, (_read(inner, v) for v in called.jaxpr.outvars), strict=True))
+            continue
+        if eqn.primitive is treduce_p:
+            body = eqn.params["jaxpr"]
+            flat = compat.ClosedJaxpr(inline(body.jaxpr), body.consts)
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
+        else:
+            _check_no_marks_inside(eqn)
+        if outer is not None:
+            fresh = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+            env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
+            eqn = eqn.replace(outvars=fresh)
+        out.append(eqn)
+
+
+def _as_literal(var, value):
+    return compat.Literal(value, var.aval)
+
+
+def contains(jaxpr: compat.Jaxpr, primitives) -> bool:
+    """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
+    return any(e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params)) for e in jaxpr.eqns)
+
+
+_REMEDY = {
+    "checkpoint": "Put jax.checkpoint around each stage, between the marks, instead of around all of them.",
+    "scan": "Write the stages as a Python loop, and use lax.scan for the layers inside each stage.",
+    "while": "Write the stages as a Python loop; loops inside a stage are fine.",
+    "cond": "Mark the stage end after the cond, so that both branches belong to one stage.",
+    "shard_map": "Call shard_map once per stage, and mark the stage end outside of it.",
+}
+
+
+def _check_no_marks_inside(eqn):
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        if contains(jaxpr, (mark_p,)):
+            name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, eqn.primitive.name)
+            raise StageError(
+                f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
+                f"  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
+            )
+        if contains(jaxpr, (treduce_p,)):
+            raise StageError(
+                f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}: the pipelined loop"
+                " must stand in the step itself.\n  Move it out, or pass schedule=None for a plain loop."
+            )
+
+
+def _first(jaxpr, primitive):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitive:
+            return eqn
+        for inner in compat.jaxprs_in(eqn.params):
+            if (found := _first(inner, primitive)) is not None:
+                return found
+    return None
+
+
+def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
+    """Nothing inside the step may name the mpmd axis: a group does not extend along it."""
+    if axis is None:
+        return
+    for eqn in jaxpr.eqns:
+        if _names_axis(eqn.params, axis):
+            what = eqn.primitive.name.replace("_invariant", "")
+            where = compat.source_line(eqn)
+            raise StageError(
+                f"{what} names the mpmd axis {axis!r}, at {where}. Inside a step each group has its own mesh, on which"
+                f" {axis!r} has size 1.\n  Leave {axis!r} out of specs and collectives inside the step; values cross groups where"
+                " stages end."
+            )
+        for inner in compat.jaxprs_in(eqn.params):
+            _check_axis(inner, axis)
+
+
+def _names_axis(params, axis) -> bool:
+    for key, value in params.items():
+        if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
+            return True
+        if isinstance(value, jax.sharding.NamedSharding) and _mentions(tuple(value.spec), axis):
+            return True
+        if key in ("in_specs", "out_specs", "out_sharding") and any(
+            isinstance(spec, jax.sharding.PartitionSpec) and _mentions(tuple(spec), axis)
+            for spec in (value if isinstance(value, (tuple, list)) and not isinstance(value, jax.sharding.PartitionSpec) else (value,))
+        ):
+            return True
+    return False
+
+
+def _mentions(value, axis) -> bool:
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return any(_mentions(v, axis) for v in value)
+    return isinstance(value, str) and value == axis

@@ -1,0 +1,184 @@
+"""Schedules whose order follows from a rule for each group: GPipe, the 1F1B family, and looped GPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduler.task import Kind, Orders, Schedule, Task, check_count
+
+
+@dataclass(frozen=True)
+class ChainSchedule(Schedule):
+    """One stage a group: stage s lives in group s."""
+
+    num_stages: int
+    num_groups: int = field(init=False, repr=False, compare=False)
+    placement: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count(type(self).__name__, "num_stages", self.num_stages)
+        object.__setattr__(self, "num_groups", self.num_stages)
+        object.__setattr__(self, "placement", tuple(range(self.num_stages)))
+
+
+@dataclass(frozen=True)
+class LoopSchedule(Schedule):
+    """Several stages a group, dealt out like cards: stage s lives in group s mod num_groups."""
+
+    num_stages: int
+    num_groups: int
+    placement: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_count(name, "num_groups", self.num_groups)
+        check_count(name, "num_stages", self.num_stages)
+        if self.num_stages % self.num_groups:
+            raise ValueError(
+                f"{name}: num_stages is {self.num_stages} and num_groups {self.num_groups}; every group needs the same "
+                f"number of stages. Use {-(-self.num_stages // self.num_groups) * self.num_groups} stages."
+            )
+        object.__setattr__(self, "placement", tuple(stage % self.num_groups for stage in range(self.num_stages)))
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages a group."""
+        return self.num_stages // self.num_groups
+
+
+@dataclass(frozen=True)
+class GPipe(ChainSchedule):
+    """All forwards, then all backwards.
+
+    Each group runs F of every microbatch in order, then B of every microbatch in order. With p groups and m microbatches
+    (F = I = W = 1, B = 2) the makespan is 3(m + p - 1), so the bubble is (p - 1)/(m + p - 1) of the time, and every group
+    holds m activations. Any m.
+
+    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+
+    Example:
+        >>> print(*GPipe(2).orders(2)[1])
+        1F0 1F1 1B0 1B1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("GPipe", "num_microbatches", num_microbatches)
+        return tuple(
+            tuple(Task(stage, kind, microbatch) for kind in ("F", "B") for microbatch in range(num_microbatches))
+            for stage in range(self.num_stages)
+        )
+
+
+@dataclass(frozen=True)
+class OneFOneB(ChainSchedule):
+    """One forward, one backward: as few activations as a pipeline without bubbles in between can do with.
+
+    Group r of p first runs p - 1 - r forwards, so that the first gradient finds it just done, then a forward and a
+    backward in turn, then the backwards that are left. Makespan 3(m + p - 1), like GPipe; group r holds
+    min(m, p - r) activations. Any m.
+
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (with a flush at the
+    end: "Memory-Efficient Pipeline-Parallel DNN Training", 2021).
+
+    Example:
+        >>> print(*OneFOneB(2).orders(3)[0])
+        0F0 0F1 0B0 0F2 0B1 0B2
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("OneFOneB", "num_microbatches", num_microbatches)
+        return _one_stage_orders(self.num_stages, num_microbatches, 1)
+
+
+@dataclass(frozen=True)
+class EagerOneFOneB(ChainSchedule):
+    """1F1B with twice the forwards at the start, so that transfers in both directions hide behind compute.
+
+    Group r of p first runs 2(p - 1 - r) forwards, then a forward and a backward in turn, then the backwards that are
+    left. Makespan 3(m + p - 1) where transfers cost nothing, and closer to it than 1F1B where they do; group r holds
+    min(m, 2(p - r) - 1) activations. Any m.
+
+    Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
+
+    Example:
+        >>> print(*EagerOneFOneB(2).orders(4)[0])
+        0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("EagerOneFOneB", "num_microbatches", num_microbatches)
+        return _one_stage_orders(self.num_stages, num_microbatches, 2)
+
+
+def _one_stage_orders(num_stages: int, num_microbatches: int, warmup_per_group: int) -> Orders:
+    orders = []
+    for stage in range(num_stages):
+        forwards = [Task(stage, "F", microbatch) for microbatch in range(num_microbatches)]
+        backwards = [Task(stage, "B", microbatch) for microbatch in range(num_microbatches)]
+        warmup = min(num_microbatches, warmup_per_group * (num_stages - 1 - stage))
+        orders.append(tuple(_alternate(forwards, backwards, warmup)))
+    return tuple(orders)
+
+
+def _alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iterator[Task]:
+    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warmup :]
+
+
+@dataclass(frozen=True)
+class InterleavedOneFOneB(LoopSchedule):
+    """1F1B with several stages a group: a smaller bubble for more transfers and more activations.
+
+    Microbatches go in rounds of p. In each round a group runs its first stage for p microbatches, then its second, and so
+    on; backwards likewise from the last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards (v stages a group),
+    then a forward and a backward in turn, then the backwards that are left. Where v stages together take 3 a
+    microbatch, the makespan is 3m + 3(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of
+    one stage.
+
+    The number of microbatches must be a multiple of num_groups.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+
+    Example:
+        >>> print(*InterleavedOneFOneB(4, 2).orders(2)[1])
+        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_rounds("InterleavedOneFOneB", num_microbatches, self.num_groups)
+        orders = []
+        for group in range(self.num_groups):
+            forwards = looped(self, group, "F", num_microbatches, self.num_groups)
+            backwards = looped(self, group, "B", num_microbatches, self.num_groups)
+            warmup = (self.num_chunks - 1) * self.num_groups + 2 * (self.num_groups - 1 - group)
+            orders.append(tuple(_alternate(forwards, backwards, min(len(forwards), warmup))))
+        return tuple(orders)
+
+
+def looped(schedule: LoopSchedule, group: int, kind: Kind, num_microbatches: int, round_size: int) -> list[Task]:
+    """A group's tasks of one kind in rounds of microbatches; stage after stage in each, backwards from the last stage."""
+    stages = range(group, schedule.num_stages, schedule.num_groups)
+    tasks = []
+    for begin in range(0, num_microbatches, round_size):
+        microbatches = range(begin, min(begin + round_size, num_microbatches))
+        for stage in stages if kind == "F" else reversed(stages):
+            tasks += [Task(stage, kind, microbatch) for microbatch in microbatches]
+    return tasks
+
+
+def check_rounds(name: str, num_microbatches: int, num_groups: int) -> None:
+    """Raises a ValueError unless the microbatches make whole rounds of one for each group."""
+    check_count(name, "num_microbatches", num_microbatches)
+    if num_microbatches % num_groups:
+        above = -(-num_microbatches // num_groups) * num_groups
+        below = above - num_groups
+        advice = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"{name}: num_microbatches is {num_microbatches} and num_groups {num_groups}; microbatches go in rounds of one "
+            f"for each group, so their number must be a multiple of {num_groups}. Use {advice}."
+        )

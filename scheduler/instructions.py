@@ -1,0 +1,308 @@
+"""What a group of devices executes: runs, sends, receives and frees, and the graph of values they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler.errors import ScheduleError
+from scheduler.task import Task
+
+
+class Value(NamedTuple):
+    """The name of one array: of one microbatch (``a0[3]``), or of the whole step (``a0``)."""
+
+    name: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.microbatch is None else f"{self.name}[{self.microbatch}]"
+
+
+class Edge(NamedTuple):
+    """One array that a task of each microbatch hands to other tasks of the same microbatch.
+
+    Args:
+        name: The value's name, unique in its graph.
+        producer: Stage and kind (``F``, ``I`` or ``W``) of the task that writes it.
+        consumers: Stage and kind of each task that reads it.
+        nbytes: Its size, for the peak of live bytes.
+    """
+
+    name: str
+    producer: tuple[int, str]
+    consumers: tuple[tuple[int, str], ...]
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        readers = ", ".join(f"{stage}{kind}" for stage, kind in self.consumers)
+        return f"{self.name}: {self.producer[0]}{self.producer[1]} -> {readers} ({self.nbytes} B)"
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Which task hands what to which, for one microbatch of a pipelined loop.
+
+    Stated in kinds F, I and W. Where a schedule has a whole backward ``B``, it stands for the I and the W of its
+    stage: it writes and reads what either does, and what passes between the two stays inside.
+
+    Args:
+        num_stages: The number of pipeline stages.
+        edges: The arrays that pass between tasks.
+        empty: Stage and kind of tasks with nothing to do. They stay in the order, and read and write nothing.
+        forward_only: The loop has no backward part: B, I and W tasks of a schedule are left out.
+    """
+
+    num_stages: int
+    edges: tuple[Edge, ...]
+    empty: frozenset[tuple[int, str]] = frozenset()
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        faults = []
+        for stage, kind in sorted(self.empty):
+            if not self._has(stage, kind):
+                faults.append(f"empty names ({stage}, {kind!r})")
+        seen: set[str] = set()
+        for edge in self.edges:
+            if edge.name in seen:
+                faults.append(f"two edges are named {edge.name!r}")
+            seen.add(edge.name)
+            for end in (edge.producer, *edge.consumers):
+                if not self._has(*end):
+                    faults.append(f"edge {edge.name!r} names the task {end!r}")
+            if edge.producer in edge.consumers:
+                faults.append(f"edge {edge.name!r} is read by the task that writes it")
+        if faults:
+            raise ValueError(
+                "TaskGraph: "
+                + "; ".join(faults)
+                + f". Expected distinct edges between tasks of stages 0 to {self.num_stages - 1} and kinds F, I, W."
+            )
+
+    def _has(self, stage: object, kind: object) -> bool:
+        return isinstance(stage, int) and 0 <= stage < self.num_stages and kind in ("F", "I", "W")
+
+    def __str__(self) -> str:
+        head = f"{self.num_stages} stages, {'forward only' if self.forward_only else 'forward and backward'}"
+        empty = [f"  nothing to do: {', '.join(f'{s}{k}' for s, k in sorted(self.empty))}"] if self.empty else []
+        return "\n".join([head, *(f"  {edge}" for edge in self.edges), *empty])
+
+    @classmethod
+    def chain(cls, num_stages: int, activation_bytes: int = 1, forward_only: bool = False) -> TaskGraph:
+        """The ordinary pipeline: activations down, gradients up, residuals kept from forward to backward.
+
+        ``a{s}`` is the activation of stage s, ``r{s}`` what its backward keeps, ``g{s}`` the gradient that its I hands
+        to the stage before, ``w{s}`` what its W needs from its I. Each has ``activation_bytes`` bytes.
+        """
+        edges = []
+        for s in range(num_stages):
+            if s + 1 < num_stages:
+                edges.append(Edge(f"a{s}", (s, "F"), ((s + 1, "F"),), activation_bytes))
+            if forward_only:
+                continue
+            edges.append(Edge(f"r{s}", (s, "F"), ((s, "I"), (s, "W")), activation_bytes))
+            if s > 0:
+                edges.append(Edge(f"g{s}", (s, "I"), ((s - 1, "I"),), activation_bytes))
+            edges.append(Edge(f"w{s}", (s, "I"), ((s, "W"),), activation_bytes))
+        return cls(num_stages, tuple(edges), forward_only=forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a task's executable.
+
+    Args:
+        task: The task.
+        reads: The values it takes, all alive in this group.
+        writes: The values it makes. A value that is read, donated and written is updated in place.
+        donates: Those of ``reads`` whose memory it takes over: they are gone afterwards, as after a Free.
+        also: Further tasks fused into the same executable; reads and writes are those of all, without what is internal.
+        loop: Which loop of the step the task belongs to.
+    """
+
+    task: Task
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    donates: tuple[Value, ...] = ()
+    also: tuple[Task, ...] = ()
+    loop: int = 0
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks of this executable."""
+        return (self.task, *self.also)
+
+    def __str__(self) -> str:
+        name = "+".join(str(task) for task in self.tasks) + (f" (loop {self.loop})" if self.loop else "")
+        return f"run {name}{_signature(self.reads, self.writes, self.donates)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run an executable that is no task: work before, between or after the loops of a step."""
+
+    name: str
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    donates: tuple[Value, ...] = ()
+
+    def __str__(self) -> str:
+        return f"call {self.name}{_signature(self.reads, self.writes, self.donates)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a value to another group, which has a matching Recv. The value stays alive here."""
+
+    value: Value
+    to_group: int
+
+    def __str__(self) -> str:
+        return f"send {self.value} to group {self.to_group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive a value from another group, which has a matching Send. The value is alive here from now on."""
+
+    value: Value
+    from_group: int
+
+    def __str__(self) -> str:
+        return f"recv {self.value} from group {self.from_group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget a value: nothing in this group reads or sends it any more."""
+
+    value: Value
+
+    def __str__(self) -> str:
+        return f"free {self.value}"
+
+
+Instruction = Run | Call | Send | Recv | Free
+
+
+def _signature(reads: tuple[Value, ...], writes: tuple[Value, ...], donates: tuple[Value, ...]) -> str:
+    taken = set(donates)
+    arguments = ", ".join(f"{value}!" if value in taken else str(value) for value in reads)
+    results = ", ".join(map(str, writes))
+    return f"({arguments})" + (f" -> {results}" if results else "")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each group executes, in order, and what has to be true around it. Plain data; :func:`check` proves it.
+
+    Args:
+        groups: For each group, its instructions.
+        placement: For each stage, the group that runs it.
+        tasks: For each loop, the tasks it must run, in kinds F, I and W (a Run of ``B`` does its I and its W).
+        inputs: For each group, the values that are alive at the start. Empty means none.
+        outputs: For each group, the values that must be alive at the end. Empty means none.
+        nbytes: The size of each value by its name; a name that is missing counts as 0.
+
+    Example:
+        >>> from scheduler import GPipe, TaskGraph, lower
+        >>> print(lower(TaskGraph.chain(2, forward_only=True), GPipe(2), 1))
+        2 groups, 2 stages, 6 instructions
+        group 0
+             0  run 0F0() -> a0[0]
+             1  send a0[0] to group 1
+             2  free a0[0]
+        group 1
+             0  recv a0[0] from group 0
+             1  run 1F0(a0[0])
+             2  free a0[0]
+    """
+
+    groups: tuple[tuple[Instruction, ...], ...]
+    placement: tuple[int, ...]
+    tasks: tuple[frozenset[Task], ...]
+    inputs: tuple[frozenset[Value], ...] = ()
+    outputs: tuple[frozenset[Value], ...] = ()
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    def inputs_of(self, group: int) -> frozenset[Value]:
+        """The values alive in ``group`` at the start."""
+        return self.inputs[group] if group < len(self.inputs) else frozenset()
+
+    def outputs_of(self, group: int) -> frozenset[Value]:
+        """The values that must be alive in ``group`` at the end."""
+        return self.outputs[group] if group < len(self.outputs) else frozenset()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        count = sum(map(len, self.groups))
+        yield f"{self.num_groups} groups, {self.num_stages} stages, {count} instructions"
+        for group, instructions in enumerate(self.groups):
+            yield f"group {group}"
+            if self.inputs_of(group):
+                yield f"    starts with {', '.join(map(str, sorted(self.inputs_of(group), key=str)))}"
+            for index, instruction in enumerate(instructions):
+                yield f"  {index:4d}  {instruction}"
+            if self.outputs_of(group):
+                yield f"    ends with {', '.join(map(str, sorted(self.outputs_of(group), key=str)))}"
+
+
+def concatenate(*programs: Program) -> Program:
+    """One program that does each of ``programs`` in turn; their loops are numbered on.
+
+    What one program leaves alive (its outputs) is there for the next. An input of a later program that an earlier one
+    does not leave becomes an input of the whole; an output that a later program does not expect stays an output.
+
+    Raises:
+        ScheduleError: The programs differ in their number of groups, or give one value name two sizes.
+    """
+    if not programs:
+        raise ScheduleError("concatenate: received no program; expected at least one.")
+    sizes = sorted({program.num_groups for program in programs})
+    if len(sizes) > 1:
+        raise ScheduleError(f"concatenate: the programs have {sizes} groups; expected the same number in each.")
+    nbytes: dict[str, int] = {}
+    for program in programs:
+        for name, size in program.nbytes.items():
+            if nbytes.setdefault(name, size) != size:
+                raise ScheduleError(
+                    f"concatenate: value {name!r} has {nbytes[name]} bytes in one program and {size} in another."
+                )
+    groups, inputs, outputs = [], [], []
+    for group in range(sizes[0]):
+        instructions: list[Instruction] = []
+        needed: set[Value] = set()
+        alive: set[Value] = set()
+        loop = 0
+        for program in programs:
+            needed |= program.inputs_of(group) - alive
+            alive = (alive - program.inputs_of(group)) | program.outputs_of(group)
+            for instruction in program.groups[group]:
+                if loop and isinstance(instruction, Run):
+                    instruction = dataclasses.replace(instruction, loop=instruction.loop + loop)
+                instructions.append(instruction)
+            loop += len(program.tasks)
+        groups.append(tuple(instructions))
+        inputs.append(frozenset(needed))
+        outputs.append(frozenset(alive))
+    placement = max((program.placement for program in programs), key=len)
+    for program in programs:
+        if placement[: program.num_stages] != program.placement:
+            raise ScheduleError(
+                f"concatenate: stages are placed as {placement} in one program and {program.placement} in another."
+            )
+    tasks = tuple(tasks for program in programs for tasks in program.tasks)
+    return Program(tuple(groups), placement, tasks, tuple(inputs), tuple(outputs), nbytes)

@@ -1,0 +1,166 @@
+"""Orders of tasks, looked at before anything is made of them: are they complete, and can they run?"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from scheduler.task import Orders, Task
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+
+def expected_tasks(num_stages: int, num_microbatches: int, forward_only: bool = False) -> frozenset[Task]:
+    """Every task of a loop, in kinds F, I and W."""
+    kinds = ("F",) if forward_only else ("F", "I", "W")
+    return frozenset(
+        Task(stage, kind, microbatch)  # type: ignore[arg-type]
+        for stage in range(num_stages)
+        for kind in kinds
+        for microbatch in range(num_microbatches)
+    )
+
+
+def coverage_faults(
+    runs: Iterable[tuple[int, Task]], placement: Sequence[int], expected: frozenset[Task], where: str = ""
+) -> list[str]:
+    """What is missing, double or misplaced among (group, task) pairs, as sentences."""
+    faults = []
+    found: Counter[Task] = Counter()
+    wholes: set[tuple[int, int]] = set()
+    halves: dict[tuple[int, int], list[Task]] = {}
+    strange: set[Task] = set()
+    for group, task in runs:
+        found[task] += 1
+        if task.kind == "B":
+            wholes.add((task.stage, task.microbatch))
+        elif task.kind in ("I", "W"):
+            halves.setdefault((task.stage, task.microbatch), []).append(task)
+        if not all(part in expected for part in task.parts):
+            strange.add(task)
+        elif placement[task.stage] != group:
+            faults.append(
+                f"task {task}{where} runs in group {group}; stage {task.stage} lives in group {placement[task.stage]}"
+            )
+    for task, count in sorted(found.items()):
+        if count > 1:
+            faults.append(f"task {task}{where} runs {count} times; expected once")
+    for key in sorted(wholes & halves.keys()):
+        parts = " and ".join(map(str, sorted(set(halves[key]))))
+        faults.append(
+            f"task {Task(key[0], 'B', key[1])}{where} does what {parts} does again; expected B alone, or I and W"
+        )
+    for task in sorted(strange, key=str):
+        faults.append(f"task {task}{where} is no task of this loop")
+    missing = {part for part in expected if found[part] == 0 and not (part.kind in "IW" and part[::2] in wholes)}
+    for task in sorted(missing):
+        if task.kind == "W" and Task(task.stage, "I", task.microbatch) in missing:
+            continue
+        if task.kind == "I" and Task(task.stage, "W", task.microbatch) in missing:
+            faults.append(f"task {Task(task.stage, 'B', task.microbatch)}{where} never runs, nor do its I and W")
+        else:
+            faults.append(f"task {task}{where} never runs")
+    return faults
+
+
+def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]) -> list[Task]:
+    """The tasks that ``task`` waits for in an ordinary pipeline, out of those that the orders have."""
+    stage, kind, microbatch = task
+    if kind == "F":
+        wanted = [Task(stage - 1, "F", microbatch)] if stage else []
+    elif kind == "W":
+        wanted = [Task(stage, "I", microbatch)]
+    else:
+        wanted = [Task(stage, "F", microbatch)]
+        if stage + 1 < num_stages:
+            wanted += [Task(stage + 1, "B", microbatch), Task(stage + 1, "I", microbatch)]
+    return [need for need in wanted if orders_have(need)]
+
+
+def start_times(
+    orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], duration: Callable[[Unit], int]
+) -> tuple[dict[Unit, int], list[int]]:
+    """When each unit starts if each group runs its order as fast as it can, and how far each group came.
+
+    A group that came less far than its order is long is stuck: see :func:`find_cycle`.
+    """
+    starts: dict[Unit, int] = {}
+    ends: dict[Unit, int] = {}
+    position = [0] * len(orders)
+    clock = [0] * len(orders)
+    waiting: dict[Unit, list[int]] = {}
+    ready = deque(range(len(orders)))
+    while ready:
+        group = ready.popleft()
+        order = orders[group]
+        while position[group] < len(order):
+            unit = order[position[group]]
+            start = clock[group]
+            blocker = None
+            for need in needs.get(unit, ()):
+                end = ends.get(need)
+                if end is None:
+                    blocker = need
+                    break
+                start = max(start, end)
+            if blocker is not None:
+                waiting.setdefault(blocker, []).append(group)
+                break
+            starts[unit] = start
+            ends[unit] = clock[group] = start + duration(unit)
+            position[group] += 1
+            ready.extend(waiting.pop(unit, ()))
+    return starts, position
+
+
+def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], position: Sequence[int]) -> str:
+    """Why the groups are stuck at ``position``, as one sentence: who waits for what, round the cycle."""
+    group_of = {unit: group for group, order in enumerate(orders) for unit in order}
+    done = {unit for group, order in enumerate(orders) for unit in order[: position[group]]}
+    step: dict[int, tuple[Unit, Unit | None]] = {}
+    group = next(g for g, order in enumerate(orders) if position[g] < len(order))
+    path: list[int] = []
+    while group not in step:
+        head = orders[group][position[group]]
+        need = next(need for need in needs.get(head, ()) if need not in done)
+        step[group] = (head, need)
+        path.append(group)
+        if need not in group_of:
+            return f"{head} (group {group}) waits for {need}, which no group runs"
+        group = group_of[need]
+    cycle = path[path.index(group) :]
+    links = []
+    for group in cycle:
+        head, need = step[group]
+        there = group_of[need]  # type: ignore[index]
+        first = step[there][0]
+        behind = "" if need == first else f", which comes after {first}"
+        links.append(f"{head} (group {group}) waits for {need} (group {there}){behind}")
+    return "; ".join(links)
+
+
+def order_faults(
+    orders: Orders, placement: Sequence[int], num_microbatches: int, forward_only: bool = False
+) -> list[str]:
+    """Every fault of the orders of an ordinary pipeline: tasks missing, double, misplaced, or in an order that deadlocks."""
+    runs = [(group, task) for group, order in enumerate(orders) for task in order]
+    faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
+    present = {task for _, task in runs}
+    if len(present) == len(runs):
+        needs = {task: chain_needs(task, len(placement), present.__contains__) for task in present}
+        _, position = start_times(orders, needs, lambda _: 1)
+        if any(position[group] < len(order) for group, order in enumerate(orders)):
+            faults.append(f"the orders deadlock: {find_cycle(orders, needs, position)}")
+    return faults
+
+
+def raise_faults(error: type[Exception], subject: str, faults: Sequence[str], limit: int = 50) -> None:
+    """Raises one error that lists every fault, if there is any."""
+    if not faults:
+        return
+    lines = [f"  {fault}." for fault in faults[:limit]]
+    if len(faults) > limit:
+        lines.append(f"  … and {len(faults) - limit} more.")
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    raise error(f"{subject}: {count}.\n" + "\n".join(lines))

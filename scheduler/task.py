@@ -1,0 +1,93 @@
+"""A task, and what a schedule promises: one order of tasks for each group of devices."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+Orders = tuple[tuple["Task", ...], ...]
+Pairs = frozenset[tuple["Task", "Task"]]
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_TASK = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Task(NamedTuple):
+    """One piece of work: what a stage does for one microbatch. Prints as ``2F0``.
+
+    A tuple, because a large schedule holds millions of them. Tasks compare by stage, then kind, then microbatch.
+
+    Args:
+        stage: The pipeline stage, from 0.
+        kind: ``F`` forward, ``B`` whole backward, or its two halves: ``I`` the gradient of the stage's input (what
+            the stage before waits for) and ``W`` the gradient of its weights (which nobody waits for).
+        microbatch: The microbatch, from 0.
+
+    Example:
+        >>> str(Task(2, "F", 0)), Task.parse("1B3")
+        ('2F0', Task(stage=1, kind='B', microbatch=3))
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """The task that prints as ``text``; raises ValueError for anything else."""
+        match = _TASK.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"Task.parse: received {text!r}; expected a stage, one of F, B, I, W, and a microbatch, as in '2F0'."
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[Task, ...]:
+        """The task in kinds F, I and W: ``B`` stands for ``I`` and ``W``."""
+        if self.kind != "B":
+            return (self,)
+        return Task(self.stage, "I", self.microbatch), Task(self.stage, "W", self.microbatch)
+
+
+class Schedule:
+    """What every schedule offers: where stages live, and in which order each group runs its tasks.
+
+    A schedule is a frozen dataclass: equal arguments make equal schedules, and nothing is computed before ``orders``
+    is called. To write one, subclass this and set the three attributes, or hand finished orders to
+    :class:`scheduler.CustomSchedule`.
+
+    Attributes:
+        num_stages: The number of pipeline stages.
+        num_groups: The number of groups of devices.
+        placement: For each stage, the group that runs it.
+    """
+
+    num_stages: int
+    num_groups: int
+    placement: tuple[int, ...]
+
+    def orders(self, num_microbatches: int) -> Orders:
+        """For each group, its tasks in the order in which it runs them.
+
+        Raises:
+            ValueError: The schedule is not defined for this number of microbatches.
+        """
+        raise NotImplementedError
+
+    def fused(self, num_microbatches: int) -> Pairs:
+        """The pairs of tasks, adjacent in an order, that should become one executable. By default none."""
+        del num_microbatches
+        return frozenset()
+
+
+def check_count(owner: str, name: str, value: object, at_least: int = 1) -> int:
+    """``value`` if it is a whole number that is large enough, else a ValueError that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least {at_least}.")
+    return value

@@ -1,0 +1,8 @@
+"""Eight CPU devices for every test. JAX reads these when it is imported, so they are set before any test module is."""
+
+import os
+
+os.environ.pop("XLA_FLAGS", None)
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

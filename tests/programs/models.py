@@ -1,0 +1,241 @@
+"""Whole small models, as people write them: a GPT, a convolutional net, and models of Equinox and Flax."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpmd
+from programs.parts import (
+    LENGTH,
+    NUM_MICROBATCHES,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    dense,
+    dense_params,
+    normal,
+    regression_batch,
+    squared_error,
+    token_batch,
+)
+from programs.program import Program
+
+HEADS = 2
+
+
+def _norm(scale, x):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return scale * x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-4)
+
+
+def _block(p, x, positions):
+    """Causal attention with rotated positions, then a gated MLP."""
+    rows, length, width = x.shape
+    qkv = dense(p["qkv"], _norm(p["norm1"], x)).reshape(rows, length, 3, HEADS, width // HEADS)
+    q, k, v = jnp.moveaxis(qkv, 2, 0)
+    angle = positions[:, None, None] * jnp.array([1.0, 0.1])
+
+    def rotate(a):
+        even, odd = a[..., ::2], a[..., 1::2]
+        turned = jnp.stack([even * jnp.cos(angle) - odd * jnp.sin(angle), even * jnp.sin(angle) + odd * jnp.cos(angle)])
+        return jnp.moveaxis(turned, 0, -1).reshape(a.shape)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / (width // HEADS) ** 0.5
+    scores = jnp.where(positions[:, None] >= positions[None, :], scores, -1e9)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+    x = x + dense(p["out"], mixed)
+    gate, up = jnp.split(dense(p["up"], _norm(p["norm2"], x)), 2, axis=-1)
+    return x + dense(p["down"], jax.nn.silu(gate) * up)
+
+
+def _block_params(key):
+    qkv, out, up, down = jax.random.split(key, 4)
+    return {
+        "norm1": jnp.ones(WIDTH),
+        "norm2": jnp.ones(WIDTH),
+        "qkv": dense_params(qkv, WIDTH, 3 * WIDTH),
+        "out": dense_params(out),
+        "up": dense_params(up, WIDTH, 4 * WIDTH),
+        "down": dense_params(down, 2 * WIDTH, WIDTH),
+    }
+
+
+def _optimizer():
+    schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 20)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, eps=1e-3))
+
+
+def _gpt_state(key):
+    table, blocks, dropout = jax.random.split(key, 3)
+    params = {
+        "embedding": normal(table, VOCABULARY, WIDTH, scale=0.3),
+        "blocks": [_block_params(k) for k in jax.random.split(blocks, 4)],
+        "norm": jnp.ones(WIDTH),
+    }
+    return {"params": params, "optimizer": _optimizer().init(params), "key": dropout, "step": jnp.int32(0)}
+
+
+def _gpt(tools):
+    """Tied embedding, dropout, padding; loss per token, accumulated as sums; clipping, AdamW and a schedule."""
+    optimizer = _optimizer()
+
+    def loss(params, microbatch, key):
+        tokens, targets = microbatch["tokens"], microbatch["targets"]
+        positions = jnp.arange(LENGTH)
+        x = params["embedding"][tokens] * WIDTH**0.5
+        for number, block in enumerate(params["blocks"]):
+            x = x if number == 0 else tools.mark(x)
+            x = jax.checkpoint(_block)(block, x, positions)
+            kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
+            x = jnp.where(kept, x / 0.9, 0)
+        logits = _norm(params["norm"], x) @ params["embedding"].T
+        weights = (targets != 0).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        right = jnp.sum(weights * (jnp.argmax(logits, -1) == targets))
+        return jnp.sum(losses * weights), {"tokens": jnp.sum(weights), "right": right}
+
+    def step(state, batch):
+        key, used = jax.random.split(state["key"])
+        keys = jax.random.split(used, NUM_MICROBATCHES)
+        (total, counts), grads = tools.reduce(
+            lambda xs: jax.value_and_grad(loss, has_aux=True)(state["params"], *xs), (batch, keys)
+        )
+        grads = jax.tree.map(lambda g: g / counts["tokens"], grads)
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        new = {
+            "params": optax.apply_updates(state["params"], updates),
+            "optimizer": optimizer_state,
+            "key": key,
+            "step": state["step"] + 1,
+        }
+        metrics = {
+            "loss": total / counts["tokens"],
+            "accuracy": counts["right"] / counts["tokens"],
+            "norm": optax.global_norm(grads),
+        }
+        return new, metrics
+
+    return step
+
+
+def _convolutions(tools):
+    """Images: convolutions, pooling, a classifier; each stage has its own shape of activation."""
+
+    def convolve(w, x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(params, microbatch):
+        x = jax.nn.relu(convolve(params[0], microbatch["image"]))
+        x = tools.mark(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"))
+        x = tools.mark(jax.nn.gelu(convolve(params[1], x)))
+        x = tools.mark(jnp.mean(x, axis=(1, 2)))
+        logits = dense(params[2], x)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["label"]))
+
+    def step(state, batch):
+        loss_value, grads = tools.reduce(
+            lambda microbatch: jax.value_and_grad(loss)(state["params"], microbatch), batch, operation=mpmd.Mean
+        )
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, {"loss": loss_value}
+
+    return step
+
+
+def _convolutions_state(key):
+    first, second, head = jax.random.split(key, 3)
+    return {
+        "params": [
+            normal(first, 3, 3, 2, 4, scale=0.3),
+            normal(second, 3, 3, 4, 6, scale=0.3),
+            dense_params(head, 6, 3),
+        ]
+    }
+
+
+def _images(key):
+    image, label = jax.random.split(key)
+    shape = (NUM_MICROBATCHES, ROWS)
+    return {"image": normal(image, *shape, 4, 4, 2), "label": jax.random.randint(label, shape, 0, 3)}
+
+
+def _equinox(tools):
+    """An `eqx.Module` with static fields and functions among its leaves, filtered for the gradient."""
+    import equinox as eqx
+
+    def loss(model, microbatch):
+        x = microbatch["x"]
+        for stage, layer in enumerate(model):
+            x = jax.vmap(layer)(x if stage == 0 else tools.mark(x))
+        return squared_error(x, microbatch["y"])
+
+    def step(state, batch):
+        _, static = _equinox_parts(jax.random.key(0))
+
+        def one(microbatch):
+            def of_arrays(arrays):
+                return loss(eqx.combine(arrays, static), microbatch)
+
+            return jax.value_and_grad(of_arrays)(state["model"])
+
+        loss_value, grads = tools.reduce(one, batch, operation=mpmd.Mean)
+        model = eqx.apply_updates(state["model"], jax.tree.map(lambda g: -0.1 * g, grads))
+        return {"model": model}, {"loss": loss_value}
+
+    return step
+
+
+def _equinox_parts(key):
+    import equinox as eqx
+
+    model = [eqx.nn.MLP(WIDTH, WIDTH, 6, depth=1, activation=jnp.tanh, key=k) for k in jax.random.split(key, 4)]
+    return eqx.partition(model, eqx.is_array)
+
+
+def _equinox_state(key):
+    return {"model": _equinox_parts(key)[0]}
+
+
+def _flax_model(mark):
+    from flax import linen as nn
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for stage in range(4):
+                x = x if stage == 0 else mark(x)
+                x = x + nn.Dense(WIDTH)(nn.tanh(nn.LayerNorm()(x)))
+            return x
+
+    return Model()
+
+
+def _flax(tools):
+    """A `linen` module that marks its stages itself, in a TrainState."""
+    model = _flax_model(tools.mark)
+
+    def step(state, batch):
+        def loss(params, microbatch):
+            return squared_error(model.apply({"params": params}, microbatch["x"]), microbatch["y"])
+
+        loss_value, grads = tools.reduce(
+            lambda microbatch: jax.value_and_grad(loss)(state["params"], microbatch), batch, operation=mpmd.Mean
+        )
+        updates, optimizer_state = _optimizer().update(grads, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}, {
+            "loss": loss_value
+        }
+
+    return step
+
+
+def _flax_state(key):
+    params = _flax_model(lambda x: x).init(key, jnp.zeros((ROWS, WIDTH)))["params"]
+    return {"params": params, "optimizer": _optimizer().init(params)}
+
+
+PROGRAMS = (
+    Program("gpt", _gpt_state, token_batch, _gpt),
+    Program("convolutions", _convolutions_state, _images, _convolutions),
+    Program("equinox", _equinox_state, regression_batch, _equinox, needs="equinox"),
+    Program("flax", _flax_state, regression_batch, _flax, needs="flax"),
+)

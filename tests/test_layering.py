@@ -1,0 +1,126 @@
+"""Which package may import which: `scheduler` < `mpmd` < `reshard`, and private JAX in one file."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("scheduler", "mpmd", "reshard")
+JAX_SHIM = "mpmd/_jax_compat.py"
+# What JAX does not document, or says may change without notice.
+PRIVATE_JAX = (
+    "jax._src",
+    "jaxlib",
+    "jax.extend.core",
+    "jax.interpreters",
+    "jax.experimental.transfer",
+)
+
+
+def _sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def _dotted(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            return f"{_dotted(value)}.{attr}"
+    return ""
+
+
+def _imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """The dotted names that a module imports, inside functions too: both `m` and `m.x` for `from m import x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, (package if node.level else "", node.module)))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _reached(text: str, package: str, forbidden: tuple[str, ...]) -> list[str]:
+    """The forbidden names that a text imports, or reaches as attributes: `jax._src` needs just `import jax`."""
+    tree = ast.parse(text)
+    names = set(_imported(tree, package))
+    names |= {_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return sorted(name for name in names if any(_within(name, prefix) for prefix in forbidden))
+
+
+def _violations(source: Path, forbidden: tuple[str, ...]) -> list[str]:
+    path = source.relative_to(ROOT)
+    return [f"{path}: {name}" for name in _reached(source.read_text(), path.parts[0], forbidden)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reached"),
+    [
+        ("import jax.extend.core as jexc", ["jax.extend.core"]),
+        ("def late():\n    from jax._src import core", ["jax._src", "jax._src.core"]),
+        ("from jax.interpreters.mlir import lower_fun", ["jax.interpreters.mlir", "jax.interpreters.mlir.lower_fun"]),
+        ("import jax\nunsafe = jax._src.core.Literal", ["jax._src", "jax._src.core", "jax._src.core.Literal"]),
+        ("from jax.extend import core", ["jax.extend.core"]),
+        ("from jax import lax\nimport jaxtyping", []),
+    ],
+)
+def test_the_search_for_forbidden_names_finds_each_way_to_reach_one(text, reached):
+    assert _reached(text, "mpmd", PRIVATE_JAX) == reached
+
+
+def test_a_package_imports_only_the_packages_below_it():
+    found = []
+    for index, package in enumerate(PACKAGES):
+        for source in _sources(package):
+            found += _violations(source, PACKAGES[index + 1 :])
+    assert found == []
+
+
+def test_scheduler_imports_the_standard_library_alone():
+    found = []
+    for source in _sources("scheduler"):
+        tree = ast.parse(source.read_text(), str(source))
+        roots = {name.partition(".")[0] for name in _imported(tree, "scheduler")}
+        found += [f"{source.name}: {root}" for root in sorted(roots - sys.stdlib_module_names - {"scheduler"})]
+    assert found == []
+
+
+def test_what_jax_does_not_document_is_touched_in_one_file():
+    found = []
+    for package in PACKAGES:
+        for source in _sources(package):
+            if source.relative_to(ROOT).as_posix() != JAX_SHIM:
+                found += _violations(source, PRIVATE_JAX)
+    assert found == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_typed(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+def _loaded_after(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print(*sorted(name for name in sys.modules if '.' not in name))"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True
+        ).stdout.split()
+    )
+
+
+def test_importing_scheduler_loads_neither_jax_nor_numpy():
+    assert _loaded_after("import scheduler").isdisjoint({"jax", "jaxlib", "numpy", "mpmd", "reshard"})
+
+
+def test_importing_mpmd_starts_no_backend():
+    script = "import mpmd; from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
