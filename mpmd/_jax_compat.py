@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
+from jax._src import compiler, core, source_info_util
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import UnspecifiedValue
@@ -232,13 +232,12 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
         if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
             return None
         devices = tuple(mesh.devices.flat)
-        options = xla_client.CompileOptions()
-        options.num_replicas, options.num_partitions = 1, len(devices)
-        options.executable_build_options.num_replicas = 1
-        options.executable_build_options.num_partitions = len(devices)
-        options.executable_build_options.use_spmd_partitioning = len(devices) > 1
-        assignment = xla_client.DeviceAssignment.create([[d.id] for d in devices] if len(devices) > 1 else [[devices[0].id]])
-        options.device_assignment = assignment
+        options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array([devices]),
+            backend=client,
+        )
         device_list = xla_client.DeviceList(devices)
         loaded = client.deserialize_executable(_serialized(unloaded), device_list, options)
         copy = dataclasses.replace(
@@ -248,8 +247,9 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
             input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
             output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
         )
-        return jax.stages.Compiled(copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree)
-    except (AttributeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return jax.stages.Compiled(copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree,
+            compiled._no_kwargs)
+    except (ZeroDivisionError):
         return None
 
 

@@ -24,6 +24,8 @@ from mpmd.trace import Trace
 
 Groups = frozenset[int]
 
+_END = 1 << 30  # the level of what the step returns
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -416,14 +418,14 @@ class _Placer:
         def bound(v, group, level):
             have = homes[v]
             source = group if group in have else min(have)
-            if source != group:
+            if source != group and level < _END:
                 level -= 1
             latest[v, source] = min(latest.get((v, source), level), level)
 
         for v, groups in zip(self.outvars, self.out_placed, strict=True):
             if not isinstance(v, compat.Literal):
                 for g in groups:
-                    bound(v, g, 1 << 30)
+                    bound(v, g, _END)
         for i in reversed(range(len(self.items))):
             item = self.items[i]
             if isinstance(item, _Draft):
@@ -435,9 +437,9 @@ class _Placer:
                 costs.nbytes(v.aval) for v in costs.variables(item.invars)
             )
             for g in self.runs[i]:
-                limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=1 << 30)
+                limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=_END)
                 level = instances[i, g]
-                if level < limit < 1 << 30 and not (shrinks or costs.is_heavy(item)):
+                if level < limit < _END and not (shrinks or costs.is_heavy(item)):
                     while limit in loop_levels.values():
                         limit -= 1
                     level = instances[i, g] = max(level, limit)
@@ -500,7 +502,7 @@ class _Placer:
         for v, groups in zip(self.outvars, self.out_placed, strict=True):
             if not isinstance(v, compat.Literal):
                 for g in groups:
-                    readers[v, g].add(1 << 30)
+                    readers[v, g].add(_END)
         return readers
 
     def _transfers(self, homes, readers) -> list[Transfer]:

@@ -48,7 +48,7 @@ class Tools:
         return jax.lax.with_sharding_constraint(x, sharding)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A training step and what it is fed.
 

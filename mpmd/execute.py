@@ -1,0 +1,191 @@
+"""Walks the instructions of a step: a loop over a flat list, with integer slots and arguments bound beforehand.
+
+Nothing is looked up by name and no pytree is touched per task; nothing waits for a device. What an
+instruction needs is worked out once, when the executor is built.
+"""
+
+import collections
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import scheduler
+from mpmd import _jax_compat as compat
+from mpmd import transfer
+from mpmd.partition import Place
+from mpmd.program import edge_name, zeros_name
+from mpmd.stepping import LoopProgram, StepPrograms, fit
+from scheduler import Call, Free, Program, Run, Send, Task, Value
+
+_RUN, _MOVE, _ALIAS = 0, 1, 2
+
+
+class Executor:
+    """Runs a checked program in this process.
+
+    Attributes:
+      num_calls: executables called per step.
+      num_moves, bytes_moved: transfers between groups per step.
+    """
+
+    def __init__(self, programs: StepPrograms, program: Program):
+        build = _Build(programs, program)
+        build.run()
+        self.num_calls = sum(op[0] == _RUN for op in build.ops)
+        self.num_moves = sum(op[0] == _MOVE for op in build.ops)
+        self.bytes_moved = build.bytes_moved
+        self._ops = [tuple(op) for op in build.ops]
+        self._texts = build.texts
+        self._template = [None] * len(build.slots)
+        for slot, value in build.constants.items():
+            self._template[slot] = value
+        self._inputs = build.input_slots
+        self._outputs = build.output_slots
+
+    def __call__(self, arguments):
+        """Runs the step once.
+
+        Args:
+          arguments: per flat input (captured constants first), `{group: array}`.
+
+        Returns:
+          Per flat result, `{group: array}`.
+        """
+        slots = self._template.copy()
+        for arrays, where in zip(arguments, self._inputs, strict=True):
+            for group, slot in where:
+                slots[slot] = arrays[group]
+        position = 0
+        try:
+            for position, (code, fun, ins, outs, frees) in enumerate(self._ops):
+                if code == _RUN:
+                    for slot, value in zip(outs, fun(*[slots[i] for i in ins]), strict=False):
+                        slots[slot] = value
+                elif code == _MOVE:
+                    slots[outs] = jax.device_put(slots[ins], fun)
+                else:
+                    slots[outs] = slots[ins]
+                for slot in frees:
+                    slots[slot] = None
+        except Exception as e:
+            e.add_note(f"jax-mpmd: while it ran {self._texts[position]}")
+            raise
+        return [{group: slots[slot] for group, slot in where} for where in self._outputs]
+
+
+class _Build:
+    """Works out slots and bound arguments for one process's instructions."""
+
+    def __init__(self, programs: StepPrograms, program: Program):
+        self.programs = programs
+        self.outline = programs.outline
+        self.program = program
+        self.slots: dict = {}
+        self.constants: dict[int, object] = {}
+        self.ops: list[list] = []
+        self.texts: list[str] = []
+        self.bytes_moved = 0
+        self.segments = {i.name: i for i in self.outline.items if hasattr(i, "eqns")}
+        self.vars = {name: v for v, name in self.outline.names.items()}
+        self.loop_vars: dict[str, compat.Var] = {}
+        self.zeros: dict[str, tuple[LoopProgram, int]] = {}
+        for loop in programs.loops:
+            self.loop_vars.update((edge_name(loop.loop, v), v) for v in loop.loop.partition.names)
+            self.zeros.update((zeros_name(loop.loop, g), (loop, g)) for g in loop.zeros)
+
+    def slot(self, group: int, value) -> int:
+        return self.slots.setdefault((group, value), len(self.slots))
+
+    def outer(self, v) -> Value:
+        return Value(self.outline.names[v])
+
+    def run(self):
+        names = self.outline.trace.jaxpr.invars
+        self.input_slots = [
+            [(g, self.slot(g, self.outer(v))) for g in sorted(groups)]
+            for v, groups in zip(names, self.outline.inputs, strict=True)
+        ]
+        pending: list[int] = []
+        for group, instruction in scheduler.merge(self.program):
+            if isinstance(instruction, Run):
+                for task in instruction.tasks:
+                    self._task(group, task, self.programs.loops[instruction.loop])
+            elif isinstance(instruction, Call):
+                self._call(group, instruction)
+            elif isinstance(instruction, Send):
+                self._send(group, instruction)
+            elif isinstance(instruction, Free):
+                slot = self.slot(group, instruction.value)
+                if self.ops:
+                    self.ops[-1][4] += (slot,)
+                else:
+                    pending.append(slot)
+        self.output_slots = [
+            [(g, self._output_slot(v, g)) for g in sorted(groups)] for v, groups in self.outline.outputs
+        ]
+
+    def _output_slot(self, v, group) -> int:
+        if not isinstance(v, compat.Literal):
+            return self.slot(group, self.outer(v))
+        slot = self.slot(group, ("literal", id(v)))
+        sharding = NamedSharding(self.programs.mesh.groups[group], PartitionSpec())
+        self.constants[slot] = transfer.put(np.asarray(v.val, v.aval.dtype), sharding)
+        return slot
+
+    def _add(self, code, fun, ins, outs, text):
+        self.ops.append([code, fun, ins, outs, ()])
+        self.texts.append(text)
+
+    def _call(self, group, instruction: Call):
+        if instruction.name in self.zeros:
+            loop, _ = self.zeros[instruction.name]
+            call = loop.zeros[group][1].call
+        else:
+            call = self.programs.segments[instruction.name].call
+        ins = tuple(self.slot(group, v) for v in instruction.reads)
+        outs = tuple(self.slot(group, v) for v in instruction.writes)
+        self._add(_RUN, call, ins, outs, f"{instruction.name} in group {group}")
+        gone = {self.slot(group, v) for v in instruction.donates}
+        self.ops[-1][4] += tuple(gone - set(outs))
+
+    def _task(self, group, task: Task, program: LoopProgram):
+        loop = program.loop
+        entry = program.tasks.get(Place(task.stage, task.kind))
+        if entry is None or entry.executable is None:
+            return
+        body, partition = entry.body, loop.partition
+        accs = [self.slot(group, self.outer(partition.accumulators[k].result)) for k in body.accumulates]
+        ins = [self._index(group, task.microbatch)] if body.uses_index else []
+        ins += [self.slot(group, self.outer(v)) for v in body.operands]
+        ins += [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.reads]
+        outs = [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.writes]
+        self._add(_RUN, entry.executable.call, (*ins, *accs), (*outs, *accs), f"{task} in group {group}")
+
+    def _index(self, group, microbatch) -> int:
+        slot = self.slot(group, ("index", microbatch))
+        if slot not in self.constants:
+            sharding = NamedSharding(self.programs.mesh.groups[group], PartitionSpec())
+            self.constants[slot] = jax.device_put(np.int32(microbatch), transfer.target_of(sharding))
+        return slot
+
+    def _send(self, group, instruction: Send):
+        value, target = instruction.value, instruction.to_group
+        v = self.loop_vars[value.name] if value.microbatch is not None else self.vars[value.name]
+        source = self.programs.sharding(v, group)
+        wanted = self.programs.sharding(v, target)
+        ins, outs = self.slot(group, value), self.slot(target, value)
+        text = f"the transfer of {value} from group {group} to {target}"
+        if transfer.is_alias(source, wanted, len(v.aval.shape)):
+            self._add(_ALIAS, None, ins, outs, text)
+        else:
+            self._add(_MOVE, transfer.target_of(wanted), ins, outs, text)
+            self.bytes_moved += self.program.nbytes.get(value.name, 0)
+
+
+def count(ops) -> collections.Counter:
+    """How many operations of each kind."""
+    return collections.Counter(op[0] for op in ops)
+
+
+__all__ = ["Executor", "fit"]

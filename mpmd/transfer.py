@@ -1,0 +1,28 @@
+"""Moves values between groups.
+
+In one process a value is put on the consumer's devices by `jax.device_put`, which takes any sharding to any
+sharding and does not wait for the value to be computed.
+"""
+
+import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+
+def target_of(sharding: NamedSharding):
+    """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
+    if sharding.mesh.size == 1 and sharding.memory_kind is None:
+        return sharding.mesh.devices.flat[0]
+    return sharding
+
+
+def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
+    """Whether a value that lies as `source` already lies as `target` (groups that share devices)."""
+    return source.mesh.devices.tolist() == target.mesh.devices.tolist() and source.is_equivalent_to(target, ndim)
+
+
+def put(x, sharding: NamedSharding) -> jax.Array:
+    """A host array or an array of this process on the devices of one group."""
+    placed = jax.device_put(x, sharding)
+    if isinstance(placed.sharding, SingleDeviceSharding):
+        placed = jax.device_put(placed, sharding)
+    return placed

@@ -1,0 +1,95 @@
+"""Where memory is: devices that need not exist, and the host.
+
+A layout for 1,024 GPUs is planned on a laptop: `describe_mesh` makes an ordinary `jax.sharding.Mesh` of devices
+that are just names, which `NamedSharding`, `MpmdMesh` and `MpmdSharding` take like any other mesh.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+
+class _NoClient:
+    """The runtime of devices that do not exist: no process is this one."""
+
+    def process_index(self) -> int:
+        return -1
+
+
+_NO_CLIENT = _NoClient()
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice:
+    """A device that is planned with and never touched."""
+
+    id: int
+    process_index: int
+    host: int
+    platform: str = "gpu"
+    device_kind: str = "described"
+
+    @property
+    def client(self) -> _NoClient:
+        return _NO_CLIENT
+
+    def __repr__(self) -> str:
+        return f"DescribedDevice({self.id}, host {self.host})"
+
+
+def describe_mesh(
+    axes: Mapping[str, int],
+    *,
+    devices_per_host: int = 8,
+    devices_per_process: int | None = None,
+    first_device: int = 0,
+    axis_types: Any = None,
+) -> Mesh:
+    """A mesh of devices that need not exist, to plan with.
+
+    Args:
+        axes: name and size of each mesh axis, outermost first; devices are numbered in row-major order.
+        devices_per_host: how many devices a host has.
+        devices_per_process: how many devices a process owns; by default all of a host.
+        first_device: the number of the first device, so that two meshes may have different devices.
+        axis_types: as in `jax.make_mesh`.
+
+    Example:
+        >>> mesh = describe_mesh({"stage": 8, "data": 128})
+        >>> mesh.size, mesh.devices[7, 127].host
+        (1024, 127)
+    """
+    ids = range(first_device, first_device + math.prod(axes.values()))
+    devices = [DescribedDevice(i, i // (devices_per_process or devices_per_host), i // devices_per_host) for i in ids]
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=axis_types)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """The memory of one process's host as a place that holds numpy arrays whole. Stands where a sharding stands."""
+
+    process_index: int = 0
+
+    @property
+    def host(self) -> Hashable:
+        return ("process", self.process_index)
+
+    def __repr__(self) -> str:
+        return f"HostMemory(process {self.process_index})"
+
+
+def host_of(device: Any) -> Hashable:
+    """The host of a device. JAX does not tell hosts apart, so each process counts as a host of its own unless said."""
+    return getattr(device, "host", ("process", device.process_index))
+
+
+def is_local(device: Any) -> bool:
+    """Whether this process can touch the device's memory."""
+    if isinstance(device, HostMemory):
+        return device.process_index == jax.process_index()
+    return device.process_index == device.client.process_index()

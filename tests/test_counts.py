@@ -1,0 +1,406 @@
+"""What must not happen twice: traces, compiles and moves; and what must: donation."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import BY_NAME
+from programs.parts import (
+    WIDTH,
+    chain,
+    momentum_state,
+    normal,
+    regression_batch,
+    squared_error,
+    stages_params,
+    token_batch,
+    train,
+)
+from programs.pipelines import make_mesh, make_schedule, pipeline, shared_device
+from programs.program import Tools, assert_same, host, pipelined, plain_loop
+
+import mpmd
+import scheduler
+
+MARK_ONLY = Tools(mark=mpmd.mark_stage_end, reduce=None, reduce_i=None)
+
+
+class Counted:
+    """A training step of residual stages that counts how often Python runs it, and its loss."""
+
+    def __init__(self, num_stages=4, schedule="OneFOneB"):
+        self.steps = self.losses = 0
+        self.num_stages = num_stages
+        self.schedule = make_schedule(schedule, num_stages)
+        self.build_and_count = self._build(pipelined(self.schedule))
+
+    def _build(self, tools):
+        def loss(params, microbatch):
+            self.losses += 1
+            return squared_error(chain(tools, params, microbatch["x"]), microbatch["y"])
+
+        inner = train(tools, loss)
+
+        def step(state, batch):
+            self.steps += 1
+            return inner(state, batch)
+
+        return step
+
+    def jit(self, **options):
+        options.setdefault("mpmd_mesh", shared_device(self.schedule.num_groups))
+        return mpmd.jit(self.build_and_count, **options)
+
+    def state(self):
+        return momentum_state(stages_params(jax.random.key(0), self.num_stages))
+
+
+def _batch(seed, num_microbatches=4, rows=3):
+    x, y = jax.random.split(jax.random.key(seed))
+    return {"x": normal(x, num_microbatches, rows, WIDTH), "y": normal(y, num_microbatches, rows, WIDTH)}
+
+
+@contextlib.contextmanager
+def _compiles():
+    """Counts the programs that XLA compiles inside the block."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# --- traces ---
+
+
+def test_a_training_run_traces_the_step_once():
+    counted = Counted()
+    step, state = counted.jit(), counted.state()
+    for seed in range(5):
+        state, _ = step(state, _batch(seed))
+    assert (counted.steps, counted.losses) == (1, 1)
+
+
+def test_a_training_run_compiles_nothing_after_its_first_step():
+    counted = Counted()
+    step = counted.jit(donate_argnums=(0,))
+    state, _ = step(counted.state(), _batch(0))
+    batches = [_batch(seed) for seed in range(1, 4)]
+    with _compiles() as compiles:
+        for batch in batches:
+            state, _ = step(state, batch)
+    assert not compiles
+
+
+def test_lowering_and_compiling_by_hand_traces_once_for_all_calls():
+    counted = Counted()
+    state = counted.state()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, _batch(0)))
+    lowered = counted.jit().lower(*shapes)
+    assert counted.steps == 1
+    compiled = lowered.compile()
+    for seed in range(3):
+        state, _ = compiled(state, _batch(seed))
+    assert (counted.steps, counted.losses) == (1, 1)
+
+
+def test_host_arrays_device_arrays_and_its_own_results_are_the_same_to_the_step():
+    counted = Counted()
+    step = counted.jit()
+    state = counted.state()
+    new, _ = step(host(state), host(_batch(0)))
+    step(state, _batch(1))
+    step(new, host(_batch(2)))
+    step(jax.tree.map(np.asarray, new), _batch(3))
+    assert counted.steps == 1
+
+
+def test_python_scalars_do_not_retrace():
+    traces = []
+
+    def step(params, xs, rate):
+        traces.append(rate)
+        value = mpmd.treduce(
+            lambda x: jnp.sum(chain(MARK_ONLY, params, x)), xs, schedule=scheduler.GPipe(2), operation=mpmd.Mean
+        )
+        return value * rate
+
+    step = mpmd.jit(step, mpmd_mesh=shared_device(2))
+    params, xs = stages_params(jax.random.key(0), 2), jnp.ones((4, 2, WIDTH))
+    one, two = step(params, xs, 1.0), step(params, xs, 2.0)
+    assert len(traces) == 1
+    np.testing.assert_allclose(2 * float(one), float(two), rtol=1e-6)
+
+
+def test_other_shapes_retrace_and_known_ones_do_not():
+    counted = Counted()
+    step = counted.jit()
+    reference = jax.jit(counted._build(plain_loop()))
+    state = counted.state()
+    for batch in (_batch(0), _batch(1, rows=5), _batch(2), _batch(3, num_microbatches=6), _batch(4, rows=5)):
+        assert_same(host(step(state, batch)), host(reference(state, batch)), 2e-5)
+    counted.steps = 0
+    for batch in (_batch(0), _batch(1, rows=5), _batch(3, num_microbatches=6)):
+        step(state, batch)
+    assert counted.steps == 0
+
+
+def test_another_dtype_retraces():
+    counted = Counted()
+    step = counted.jit()
+    state, batch = counted.state(), _batch(0)
+    step(state, batch)
+    _, metrics = step(state, jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch))
+    assert counted.steps == 2
+    assert metrics["loss"].dtype == jnp.float32
+
+
+def test_another_static_argument_retraces_and_the_same_does_not():
+    traces = []
+
+    def step(params, xs, depth):
+        traces.append(depth)
+
+        def one(x):
+            x = mpmd.mark_stage_end(x @ params[0])
+            for _ in range(depth):
+                x = jnp.tanh(x @ params[1])
+            return jnp.sum(x)
+
+        return mpmd.treduce(one, xs, schedule=scheduler.GPipe(2))
+
+    step = mpmd.jit(step, mpmd_mesh=shared_device(2), static_argnums=(2,))
+    params, xs = (jnp.eye(3), 2 * jnp.eye(3)), jnp.ones((4, 2, 3))
+    values = [float(step(params, xs, depth)) for depth in (1, 2, 1, 2)]
+    assert traces == [1, 2]
+    assert values[:2] == values[2:] and values[0] != values[1]
+
+
+def test_eval_shape_compiles_nothing_and_gives_the_shapes_of_the_result():
+    counted = Counted()
+    state, batch = counted.state(), _batch(0)
+    with _compiles() as compiles:
+        new, metrics = counted.jit().eval_shape(state, batch)
+    assert not compiles
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+    assert all(
+        a.shape == b.shape and a.dtype == b.dtype for a, b in zip(*map(jax.tree.leaves, (new, state)), strict=True)
+    )
+
+
+# --- executables ---
+
+
+def _num_compiles(num_stages, num_microbatches, mpmd_mesh=None, schedule="OneFOneB"):
+    counted = Counted(num_stages, schedule)
+    state, batch = counted.state(), _batch(0, num_microbatches)
+    options = {} if mpmd_mesh is None else {"mpmd_mesh": mpmd_mesh}
+    with _compiles() as compiles:
+        jax.block_until_ready(jax.tree.leaves(counted.jit(**options)(state, batch)))
+    return len(compiles)
+
+
+def test_the_number_of_compiled_programs_does_not_depend_on_the_microbatches():
+    assert _num_compiles(4, 4) == _num_compiles(4, 16)
+
+
+def test_equal_stages_are_compiled_once():
+    assert _num_compiles(4, 4) == _num_compiles(7, 4)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_equal_stages_on_different_devices_are_compiled_once(axis_type):
+    meshes = [mpmd.MpmdMesh(make_mesh(n, axis_type), "stage") for n in (4, 7)]
+    assert _num_compiles(4, 4, meshes[0]) == _num_compiles(7, 4, meshes[1])
+
+
+def test_explain_says_how_many_executables_there_are():
+    texts = []
+    for num_microbatches in (4, 8):
+        counted = Counted()
+        texts.append(counted.jit().lower(counted.state(), _batch(0, num_microbatches)).compile().explain())
+    counts = [re.findall(r"\d+ executables?", str(text)) for text in texts]
+    assert counts[0] and counts[0] == counts[1], texts[0]
+
+
+# --- placement ---
+
+
+def _placement(tree):
+    return [
+        (jax.tree_util.keystr(path), tuple(leaf.mpmd_idxs), leaf.spec) for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit"])
+@pytest.mark.parametrize("name", ["residual_mlp", "tied_embedding", "clipped_adamw_with_a_schedule", "tensor_parallel"])
+def test_a_state_comes_back_where_it_was(name, where):
+    program = BY_NAME[name]
+    step = pipeline(program, "OneFOneB", where)
+    state, (batch, *_) = program.state(), program.batches()
+    compiled = step.lower(state, batch).compile()
+    in_state, out_state = compiled.input_shardings[0][0], compiled.output_shardings[0]
+    assert jax.tree.structure(in_state) == jax.tree.structure(out_state)
+    for path, i in jax.tree.leaves_with_path(in_state):
+        o = dict(jax.tree.leaves_with_path(out_state))[path]
+        ndim = dict(jax.tree.leaves_with_path(state))[path].ndim
+        assert o.is_equivalent_to(i, ndim), (jax.tree_util.keystr(path), i, o)
+    first, _ = step(state, batch)
+    second, _ = step(first, batch)
+    assert _placement(first) == _placement(second)
+
+
+def test_a_stages_parameters_live_in_its_group_alone():
+    counted = Counted()
+    state, _ = counted.jit()(counted.state(), _batch(0))
+    for stage in range(4):
+        for part in ("params", "momentum"):
+            for leaf in jax.tree.leaves(state[part][stage]):
+                assert tuple(leaf.mpmd_idxs) == (stage,)
+
+
+def test_tied_weights_live_in_both_their_groups_and_stay_equal():
+    program = BY_NAME["tied_embedding"]
+    step, state = pipeline(program, "OneFOneB", "auto"), program.state()
+    for seed in range(2):
+        state, _ = step(state, token_batch(jax.random.key(seed)))
+    embedding = state["params"]["embedding"]
+    assert tuple(embedding.mpmd_idxs) == (0, 3)
+    copies = [np.asarray(a) for a in embedding.to_mpmd_local_array]
+    np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def test_scalars_that_the_step_returns_are_readable_in_every_group():
+    counted = Counted()
+    _, metrics = counted.jit()(counted.state(), _batch(0))
+    assert tuple(metrics["loss"].mpmd_idxs) == (0, 1, 2, 3)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_sharded_parameters_stay_sharded_as_they_came():
+    program = BY_NAME["sharded_state"]
+    step, state = pipeline(program, "OneFOneB", "auto"), program.state()
+    for batch in program.batches():
+        state, _ = step(state, batch)
+    for stage, p in enumerate(state["params"]):
+        assert tuple(p["up"].mpmd_idxs) == (stage,)
+        assert p["up"].spec == P(None, "data") and p["down"].spec == P("data", None)
+        assert {shard.data.shape for shard in p["up"].addressable_shards} == {(WIDTH, WIDTH)}
+
+
+# --- donation ---
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
+def test_a_donated_state_is_deleted_and_another_is_not(where):
+    program = BY_NAME["residual_mlp"]
+    batches = list(program.batches())
+    donating = pipeline(program, "OneFOneB", where, donate_argnums=(0,))
+    keeping = pipeline(program, "OneFOneB", where)
+    state, _ = keeping(program.state(), batches[0])
+    kept = host(state)
+    once, _ = keeping(state, batches[1])
+    twice, _ = keeping(state, batches[1])
+    assert_same(host(once), host(twice), 0)
+    assert_same(host(state), kept, 0)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    given, _ = donating(state, batches[1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert_same(host(given), host(once), 0)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batches))
+
+
+def test_a_donated_state_cannot_be_used_again_and_says_so():
+    counted = Counted()
+    step = counted.jit(donate_argnums=(0,))
+    state, _ = step(counted.state(), _batch(0))
+    step(state, _batch(1))
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        step(state, _batch(2))
+
+
+def test_donated_device_arrays_are_deleted_as_under_jax_jit():
+    counted = Counted()
+    state = counted.state()
+    counted.jit(donate_argnums=(0,))(state, _batch(0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_donating_the_batch_leaves_results_right():
+    counted = Counted()
+    reference = jax.jit(counted._build(plain_loop()))
+    step = counted.jit(donate_argnums=(0, 1))
+    state = expected = counted.state()
+    for seed in range(3):
+        expected, _ = reference(expected, _batch(seed))
+    state = counted.state()
+    for seed in range(3):
+        state, _ = step(state, _batch(seed))
+    assert_same(host(state), host(expected), 2e-5)
+
+
+# --- what goes in and comes out of `compile` ---
+
+
+def test_shardings_have_the_structure_of_arguments_and_results():
+    counted = Counted()
+    state, batch = counted.state(), regression_batch(jax.random.key(0))
+    compiled = counted.jit().lower(state, batch).compile()
+    args, kwargs = compiled.input_shardings
+    assert jax.tree.structure(args) == jax.tree.structure((state, batch)) and kwargs == {}
+    new, metrics = compiled(state, batch)
+    assert jax.tree.structure(compiled.output_shardings) == jax.tree.structure((new, metrics))
+    for sharding, array in zip(*map(jax.tree.leaves, (compiled.output_shardings, (new, metrics))), strict=True):
+        assert isinstance(sharding, mpmd.MpmdSharding)
+        assert tuple(array.mpmd_idxs) == tuple(sorted(sharding.mesh_ids))
+
+
+def test_in_shardings_are_accepted_in_every_form():
+    program = BY_NAME["sharded_state"]
+    mesh = make_mesh(4, AxisType.Auto, ("data",))
+    mpmd_mesh = mpmd.MpmdMesh(mesh, "stage")
+    step = program.build(pipelined(scheduler.OneFOneB(4), mesh))
+
+    def as_mpmd(path, spec):
+        stage = next((key.idx for key in path if hasattr(key, "idx")), None)
+        return mpmd.MpmdSharding(mpmd_mesh, range(4) if stage is None else {stage}, spec)
+
+    def is_spec(x):
+        return isinstance(x, P)
+
+    state_specs, _ = program.specs
+    forms = {
+        "PartitionSpec": program.specs,
+        "NamedSharding": jax.tree.map(lambda s: NamedSharding(mesh, s), program.specs, is_leaf=is_spec),
+        "MpmdSharding": (jax.tree_util.tree_map_with_path(as_mpmd, state_specs, is_leaf=is_spec), None),
+        "prefix": (state_specs, P()),
+    }
+    batch = next(iter(program.batches()))
+    for form, in_shardings in forms.items():
+        new, _ = mpmd.jit(step, mpmd_mesh=mpmd_mesh, in_shardings=in_shardings)(program.state(), batch)
+        assert new["params"][2]["up"].spec == P(None, "data"), form
+        assert_same(host(new), program.expected[0][0], program.rtol)
+
+
+def test_the_program_and_its_texts_are_there_before_anything_runs():
+    counted = Counted()
+    state, batch = counted.state(), _batch(0)
+    compiled = counted.jit().lower(state, batch).compile()
+    assert isinstance(compiled.program, scheduler.Program)
+    assert scheduler.check(compiled.program) is None or scheduler.check(compiled.program)
+    assert len(compiled.program.groups) == 4
+    assert "0F0" in str(compiled.program)
+    assert compiled.as_text()
+    assert str(compiled.explain())

@@ -1,0 +1,460 @@
+"""Steps that cannot be cut into stages are refused: what is wrong, on which line of the user's code, what to do."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs.parts import chain, dense_params, regression_batch, residual, squared_error, stages_params
+from programs.pipelines import make_mesh, shared_device
+from programs.program import Tools
+
+import mpmd
+import scheduler
+
+MARK_ONLY = Tools(mark=mpmd.mark_stage_end, reduce=None, reduce_i=None)
+
+
+def _here(function):
+    """`file:line` of the line of `function` that ends in the comment `# here`."""
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = [i for i, line in enumerate(lines) if line.rstrip().endswith("# here")]
+    return f"{__file__}:{first + offset}"
+
+
+def _refusal(loss, *, params=None, num_stages=4, mpmd_mesh=None, schedule=None, xs=None):
+    """The message of the StageError that a training step of `loss(params, microbatch)` gets."""
+    schedule = schedule or scheduler.OneFOneB(num_stages)
+    params = stages_params(jax.random.key(0), num_stages) if params is None else params
+    xs = regression_batch(jax.random.key(1)) if xs is None else xs
+
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule=schedule)
+
+    return _refusal_of(step, params, xs, mpmd_mesh=mpmd_mesh or shared_device(schedule.num_groups))
+
+
+def _refusal_of(step, *args, mpmd_mesh):
+    with pytest.raises(mpmd.StageError) as raised:
+        mpmd.jit(step, mpmd_mesh=mpmd_mesh).lower(*args)
+    message = str(raised.value)
+    assert len(message.splitlines()) <= 12, message
+    return message
+
+
+def _without_columns(message):
+    """`file:12:34-56` as `file:12`."""
+    return re.sub(r"(\.py:\d+):\d+(-\d+)?", r"\1", message)
+
+
+# --- marks against the schedule ---
+
+
+def test_too_few_marks_are_refused_with_their_lines():
+    def loss(params, microbatch):
+        x = residual(params[0], microbatch["x"])
+        x = residual(params[1], mpmd.mark_stage_end(x))  # here
+        return squared_error(residual(params[3], residual(params[2], x)), microbatch["y"])
+
+    message = _without_columns(_refusal(loss))
+    assert "OneFOneB(num_stages=4) has 4 stages" in message
+    assert "3 or 4 marks" in message and "found 1:" in message
+    assert _here(loss) in message
+    assert "Call mark_stage_end at the end of each stage" in message
+
+
+def test_too_many_marks_are_refused_with_their_lines():
+    def loss(params, microbatch):
+        x = microbatch["x"]
+        for p in params:
+            x = mpmd.mark_stage_end(residual(p, x))  # here
+        return squared_error(mpmd.mark_stage_end(x), microbatch["y"])
+
+    message = _without_columns(_refusal(loss))
+    assert "3 or 4 marks" in message and "found 5:" in message
+    assert message.count(_here(loss)) == 4
+
+
+def test_no_marks_are_refused_where_the_schedule_has_several_stages():
+    message = _refusal(lambda params, x: squared_error(residual(params[0], x["x"]), x["y"]))
+    assert "3 or 4 marks" in message and "found 0." in message
+
+
+def test_a_forward_only_loop_needs_its_marks_too():
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jnp.sum(residual(params[0], x["x"])), xs, schedule=scheduler.GPipe(2))
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))
+    message = _refusal_of(step, *args, mpmd_mesh=shared_device(2))
+    assert "1 or 2 marks" in message and "found 0." in message
+
+
+def test_a_mark_whose_result_nobody_uses_is_refused_with_its_line():
+    def loss(params, microbatch):
+        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+        y = residual(params[1], x)
+        mpmd.mark_stage_end(y)  # here
+        return squared_error(y, microbatch["y"])
+
+    message = _without_columns(_refusal(loss, num_stages=3))
+    assert "mark_stage_end" in message
+    assert _here(loss) in message
+    assert "use" in message
+
+
+def test_a_last_mark_whose_result_nobody_uses_is_refused_even_where_the_number_would_fit_without_it():
+    def loss(params, microbatch):
+        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+        y = residual(params[1], x)
+        mpmd.mark_stage_end(y)  # here
+        return squared_error(y, microbatch["y"])
+
+    assert _here(loss) in _without_columns(_refusal(loss, num_stages=2))
+
+
+def test_a_mark_on_gradients_of_earlier_marks_would_flow_backwards():
+    def loss(params, microbatch):
+        def inner(x):
+            return jnp.sum(residual(params[1], mpmd.mark_stage_end(residual(params[0], x))))
+
+        x = microbatch["x"] - 0.1 * jax.grad(inner)(microbatch["x"])
+        x = mpmd.mark_stage_end(residual(params[2], x))  # here
+        return squared_error(residual(params[3], x), microbatch["y"])
+
+    message = _without_columns(_refusal(loss, num_stages=3, params=stages_params(jax.random.key(0), 4)))
+    assert _here(loss) in message
+    assert "earlier stage" in message
+
+
+# --- marks where no cut is possible ---
+
+
+def _mark_in_scan(params, microbatch):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+    def layer(x, p):
+        return mpmd.mark_stage_end(residual(p, x)), None  # here
+
+    return jnp.sum(jax.lax.scan(layer, microbatch["x"], stacked)[0])
+
+
+def _mark_in_cond(params, microbatch):
+    x = microbatch["x"]
+
+    def marked(x):
+        return mpmd.mark_stage_end(residual(params[0], x))  # here
+
+    return jnp.sum(jax.lax.cond(jnp.sum(x) > 0, marked, lambda x: x, x))
+
+
+def _mark_in_while(params, microbatch):
+    def body(carried):
+        i, x = carried
+        return i + 1, mpmd.mark_stage_end(residual(params[0], x))  # here
+
+    return jnp.sum(jax.lax.while_loop(lambda carried: carried[0] < 3, body, (0, microbatch["x"]))[1])
+
+
+def _mark_in_fori_loop(params, microbatch):
+    def body(_, x):
+        return mpmd.mark_stage_end(residual(params[0], x))  # here
+
+    return jnp.sum(jax.lax.fori_loop(0, 4, body, microbatch["x"]))
+
+
+def _mark_in_checkpoint(params, microbatch):
+    @jax.checkpoint
+    def model(params, x):
+        for p in params:
+            x = mpmd.mark_stage_end(residual(p, x))  # here
+        return x
+
+    return jnp.sum(model(params, microbatch["x"]))
+
+
+@jax.custom_vjp
+def _identity_with_a_mark(x):
+    return mpmd.mark_stage_end(x)
+
+
+def _identity_forward(x):
+    return mpmd.mark_stage_end(x), None  # here
+
+
+_identity_with_a_mark.defvjp(_identity_forward, lambda _, cotangent: (cotangent,))
+
+
+def _mark_in_custom_vjp(params, microbatch):
+    x = microbatch["x"]
+    for p in params:
+        x = _identity_with_a_mark(residual(p, x))
+    return jnp.sum(x)
+
+
+def _mark_in_shard_map(params, microbatch):
+    def local(x):
+        return mpmd.mark_stage_end(jnp.tanh(x))  # here
+
+    split = jax.shard_map(local, in_specs=P("data"), out_specs=P("data"))
+    x = jax.lax.with_sharding_constraint(microbatch["x"][:2], P("data"))
+    return jnp.sum(split(x) * params[0]["b"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "inside", "remedy"),
+    [
+        (
+            _mark_in_scan,
+            "scan",
+            "Write the stages as a Python loop, and use lax.scan for the layers inside each",
+        ),
+        (_mark_in_cond, "cond", "Mark the stage end after the cond, so that both branches belong to one stage."),
+        (_mark_in_fori_loop, "scan", "Write the stages as a Python loop"),
+        (_mark_in_checkpoint, "checkpoint", "Put jax.checkpoint around each stage, between the marks"),
+        (_mark_in_shard_map, "shard_map", "Call shard_map once per stage, and mark the stage end outside of it."),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mark_where_no_cut_is_possible_is_refused_with_its_line_and_a_remedy(loss, inside, remedy):
+    mesh = make_mesh(4, AxisType.Auto, ("data",)) if loss is _mark_in_shard_map else None
+    message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage") if mesh else None))
+    where = _here(loss)
+    assert message.startswith(f"mark_stage_end inside {inside}, at {where}"), message
+    assert remedy in message
+
+
+def test_a_mark_in_a_while_loop_is_refused():
+    def step(params, xs):
+        return mpmd.treduce(lambda x: _mark_in_while(params, x), xs, schedule=scheduler.GPipe(4))
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))
+    message = _without_columns(_refusal_of(step, *args, mpmd_mesh=shared_device(4)))
+    assert message.startswith(f"mark_stage_end inside while, at {_here(_mark_in_while)}"), message
+    assert "Write the stages as a Python loop" in message
+
+
+def test_a_mark_in_custom_vjp_is_refused_with_its_line():
+    message = _without_columns(_refusal(_mark_in_custom_vjp))
+    assert "custom_vjp" in message
+    assert _here(_identity_forward) in message
+
+
+def test_differentiating_through_the_loop_is_refused_and_said_to_belong_inside():
+    def step(params, xs):
+        def total(params):
+            def one(x):
+                return squared_error(chain(MARK_ONLY, params, x["x"]), x["y"])
+
+            return mpmd.treduce(one, xs, schedule=scheduler.OneFOneB(4))  # here
+
+        return jax.grad(total)(params)
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))
+    message = _refusal_of(step, *args, mpmd_mesh=shared_device(4))
+    assert "treduce" in message
+    assert "value_and_grad" in message or "grad inside" in message
+
+
+def test_a_loop_inside_a_scan_is_refused_with_its_line():
+    def step(params, xs):
+        def body(total, _):
+            def one(x):
+                return squared_error(chain(MARK_ONLY, params, x["x"]), x["y"])
+
+            return total + mpmd.treduce(one, xs, schedule=scheduler.OneFOneB(4)), None  # here
+
+        return jax.lax.scan(body, 0.0, None, length=2)[0]
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))
+    message = _without_columns(_refusal_of(step, *args, mpmd_mesh=shared_device(4)))
+    assert message.startswith("treduce inside scan, at "), message
+    assert _here(step) in message
+
+
+# --- the pipeline's own axis ---
+
+
+def _axis_refusal(apply, axis_type=AxisType.Auto):
+    mesh = make_mesh(4, axis_type, ("data",))
+
+    def loss(params, microbatch):
+        x = microbatch["x"]
+        for stage, p in enumerate(params):
+            x = apply(mesh, residual(p, x if stage == 0 else mpmd.mark_stage_end(x)))
+        return squared_error(x, microbatch["y"])
+
+    message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
+    assert _here(apply) in message, message
+    assert "names the mpmd axis 'stage'" in message
+    assert "Leave 'stage' out of specs and collectives inside the step" in message
+    return message
+
+
+def test_a_constraint_that_names_the_pipelines_axis_is_refused():
+    def apply(mesh, x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "stage")))  # here
+
+    assert _axis_refusal(apply).startswith("sharding_constraint names")
+
+
+def test_a_constraint_that_names_the_pipelines_axis_with_another_is_refused():
+    def apply(mesh, x):
+        return jax.lax.with_sharding_constraint(x, P(None, ("data", "stage")))  # here
+
+    _axis_refusal(apply)
+
+
+def test_a_reshard_that_names_the_pipelines_axis_is_refused():
+    def apply(mesh, x):
+        return jax.reshard(jax.reshard(x, P(None, "stage")), P())  # here
+
+    _axis_refusal(apply, AxisType.Explicit)
+
+
+def test_a_psum_over_the_pipelines_axis_is_refused():
+    def apply(mesh, x):
+        def local(x):
+            return jax.lax.psum(x, "stage") / 4  # here
+
+        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())(x)
+
+    assert _axis_refusal(apply).startswith("psum names")
+
+
+def test_an_axis_index_of_the_pipelines_axis_is_refused():
+    def apply(mesh, x):
+        def local(x):
+            return x * jax.lax.axis_index("stage")  # here
+
+        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+
+    _axis_refusal(apply)
+
+
+def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():
+    def apply(mesh, x):
+        whole = jax.shard_map(lambda x: x * 2.0, mesh=mesh, in_specs=P(None, "stage"), out_specs=P(None, "stage"))
+        return whole(x)  # here
+
+    _axis_refusal(apply)
+
+
+# --- the loop's arguments ---
+
+
+@pytest.mark.parametrize("schedule", [None, scheduler.OneFOneB(4)], ids=["plain", "pipelined"])
+def test_uneven_numbers_of_microbatches_are_refused(schedule):
+    xs = {"targets": jnp.zeros((32, 2)), "tokens": jnp.zeros((30, 2))}
+    with pytest.raises(mpmd.StageError) as raised:
+        mpmd.treduce(lambda x: x["tokens"], xs, schedule=schedule)
+    assert str(raised.value) == (
+        "treduce: xs['targets'] has 32 rows on axis 0 but xs['tokens'] has 30.\n"
+        "  All leaves of xs need the same number of microbatches on axis 0."
+    )
+
+
+def test_uneven_numbers_of_microbatches_on_another_axis_are_refused():
+    xs = [jnp.zeros((2, 3)), jnp.zeros((2, 4))]
+    with pytest.raises(mpmd.StageError) as raised:
+        mpmd.treduce(lambda x: x[0], xs, schedule=None, axis=1)
+    assert str(raised.value) == (
+        "treduce: xs[0] has 3 rows on axis 1 but xs[1] has 4.\n"
+        "  All leaves of xs need the same number of microbatches on axis 1."
+    )
+
+
+def test_a_leaf_without_a_microbatch_axis_is_refused():
+    with pytest.raises(mpmd.StageError, match=r"xs\['scale'\] has shape \(\)"):
+        mpmd.treduce(lambda x: x["x"], {"x": jnp.zeros((4, 2)), "scale": jnp.float32(1)}, schedule=None)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(mpmd.StageError, match="At least one microbatch is needed"):
+        mpmd.treduce(lambda x: x, jnp.zeros((0, 2)), schedule=None)
+
+
+def test_xs_without_arrays_are_refused_with_the_name_of_what_to_use():
+    with pytest.raises(mpmd.StageError, match=r"treduce_i\(fun, n"):
+        mpmd.treduce(lambda x: jnp.zeros(()), None, schedule=None)
+
+
+def test_an_operation_that_does_not_fit_the_outputs_is_refused():
+    with pytest.raises(mpmd.StageError, match="is not a prefix of what fun returns"):
+        mpmd.treduce(lambda x: {"a": x, "b": x}, jnp.zeros((4, 2)), schedule=None, operation={"a": mpmd.Add})
+
+
+def test_an_operation_that_is_none_of_the_five_is_refused():
+    with pytest.raises(mpmd.StageError, match=r"Pass mpmd\.Add, Mean, Max, Min or Concat"):
+        mpmd.treduce(lambda x: x, jnp.zeros((4, 2)), schedule=None, operation=jnp.add)
+
+
+def test_a_key_cannot_be_reduced():
+    with pytest.raises(mpmd.StageError, match="key_data"):
+        mpmd.treduce(lambda x: x, jax.random.split(jax.random.key(0), 4), schedule=None)
+
+
+def test_a_schedule_class_is_refused_with_how_to_make_one():
+    with pytest.raises(mpmd.StageError, match=r"such as scheduler\.OneFOneB\(num_stages\)"):
+        mpmd.treduce(lambda x: x, jnp.zeros((4, 2)), schedule=scheduler.OneFOneB)
+
+
+def test_a_mark_of_nothing_is_refused():
+    with pytest.raises(TypeError, match="holds no array"):
+        mpmd.mark_stage_end(None)
+
+
+# --- the schedule against the mesh ---
+
+
+@pytest.mark.parametrize("num_groups", [2, 8])
+def test_a_schedule_for_another_number_of_groups_than_the_mesh_has_is_refused(num_groups):
+    def loss(params, microbatch):
+        return squared_error(chain(MARK_ONLY, params, microbatch["x"]), microbatch["y"])
+
+    message = _refusal(loss, mpmd_mesh=shared_device(num_groups))
+    assert "OneFOneB(num_stages=4)" in message
+    assert "4" in message and f"{num_groups} groups" in message
+
+
+def test_a_number_of_microbatches_that_the_schedule_cannot_take_is_refused():
+    def loss(params, microbatch):
+        return squared_error(chain(MARK_ONLY, params, microbatch["x"]), microbatch["y"])
+
+    xs = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), regression_batch(jax.random.key(1)))
+    params = stages_params(jax.random.key(0))
+
+    def step(params, xs):
+        schedule = scheduler.InterleavedOneFOneB(4, 2)
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule=schedule)
+
+    with pytest.raises(ValueError, match="microbatches"):
+        mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(params, xs)
+
+
+# --- what mpmd.jit is given ---
+
+
+def test_a_plain_mesh_is_refused_with_how_to_make_groups_of_it():
+    mesh = make_mesh(2, AxisType.Auto)
+    with pytest.raises((TypeError, ValueError), match="MpmdMesh"):
+        mpmd.jit(lambda x: x, mpmd_mesh=mesh)(jnp.zeros(3))
+
+
+def test_wrong_marks_are_refused_before_anything_runs():
+    calls = []
+
+    def loss(params, microbatch):
+        calls.append(1)
+        return squared_error(residual(params, microbatch["x"]), microbatch["y"])
+
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule=scheduler.OneFOneB(3))
+
+    params = dense_params(jax.random.key(0))
+    with pytest.raises(mpmd.StageError):
+        mpmd.jit(step, mpmd_mesh=shared_device(3), donate_argnums=(0,))(params, regression_batch(jax.random.key(1)))
+    assert len(calls) == 1
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
