@@ -328,7 +328,7 @@ class Reference:
     """
 
     def __init__(self, train_step: Callable, state: TrainState, group: Mesh):
-        self.train_step, self.state, self.group = jax.jit(train_step), mpmd.device_get(state), group
+        self.train_step, self.state, self.group = jax.jit(train_step), host_copy(state), group
         self.loss_difference = 0.0
 
     def step(self, tokens: np.ndarray, loss: Any) -> None:
@@ -351,6 +351,11 @@ class Reference:
         return agrees
 
 
+def host_copy(tree: Any) -> Any:
+    """The values of a tree of arrays, as numpy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
 def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
     """For each leaf, the largest difference over the largest entry of the reference."""
 
@@ -359,7 +364,7 @@ def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
         scale = np.max(np.abs(reference), initial=0)
         return float(np.max(np.abs(leaf - reference), initial=0) / (scale if scale else 1))
 
-    differences = jax.tree.map(difference, mpmd.device_get(tree), mpmd.device_get(reference))
+    differences = jax.tree.map(difference, tree, reference)
     return {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(differences)}
 
 
@@ -473,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.plot:
         write_plot(args.plot, [float(loss) for loss in losses])
-    print(sample(model, mpmd.device_get(state.params), b"def ", 300, args.seq_len, args.seed))
+    print(sample(model, host_copy(state.params), b"def ", 300, args.seq_len, args.seed))
     return 0 if reference is None or reference.agrees(state) else 1
 
 

@@ -83,6 +83,11 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None
 
 
+def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
+    """The equation `eqn` replaced by a call of `closed` on the same operands."""
+    return eqn.replace(primitive=core.closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
+
+
 def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """`eqn` with the name stack that it has when it is inlined into `outer`."""
     stack = outer.source_info.name_stack + eqn.source_info.name_stack
@@ -96,6 +101,18 @@ def is_transposed(eqn: JaxprEqn) -> bool:
         if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
             return name == "transpose"
     return False
+
+
+def called_from(eqn: JaxprEqn, function_name: str) -> bool:
+    """Whether a function of this name was on the Python stack when the equation was traced."""
+    traceback = eqn.source_info.traceback
+    codes, _ = traceback.raw_frames() if traceback else ([], [])
+    return any(code.co_name == function_name for code in codes)
+
+
+def is_differentiated(eqn: JaxprEqn) -> bool:
+    """Whether the equation was traced under a differentiation."""
+    return any(getattr(frame, "name", "") in ("jvp", "transpose") for frame in eqn.source_info.name_stack.stack)
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -200,6 +217,8 @@ class _Rebase:
         return self.vars[v]
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name == "shard_map":
+            self.shard_map_results(eqn)
         params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
         return eqn.replace(
             invars=[self.var(v) for v in eqn.invars],
@@ -207,6 +226,20 @@ class _Rebase:
             params=params,
             ctx=self.context(eqn.ctx),
         )
+
+    def shard_map_results(self, eqn: JaxprEqn):
+        """The residuals of an unchecked `shard_map` are stacked over all mesh axes: their shape follows the mesh."""
+        mesh = self.mesh(eqn.params["mesh"])
+        if mesh is eqn.params["mesh"]:
+            return
+        for v, inner, spec in zip(eqn.outvars, eqn.params["jaxpr"].outvars, eqn.params["out_specs"], strict=True):
+            shape = list(inner.aval.shape)
+            for axis, names in enumerate(spec):
+                for name in names if isinstance(names, tuple) else () if names is None else (names,):
+                    shape[axis] *= mesh.shape[name]
+            if tuple(shape) != v.aval.shape:
+                aval = self.aval(v.aval).update(shape=tuple(shape))
+                self.vars[v] = DropVar(aval) if isinstance(v, DropVar) else Var(aval)
 
     def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         return jaxpr.replace(
@@ -249,7 +282,7 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
         )
         return jax.stages.Compiled(copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree,
             compiled._no_kwargs)
-    except (ZeroDivisionError):
+    except (AttributeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None
 
 

@@ -286,24 +286,33 @@ def _slice(x, index, axis):
 def _treduce(take, num_microbatches, schedule, operation, name):
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
     out_tree = None
+    frozen: dict[int, np.ndarray] = {}
 
     def flat(index):
         nonlocal out_tree
-        out = take(index)
-        leaves, out_tree = jax.tree.flatten(out)
-        return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+        leaves, out_tree = jax.tree.flatten(take(index))
+        frozen.clear()  # float0 leaves (gradients of integers) hold nothing to reduce
+        frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
     body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32))
-    operations = _broadcast_operation(operation, out_tree, body.out_avals, name)
-    info = LoopInfo(schedule, num_microbatches, operations)
+    operations = _broadcast_operation(operation, out_tree, name)
+    operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
+    _check_operations(operations, body.out_avals, name)
+    if schedule is not None:
+        _check_schedule(schedule, name)
     closed = compat.ClosedJaxpr(compat.constvars_to_invars(body.jaxpr), ())
-    if schedule is None:
-        return jax.tree.unflatten(out_tree, _scan(*body.consts, jaxpr=closed, info=info))
-    _check_schedule(schedule, name)
-    return jax.tree.unflatten(out_tree, treduce_p.bind(*body.consts, jaxpr=closed, info=info))
+    reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=LoopInfo(schedule, num_microbatches, operations))
+    rest = iter(reduced)
+    leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
+    return jax.tree.unflatten(out_tree, leaves)
 
 
-def _broadcast_operation(operation, out_tree, out_avals, name) -> tuple[type[Operation], ...]:
+def _is_float0(x) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _broadcast_operation(operation, out_tree, name) -> tuple[type[Operation], ...]:
     def leaf(x):
         return isinstance(x, type)
 
@@ -313,12 +322,15 @@ def _broadcast_operation(operation, out_tree, out_avals, name) -> tuple[type[Ope
     except ValueError as e:
         raise StageError(f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}") from None
     operations = tuple(jax.tree.leaves(pairs, is_leaf=leaf))
+    return operations
+
+
+def _check_operations(operations, out_avals, name):
     for op, aval in zip(operations, out_avals, strict=True):
         if not (isinstance(op, type) and issubclass(op, Operation)):
             raise StageError(f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat (the class itself).")
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
             raise StageError(f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it.")
-    return operations
 
 
 def _check_schedule(schedule, name):
@@ -326,7 +338,7 @@ def _check_schedule(schedule, name):
         raise StageError(f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), or None.")
 
 
-def _scan(*consts, jaxpr, info: LoopInfo):
+def scan_loop(*consts, jaxpr, info: LoopInfo):
     """The loop as plain JAX: what pipelined runs are compared with."""
     out_avals = jaxpr.out_avals
     run = compat.jaxpr_as_fun(jaxpr)
@@ -342,7 +354,7 @@ def _scan(*consts, jaxpr, info: LoopInfo):
 
 
 def _treduce_abstract_eval(*avals, jaxpr, info):
-    out = jax.eval_shape(functools.partial(_scan, jaxpr=jaxpr, info=info), *avals)
+    out = jax.eval_shape(functools.partial(scan_loop, jaxpr=jaxpr, info=info), *avals)
     return [compat.shaped_array(o) for o in out], jaxpr.effects
 
 
@@ -353,22 +365,22 @@ def _treduce_jvp(primals, tangents, *, jaxpr, info):
         args = list(primals)
         for i, x in zip(moving, some, strict=True):
             args[i] = x
-        return _scan(*args, jaxpr=jaxpr, info=info)
+        return scan_loop(*args, jaxpr=jaxpr, info=info)
 
     return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _treduce_batch(args, dims, *, jaxpr, info):
-    outs = jax.vmap(functools.partial(_scan, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
+    outs = jax.vmap(functools.partial(scan_loop, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
     return outs, [0] * len(outs)
 
 
 @treduce_p.def_impl
 def _treduce_impl(*args, jaxpr, info):
-    return jax.jit(functools.partial(_scan, jaxpr=jaxpr, info=info))(*args)
+    return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
 
 
 compat.def_effectful_abstract_eval(treduce_p, _treduce_abstract_eval)
 compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
 compat.batching.primitive_batchers[treduce_p] = _treduce_batch
-compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(_scan, multiple_results=True))
+compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(scan_loop, multiple_results=True))

@@ -131,7 +131,7 @@ def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups) -> Ou
     Raises:
       StageError: a loop does not fit its schedule or the mesh.
     """
-    with jax.sharding.use_abstract_mesh(mpmd_mesh.lowering_mesh().abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
         items, outvars = _items(trace, mpmd_mesh)
     donors = match_state(trace)
     placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)

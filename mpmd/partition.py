@@ -28,7 +28,7 @@ from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.errors import StageError
 from mpmd.markers import Add, Concat, LoopInfo, Mean, Operation, mark_p
-from mpmd.trace import inline
+from mpmd.trace import explicit_sharding, inline
 
 
 class Place(NamedTuple):
@@ -135,6 +135,7 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     """
     info: LoopInfo = eqn.params["info"]
     body = _Body.of(eqn)
+    _check_marks_are_used(body)
     marks = _Marks.of(body, info)
     body.drop_microbatch_free()
     _place_forward(body, marks)
@@ -289,6 +290,27 @@ class _Marks:
     def forward_stage(self, v) -> int | None:
         """The stage that the latest mark before `v` begins."""
         return min(self.latest[v] + 1, self.num_stages - 1) if v in self.latest else None
+
+
+def _check_marks_are_used(body: _Body):
+    """Drops what nothing needs; a forward mark among it is a mistake."""
+    effects = [v for n in body.nodes if n.eqn.effects for v in n.eqn.outvars + n.eqn.invars]
+    live = body.ancestors([*body.outvars, *effects]) | {id(n) for n in body.nodes if n.eqn.effects}
+    for node in body.nodes:
+        if node.eqn.primitive is not mark_p or node.eqn.params["kind"] != "forward":
+            continue
+        if id(node) not in live:
+            raise StageError(
+                f"mark_stage_end at {compat.source_line(node.eqn)}: nobody uses its result, so no stage ends there.\n"
+                "  Use the values that it returns: x = mark_stage_end(x)."
+            )
+        if compat.called_from(node.eqn, "process_custom_vjp_call"):
+            raise StageError(
+                f"mark_stage_end inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end there.\n"
+                "  Mark the stage end outside of the function with a custom derivative."
+            )
+    body.nodes = [n for n in body.nodes if id(n) in live]
+    body.producer = {v: n for n in body.nodes for v in n.eqn.outvars}
 
 
 def _check_number_of_marks(forward, schedule):
@@ -659,7 +681,7 @@ def _apply(eqn, x):
 
 def trace_equations(fun, *atoms):
     """The equations of `fun` on the types of `atoms`, reading `atoms`: (eqns, result variables)."""
-    closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=_explicit(v.aval)) for v in atoms))
+    closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in atoms))
     env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
     env |= {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
 
@@ -668,11 +690,6 @@ def trace_equations(fun, *atoms):
 
     eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in inline(closed.jaxpr).eqns]
     return eqns, [read(v) for v in closed.jaxpr.outvars]
-
-
-def _explicit(aval):
-    sharding = getattr(aval, "sharding", None)
-    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
 
 
 def _append(body: _Body, place: Place, fun, *atoms):

@@ -249,7 +249,7 @@ class _StepCompiler:
         def start():
             return [a.operation.init(a.value.aval, n) for a in accs]
 
-        with jax.sharding.use_abstract_mesh(self.mesh.lowering_mesh().abstract_mesh):
+        with jax.sharding.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(start)()
         return self.compiler.compile("zeros", closed, mesh, [], [self._known(a.result, mesh) for a in accs])
 

@@ -6,13 +6,15 @@ loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
-from mpmd.markers import mark_p, treduce_p
+from mpmd.markers import mark_p, scan_loop, treduce_p
 from mpmd.mesh import MpmdMesh
 
 
@@ -69,6 +71,8 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
     jaxpr, _ = compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     _check_axis(jaxpr, mpmd_mesh.mpmd_axis_name)
+    whole = mpmd_mesh.lowering_mesh()
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole.axis_names).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
@@ -89,6 +93,8 @@ def _inline_into(out, env, eqns, outer):
     variables are made anew, since one cached jaxpr may be called many times)."""
     for eqn in eqns:
         eqn = eqn.replace(invars=[_read(env, v) for v in eqn.invars])
+        if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
+            eqn = _plain_loop(eqn)
         if outer is not None:
             eqn = compat.within(eqn, outer)
         called = compat.called_jaxpr(eqn)
@@ -113,6 +119,34 @@ def _inline_into(out, env, eqns, outer):
         out.append(eqn)
 
 
+def _plain_loop(eqn):
+    """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
+    body = compat.ClosedJaxpr(without_marks(eqn.params["jaxpr"].jaxpr), eqn.params["jaxpr"].consts)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in eqn.invars]
+    closed = jax.make_jaxpr(functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"]))(*avals)
+    return compat.call(eqn, closed)
+
+
+def explicit_sharding(aval):
+    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
+    sharding = getattr(aval, "sharding", None)
+    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
+
+
+def without_marks(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+    """A flat jaxpr with its marks taken for the identities that they are."""
+    flat = inline(jaxpr)
+    alias: dict = {}
+    eqns = []
+    for eqn in flat.eqns:
+        eqn = eqn.replace(invars=[_read(alias, v) for v in eqn.invars])
+        if eqn.primitive is mark_p:
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
+            eqns.append(eqn)
+    return compat.new_jaxpr(flat, eqns=eqns, outvars=[_read(alias, v) for v in flat.outvars])
+
+
 def _as_literal(var, value):
     return compat.Literal(value, var.aval)
 
@@ -133,17 +167,24 @@ _REMEDY = {
 
 def _check_no_marks_inside(eqn):
     for jaxpr in compat.jaxprs_in(eqn.params):
-        if contains(jaxpr, (mark_p,)):
-            name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, eqn.primitive.name)
-            raise StageError(
-                f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
-                f"  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
-            )
         if contains(jaxpr, (treduce_p,)):
             raise StageError(
                 f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}: the pipelined loop"
                 " must stand in the step itself.\n  Move it out, or pass schedule=None for a plain loop."
             )
+        if not contains(jaxpr, (mark_p,)):
+            continue
+        if compat.called_from(eqn, "_treduce_jvp") or compat.called_from(eqn, "_treduce_batch"):
+            what = "differentiated" if compat.called_from(eqn, "_treduce_jvp") else "batched by vmap"
+            raise StageError(
+                f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
+                "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
+            )
+        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, eqn.primitive.name)
+        raise StageError(
+            f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
+            f"  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
+        )
 
 
 def _first(jaxpr, primitive):
@@ -161,7 +202,7 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
     if axis is None:
         return
     for eqn in jaxpr.eqns:
-        if _names_axis(eqn.params, axis):
+        if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis):
             what = eqn.primitive.name.replace("_invariant", "")
             where = compat.source_line(eqn)
             raise StageError(
@@ -173,17 +214,18 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             _check_axis(inner, axis)
 
 
-def _names_axis(params, axis) -> bool:
-    for key, value in params.items():
+def _names_axis(eqn, axis) -> bool:
+    # The residuals of an unchecked shard_map are stacked over all axes of the mesh; nobody wrote those specs.
+    unchecked = eqn.primitive.name == "shard_map" and not eqn.params["check_vma"] and compat.is_differentiated(eqn)
+    for key, value in eqn.params.items():
         if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
             return True
         if isinstance(value, jax.sharding.NamedSharding) and _mentions(tuple(value.spec), axis):
             return True
-        if key in ("in_specs", "out_specs", "out_sharding") and any(
-            isinstance(spec, jax.sharding.PartitionSpec) and _mentions(tuple(spec), axis)
-            for spec in (value if isinstance(value, (tuple, list)) and not isinstance(value, jax.sharding.PartitionSpec) else (value,))
-        ):
-            return True
+        if key in ("in_specs", "out_specs", "out_sharding") and not unchecked:
+            specs = (value,) if isinstance(value, PartitionSpec) else value if isinstance(value, (tuple, list)) else ()
+            if any(isinstance(spec, PartitionSpec) and _mentions(tuple(spec), axis) for spec in specs):
+                return True
     return False
 
 

@@ -140,7 +140,7 @@ class InterleavedOneFOneB(LoopSchedule):
     microbatch, the makespan is 3m + 3(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of
     one stage.
 
-    The number of microbatches must be a multiple of num_groups.
+    The number of microbatches must be a multiple of num_groups, or less than num_groups.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
@@ -160,6 +160,33 @@ class InterleavedOneFOneB(LoopSchedule):
         return tuple(orders)
 
 
+@dataclass(frozen=True)
+class InterleavedGPipe(LoopSchedule):
+    """All forwards, then all backwards, with several stages a group: looped breadth-first.
+
+    A group runs the forwards of its first stage for every microbatch, then those of its second, and so on, then the
+    backwards from the last stage to the first. Where v stages together take 3 a microbatch, the makespan is
+    3m + 3(p - 1)/v for m ≥ p, and every group holds vm activations of one stage. Each stage is finished in one go, so
+    its weights are gathered, and its gradients reduced, once a step. Any m.
+
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
+
+    Example:
+        >>> print(*InterleavedGPipe(4, 2).orders(2)[1])
+        1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("InterleavedGPipe", "num_microbatches", num_microbatches)
+        return tuple(
+            (
+                *looped(self, group, "F", num_microbatches, num_microbatches),
+                *looped(self, group, "B", num_microbatches, num_microbatches),
+            )
+            for group in range(self.num_groups)
+        )
+
+
 def looped(schedule: LoopSchedule, group: int, kind: Kind, num_microbatches: int, round_size: int) -> list[Task]:
     """A group's tasks of one kind in rounds of microbatches; stage after stage in each, backwards from the last stage."""
     stages = range(group, schedule.num_stages, schedule.num_groups)
@@ -172,13 +199,12 @@ def looped(schedule: LoopSchedule, group: int, kind: Kind, num_microbatches: int
 
 
 def check_rounds(name: str, num_microbatches: int, num_groups: int) -> None:
-    """Raises a ValueError unless the microbatches make whole rounds of one for each group."""
+    """Raises a ValueError unless the microbatches make whole rounds of one for each group, or less than one round."""
     check_count(name, "num_microbatches", num_microbatches)
-    if num_microbatches % num_groups:
-        above = -(-num_microbatches // num_groups) * num_groups
-        below = above - num_groups
-        advice = f"{below} or {above}" if below else f"{above}"
+    if num_microbatches > num_groups and num_microbatches % num_groups:
+        below = num_microbatches // num_groups * num_groups
         raise ValueError(
-            f"{name}: num_microbatches is {num_microbatches} and num_groups {num_groups}; microbatches go in rounds of one "
-            f"for each group, so their number must be a multiple of {num_groups}. Use {advice}."
+            f"{name}: num_microbatches is {num_microbatches} and num_groups {num_groups}; microbatches go in rounds of "
+            f"one for each group, so more than one round must be a multiple of {num_groups}. "
+            f"Use {below} or {below + num_groups}."
         )

@@ -247,14 +247,24 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         >>> timeline.makespan, timeline.peak_activations
         (33.0, (4, 3, 2, 1))
     """
-    costs = Costs() if costs is None else costs
     orders = schedule.orders(num_microbatches)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
-    starts, ends = _run(orders, schedule.placement, num_microbatches, costs, dict(pairs))
-    counts, nbytes = _memory(orders, schedule.num_stages, costs)
-    return Timeline(
-        orders, starts, ends, tuple(schedule.placement), costs, counts, nbytes, pairs, name=type(schedule).__name__
-    )
+    return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
+
+
+def simulate_orders(
+    orders: Orders,
+    placement: Sequence[int],
+    num_microbatches: int,
+    costs: Costs | None = None,
+    fused: Pairs = frozenset(),
+    name: str = "schedule",
+) -> Timeline:
+    """What :func:`simulate` does, for orders at hand."""
+    costs = Costs() if costs is None else costs
+    starts, ends = _run(orders, placement, num_microbatches, costs, dict(fused))
+    counts, nbytes = _memory(orders, len(placement), costs)
+    return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name)
 
 
 def _run(

@@ -268,6 +268,87 @@ def _sequences(key):
     }
 
 
+def _conditioning(tools):
+    """A trained embedding of the time, made in the first stage, conditions every stage (as in diffusion)."""
+
+    def loss(params, microbatch):
+        time = jnp.tanh(dense(params["time"], jnp.sin(microbatch["segment"][:, None] * jnp.arange(1.0, WIDTH + 1))))
+        x = microbatch["x"]
+        for stage, p in enumerate(params["body"]):
+            x = residual(p, x if stage == 0 else tools.mark(x)) * (1 + 0.1 * time)
+        return squared_error(x, microbatch["y"])
+
+    return train(tools, loss)
+
+
+def _time_state(key):
+    body, time = jax.random.split(key)
+    return momentum_state({"body": stages_params(body), "time": dense_params(time)})
+
+
+def _integers_cross_first(tools):
+    """The first stage only prepares integers; nothing that crosses its boundary has a gradient."""
+
+    def loss(params, microbatch):
+        buckets = tools.mark(jnp.clip((microbatch["x"] * 2).astype(jnp.int32), -2, 2))
+        x = tools.mark(params["table"][buckets + 2] * microbatch["x"])
+        for p in params["body"]:
+            x = tools.mark(residual(p, x))
+        return squared_error(x, microbatch["y"])
+
+    return train(tools, loss)
+
+
+def _buckets_state(key):
+    body, table = jax.random.split(key)
+    return momentum_state({"body": stages_params(body, 2), "table": 1 + normal(table, 5)})
+
+
+def _hypernetwork(tools):
+    """The first two stages read no microbatch: they make the weights of the others from parameters alone."""
+
+    def loss(params, microbatch):
+        code = tools.mark(residual(params[0], jnp.eye(WIDTH)))
+        weight = tools.mark(jnp.tanh(dense(params[1], code)))
+        x = tools.mark(residual(params[2], microbatch["x"] @ weight))
+        return squared_error(residual(params[3], x) @ weight, microbatch["y"])
+
+    return train(tools, loss)
+
+
+def _distillation(tools):
+    """A teacher, forward only, runs in the same stages as its student; it is the student's moving average."""
+
+    def loss(params, teacher, microbatch):
+        x = t = microbatch["x"]
+        for stage, (p, q) in enumerate(zip(params, teacher, strict=True)):
+            x, t = (x, t) if stage == 0 else tools.mark((x, t))
+            x, t = residual(p, x), residual(q, t)
+        return squared_error(x, jax.lax.stop_gradient(t)) + squared_error(x, microbatch["y"])
+
+    def step(state, batch):
+        student, teacher = state["student"], state["teacher"]
+        loss_value, grads = tools.reduce(
+            lambda microbatch: jax.value_and_grad(loss)(student["params"], teacher, microbatch),
+            batch,
+            operation=mpmd.Mean,
+        )
+        student = momentum_update(student, grads)
+        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, teacher, student["params"])
+        return {"student": student, "teacher": teacher}, {"loss": loss_value}
+
+    return step
+
+
+def _teacher_state(key):
+    student, teacher = jax.random.split(key)
+    return {"student": momentum_state(stages_params(student)), "teacher": stages_params(teacher)}
+
+
+def _one_microbatch(key):
+    return jax.tree.map(lambda a: a[:1], regression_batch(key))
+
+
 def _two_stages_many_microbatches(tools):
     return _residual_mlp(tools)
 
@@ -313,5 +394,10 @@ PROGRAMS = (
         num_stages=2,
         num_microbatches=7,
     ),
+    Program("conditioning", _time_state, _masked_batch, _conditioning),
+    Program("integers_cross_first", _buckets_state, regression_batch, _integers_cross_first),
+    Program("hypernetwork", _stages_state, regression_batch, _hypernetwork),
+    Program("distillation", _teacher_state, regression_batch, _distillation),
+    Program("one_microbatch", _stages_state, _one_microbatch, _residual_mlp, num_microbatches=1),
     Program("one_stage", _one_stage_state, regression_batch, _one_stage, num_stages=1),
 )

@@ -186,6 +186,75 @@ def _two_updates(tools):
     return step
 
 
+def _sharpness_aware(tools):
+    """Two loops over the same data, the second at parameters moved along the whole gradient of the first."""
+
+    def loss(params, microbatch):
+        return squared_error(chain(tools, params, microbatch["x"]), microbatch["y"])
+
+    def step(state, batch):
+        def gradients(params):
+            return tools.reduce(
+                lambda microbatch: jax.value_and_grad(loss)(params, microbatch), batch, operation=mpmd.Mean
+            )
+
+        loss_value, grads = gradients(state["params"])
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        there = jax.tree.map(lambda p, g: p + 0.05 * g / norm, state["params"], grads)
+        sharp, grads = gradients(there)
+        return momentum_update(state, grads), {"loss": loss_value, "sharp": sharp}
+
+    return step
+
+
+def _carried_state(tools):
+    """Each stage has a memory for each row of each microbatch: sliced going in, stacked coming out."""
+
+    def loss(params, memory, microbatch):
+        x, new = microbatch["x"], []
+        for stage, (p, m) in enumerate(zip(params, memory, strict=True)):
+            x = residual(p, (x if stage == 0 else tools.mark(x)) + 0.5 * m)
+            new.append(jnp.tanh(x))
+        return squared_error(x, microbatch["y"]), new
+
+    def step(state, batch):
+        (loss_value, memory), grads = tools.reduce(
+            lambda xs: jax.value_and_grad(loss, has_aux=True)(state["params"], *xs),
+            (state["memory"], batch),
+            operation=((mpmd.Mean, mpmd.Concat), mpmd.Mean),
+        )
+        return {**momentum_update(state, grads), "memory": memory}, {"loss": loss_value}
+
+    return step
+
+
+def _memory_state(key):
+    memory = [jnp.zeros((NUM_MICROBATCHES, ROWS, WIDTH)) for _ in range(4)]
+    return {**momentum_state(stages_params(key)), "memory": memory}
+
+
+def _unused_gradients(tools):
+    """The loop returns gradients that the step throws away, and arrays without elements."""
+
+    def loss(params, microbatch):
+        return squared_error(chain(tools, params["body"], microbatch["x"]), microbatch["y"])
+
+    def step(state, batch):
+        loss_value, _ = tools.reduce(
+            lambda microbatch: jax.value_and_grad(loss)(state["params"], microbatch), batch, operation=mpmd.Mean
+        )
+        _, grads = tools.reduce(
+            lambda microbatch: jax.value_and_grad(loss)(state["params"], microbatch), batch, operation=mpmd.Add
+        )
+        return state, {"loss": loss_value, "empty": grads["empty"], "last": grads["body"][3]["b"]}
+
+    return step
+
+
+def _empty_state(key):
+    return {"params": {"body": stages_params(key), "empty": jnp.zeros((0, WIDTH))}}
+
+
 def _no_loop(tools):
     """No `treduce`: the same model, marks included, on a whole batch."""
 
@@ -344,6 +413,9 @@ PROGRAMS = (
     Program("axis_one", _stages_state, _axis_one_batch, _axis_one),
     Program("train_then_evaluate", _stages_state, _two_batches, _train_then_evaluate),
     Program("two_updates", _stages_state, _two_batches, _two_updates),
+    Program("sharpness_aware", _stages_state, regression_batch, _sharpness_aware),
+    Program("carried_state", _memory_state, regression_batch, _carried_state),
+    Program("unused_gradients", _empty_state, regression_batch, _unused_gradients),
     Program("no_loop", _stages_state, regression_batch, _no_loop),
     Program("input_gradients", _stages_state, regression_batch, _input_gradients),
     Program("gradient_norms", _stages_state, regression_batch, _gradient_norms),

@@ -136,6 +136,11 @@ def _shard_map_over_one_axis(tools):
     return _train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, axis_names={"data"})))
 
 
+def _shard_map_unchecked(tools):
+    """`shard_map` without the check of what varies over which axis, as older code has it."""
+    return _train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, mesh=tools.mesh, check_vma=False)))
+
+
 def _gathered_rows(tools):
     """`all_gather`, `psum_scatter`, `axis_index` and `ppermute` over the data axis inside stages."""
 
@@ -206,6 +211,7 @@ PROGRAMS = (
     _mesh_program("shard_map_with_the_mesh", _two_matrices, _shard_map_with_the_mesh),
     _mesh_program("shard_map_without_a_mesh", _two_matrices, _shard_map_without_a_mesh),
     _mesh_program("shard_map_over_one_axis", _two_matrices, _shard_map_over_one_axis),
+    _mesh_program("shard_map_unchecked", _two_matrices, _shard_map_unchecked),
     _mesh_program("gathered_rows", _two_matrices, _gathered_rows),
     _mesh_program("sharded_optimizer", _stages_state, _sharded_optimizer),
     _mesh_program("ignores_the_mesh", _stages_state, _plain, make_batch=regression_batch),

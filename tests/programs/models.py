@@ -111,7 +111,7 @@ def _gpt(tools):
         metrics = {
             "loss": total / counts["tokens"],
             "accuracy": counts["right"] / counts["tokens"],
-            "norm": optax.global_norm(grads),
+            "norm": optax.tree.norm(grads),
         }
         return new, metrics
 

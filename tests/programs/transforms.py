@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from programs.parts import (
     WIDTH,
@@ -268,6 +269,40 @@ def _normalised_matmuls(tools):
     return _train_stages(apply)(tools)
 
 
+def _linear_algebra(tools):
+    """A solve, a Fourier transform and a sort: calls into libraries from inside executables."""
+
+    def apply(p, x):
+        system = jnp.eye(WIDTH) + 0.1 * p["w"] @ p["w"].T
+        y = jnp.linalg.solve(system, x.T).T + p["b"]
+        spectrum = jnp.abs(jnp.fft.rfft(y, axis=-1)).sum(axis=-1, keepdims=True)
+        return x + jnp.tanh(jnp.sort(y, axis=-1)) + 0.01 * spectrum
+
+    return _train_stages(apply)(tools)
+
+
+def _jit_around_the_step(tools):
+    """The step is itself a jitted function, loop and update included."""
+
+    def loss(params, microbatch):
+        return squared_error(chain(tools, params, microbatch["x"]), microbatch["y"])
+
+    return jax.jit(jax.jit(train(tools, loss)))
+
+
+def _constants(tools):
+    """Tables of numpy and of jax, made outside of the step, are read by all stages."""
+    table, scale = np.linspace(-1, 1, WIDTH, dtype=np.float32), jnp.arange(1.0, 5.0)
+
+    def loss(params, microbatch):
+        x = microbatch["x"]
+        for stage, p in enumerate(params):
+            x = residual(p, x if stage == 0 else tools.mark(x)) + table / scale[stage]
+        return squared_error(x, microbatch["y"] * table)
+
+    return train(tools, loss)
+
+
 def _quantised_state(key):
     params = stages_params(key)
     for stage, p in enumerate(params):
@@ -295,5 +330,8 @@ PROGRAMS = (
     Program("value_and_grad_under_jit", _params_only_state, regression_batch, _value_and_grad_under_jit),
     Program("vjp_by_hand", _params_only_state, regression_batch, _vjp_by_hand),
     Program("named_scopes", _stages_state, regression_batch, _named_scopes),
+    Program("linear_algebra", _stages_state, regression_batch, _linear_algebra),
+    Program("jit_around_the_step", _stages_state, regression_batch, _jit_around_the_step),
+    Program("constants", _stages_state, regression_batch, _constants),
     Program("normalised_matmuls", _stages_state, regression_batch, _normalised_matmuls),
 )

@@ -43,7 +43,7 @@ def _optax_program(name, make_optimizer, **kwargs):
             )
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
-            metrics = {"loss": loss_value, "norm": optax.global_norm(grads)}
+            metrics = {"loss": loss_value, "norm": optax.tree.norm(grads)}
             return {"params": params, "optimizer": optimizer_state}, metrics
 
         return step

@@ -1,0 +1,335 @@
+"""Who sends which box to whom, for one pair of layouts.
+
+The source and target cuts together make a lattice of cells, each of which is wholly inside or outside of every
+shard. For each cell: the devices that want it, without those that have it, get it once each. A cell crosses to a
+host once, then to each process on it once, then to the devices of the process, always from one of those that have
+it by then; among these the one that sends least so far. At the end cells that travel together are merged into boxes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.devices import host_of
+from reshard.layout import Grid, Layout
+
+
+class Places:
+    """All devices of a plan, numbered; their processes and hosts, numbered too; and the bytes each has to send."""
+
+    def __init__(self) -> None:
+        self.devices: list[object] = []
+        self._index: dict[object, int] = {}
+        self.process = np.zeros(0, np.int64)
+        self.host = np.zeros(0, np.int64)
+        self.sent = np.zeros(0)
+        self._by_layout: dict[int, tuple[Layout, np.ndarray]] = {}
+
+    def of(self, layout: Layout) -> np.ndarray:
+        """The number of each shard's device."""
+        known = self._by_layout.get(id(layout))
+        if known is None:
+            for device in layout.devices:
+                if device not in self._index:
+                    self._index[device] = len(self.devices)
+                    self.devices.append(device)
+            numbers = np.array([self._index[device] for device in layout.devices], np.int64)
+            known = self._by_layout[id(layout)] = (layout, numbers)
+        return known[1]
+
+    def freeze(self) -> None:
+        """To be called when every layout has been seen."""
+        num = len(self.devices)
+        self.process = _numbered([getattr(d, "process_index", 0) for d in self.devices])
+        self.host = _numbered([host_of(d) for d in self.devices])
+        self.sent = np.zeros(num)
+
+
+def _numbered(keys: Sequence[object]) -> np.ndarray:
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """The pieces that bring an array from one layout to another, in units of the lattice.
+
+    Piece i goes from shard `sender[i]` to target shard `receiver[i]`. Pieces of level 0 are read from the source;
+    those of a later level from the target shard `sender[i]`, which earlier levels have filled. `kept` pairs source
+    and target shards that are the same box on the same device.
+    """
+
+    source: Layout
+    target: Layout
+    kept: tuple[tuple[int, int], ...]
+    level: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    sender_place: np.ndarray
+    receiver_place: np.ndarray
+    missing: int
+    missing_on_hosts: int
+
+    @functools.cached_property
+    def elements(self) -> np.ndarray:
+        return (self.stop - self.start).prod(axis=1)
+
+    @functools.cached_property
+    def moves(self) -> np.ndarray:
+        """Which pieces cross from one device to another."""
+        return self.sender_place != self.receiver_place
+
+    @functools.cached_property
+    def whole_source(self) -> np.ndarray:
+        """Which pieces are all of their source shard: these are sent without being cut out first."""
+        source = (self.source.stop - self.source.start).prod(axis=1)
+        of_sender = source[np.where(self.level == 0, self.sender, 0)]
+        return (self.level == 0) & (self.elements == of_sender)
+
+    @functools.cached_property
+    def whole_target(self) -> np.ndarray:
+        """Which pieces are all of their target shard: these become it, without being written into it."""
+        return self.moves & (self.elements == (self.target.stop - self.target.start).prod(axis=1)[self.receiver])
+
+
+def build(source: Layout, target: Layout, places: Places, weight: float) -> Route:
+    """The route between two layouts of one unit shape.
+
+    Args:
+        places: where the devices are; what they send is added up there.
+        weight: bytes for each element of the lattice, over all arrays that will take this route.
+    """
+    source_place, target_place = places.of(source), places.of(target)
+    lattice = _Lattice((*source.grids, *target.grids), source, target)
+    num_places = len(places.devices)
+
+    have_cell, have_shard = lattice.pairs(source.grids)
+    kept = _kept(source, target, source_place, target_place)
+    kept_targets = np.array([t for _, t in kept], np.int64)
+    want_cell, want_shard = lattice.pairs(target.grids)
+    want = ~np.isin(want_shard, kept_targets)
+    want_cell, want_shard = want_cell[want], want_shard[want]
+
+    holders = _Holders(have_cell, source_place[have_shard], have_shard, np.zeros(len(have_cell), np.int64))
+    wants = _Wants(want_cell, target_place[want_shard], want_shard)
+    # A kept target shard also counts as wanted by nobody and had by its device: its source shard says so already.
+    steps: list[_Step] = []
+
+    here = holders.find(wants.cell * num_places + wants.place, num_places)
+    steps.append(_Step(wants.take(here >= 0), here[here >= 0], holders))
+    wants = wants.take(here < 0)
+    # A device that wants a cell in two shards (two groups on one device) gets it once and copies it.
+    _, first = np.unique(wants.cell * num_places + wants.place, return_index=True)
+    again = np.ones(len(wants.cell), bool)
+    again[first] = False
+    copies, wants = wants.take(again), wants.take(np.sort(first))
+    volume = lattice.volume
+    missing = int(volume[wants.cell].sum())
+
+    missing_on_hosts = 0
+    everywhere = np.zeros(num_places, np.int64)
+    for domain, wider in (
+        (places.host, everywhere),
+        (places.process, places.host),
+        (np.arange(num_places), places.process),
+    ):
+        lacking = wants.take(~holders.present(wants, domain))
+        if not len(lacking.cell):
+            continue
+        entry = lacking.one_per(domain)
+        if wider is everywhere:
+            missing_on_hosts = int(volume[lacking.cell[entry]].sum())
+        entries = lacking.take(entry)
+        chosen = holders.choose(entries, wider, places, volume[entries.cell] * weight)
+        steps.append(_Step(entries, chosen, holders))
+        wants = wants.without(entries, num_places)
+        holders = holders.with_entries(entries, holders.level[chosen] + 1)
+    assert not len(wants.cell), "cells that nobody has"
+
+    if len(copies.cell):
+        received = holders.find(copies.cell * num_places + copies.place, num_places)
+        steps.append(_Step(copies, received, holders))
+    merged = lattice.merged(
+        np.concatenate([s.level for s in steps]),
+        np.concatenate([s.sender for s in steps]),
+        np.concatenate([s.wants.shard for s in steps]),
+        np.concatenate([s.wants.cell for s in steps]),
+    )
+    level, sender, receiver, start, stop = merged
+    sender_place = np.where(
+        level == 0,
+        source_place[np.where(level == 0, sender, 0)],
+        target_place[np.where(level == 0, 0, sender)],
+    )
+    return Route(
+        source, target, kept, level, sender, receiver, start, stop, sender_place, target_place[receiver],
+        missing, missing_on_hosts,
+    )  # fmt: skip
+
+
+def _kept(
+    source: Layout, target: Layout, source_place: np.ndarray, target_place: np.ndarray
+) -> tuple[tuple[int, int], ...]:
+    have = {(place, box): i for i, (place, box) in enumerate(zip(source_place.tolist(), source.boxes, strict=True))}
+    pairs = [
+        (have.get((place, box), -1), t)
+        for t, (place, box) in enumerate(zip(target_place.tolist(), target.boxes, strict=True))
+    ]
+    return tuple([(s, t) for s, t in pairs if s >= 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wants:
+    """Cells that places want, each in one target shard."""
+
+    cell: np.ndarray
+    place: np.ndarray
+    shard: np.ndarray
+
+    def take(self, index: np.ndarray) -> "_Wants":
+        return _Wants(self.cell[index], self.place[index], self.shard[index])
+
+    def one_per(self, domain: np.ndarray) -> np.ndarray:
+        """One want for each cell and domain, at a place that differs from cell to cell."""
+        order = np.lexsort((self.place, self.cell, domain[self.place]))
+        cell, of = self.cell[order], domain[self.place][order]
+        first = np.flatnonzero(np.r_[True, (cell[1:] != cell[:-1]) | (of[1:] != of[:-1])])
+        count = np.diff(np.r_[first, len(order)])
+        return np.sort(order[first + cell[first] % count])
+
+    def without(self, other: "_Wants", num_places: int) -> "_Wants":
+        return self.take(~np.isin(self.cell * num_places + self.place, other.cell * num_places + other.place))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holders:
+    """Cells that places have: in a source shard (level 0), or in a target shard that earlier steps filled."""
+
+    cell: np.ndarray
+    place: np.ndarray
+    shard: np.ndarray
+    level: np.ndarray
+
+    def with_entries(self, entries: _Wants, level: np.ndarray) -> "_Holders":
+        return _Holders(
+            np.concatenate([self.cell, entries.cell]),
+            np.concatenate([self.place, entries.place]),
+            np.concatenate([self.shard, entries.shard]),
+            np.concatenate([self.level, level]),
+        )
+
+    def find(self, keys: np.ndarray, num_places: int) -> np.ndarray:
+        """The holder of each key (cell * num_places + place), -1 where there is none."""
+        mine = self.cell * num_places + self.place
+        order = np.argsort(mine, kind="stable")
+        at = np.minimum(np.searchsorted(mine, keys, sorter=order), len(mine) - 1)
+        return np.where(mine[order[at]] == keys, order[at], -1)
+
+    def present(self, wants: _Wants, domain: np.ndarray) -> np.ndarray:
+        num = int(domain.max(initial=0)) + 1
+        return np.isin(wants.cell * num + domain[wants.place], self.cell * num + domain[self.place])
+
+    def choose(self, wants: _Wants, domain: np.ndarray, places: Places, nbytes: np.ndarray) -> np.ndarray:
+        """For each want a holder of its cell in its domain, so that the places' totals stay level."""
+        num = int(domain.max(initial=0)) + 1
+        mine = self.cell * num + domain[self.place]
+        order = np.argsort(mine, kind="stable")
+        mine = mine[order]
+        keys = wants.cell * num + domain[wants.place]
+        first = np.searchsorted(mine, keys)
+        count = np.searchsorted(mine, keys, side="right") - first
+        chosen = order[first]
+        single = count == 1
+        np.add.at(places.sent, self.place[chosen[single]], nbytes[single])
+        for size in np.unique(count[~single]):
+            which = np.flatnonzero(count == size)
+            candidates = order[first[which, None] + np.arange(size)]
+            chosen[which] = self._levelled(candidates, places.sent, nbytes[which])
+        return chosen
+
+    def _levelled(self, candidates: np.ndarray, sent: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """One of each row's candidates; rows with the same candidate places share them out evenly."""
+        at = self.place[candidates]
+        rows = np.ascontiguousarray(at).view(np.dtype((np.void, at.dtype.itemsize * at.shape[1]))).reshape(-1)
+        _, first, same = np.unique(rows, return_index=True, return_inverse=True)
+        by_set = np.argsort(same, kind="stable")
+        bounds = np.searchsorted(same[by_set], np.arange(len(first) + 1))
+        rank = np.arange(len(rows)) - bounds[same[by_set]]
+        size = at.shape[1]
+        chosen = np.empty(len(rows), np.int64)
+        for turn in range(int(rank.max()) // size + 1):
+            now = by_set[rank // size == turn]
+            nth = rank[rank // size == turn] % size
+            least_first = np.argsort(sent[at[first]], axis=1, kind="stable")
+            column = least_first[same[now], nth]
+            chosen[now] = candidates[now, column]
+            np.add.at(sent, at[now, column], nbytes[now])
+        return chosen
+
+
+class _Step:
+    """Wants that are met by chosen holders; knows the level of the pieces that do it."""
+
+    def __init__(self, wants: _Wants, chosen: np.ndarray, holders: _Holders):
+        self.wants = wants
+        self.sender = holders.shard[chosen]
+        self.level = holders.level[chosen]
+
+
+class _Lattice:
+    """The cells that the cuts of all grids together make."""
+
+    def __init__(self, grids: Sequence[Grid], source: Layout, target: Layout):
+        ndim = source.start.shape[1]
+        ends = [max(int(lay.stop[:, axis].max()) for lay in (source, target)) for axis in range(ndim)]
+        self.starts = [np.unique(np.concatenate([g.starts[axis] for g in grids])) for axis in range(ndim)]
+        self.stops = [np.r_[starts[1:], end] for starts, end in zip(self.starts, ends, strict=True)]
+        self.shape = tuple(map(len, self.starts))
+        volume = np.ones((), np.int64)
+        for starts, stops in zip(self.starts, self.stops, strict=True):
+            volume = volume[..., None] * (stops - starts)
+        self.volume = volume.reshape(-1)
+
+    def pairs(self, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
+        """Every cell with every shard that contains it."""
+        cells: list[np.ndarray] = []
+        shards: list[np.ndarray] = []
+        for grid in grids:
+            rows = grid.at(self.starts)
+            cells.append(np.repeat(np.arange(len(rows)), rows.shape[1]))
+            shards.append(rows.reshape(-1))
+        pairs = np.unique(np.stack([np.concatenate(cells), np.concatenate(shards)]), axis=1) if len(grids) > 1 else None
+        return (cells[0], shards[0]) if pairs is None else (pairs[0], pairs[1])
+
+    def merged(
+        self, level: np.ndarray, sender: np.ndarray, receiver: np.ndarray, cell: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first."""
+        ndim = len(self.shape)
+        low = np.stack(np.unravel_index(cell, self.shape), axis=1) if ndim else np.zeros((len(cell), 0), np.int64)
+        high = low + 1
+        way = np.stack([level, sender, receiver], axis=1)
+        for axis in reversed(range(ndim)):
+            other = [a for a in range(ndim) if a != axis]
+            same = np.concatenate([way, low[:, other], high[:, other]], axis=1)
+            order = np.lexsort((low[:, axis], *same.T))
+            way, low, high, same = way[order], low[order], high[order], same[order]
+            if not len(order):
+                break
+            joins = (same[1:] == same[:-1]).all(axis=1) & (low[1:, axis] == high[:-1, axis])
+            first = np.flatnonzero(np.r_[True, ~joins])
+            last = np.r_[first[1:], len(order)] - 1
+            stop = high[last, axis]
+            way, low, high = way[first], low[first], high[first]
+            high[:, axis] = stop
+        order = np.lexsort((way[:, 2], way[:, 0]))
+        way, low, high = way[order], low[order], high[order]
+        start, stop = low.copy(), high.copy()
+        for axis in range(ndim):
+            start[:, axis] = self.starts[axis][low[:, axis]]
+            stop[:, axis] = self.stops[axis][high[:, axis] - 1]
+        return way[:, 0], way[:, 1], way[:, 2], start, stop

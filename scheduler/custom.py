@@ -1,0 +1,158 @@
+"""Orders from anywhere: written by hand, found by a search, or read from a file."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scheduler.errors import ScheduleError
+from scheduler.ordering import order_faults, raise_faults
+from scheduler.task import Orders, Pairs, Schedule, Task
+
+_PAIR = re.compile(r"\((?P<first>\w+);(?P<second>\w+)\)OVERLAP_F_B")
+# What torch.distributed.pipelining may also write: communication and parameter sharding, which lower() makes itself.
+_IGNORED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+@dataclass(frozen=True, init=False)
+class CustomSchedule(Schedule):
+    """A schedule from finished orders, for the one number of microbatches that they hold.
+
+    Nothing is assumed about the orders except that each stage lives in one group; they are checked when the schedule is
+    made: every task once, in its group, B or both I and W, and no deadlock.
+
+    Args:
+        orders: For each group, its tasks in order; tasks may be given as text.
+        placement: For each stage, its group.
+        pairs: Pairs of neighbours in an order that should become one executable.
+
+    Raises:
+        ScheduleError: With every fault of the orders.
+
+    Example:
+        >>> schedule = CustomSchedule((("0F0", "0F1", "0B0", "0B1"),), (0,))
+        >>> schedule.num_microbatches, str(schedule.orders(2)[0][3])
+        (2, '0B1')
+    """
+
+    task_orders: Orders
+    placement: tuple[int, ...]
+    pairs: Pairs
+    num_stages: int = field(init=False, repr=False, compare=False)
+    num_groups: int = field(init=False, repr=False, compare=False)
+    num_microbatches: int = field(init=False, repr=False, compare=False)
+
+    def __init__(
+        self, orders: Iterable[Iterable[Task | str]], placement: Sequence[int], pairs: Iterable[tuple[Task, Task]] = ()
+    ) -> None:
+        orders = tuple(
+            tuple(task if isinstance(task, Task) else Task.parse(task) for task in order) for order in orders
+        )
+        microbatches = {task.microbatch for order in orders for task in order}
+        values = {
+            "task_orders": orders,
+            "placement": tuple(placement),
+            "pairs": frozenset(pairs),
+            "num_stages": len(placement),
+            "num_groups": len(orders),
+            "num_microbatches": max(microbatches, default=-1) + 1,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if not microbatches:
+            raise ScheduleError("CustomSchedule: the orders hold no tasks; expected at least 0F0 and 0B0.")
+        forward_only = all(task.kind == "F" for order in orders for task in order)
+        faults = [
+            f"stage {stage} is placed in group {group!r}; expected 0 to {len(orders) - 1}"
+            for stage, group in enumerate(placement)
+            if group not in range(len(orders))
+        ]
+        faults += order_faults(orders, placement, self.num_microbatches, forward_only)
+        raise_faults(ScheduleError, "CustomSchedule", faults)
+
+    def orders(self, num_microbatches: int) -> Orders:
+        if num_microbatches != self.num_microbatches:
+            raise ValueError(
+                f"CustomSchedule: num_microbatches is {num_microbatches}; these orders are for {self.num_microbatches}. "
+                f"Use that number, or make other orders."
+            )
+        return self.task_orders
+
+    def fused(self, num_microbatches: int) -> Pairs:
+        self.orders(num_microbatches)
+        return self.pairs
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> CustomSchedule:
+        """Any schedule's orders for one number of microbatches, so that they can be edited or written to a file."""
+        return cls(schedule.orders(num_microbatches), tuple(schedule.placement), schedule.fused(num_microbatches))
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> CustomSchedule:
+        """Reads the file that torch.distributed.pipelining writes and reads: one row a rank, one cell a task.
+
+        Cells are ``2F0``, ``1B0``, ``1I0``, ``1W0`` (stage, kind, microbatch), ``(2F1;1B0)OVERLAP_F_B`` for a fused pair, or
+        empty for a step without work. Communication cells are skipped: :func:`scheduler.lower` makes its own.
+
+        Raises:
+            ScheduleError: With every cell that cannot be read, or every fault of the orders.
+        """
+        rows = [row for row in csv.reader(Path(path).read_text().splitlines()) if row]
+        orders: list[list[Task]] = []
+        pairs: set[tuple[Task, Task]] = set()
+        faults: list[str] = []
+        for rank, row in enumerate(rows):
+            order: list[Task] = []
+            for column, cell in enumerate(row):
+                text = cell.strip()
+                if not text or _IGNORED.fullmatch(text):
+                    continue
+                try:
+                    if match := _PAIR.fullmatch(text):
+                        pair = Task.parse(match["first"]), Task.parse(match["second"])
+                        pairs.add(pair)
+                        order += pair
+                    else:
+                        order.append(Task.parse(text))
+                except ValueError:
+                    faults.append(f"row {rank + 1}, column {column + 1} holds {cell!r}, which is no task such as 2F0")
+            orders.append(order)
+        placement, misplaced = _places(orders)
+        raise_faults(ScheduleError, f"CustomSchedule.from_csv: {path}", faults + misplaced)
+        return cls(tuple(map(tuple, orders)), placement, frozenset(pairs))
+
+    def to_csv(self, path: str | Path) -> None:
+        """Writes the file that :meth:`from_csv` reads, tasks side by side without empty steps."""
+        second = dict(self.pairs)
+        rows = []
+        for order in self.task_orders:
+            cells, skip = [], False
+            for task in order:
+                if skip:
+                    skip = False
+                elif task in second:
+                    cells.append(f"({task};{second[task]})OVERLAP_F_B")
+                    skip = True
+                else:
+                    cells.append(str(task))
+            rows.append(",".join(cells))
+        Path(path).write_text("\n".join(rows) + "\n")
+
+
+def _places(orders: list[list[Task]]) -> tuple[tuple[int, ...], list[str]]:
+    """The group of each stage, where its tasks are; and the stages for which that is not one group."""
+    places: dict[int, set[int]] = {}
+    for group, order in enumerate(orders):
+        for task in order:
+            places.setdefault(task.stage, set()).add(group)
+    faults = []
+    for stage in range(max(places, default=-1) + 1):
+        if stage not in places:
+            faults.append(f"stage {stage} has no task in any row")
+        elif len(places[stage]) > 1:
+            rows = ", ".join(str(group + 1) for group in sorted(places[stage]))
+            faults.append(f"stage {stage} has tasks in rows {rows}; expected one row")
+    return tuple(min(places[stage]) if stage in places else 0 for stage in range(len(places))), faults

@@ -1,0 +1,453 @@
+"""A search for better orders than the built-in ones, for given costs, placement and memory."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.annealing import can_compile, improve
+from scheduler.bounds import Bound, lower_bound
+from scheduler.catalogue import SCHEDULES
+from scheduler.custom import CustomSchedule
+from scheduler.errors import ScheduleError
+from scheduler.generators import ChainSchedule, LoopSchedule
+from scheduler.listing import Problem, Ranking, list_schedule
+from scheduler.simulate import Costs, Timeline, simulate_orders
+from scheduler.task import Orders, Pairs, check_count
+from scheduler.v_schedules import VSchedule, v_placement
+
+_CLOSE = 1e-9
+_NOISE = 0.1
+# Tasks simulated or placed a second by one slow core. The budget of time is spent as a number of tries that follows from
+# these, so that a seed gives the same orders on every machine that is not slower.
+_PLACED_PER_SECOND = 120_000
+_MOVED_PER_SECOND = 900_000
+_MOVED_PER_SECOND_COMPILED = 40_000_000
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        schedule: The best orders, ready to run.
+        timeline: They on the clock of the costs.
+        bound: No order is shorter than this.
+        seed_name: The best built-in schedule that fits the placement and the memory; empty if none does.
+        seed_makespan: Its makespan; infinite if there is none.
+        noisy_gain: The mean gain over that schedule when each cost is off by up to 10%, as a fraction.
+        tries: How many orders were looked at.
+        complete: False if time ran out before the planned number of tries, so that another run may differ.
+    """
+
+    schedule: CustomSchedule
+    timeline: Timeline
+    bound: Bound
+    seed_name: str
+    seed_makespan: float
+    noisy_gain: float
+    tries: int
+    complete: bool
+
+    @property
+    def gain(self) -> float:
+        """By how much it is shorter than the best built-in schedule, as a fraction of that one."""
+        return 1 - self.timeline.makespan / self.seed_makespan if self.seed_name else 0.0
+
+    @property
+    def at_bound(self) -> bool:
+        return self.timeline.makespan <= self.bound.makespan * (1 + _CLOSE)
+
+    def __str__(self) -> str:
+        makespan = self.timeline.makespan
+        distance = "at the bound" if self.at_bound else f"{self.bound.above(makespan):.1%} above the bound"
+        lines = [f"makespan {makespan:g}, {distance} {self.bound}"]
+        if self.seed_name:
+            lines.append(
+                f"best built-in that fits: {self.seed_name} with {self.seed_makespan:g}; "
+                f"gain {self.gain:.1%}, and {self.noisy_gain:.1%} on average with costs off by up to {_NOISE:.0%}"
+            )
+        else:
+            lines.append("no built-in schedule fits this placement and memory")
+        held = ", ".join(f"{nbytes:g}" for nbytes in self.timeline.peak_bytes)
+        lines.append(f"most held in each group: {held}; {self.tries} orders tried")
+        if not self.complete:
+            lines.append("time ran out before all planned tries: another run may end elsewhere")
+        return "\n".join(lines)
+
+
+def search(
+    num_stages: int,
+    num_groups: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    *,
+    placement: str | Sequence[int] = "loop",
+    memory_limit: float | Sequence[float] | None = None,
+    seconds: float = 10,
+    seed: int = 0,
+    progress: Callable[[str], object] | None = None,
+) -> CustomSchedule:
+    """The best order found for given costs; never longer than the best built-in schedule that fits.
+
+    Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short as
+    the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by small
+    moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and try some forty times as
+    much. :func:`investigate` takes the same arguments and returns all that was found out.
+
+    Args:
+        num_stages: The number of stages.
+        num_groups: The number of groups.
+        num_microbatches: The number of microbatches.
+        costs: What tasks take and hold.
+        placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each stage.
+        memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
+        seconds: The time to spend; the number of tries follows from it.
+        seed: For the random choices. Equal arguments give equal orders.
+        progress: Called with a line of text now and then.
+
+    Raises:
+        ScheduleError: No order keeps to the memory limit.
+        ValueError: An argument is not of the kind described.
+
+    Example:
+        >>> from scheduler import ZeroBubbleV, simulate
+        >>> costs = Costs(forward=(1.0, 1.0, 1.0, 2.0))
+        >>> found = search(4, 2, 4, costs, placement="v", seconds=0.2)
+        >>> simulate(found, 4, costs).makespan <= simulate(ZeroBubbleV(2), 4, costs).makespan
+        True
+    """
+    return investigate(
+        num_stages,
+        num_groups,
+        num_microbatches,
+        costs,
+        placement=placement,
+        memory_limit=memory_limit,
+        seconds=seconds,
+        seed=seed,
+        progress=progress,
+    ).schedule
+
+
+def investigate(
+    num_stages: int,
+    num_groups: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    *,
+    placement: str | Sequence[int] = "loop",
+    memory_limit: float | Sequence[float] | None = None,
+    seconds: float = 10,
+    seed: int = 0,
+    progress: Callable[[str], object] | None = None,
+) -> Found:
+    """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
+    problem = _problem(num_stages, num_groups, num_microbatches, costs, placement, memory_limit)
+    return _Search(problem, seconds, seed, progress or (lambda line: None)).run()
+
+
+@dataclass
+class _Candidate:
+    makespan: float
+    orders: Orders
+    pairs: Pairs = frozenset()
+
+
+class _Search:
+    def __init__(self, problem: Problem, seconds: float, seed: int, progress: Callable[[str], object]) -> None:
+        self.problem = problem
+        self.seconds = seconds
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.progress = progress
+        self.deadline = time.monotonic() + seconds
+        self.bound = lower_bound(problem)
+        self.pool: list[_Candidate] = []
+        self.tries = 0
+        self.complete = True
+
+    def run(self) -> Found:
+        seed_name, best_seed = "", None
+        for name, candidate in self._seeds():
+            self._add(candidate)
+            if best_seed is None or candidate.makespan < best_seed.makespan - _CLOSE:
+                seed_name, best_seed = name, candidate
+        if best_seed is not None:
+            self.progress(f"best built-in: {seed_name} with {best_seed.makespan:g}; bound {self.bound}")
+        if not self._done():
+            self._rank_randomly()
+        if not self.pool:
+            raise ScheduleError(
+                "search: no order was found that keeps to memory_limit; the oldest microbatch alone needs "
+                + ", ".join(f"{need:g} in group {group}" for group, need in enumerate(_least(self.problem)))
+                + ". Raise the limit, or lower activation_bytes (rematerialise)."
+            )
+        if not self._done():
+            self._move()
+        best = self.pool[0]
+        placement = self.problem.placement
+        timeline = simulate_orders(
+            best.orders, placement, self.problem.num_microbatches, self.problem.costs, name="search"
+        )
+        return Found(
+            CustomSchedule(best.orders, placement, best.pairs),
+            timeline,
+            self.bound,
+            seed_name,
+            best_seed.makespan if best_seed else float("inf"),
+            self._noisy_gain(best_seed.orders, best.orders) if best_seed else 0.0,
+            self.tries,
+            self.complete,
+        )
+
+    def _done(self) -> bool:
+        return bool(self.pool) and self.pool[0].makespan <= self.bound.makespan * (1 + _CLOSE)
+
+    def _late(self) -> bool:
+        if time.monotonic() > self.deadline:
+            self.complete = False
+            return True
+        return False
+
+    def _add(self, candidate: _Candidate) -> None:
+        self.tries += 1
+        self.pool.append(candidate)
+        self.pool.sort(key=lambda one: one.makespan)
+        del self.pool[8:]
+
+    def _seeds(self) -> Iterator[tuple[str, _Candidate]]:
+        """Every built-in schedule with this placement that keeps to the memory, as it is and with B split."""
+        problem = self.problem
+        for name, kind in SCHEDULES.items():
+            try:
+                if issubclass(kind, ChainSchedule):
+                    schedule = kind(problem.num_stages)
+                elif issubclass(kind, LoopSchedule):
+                    schedule = kind(problem.num_stages, problem.num_groups)
+                else:
+                    assert issubclass(kind, VSchedule)
+                    schedule = kind(problem.num_groups)
+                if schedule.placement != problem.placement or schedule.num_groups != problem.num_groups:
+                    continue
+                orders = schedule.orders(problem.num_microbatches)
+                pairs = schedule.fused(problem.num_microbatches)
+            except ValueError:
+                continue
+            whole = self._time(orders)
+            if whole is not None:
+                yield name, replace(whole, pairs=pairs)
+            if any(task.kind == "B" for order in orders for task in order):
+                split = self._time(tuple(tuple(part for task in order for part in task.parts) for order in orders))
+                if split is not None and (whole is None or split.makespan < whole.makespan - _CLOSE):
+                    yield f"{name} with B split", split
+
+    def _time(self, orders: Orders) -> _Candidate | None:
+        """The orders with their makespan, or None if they need too much memory."""
+        problem = self.problem
+        timeline = simulate_orders(orders, problem.placement, problem.num_microbatches, problem.costs)
+        for group, peak in enumerate(timeline.peak_bytes):
+            if peak > problem.limit(group) + _CLOSE:
+                return None
+        return _Candidate(timeline.makespan, orders)
+
+    def _rank_randomly(self) -> None:
+        """List schedules under many rankings: at first anything, later neighbours of the best so far."""
+        problem = self.problem
+        tasks = 3 * problem.num_stages * problem.num_microbatches
+        count = max(20, int(0.3 * self.seconds * _PLACED_PER_SECOND / tasks))
+        best: tuple[float, dict[str, float]] | None = None
+        for index in range(count):
+            if index % 16 == 0 and self._late():
+                break
+            genes = _random_genes(self.random)
+            if best is not None and self.random.random() < 0.6:
+                genes = {name: self._mutate(name, best[1][name], genes[name]) for name in genes}
+            orders = list_schedule(problem, _ranking(problem, genes))
+            if orders is None:
+                self.tries += 1
+                continue
+            candidate = self._time(orders)
+            assert candidate is not None
+            if best is None or candidate.makespan < best[0] - _CLOSE:
+                best = (candidate.makespan, genes)
+                self.progress(f"ranking {index + 1} of {count}: {candidate.makespan:g}")
+            self._add(candidate)
+            if self._done():
+                break
+
+    def _mutate(self, name: str, value: float, fresh: float) -> float:
+        roll = self.random.random()
+        if roll < 0.15:
+            return fresh
+        return value + self.random.gauss(0, 0.2) if roll < 0.5 and name not in _SWITCHES else value
+
+    def _move(self) -> None:
+        """Small moves, from the best few orders."""
+        problem = self.problem
+        compiled = can_compile()
+        tasks = 3 * problem.num_stages * problem.num_microbatches
+        rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
+        starts = self.pool[: 4 if compiled else 2]
+        rounds = 6 if compiled else 4
+        budget = 0.5 * self.seconds * rate / tasks
+        steps = max(50, int(budget / len(starts) / rounds))
+        scale = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES) / (
+            3 * problem.num_stages
+        )
+        for number, start in enumerate(starts):
+            orders = tuple(tuple(part for task in order for part in task.parts) for order in start.orders)
+            for index in range(rounds):
+                if self._late():
+                    return
+                makespan, orders = improve(
+                    problem,
+                    orders,
+                    steps=steps,
+                    hot=0.2 * scale * (1 - index / (2 * rounds)),
+                    cold=0.005 * scale,
+                    target=self.bound.makespan * (1 + _CLOSE),
+                    seed=self.random.randrange(2**31),
+                    compiled=compiled,
+                )
+                self.tries += steps
+                if makespan < self.pool[0].makespan - _CLOSE:
+                    self.progress(f"moves, start {number + 1}, round {index + 1} of {rounds}: {makespan:g}")
+                    self._add(_Candidate(makespan, orders))
+                if self._done():
+                    return
+
+    def _noisy_gain(self, before: Orders, after: Orders, samples: int = 12) -> float:
+        """The mean gain when every cost is off by up to a tenth."""
+        problem, rng = self.problem, random.Random(self.seed + 1)
+        gains = []
+        for _ in range(samples):
+            changed = {
+                name: tuple(
+                    value * (1 + rng.uniform(-_NOISE, _NOISE))
+                    for value in problem.costs.per_stage(name, problem.num_stages)
+                )
+                for name in _TIMES
+            }
+            costs = replace(problem.costs, **changed)
+            spans = [
+                simulate_orders(orders, problem.placement, problem.num_microbatches, costs).makespan
+                for orders in (before, after)
+            ]
+            gains.append(1 - spans[1] / spans[0] if spans[0] else 0.0)
+        return sum(gains) / len(gains)
+
+
+_TIMES = ("forward", "input_grad", "weight_grad")
+_SWITCHES = frozenset({"weights_last", "interval", "burst", "patience"})
+
+
+def _random_genes(rng: random.Random) -> dict[str, float]:
+    return {
+        "pace": rng.choice([0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.7]),
+        "turn_up": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
+        "turn_back": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
+        "turn_down": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
+        "weights": rng.uniform(-0.2, 1.5),
+        "weights_early": rng.uniform(-0.2, 1.5),
+        "by_group": rng.choice([0.0, 0.0, -1.0, 1.0, 0.5]),
+        "weights_last": rng.choice([0.0, 1.0, 1.0]),
+        "interval": rng.choice([0.0, 0.0, 0.0, 0.7, 0.85, 1.0, 1.1]),
+        "burst": rng.choice([0.0, 0.25, 0.5, 0.75, 1.0]),
+        "patience": rng.choice([0.0, 0.0, 0.2, 0.5, 0.9]),
+        "noise": rng.choice([0.0, 0.0, rng.random()]),
+        "noise_seed": rng.random(),
+    }
+
+
+def _ranking(problem: Problem, genes: dict[str, float]) -> Ranking:
+    """A ranking from genes: what is due follows one microbatch's way on its own, stretched here and there."""
+    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
+    weight_grad, over = costs.per_stage("weight_grad", n), costs.transfers(n)
+    period = max(
+        sum(forward[s] + input_grad[s] + weight_grad[s] for s in problem.stages_of(group))
+        for group in range(problem.num_groups)
+    )
+    due_f, clock = [], 0.0
+    for stage in range(n):
+        due_f.append(clock)
+        clock += forward[stage] + over[stage]
+    down = clock
+    due_i = [0.0] * n
+    for stage in reversed(range(n)):
+        due_i[stage] = clock
+        clock += input_grad[stage] + over[stage - 1]
+    half = n // 2 if n > problem.num_groups else n
+    for stage in range(n):
+        late = stage >= half
+        due_f[stage] += genes["turn_up"] * down if late else 0.0
+        due_i[stage] += (genes["turn_back"] if late else genes["turn_down"]) * down
+    due_w = [
+        due_i[stage]
+        + input_grad[stage]
+        + clock * (genes["weights"] if stage >= half else genes["weights_early"])
+        + genes["by_group"] * problem.placement[stage] * forward[stage]
+        for stage in range(n)
+    ]
+    noise = {}
+    if genes["noise"]:
+        rng = random.Random(genes["noise_seed"])
+        reach = genes["noise"] * period / 3
+        noise = {kind: [rng.uniform(-reach, reach) for _ in range(n * m)] for kind in ("F", "I", "W")}
+    return Ranking(
+        {"F": due_f, "I": due_i, "W": due_w},
+        pace=genes["pace"] * period,
+        weights_last=genes["weights_last"] > 0.5,
+        patience=genes["patience"] * period / 3,
+        interval=genes["interval"] * period,
+        burst=int(genes["burst"] * problem.num_groups),
+        noise=noise,
+    )
+
+
+def _least(problem: Problem) -> list[float]:
+    need = problem.needed_to_start()
+    return [
+        max((need[stage] for stage in problem.stages_of(group)), default=0.0) for group in range(problem.num_groups)
+    ]
+
+
+def _problem(
+    num_stages: int,
+    num_groups: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    placement: str | Sequence[int],
+    memory_limit: float | Sequence[float] | None,
+) -> Problem:
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_groups", num_groups),
+        ("num_microbatches", num_microbatches),
+    ):
+        check_count("search", name, value)
+    if placement == "loop":
+        place = tuple(stage % num_groups for stage in range(num_stages))
+    elif placement == "v":
+        if num_stages != 2 * num_groups:
+            raise ValueError(f"search: placement 'v' needs two stages a group; received {num_stages} and {num_groups}.")
+        place = v_placement(num_groups)
+    elif isinstance(placement, str):
+        raise ValueError(f"search: placement is {placement!r}; expected 'loop', 'v', or a group for each stage.")
+    else:
+        place = tuple(placement)
+        if len(place) != num_stages or any(group not in range(num_groups) for group in place):
+            raise ValueError(
+                f"search: placement is {place}; expected {num_stages} groups, each from 0 to {num_groups - 1}."
+            )
+    limits: tuple[float, ...] = ()
+    if memory_limit is not None:
+        limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (float(memory_limit),) * num_groups
+        if len(limits) != num_groups:
+            raise ValueError(
+                f"search: memory_limit has {len(limits)} entries; expected one for each of {num_groups} groups."
+            )
+    return Problem(place, num_groups, num_microbatches, costs or Costs(), limits)

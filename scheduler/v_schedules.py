@@ -1,0 +1,211 @@
+"""Schedules for two stages a group, folded like a V: the last stage lives beside the first."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.task import Kind, Orders, Pairs, Schedule, Task, check_count
+
+
+@dataclass(frozen=True)
+class VSchedule(Schedule):
+    """Two stages a group: stages 0 to p - 1 go down the groups, stages p to 2p - 1 come back up."""
+
+    num_groups: int
+    num_stages: int = field(init=False, repr=False, compare=False)
+    placement: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count(type(self).__name__, "num_groups", self.num_groups)
+        object.__setattr__(self, "num_stages", 2 * self.num_groups)
+        object.__setattr__(self, "placement", v_placement(self.num_groups))
+
+
+def v_placement(num_groups: int) -> tuple[int, ...]:
+    """Stage to group, down and up again: (0, 1, 1, 0) for two groups."""
+    return (*range(num_groups), *reversed(range(num_groups)))
+
+
+class _Builder:
+    """One group's order under construction: each call appends the next microbatch of a kind, on its way down or up."""
+
+    def __init__(self, num_groups: int, group: int, num_microbatches: int) -> None:
+        self.stages = (group, 2 * num_groups - 1 - group)
+        self.num_microbatches = num_microbatches
+        self.order: list[Task] = []
+        self.count: dict[tuple[Kind, int], int] = {(kind, leg): 0 for kind in ("F", "I") for leg in (0, 1)}
+        self.live = 0
+        self.waiting: deque[Task] = deque()
+
+    def left(self, kind: Kind, leg: int) -> int:
+        """How many microbatches of this kind are still to come."""
+        return self.num_microbatches - self.count[kind, leg]
+
+    def forward(self, leg: int) -> None:
+        self._next("F", leg)
+        self.live += 1
+
+    def input_grad(self, leg: int) -> None:
+        task = self._next("I", leg)
+        self.waiting.append(task._replace(kind="W"))
+
+    def backward(self, leg: int) -> None:
+        self.order[-1] = self._next("I", leg)._replace(kind="B")
+        self.live -= 1
+
+    def weight_grad(self) -> None:
+        if self.waiting:
+            self.order.append(self.waiting.popleft())
+            self.live -= 1
+
+    def _next(self, kind: Kind, leg: int) -> Task:
+        task = Task(self.stages[leg], kind, self.count[kind, leg])
+        self.count[kind, leg] += 1
+        self.order.append(task)
+        return task
+
+
+@dataclass(frozen=True)
+class ZeroBubbleV(VSchedule):
+    """Zero bubble within each group's own span, at the memory of 1F1B's first group.
+
+    Group r of p runs 2(p - 1 - r) forwards on the way down, then r + 1 pairs of forwards, down and up, which is when the
+    first gradient arrives; then p - 1 - r times I, W and F on the way up; then I and W up, F down, I and W down, F up in
+    turn until the forwards are out; then the input gradients that are left, up and down in turn, with a W in the place
+    of those that are out. With less than 2p - 1 - r microbatches, a group postpones as many of its first Ws as it lacks
+    forwards. Where two stages together take 3 a microbatch, the makespan is 3m + (p - 1)/2 for
+    m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task (with fewer microbatches group 0 has
+    too few forwards to fill the wait for its first gradient). Groups hold 2p activations of one stage, which is p of
+    what 1F1B holds. Any m.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
+
+    Example:
+        >>> print(*ZeroBubbleV(1).orders(2)[0])
+        0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 0I1 1W1 0W1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("ZeroBubbleV", "num_microbatches", num_microbatches)
+        return tuple(self._order(group, num_microbatches) for group in range(self.num_groups))
+
+    def _order(self, group: int, num_microbatches: int) -> tuple[Task, ...]:
+        p = self.num_groups
+        build = _Builder(p, group, num_microbatches)
+
+        # With few microbatches memory is not full after the warmup, and these weight gradients can wait.
+        postponed = max(0, 2 * p - 1 - group - num_microbatches)
+
+        def forward(leg: int) -> None:
+            if build.left("F", leg):
+                build.forward(leg)
+
+        def backward(leg: int) -> None:
+            nonlocal postponed
+            if build.left("I", leg):
+                build.input_grad(leg)
+                if postponed:
+                    postponed -= 1
+                else:
+                    build.weight_grad()
+
+        for _ in range(2 * (p - 1 - group)):
+            forward(0)
+        for _ in range(group + 1):
+            forward(0)
+            forward(1)
+        for _ in range(p - 1 - group):
+            backward(1)
+            forward(1)
+        while build.left("F", 1):
+            backward(1)
+            forward(0)
+            backward(0)
+            forward(1)
+        while build.left("I", 0):
+            if build.left("I", 1):
+                build.input_grad(1)
+            else:
+                build.weight_grad()
+            build.input_grad(0)
+        while build.waiting:
+            build.weight_grad()
+        return tuple(build.order)
+
+
+@dataclass(frozen=True)
+class DualPipeV(VSchedule):
+    """Forwards fused with backwards of the other direction, so that each hides the other's communication.
+
+    Group r of p runs 2(p - 1 - r) forwards down, then r + 1 pairs of forwards, down and up; p - 1 - r times I, W and F on
+    the way up; then m - 2p + r + 1 times the two fused pairs F down with B up and F up with B down; p - 1 - r
+    times B up and the pair F up with B down; and the backwards that are left, whose later half is split so that W
+    fills the bubble. The pairs are in :meth:`fused`. Where two stages together take 3 a microbatch, the
+    makespan is 3m + (p - 1)/2 if a pair's tasks run one after the other, and 3m + (p - 1) if a pair is one unit
+    that hands on its results at its end. Every group holds 2p + 1 activations of one stage.
+
+    The number of microbatches must be at least 2 · num_groups.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe); Qi et al., "DualPipe could be better without the
+    Dual", 2025 (its V form).
+
+    Example:
+        >>> schedule = DualPipeV(1)
+        >>> print(*schedule.orders(2)[0])
+        0F0 1F0 0F1 1B0 1F1 0B0 1B1 0I1 0W1
+        >>> print(*(f"{forward}+{backward}" for forward, backward in schedule.fused(2)))
+        1F1+0B0
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        return tuple(order for order, _ in self._plans(num_microbatches))
+
+    def fused(self, num_microbatches: int) -> Pairs:
+        return frozenset(pair for _, pairs in self._plans(num_microbatches) for pair in pairs)
+
+    def _plans(self, num_microbatches: int) -> list[tuple[tuple[Task, ...], list[tuple[Task, Task]]]]:
+        check_count("DualPipeV", "num_microbatches", num_microbatches)
+        if num_microbatches < 2 * self.num_groups:
+            raise ValueError(
+                f"DualPipeV: num_microbatches is {num_microbatches} and num_groups {self.num_groups}; the pairs need two "
+                f"microbatches a group. Use at least {2 * self.num_groups}."
+            )
+        return [self._plan(group, num_microbatches) for group in range(self.num_groups)]
+
+    def _plan(self, group: int, num_microbatches: int) -> tuple[tuple[Task, ...], list[tuple[Task, Task]]]:
+        p = self.num_groups
+        build = _Builder(p, group, num_microbatches)
+        pairs: list[tuple[Task, Task]] = []
+
+        def pair(forward_leg: int, fuse: bool = True) -> None:
+            build.forward(forward_leg)
+            build.backward(1 - forward_leg)
+            if fuse:
+                pairs.append((build.order[-2], build.order[-1]))
+
+        for _ in range(2 * (p - 1 - group)):
+            build.forward(0)
+        for _ in range(group + 1):
+            build.forward(0)
+            build.forward(1)
+        for _ in range(p - 1 - group):
+            build.input_grad(1)
+            build.weight_grad()
+            build.forward(1)
+        for index in range(num_microbatches - 2 * p + group + 1):
+            # The last group's first gradient is that of the microbatch it has just run: nothing there could overlap.
+            pair(0, fuse=index > 0 or group < p - 1)
+            pair(1)
+        for _ in range(p - 1 - group):
+            build.backward(1)
+            pair(1)
+        whole = group + 1
+        for index in range(2 * (group + 1)):
+            (build.backward if index < whole else build.input_grad)(1 - index % 2)
+        for _ in range(p - 1 - group):
+            build.weight_grad()
+            build.input_grad(0)
+        while build.waiting:
+            build.weight_grad()
+        return tuple(build.order), pairs
