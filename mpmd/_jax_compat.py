@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Prim
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 __all__ = [
     "ClosedJaxpr", "DropVar", "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var", "ad", "batching", "custom_jvp_call_p",
@@ -143,19 +143,20 @@ def def_effectful_abstract_eval(primitive: Primitive, rule):
 # --- meshes inside a jaxpr ------------------------------------------------------------------------
 
 
-def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole_names: tuple[str, ...]) -> ClosedJaxpr:
-    """`jaxpr`, traced on the whole mesh (axes `whole_names`), as it reads on a group's mesh.
+def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:
+    """`jaxpr`, traced on the `whole` mesh, as it reads on a group's mesh.
 
     Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
     axis names is the user's own and is left alone. Pure: nothing is traced again.
     """
-    return _Rebase(group_mesh, whole_names).closed(jaxpr)
+    return _Rebase(group_mesh, whole).closed(jaxpr)
 
 
 class _Rebase:
-    def __init__(self, group_mesh: AbstractMesh, whole_names):
+    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh):
         self.group = group_mesh
-        self.names = tuple(whole_names)
+        self.names = whole.axis_names
+        self.whole_types = dict(zip(whole.axis_names, whole.axis_types, strict=True))
         self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
         self.vars: dict[Var, Var] = {}
         self.meshes: dict[Any, Any] = {}
@@ -166,8 +167,8 @@ class _Rebase:
         if mesh.axis_names != self.names:
             return mesh
         if mesh not in self.meshes:
-            manual = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
-            types = tuple(AxisType.Manual if n in manual else t for n, t in self.types.items())
+            changed = {n: t for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != self.whole_types[n]}
+            types = tuple(changed.get(n, t) for n, t in self.types.items())  # Manual in shard_map, Auto in auto_axes
             self.meshes[mesh] = self.group.update(axis_types=types)
         return self.meshes[mesh]
 
@@ -210,15 +211,14 @@ class _Rebase:
 
     def var(self, v):
         if isinstance(v, Literal):
-            return Literal(v.val, self.aval(v.aval))
+            # A constant that is a jax.Array carries the mesh that it was made under.
+            return Literal(np.asarray(v.val) if isinstance(v.val, jax.Array) else v.val, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
         return self.vars[v]
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name == "shard_map":
-            self.shard_map_results(eqn)
         params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
         return eqn.replace(
             invars=[self.var(v) for v in eqn.invars],
@@ -226,20 +226,6 @@ class _Rebase:
             params=params,
             ctx=self.context(eqn.ctx),
         )
-
-    def shard_map_results(self, eqn: JaxprEqn):
-        """The residuals of an unchecked `shard_map` are stacked over all mesh axes: their shape follows the mesh."""
-        mesh = self.mesh(eqn.params["mesh"])
-        if mesh is eqn.params["mesh"]:
-            return
-        for v, inner, spec in zip(eqn.outvars, eqn.params["jaxpr"].outvars, eqn.params["out_specs"], strict=True):
-            shape = list(inner.aval.shape)
-            for axis, names in enumerate(spec):
-                for name in names if isinstance(names, tuple) else () if names is None else (names,):
-                    shape[axis] *= mesh.shape[name]
-            if tuple(shape) != v.aval.shape:
-                aval = self.aval(v.aval).update(shape=tuple(shape))
-                self.vars[v] = DropVar(aval) if isinstance(v, DropVar) else Var(aval)
 
     def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         return jaxpr.replace(

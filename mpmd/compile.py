@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
@@ -36,8 +36,8 @@ class Executable:
 class Compiler:
     """Compiles jaxprs for groups, each distinct one once. Counts what it did."""
 
-    def __init__(self, whole_names: tuple[str, ...]):
-        self.whole_names = whole_names
+    def __init__(self, traced_on: AbstractMesh):
+        self.traced_on = traced_on
         self.num_compiled = 0
         self.num_loaded = 0
         self._compiled: dict = {}
@@ -59,7 +59,7 @@ class Compiler:
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
         """
-        closed = compat.rebase(closed, mesh.abstract_mesh, self.whole_names)
+        closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
         replicated = NamedSharding(mesh, PartitionSpec())
         ins = [_input_sharding(s, v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
         outs = list(out_shardings)

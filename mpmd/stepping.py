@@ -101,7 +101,7 @@ class _StepCompiler:
     def __init__(self, outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args):
         self.outline = outline
         self.mesh = mesh
-        self.compiler = Compiler(mesh.lowering_mesh().axis_names)
+        self.compiler = Compiler(mesh.groups[0].abstract_mesh)
         self.layouts: dict[compat.Var, Layout] = {}
         self.wanted: dict[compat.Var, Layout] = {}
         num_consts = len(outline.trace.consts)

@@ -72,7 +72,7 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
     jaxpr, _ = compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     _check_axis(jaxpr, mpmd_mesh.mpmd_axis_name)
     whole = mpmd_mesh.lowering_mesh()
-    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole.axis_names).jaxpr
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole.abstract_mesh).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
@@ -202,6 +202,8 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
     if axis is None:
         return
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            _check_unchecked_shard_map(eqn, axis)
         if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis):
             what = eqn.primitive.name.replace("_invariant", "")
             where = compat.source_line(eqn)
@@ -214,15 +216,24 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             _check_axis(inner, axis)
 
 
+def _check_unchecked_shard_map(eqn, axis):
+    """The gradient of an unchecked `shard_map` sums over every manual axis, and divides by the whole mesh's sizes."""
+    params = eqn.params
+    if not params["check_vma"] and axis in params["newly_manual_axes"] and compat.is_differentiated(eqn):
+        used = ", ".join(repr(n) for n in params["mesh"].axis_names if n != axis)
+        raise StageError(
+            f"shard_map(check_vma=False) is differentiated over all mesh axes, at {compat.source_line(eqn)}: its gradient would"
+            f" sum over the mpmd axis {axis!r}.\n  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True."
+        )
+
+
 def _names_axis(eqn, axis) -> bool:
-    # The residuals of an unchecked shard_map are stacked over all axes of the mesh; nobody wrote those specs.
-    unchecked = eqn.primitive.name == "shard_map" and not eqn.params["check_vma"] and compat.is_differentiated(eqn)
     for key, value in eqn.params.items():
         if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
             return True
         if isinstance(value, jax.sharding.NamedSharding) and _mentions(tuple(value.spec), axis):
             return True
-        if key in ("in_specs", "out_specs", "out_sharding") and not unchecked:
+        if key in ("in_specs", "out_specs", "out_sharding"):
             specs = (value,) if isinstance(value, PartitionSpec) else value if isinstance(value, (tuple, list)) else ()
             if any(isinstance(spec, PartitionSpec) and _mentions(tuple(spec), axis) for spec in specs):
                 return True

@@ -27,35 +27,77 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """What one round moves of one array: some chunks, or every piece uncut (`chunks` is None)."""
+    """What one round moves of one array: some of its pieces uncut (all if `pieces` is None), or some chunks."""
 
     array: int
-    chunks: tuple[Chunk, ...] | None = None
+    pieces: tuple[int, ...] | None = None
+    chunks: tuple[Chunk, ...] = ()
 
 
 Round = tuple[Batch, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Load:
-    """One array's need at each place: bytes of working memory, and bytes that arrive without needing any."""
+    """What pieces need at each place: bytes of working memory, and bytes that arrive without needing any."""
 
     working: np.ndarray
     arriving: np.ndarray
 
-    @classmethod
-    def of(cls, route: Route, num_places: int) -> "Load":
-        """In elements of the lattice."""
-        waits = ~route.whole_target
-        cut = route.moves & ~route.whole_source
+    def times(self, factor: int) -> "Load":
+        return Load(self.working * factor, self.arriving * factor)
 
-        def total(place: np.ndarray, which: np.ndarray) -> np.ndarray:
-            return np.bincount(place[which], route.elements[which], num_places)
 
-        return cls(
-            total(route.sender_place, cut) + total(route.receiver_place, waits),
-            total(route.receiver_place, route.whole_target),
-        )
+class Loads:
+    """The loads of a route's pieces in elements of its lattice: of all of them, or in batches that share it out."""
+
+    def __init__(self, route: Route, num_places: int):
+        self._route = route
+        self._num_places = num_places
+        self._batches: dict[int, tuple[float, list[tuple[int, tuple[int, ...], Load]]]] = {}
+        self._cut = np.where(route.moves & ~route.whole_source, route.elements, 0)
+        self._wait = np.where(route.whole_target, 0, route.elements)
+        self._come = np.where(route.whole_target, route.elements, 0)
+        self.whole = self.of(np.arange(len(route.level)))
+
+    def of(self, pieces: np.ndarray) -> Load:
+        working = self._sum(self._route.sender_place, self._cut, pieces)
+        working += self._sum(self._route.receiver_place, self._wait, pieces)
+        return Load(working, self._sum(self._route.receiver_place, self._come, pieces))
+
+    def _sum(self, place: np.ndarray, elements: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+        return np.bincount(place[pieces], elements[pieces], self._num_places)
+
+    def batches(self, limit: float) -> list[tuple[int, tuple[int, ...], Load]]:
+        """All pieces in batches that need at most `limit` anywhere: (level, pieces, load), levels in order.
+
+        No single piece may need more than half of it.
+        """
+        num = math.ceil(self.whole.working.max(initial=0) / limit)
+        while True:
+            if num not in self._batches:
+                batches = self._split(num)
+                self._batches[num] = max((load.working.max(initial=0) for *_, load in batches), default=0.0), batches
+            most, batches = self._batches[num]
+            if most <= limit:
+                return batches
+            num = num + num // 2 + 1
+
+    def _split(self, num: int) -> list[tuple[int, tuple[int, ...], Load]]:
+        batches: list[tuple[int, tuple[int, ...], Load]] = []
+        for level in np.unique(self._route.level):
+            pieces = np.flatnonzero(self._route.level == level)
+            if num >= len(pieces):
+                parts = list(pieces[:, None])
+            else:
+                # Pieces are sorted by receiver. Each receiver's are dealt out in turn, starting at another batch.
+                receiver = self._route.receiver[pieces]
+                rank = np.arange(len(pieces)) - np.searchsorted(receiver, receiver)
+                batch = (rank + receiver) % num
+                order = np.argsort(batch, kind="stable")
+                parts = np.split(pieces[order], np.searchsorted(batch[order], np.arange(1, num)))
+            batches += [(int(level), tuple(part.tolist()), self.of(part)) for part in parts if len(part)]
+        return batches
 
 
 class Packer:
@@ -73,12 +115,26 @@ class Packer:
     def rounds(self) -> tuple[Round, ...]:
         return tuple(map(tuple, self._rounds))
 
-    def add_whole(self, array: int, load: Load) -> bool:
-        """Puts all pieces of an array into one round; False if no round has room for them."""
-        if load.working.max(initial=0) > self._limit:
-            return False
+    def add(self, array: int, loads: Loads, route: Route, scale: Sequence[int], itemsize: int) -> None:
+        """Finds rounds for all pieces of an array, cut into chunks as far as the threshold asks for it."""
+        unit_bytes = math.prod(scale) * itemsize
+        whole = loads.whole.times(unit_bytes)
+        if whole.working.max(initial=0) <= self._limit:
+            self._add_batch(Batch(array), whole, 0)
+            return
+        needs_cut = ~(route.whole_source & route.whole_target)
+        if route.elements[needs_cut].max(initial=0) * unit_bytes > self._limit // 2:
+            self._add_chunks(array, route, scale, itemsize)
+            return
+        after = last = level_before = 0
+        for level, pieces, load in loads.batches(self._limit / unit_bytes):
+            if level > level_before:  # reads what earlier levels have written
+                level_before, after = level, last
+            last = max(last, self._add_batch(Batch(array, pieces), load.times(unit_bytes), after))
+
+    def _add_batch(self, batch: Batch, load: Load, after: int) -> int:
         places = np.flatnonzero((load.working > 0) | (load.arriving > 0))
-        number = int(self._round[places].max(initial=0))
+        number = int(self._round[places].max(initial=after))
         working, arriving = self._at(number, places)
         # What arrives needs no working memory, but its source is not free before it is there: it counts as well,
         # unless it is alone.
@@ -87,19 +143,16 @@ class Packer:
             number += 1
             working, arriving = self._at(number, places)
         self._put(number, places, working + load.working[places], arriving + load.arriving[places])
-        self._batch(number, Batch(array))
-        return True
+        self._append(number, batch)
+        return number
 
-    def add_chunks(self, array: int, route: Route, scale: Sequence[int], itemsize: int) -> None:
-        """Cuts the pieces of an array and puts each chunk into the first round with room for it."""
+    def _add_chunks(self, array: int, route: Route, scale: Sequence[int], itemsize: int) -> None:
         most = max(1, int(self._limit) // 2 // itemsize)
         factor = np.array(scale, np.int64)
         chunks: dict[int, list[Chunk]] = {}
-        after = 0
-        last = 0
-        level = 0
+        after = last = level = 0
         for piece in range(len(route.level)):
-            if route.level[piece] > level:  # reads what earlier levels have written
+            if route.level[piece] > level:
                 level, after = int(route.level[piece]), last
             whole = Box(tuple((route.start[piece] * factor).tolist()), tuple((route.stop[piece] * factor).tolist()))
             direct = route.whole_source[piece] and route.whole_target[piece]
@@ -110,13 +163,13 @@ class Packer:
             waits = not (uncut and route.whole_target[piece])
             for box in parts:
                 nbytes = box.nbytes(itemsize)
-                number = self._add(sender, nbytes * int(cuts), receiver, nbytes * int(waits), after)
+                number = self._add_chunk(sender, nbytes * int(cuts), receiver, nbytes * int(waits), after)
                 chunks.setdefault(number, []).append(Chunk(piece, box))
                 last = max(last, number)
         for number in sorted(chunks):
-            self._batch(number, Batch(array, tuple(chunks[number])))
+            self._append(number, Batch(array, (), tuple(chunks[number])))
 
-    def _add(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
+    def _add_chunk(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
         places = np.array([sender, receiver] if sender != receiver else [sender])
         need = np.array([sent, received] if sender != receiver else [received])
         number = max(after, int(self._round[places].max()))
@@ -138,7 +191,7 @@ class Packer:
         self._arriving[places] = arriving
         self.peak = max(self.peak, int(working.max(initial=0)))
 
-    def _batch(self, number: int, batch: Batch) -> None:
+    def _append(self, number: int, batch: Batch) -> None:
         while len(self._rounds) <= number:
             self._rounds.append([])
         self._rounds[number].append(batch)

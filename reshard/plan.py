@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
-from reshard.chunk import Load, Packer, Round
+from reshard.chunk import Loads, Packer, Round
 from reshard.devices import HostMemory
 from reshard.layout import Layout, cuts, layout, unit_shape
 from reshard.route import Places, Route, build
@@ -68,10 +68,14 @@ class Traffic:
         return self.within_process + self.within_host + self.between_hosts
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        return Traffic(*map(sum, zip(self._tuple, other._tuple, strict=True)))
 
     def times(self, factor: int) -> "Traffic":
-        return Traffic(*(a * factor for a in dataclasses.astuple(self)))
+        return Traffic(*[n * factor for n in self._tuple])
+
+    @property
+    def _tuple(self) -> tuple[int, int, int, int]:
+        return self.stays, self.within_process, self.within_host, self.between_hosts
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -260,46 +264,40 @@ def _kinds(leaves: Sequence[Leaf], places: Places) -> dict[tuple[Layout, Layout,
 
 def _packed(arrays: Sequence[PlannedArray], places: Places, threshold: int | None) -> ReshardPlan:
     num_places = len(places.devices)
-    loads: dict[int, Load] = {}
-    stats: dict[int, Traffic] = {}
-    sent, received = np.zeros(num_places), np.zeros(num_places)
+    if threshold is not None:
+        raise_faults(
+            [
+                f"{a.leaf.path or 'the array'}: one element has {a.leaf.dtype.itemsize} bytes, more than {threshold=}"
+                for a in arrays
+                if a.leaf.dtype.itemsize > threshold and not (a.route.whole_source & a.route.whole_target).all()
+            ]
+        )
     packer = Packer(num_places, threshold)
-    faults: list[str] = []
-    traffic_of: list[Traffic] = []
-    bound = bound_between_hosts = 0
+    loads: dict[Route, Loads] = {}
     for i in _order(arrays):
-        array, route = arrays[i], arrays[i].route
-        load = loads.get(id(route))
-        if load is None:
-            load = loads[id(route)] = Load.of(route, num_places)
-        scaled = Load(load.working * array.unit_bytes, load.arriving * array.unit_bytes)
-        if not packer.add_whole(i, scaled):
-            if threshold is not None and threshold < array.leaf.dtype.itemsize:
-                itemsize = array.leaf.dtype.itemsize
-                faults.append(f"{array.leaf.path}: one element has {itemsize} bytes, threshold={threshold} has less")
-                continue
-            packer.add_chunks(i, route, array.scale, array.leaf.dtype.itemsize)
-    raise_faults(faults)
+        route = arrays[i].route
+        if route not in loads:
+            loads[route] = Loads(route, num_places)
+        packer.add(i, loads[route], route, arrays[i].scale, arrays[i].leaf.dtype.itemsize)
+
+    taken: dict[Route, int] = {}
     for array in arrays:
-        route = array.route
-        if id(route) not in stats:
-            stats[id(route)] = _traffic(route, places)
-        traffic_of.append(stats[id(route)].times(array.unit_bytes))
-        moves = route.moves
-        bound += route.missing * array.unit_bytes
-        bound_between_hosts += route.missing_on_hosts * array.unit_bytes
-        nbytes = route.elements[moves] * float(array.unit_bytes)
-        sent += np.bincount(route.sender_place[moves], nbytes, num_places)
-        received += np.bincount(route.receiver_place[moves], nbytes, num_places)
+        taken[array.route] = taken.get(array.route, 0) + array.unit_bytes
+    traffic = {route: _traffic(route, places) for route in taken}
+    sent, received = np.zeros(num_places), np.zeros(num_places)
+    for route, nbytes in taken.items():
+        elements = route.elements * route.moves * float(nbytes)
+        sent += np.bincount(route.sender_place, elements, num_places)
+        received += np.bincount(route.receiver_place, elements, num_places)
     return ReshardPlan(
         arrays=tuple(arrays),
         rounds=packer.rounds,
         threshold=threshold,
         peak_working_bytes=packer.peak,
-        traffic=functools.reduce(Traffic.__add__, traffic_of, Traffic()),
-        traffic_of=tuple(traffic_of),
-        bytes_lower_bound=bound,
-        bytes_between_hosts_lower_bound=bound_between_hosts,
+        traffic=functools.reduce(Traffic.__add__, (traffic[r].times(n) for r, n in taken.items()), Traffic()),
+        traffic_of=tuple([traffic[a.route].times(a.unit_bytes) for a in arrays]),
+        bytes_lower_bound=sum(route.missing * nbytes for route, nbytes in taken.items()),
+        bytes_between_hosts_lower_bound=sum(route.missing_on_hosts * nbytes for route, nbytes in taken.items()),
         sent={device: int(n) for device, n in zip(places.devices, sent, strict=True)},
         received={device: int(n) for device, n in zip(places.devices, received, strict=True)},
     )

@@ -111,7 +111,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     kept = _kept(source, target, source_place, target_place)
     kept_targets = np.array([t for _, t in kept], np.int64)
     want_cell, want_shard = lattice.pairs(target.grids)
-    want = ~np.isin(want_shard, kept_targets)
+    want = ~_among(want_shard, kept_targets)
     want_cell, want_shard = want_cell[want], want_shard[want]
 
     holders = _Holders(have_cell, source_place[have_shard], have_shard, np.zeros(len(have_cell), np.int64))
@@ -171,6 +171,14 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     )  # fmt: skip
 
 
+def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Which keys occur in the table. (`np.isin` hashes large integers, which is many times slower.)"""
+    if not len(table):
+        return np.zeros(len(keys), bool)
+    table = np.sort(table)
+    return table[np.minimum(np.searchsorted(table, keys), len(table) - 1)] == keys
+
+
 def _kept(
     source: Layout, target: Layout, source_place: np.ndarray, target_place: np.ndarray
 ) -> tuple[tuple[int, int], ...]:
@@ -202,7 +210,7 @@ class _Wants:
         return np.sort(order[first + cell[first] % count])
 
     def without(self, other: "_Wants", num_places: int) -> "_Wants":
-        return self.take(~np.isin(self.cell * num_places + self.place, other.cell * num_places + other.place))
+        return self.take(~_among(self.cell * num_places + self.place, other.cell * num_places + other.place))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +239,7 @@ class _Holders:
 
     def present(self, wants: _Wants, domain: np.ndarray) -> np.ndarray:
         num = int(domain.max(initial=0)) + 1
-        return np.isin(wants.cell * num + domain[wants.place], self.cell * num + domain[self.place])
+        return _among(wants.cell * num + domain[wants.place], self.cell * num + domain[self.place])
 
     def choose(self, wants: _Wants, domain: np.ndarray, places: Places, nbytes: np.ndarray) -> np.ndarray:
         """For each want a holder of its cell in its domain, so that the places' totals stay level."""
