@@ -15,7 +15,6 @@ The pipeline shows in four places: `mark_stage_end` in `GPT.logits`, `treduce` i
 import argparse
 import dataclasses
 import importlib.util
-import inspect
 import sys
 import sysconfig
 import time
@@ -30,29 +29,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
-import scheduler
-
-SCHEDULE_CLASSES = {
-    "gpipe": "GPipe",
-    "1f1b": "OneFOneB",
-    "eager-1f1b": "EagerOneFOneB",
-    "interleaved-1f1b": "InterleavedOneFOneB",
-    "interleaved-gpipe": "InterleavedGPipe",
-    "kimi-k2": "KimiK2",
-    "zb-h1": "ZeroBubbleH1",
-    "zb-h2": "ZeroBubbleH2",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zb-v": "ZeroBubbleV",
-    "v-half": "VHalf",
-    "v-min": "VMin",
-    "dualpipe-v": "DualPipeV",
-}
-SCHEDULES: dict[str, Any] = {
-    name: getattr(scheduler, class_name)
-    for name, class_name in SCHEDULE_CLASSES.items()
-    if hasattr(scheduler, class_name)
-}
-
+from scheduler import catalogue
 
 # The model: pure functions of a dict of parameters.
 
@@ -262,7 +239,8 @@ def sample(
     buffer[: len(start)] = start
     keys = jax.random.split(jax.random.key(seed), length)
     generated = np.asarray(continue_prompt(params, buffer, len(start), keys))
-    return (prompt + generated.astype(np.uint8).tobytes()).decode(errors="replace")
+    text = (prompt + generated.astype(np.uint8).tobytes()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def write_plot(path: str, losses: Sequence[float]) -> None:
@@ -311,14 +289,6 @@ def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
         sys.exit(f"--data-parallel {data_parallel} needs as many devices, and there are {len(devices)}")
     meshes = [Mesh(devices[i * data_parallel : (i + 1) * data_parallel], ("data",)) for i in range(num_meshes)]
     return mpmd.MpmdMesh.from_groups([meshes[group * num_meshes // num_groups] for group in range(num_groups)])
-
-
-def make_schedule(name: str, num_stages: int, num_groups: int | None = None) -> Any:
-    """The schedule of that name. Those with several stages a group have two, unless `num_groups` says otherwise."""
-    schedule = SCHEDULES[name]
-    accepted = inspect.signature(schedule).parameters
-    sizes = {"num_stages": num_stages, "num_groups": num_groups or max(1, num_stages // 2)}
-    return schedule(**{name: size for name, size in sizes.items() if name in accepted})
 
 
 class Reference:
@@ -377,7 +347,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--groups", type=int, help="groups of devices, for schedules with several stages a group (default stages/2)"
     )
     parser.add_argument(
-        "--schedule", choices=SCHEDULES, default="1f1b", help="order of the pipeline's tasks (default 1f1b)"
+        "--schedule", choices=catalogue.SCHEDULES, default="1f1b", help="order of the pipeline's tasks (default 1f1b)"
     )
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches a step (default 8)")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="devices in a group (default 1)")
@@ -405,15 +375,9 @@ def _check_args(args: argparse.Namespace) -> Iterator[str]:
         if getattr(args, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1"
     try:
-        schedule = make_schedule(args.schedule, args.stages, args.groups)
-        schedule.orders(args.microbatches)
+        catalogue.make(args.schedule, args.stages, args.groups).orders(args.microbatches)
     except ValueError as error:
-        yield f"--schedule {args.schedule}: {error}"
-    else:
-        if schedule.num_stages != args.stages:
-            yield f"--schedule {args.schedule} has {schedule.num_stages} stages, not --stages {args.stages}"
-        if args.groups and schedule.num_groups != args.groups:
-            yield f"--schedule {args.schedule} has {schedule.num_groups} groups, not --groups {args.groups}"
+        yield f"--schedule {error}"
     if args.layers < args.stages:
         yield f"--layers {args.layers} is fewer than --stages {args.stages}; each stage needs a layer"
     if args.d_model < 32 or args.d_model % 32:
@@ -434,7 +398,7 @@ def _check_args(args: argparse.Namespace) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, reports and samples. Returns the exit status: 1 if `--check-against-jit` found a difference."""
     args = parse_args(argv)
-    schedule = make_schedule(args.schedule, args.stages, args.groups)
+    schedule = catalogue.make(args.schedule, args.stages, args.groups)
     # How many devices the CPU is to be; takes effect because nothing has used JAX yet, and does nothing to GPUs.
     jax.config.update("jax_num_cpu_devices", schedule.num_groups * args.data_parallel)
     mesh = make_mesh(schedule.num_groups, args.data_parallel)

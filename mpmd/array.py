@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpmd._jax_compat_array import register_array_type
+from mpmd._jax_compat import register_array_type
 from mpmd._readable import ReadableArray
 from mpmd.mesh import Device, MpmdSharding, groups_text
 

@@ -5,43 +5,76 @@ first use of an argument) chosen by XLA; its outputs tell the next program. The 
 as one. Equal programs are compiled once and loaded on the devices of each group that runs them.
 """
 
-import dataclasses
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
 
 
-@dataclasses.dataclass(frozen=True)
 class Executable:
-    """A compiled program on one group's devices.
+    """A program on one group's devices, perhaps still being compiled.
 
     Attributes:
-      call: takes and returns flat arrays.
       in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
-      key: equal for executables that were compiled once and loaded several times.
     """
 
-    name: str
-    call: jax.stages.Compiled
-    in_shardings: tuple[NamedSharding, ...]
-    out_shardings: tuple[NamedSharding, ...]
-    key: int
+    def __init__(self, name: str, mesh: Mesh, compiled: "_Distinct", in_shardings, out_shardings):
+        self.name = name
+        self.mesh = mesh
+        self.in_shardings: tuple[NamedSharding, ...] = tuple(in_shardings)
+        self.out_shardings: tuple[NamedSharding, ...] = tuple(out_shardings)
+        self._compiled = compiled
+
+    @property
+    def call(self) -> jax.stages.Compiled:
+        """Takes and returns flat arrays; waits for the compilation."""
+        return self._compiled.on(self.mesh)
+
+
+class _Distinct:
+    """One distinct program: compiled once, on the mesh that asked first, and loaded on the others."""
+
+    def __init__(self, compiler: "Compiler", mesh: Mesh, build: Callable, first: Future):
+        self.compiler = compiler
+        self.build = build
+        self.loaded: dict[Mesh, Future | jax.stages.Compiled] = {mesh: first}
+
+    def on(self, mesh: Mesh) -> jax.stages.Compiled:
+        found = self.loaded.get(mesh)
+        if isinstance(found, Future):
+            found = self.loaded[mesh] = found.result()
+        if found is None:
+            origin = next(iter(self.loaded))
+            found = compat.load_on(self.on(origin), mesh)
+            if found is None:
+                found = self.build(mesh).compile()
+                self.compiler.num_compiled += 1
+            else:
+                self.compiler.num_loaded += 1
+            self.loaded[mesh] = found
+        return found
 
 
 class Compiler:
-    """Compiles jaxprs for groups, each distinct one once. Counts what it did."""
+    """Compiles jaxprs for groups, each distinct one once. Counts what it did.
+
+    Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled in
+    threads beside each other: XLA does not hold Python's lock.
+    """
 
     def __init__(self, traced_on: AbstractMesh):
         self.traced_on = traced_on
         self.num_compiled = 0
         self.num_loaded = 0
-        self._compiled: dict = {}
+        self._distinct: dict = {}
         self._kept: list = []
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def compile(
         self,
@@ -52,7 +85,7 @@ class Compiler:
         out_shardings: Sequence[NamedSharding | None],
         donate: Sequence[int] = (),
     ) -> Executable:
-        """`closed` (traced on the whole mesh) for the group `mesh`.
+        """`closed` (traced on `traced_on`) for the group `mesh`.
 
         Args:
           name: for HLO dumps and profiles.
@@ -61,65 +94,59 @@ class Compiler:
         """
         closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
         replicated = NamedSharding(mesh, PartitionSpec())
-        ins = [_input_sharding(s, v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
-        outs = list(out_shardings)
-        if mesh.size == 1:
-            ins = [s or replicated for s in ins]
-            outs = [s or replicated for s in outs]
-        elif not any(ins) and not any(outs):
-            ins, outs = (([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs]))
+        ins = [s or _typed(v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
+        outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
+        if not any(ins) and not any(outs):
+            ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
         key = (
             compat.jaxpr_key(closed), mesh.axis_names, mesh.devices.shape, mesh.axis_types,
             tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), mesh.devices.flat[0].platform,
         )  # fmt: skip
-        found = self._compiled.setdefault(key, {})
-        if mesh not in found:
-            found[mesh] = self._loaded(found, mesh) or self._build(name, closed, mesh, ins, outs, donate)
-        compiled = found[mesh]
-        self._kept.append(closed)  # keys hold identities of its constants
-        return Executable(
-            name,
-            compiled,
-            tuple(_on(mesh, s) for s in compiled.input_shardings[0]),
-            tuple(_on(mesh, s) for s in compiled.output_shardings),
-            id(found),
-        )
+        known = all(s is not None for s in (*ins, *outs))
+        if key not in self._distinct:
+            self._kept.append(closed)  # keys hold identities of its constants
+            self.num_compiled += 1
 
-    def _loaded(self, found, mesh):
-        for compiled in found.values():
-            if (loaded := compat.load_on(compiled, mesh)) is not None:
-                self.num_loaded += 1
-                return loaded
-            break
-        return None
+            def build(mesh: Mesh):
+                return _lowered(name, closed, mesh, ins, outs, donate)
 
-    def _build(self, name, closed, mesh, ins, outs, donate):
-        self.num_compiled += 1
-        fun = compat.jaxpr_as_fun(closed)
+            lowered = build(mesh)
+            first = self._threads.submit(lowered.compile)
+            self._distinct[key] = _Distinct(self, mesh, build, first)
+        distinct = self._distinct[key]
+        if not known:
+            compiled = distinct.on(next(iter(distinct.loaded)))
+            ins, outs = compiled.input_shardings[0], compiled.output_shardings
+        return Executable(name, mesh, distinct, (_on(mesh, s) for s in ins), (_on(mesh, s) for s in outs))
 
-        def program(*args):
-            return fun(*args)
 
-        program.__name__ = program.__qualname__ = name
-        args = [_abstract(v.aval, s) for v, s in zip(closed.jaxpr.invars, ins, strict=True)]
-        with compat.use_mesh(mesh), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            jitted = jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True)
-            return jitted.lower(*args).compile()
+def _lowered(name, closed, mesh, ins, outs, donate):
+    fun = compat.jaxpr_as_fun(closed)
+
+    def program(*args):
+        return fun(*args)
+
+    program.__name__ = program.__qualname__ = name
+    ins = [None if s is None else _on(mesh, s) for s in ins]
+    outs = [None if s is None else _on(mesh, s) for s in outs]
+    args = [_abstract(v.aval, s) for v, s in zip(closed.jaxpr.invars, ins, strict=True)]
+    with compat.use_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
 
 
 def _abstract(aval, sharding):
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def _input_sharding(sharding, aval, mesh: Mesh) -> NamedSharding | None:
-    """The known sharding of an argument; types on Explicit axes and scalars always have one."""
-    if sharding is not None:
-        return sharding
+def _typed(aval, mesh: Mesh) -> NamedSharding | None:
+    """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
+    if mesh.size == 1 or costs.size(aval) <= 1:
+        return NamedSharding(mesh, PartitionSpec())
     typed = getattr(aval, "sharding", None)
-    if typed is not None and all(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types):
+    if typed is not None and all(t == AxisType.Explicit for t in mesh.axis_types):
         return NamedSharding(mesh, typed.spec)
-    return NamedSharding(mesh, PartitionSpec()) if costs.size(aval) <= 1 else None
+    return None
 
 
 def _spec(sharding):
@@ -140,8 +167,3 @@ def _kind(sharding):
     kind = sharding.memory_kind
     device = next(iter(sharding.device_set))
     return None if kind == device.default_memory().kind else kind
-
-
-def segment_jaxpr(name, reads, writes, eqns) -> compat.ClosedJaxpr:
-    """A segment or task as a jaxpr of its own."""
-    return compat.make_jaxpr(reads, writes, eqns, name)

@@ -4,8 +4,6 @@ Nothing is looked up by name and no pytree is touched per task; nothing waits fo
 instruction needs is worked out once, when the executor is built.
 """
 
-import collections
-
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +13,7 @@ from mpmd import _jax_compat as compat
 from mpmd import transfer
 from mpmd.partition import Place
 from mpmd.program import edge_name, zeros_name
-from mpmd.stepping import LoopProgram, StepPrograms, fit
+from mpmd.stepping import LoopProgram, StepPrograms
 from scheduler import Call, Free, Program, Run, Send, Task, Value
 
 _RUN, _MOVE, _ALIAS = 0, 1, 2
@@ -63,7 +61,7 @@ class Executor:
                     for slot, value in zip(outs, fun(*[slots[i] for i in ins]), strict=False):
                         slots[slot] = value
                 elif code == _MOVE:
-                    slots[outs] = jax.device_put(slots[ins], fun)
+                    slots[outs] = fun(slots[ins])
                 else:
                     slots[outs] = slots[ins]
                 for slot in frees:
@@ -179,13 +177,5 @@ class _Build:
         if transfer.is_alias(source, wanted, len(v.aval.shape)):
             self._add(_ALIAS, None, ins, outs, text)
         else:
-            self._add(_MOVE, transfer.target_of(wanted), ins, outs, text)
+            self._add(_MOVE, transfer.mover(source, wanted, v.aval.dtype), ins, outs, text)
             self.bytes_moved += self.program.nbytes.get(value.name, 0)
-
-
-def count(ops) -> collections.Counter:
-    """How many operations of each kind."""
-    return collections.Counter(op[0] for op in ops)
-
-
-__all__ = ["Executor", "fit"]

@@ -76,7 +76,7 @@ def memory_by_group(programs: StepPrograms, in_avals, in_shardings) -> dict[int,
         temporaries = [
             e.call.memory_analysis().temp_size_in_bytes
             for e in executables(programs)
-            if e.in_shardings + e.out_shardings and (e.in_shardings + e.out_shardings)[0].mesh == mesh
+            if e.mesh == mesh
         ]
         found[group] = {
             "arguments": arguments,
@@ -117,13 +117,7 @@ def flops_per_step(programs: StepPrograms, program: Program) -> float:
 
 def _flops(executable) -> float:
     analysis = executable.call.cost_analysis() or {}
-    return max(0.0, float(analysis.get("flops", 0.0))) * executable_devices(executable)
-
-
-def executable_devices(executable) -> int:
-    """How many devices an executable runs on."""
-    shardings = executable.in_shardings + executable.out_shardings
-    return shardings[0].mesh.size if shardings else 1
+    return max(0.0, float(analysis.get("flops", 0.0))) * executable.mesh.size
 
 
 def _shard_bytes(aval, sharding, group) -> int:

@@ -4,8 +4,20 @@ In one process a value is put on the consumer's devices by `jax.device_put`, whi
 sharding and does not wait for the value to be computed.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from mpmd import _jax_compat as compat
+
+
+def mover(source: NamedSharding, target: NamedSharding, dtype) -> Callable[[jax.Array], jax.Array]:
+    """What moves an array from one group's sharding to another's."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and (copy := compat.put(source, target)) is not None:
+        return copy
+    return functools.partial(jax.device_put, device=target_of(target))
 
 
 def target_of(sharding: NamedSharding):

@@ -24,7 +24,7 @@ _NOISE = 0.1
 # these, so that a seed gives the same orders on every machine that is not slower.
 _PLACED_PER_SECOND = 120_000
 _MOVED_PER_SECOND = 900_000
-_MOVED_PER_SECOND_COMPILED = 40_000_000
+_MOVED_PER_SECOND_COMPILED = 70_000_000
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class _Search:
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
         starts = self.pool[: 4 if compiled else 2]
         rounds = 6 if compiled else 4
-        budget = 0.5 * self.seconds * rate / tasks
+        budget = 0.6 * self.seconds * rate / tasks
         steps = max(50, int(budget / len(starts) / rounds))
         scale = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES) / (
             3 * problem.num_stages

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from array import array
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from scheduler.errors import ScheduleError
-from scheduler.ordering import chain_needs, find_cycle
+from scheduler.clock import Clock, without_collector
+from scheduler.ordering import chain_needs
 from scheduler.task import Kind, Orders, Pairs, Schedule, Task
 
 PerStage = float | tuple[float, ...]
@@ -247,7 +245,8 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         >>> timeline.makespan, timeline.peak_activations
         (33.0, (4, 3, 2, 1))
     """
-    orders = schedule.orders(num_microbatches)
+    with without_collector():
+        orders = schedule.orders(num_microbatches)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
 
@@ -262,15 +261,13 @@ def simulate_orders(
 ) -> Timeline:
     """What :func:`simulate` does, for orders at hand."""
     costs = Costs() if costs is None else costs
-    starts, ends = _run(orders, placement, num_microbatches, costs, dict(fused))
+    starts, ends = _clock(placement, num_microbatches, costs).run(orders, dict(fused))
     counts, nbytes = _memory(orders, len(placement), costs)
     return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name)
 
 
-def _run(
-    orders: Orders, placement: Sequence[int], num_microbatches: int, costs: Costs, second: Mapping[Task, Task]
-) -> tuple[tuple[array[float], ...], tuple[array[float], ...]]:
-    num_stages, m = len(placement), num_microbatches
+def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
+    num_stages = len(placement)
     seconds = {
         "F": costs.per_stage("forward", num_stages),
         "I": costs.per_stage("input_grad", num_stages),
@@ -281,90 +278,7 @@ def _run(
     for stage in range(num_stages - 1):
         if placement[stage] == placement[stage + 1]:
             over[stage] = 0.0
-    unknown = -1.0
-    size = num_stages * m
-    forward_end, input_end = array("d", [unknown]) * size, array("d", [unknown]) * size
-    starts, ends = tuple(array("d") for _ in orders), tuple(array("d") for _ in orders)
-    position = [0] * len(orders)
-    waiting: dict[tuple[str, int], list[int]] = {}
-    todo = deque(range(len(orders)))
-    last = num_stages - 1
-    while todo:
-        group = todo.popleft()
-        order, begin, end_of = orders[group], starts[group], ends[group]
-        now = end_of[-1] if end_of else 0.0
-        index, count = position[group], len(order)
-        while index < count:
-            task = order[index]
-            partner = second.get(task) if second else None
-            start = now
-            blocked = None
-            for stage, kind, microbatch in (task,) if partner is None else (task, partner):
-                at = stage * m + microbatch
-                if kind == "F":
-                    if stage:
-                        arrival = forward_end[at - m]
-                        if arrival < 0:
-                            blocked = ("F", at - m)
-                            break
-                        arrival += over[stage - 1]
-                        if arrival > start:
-                            start = arrival
-                elif kind == "W":
-                    if input_end[at] < 0:
-                        blocked = ("I", at)
-                        break
-                else:
-                    if forward_end[at] < 0:
-                        blocked = ("F", at)
-                        break
-                    if stage < last:
-                        arrival = input_end[at + m]
-                        if arrival < 0:
-                            blocked = ("I", at + m)
-                            break
-                        arrival += over[stage]
-                        if arrival > start:
-                            start = arrival
-            if blocked is not None:
-                waiting.setdefault(blocked, []).append(group)
-                break
-            if partner is None:
-                unit = (task,)
-                now = start + seconds[task[1]][task[0]]
-            else:
-                unit = (task, partner)
-                now = start + seconds[task[1]][task[0]] + seconds[partner[1]][partner[0]]
-            for stage, kind, microbatch in unit:
-                at = stage * m + microbatch
-                index += 1
-                begin.append(start)
-                end_of.append(now)
-                if kind == "F":
-                    forward_end[at] = now
-                    if waiting and ("F", at) in waiting:
-                        todo.extend(waiting.pop(("F", at)))
-                elif kind != "W":
-                    input_end[at] = now
-                    if waiting and ("I", at) in waiting:
-                        todo.extend(waiting.pop(("I", at)))
-            if partner is not None:
-                middle = start + seconds[task[1]][task[0]]
-                end_of[-2] = begin[-1] = middle
-        position[group] = index
-    if any(position[group] < len(order) for group, order in enumerate(orders)):
-        present = {task for order in orders for task in order}
-        needs = {task: chain_needs(task, num_stages, present.__contains__) for task in present}
-        raise ScheduleError(f"simulate: the orders deadlock: {_stuck(orders, needs, position)}.")
-    return starts, ends
-
-
-def _stuck(orders: Orders, needs: Mapping[Task, Sequence[Task]], position: Sequence[int]) -> str:
-    done = {task for order, count in zip(orders, position, strict=True) for task in order[:count]}
-    for group, order in enumerate(orders):
-        if position[group] < len(order) and all(need in done for need in needs[order[position[group]]]):
-            return f"{order[position[group]]} (group {group}) waits for a task that no group runs"
-    return find_cycle(orders, needs, position)
+    return Clock(placement, num_microbatches, seconds, over)
 
 
 def _memory(orders: Orders, num_stages: int, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scheduler import catalogue
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -68,12 +70,10 @@ def test_dropout_keeps_the_mean_and_drops_the_share_it_was_told():
     assert train_gpt.dropout(x, 0.25, None) is x
 
 
-@pytest.mark.parametrize("name", train_gpt.SCHEDULES)
-def test_every_schedule_is_made_from_its_name(name):
-    schedule = train_gpt.make_schedule(name, num_stages=8)
-    assert schedule.num_stages == 8
-    assert max(schedule.placement) == schedule.num_groups - 1
-    assert train_gpt.make_schedule(name, num_stages=8) == schedule
+@pytest.mark.parametrize("name", catalogue.SCHEDULES)
+def test_every_schedule_can_be_asked_for(name):
+    args = train_gpt.parse_args(["--schedule", name, "--stages", "4", "--layers", "4", "--microbatches", "8"])
+    assert args.schedule == name
 
 
 def test_groups_share_devices_where_there_are_too_few():
@@ -88,7 +88,7 @@ def test_groups_share_devices_where_there_are_too_few():
     ("options", "fault"),
     [
         ("--steps 0", "--steps is 0; it must be at least 1"),
-        ("--groups 2", "--schedule 1f1b has 4 groups, not --groups 2"),
+        ("--groups 2", "--schedule 1f1b has one stage a group; num_stages is 4 and num_groups 2."),
         ("--layers 2", "--layers 2 is fewer than --stages 4; each stage needs a layer"),
         ("--d-model 40", "--d-model 40 is not a multiple of 32"),
         ("--batch 10", "--batch 10 does not split into --microbatches 8"),

@@ -1,0 +1,189 @@
+"""Orders on a clock: when each task of an ordinary pipeline starts and ends."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from scheduler.errors import ScheduleError
+from scheduler.ordering import chain_needs, find_cycle
+from scheduler.task import Orders, Task
+
+Times = tuple[array, ...]
+
+
+@dataclass
+class Clock:
+    """Each group runs its order, each task as soon as what it waits for has arrived.
+
+    Args:
+        placement: For each stage, its group.
+        num_microbatches: The number of microbatches.
+        seconds: For each kind, the time of each stage's tasks.
+        over: The time over the boundary behind each stage.
+    """
+
+    placement: Sequence[int]
+    num_microbatches: int
+    seconds: Mapping[str, Sequence[float]]
+    over: Sequence[float]
+    forward_end: array = field(init=False)
+    input_end: array = field(init=False)
+    waiting: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """For each event that has not happened, the groups that wait for it: the end of F is the task's number (stage times
+    microbatches plus microbatch), the end of I or B the same plus the count of all."""
+
+    def __post_init__(self) -> None:
+        size = len(self.placement) * self.num_microbatches
+        self.forward_end, self.input_end = array("d", [-1.0]) * size, array("d", [-1.0]) * size
+
+    def run(self, orders: Orders, second: Mapping[Task, Task]) -> tuple[Times, Times]:
+        """The starts and the ends of every group's tasks.
+
+        Args:
+            orders: The orders.
+            second: For the first task of each fused pair, the other one, which must come next.
+
+        Raises:
+            ScheduleError: The orders deadlock; with the cycle.
+        """
+        starts: Times = tuple(array("d") for _ in orders)
+        ends: Times = tuple(array("d") for _ in orders)
+        todo = deque(range(len(orders)))
+        with without_collector():
+            while todo:
+                group = todo.popleft()
+                if second:
+                    self._advance_units(orders[group], second, starts[group], ends[group], group, todo)
+                else:
+                    self._advance(orders[group], starts[group], ends[group], group, todo)
+        position = [len(times) for times in ends]
+        if any(position[group] < len(order) for group, order in enumerate(orders)):
+            raise ScheduleError(f"simulate: the orders deadlock: {_stuck(orders, len(self.placement), position)}.")
+        return starts, ends
+
+    def _advance(self, order: Sequence[Task], starts: array, ends: array, group: int, todo: deque[int]) -> None:
+        """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in."""
+        m, last, waiting = self.num_microbatches, len(self.placement) - 1, self.waiting
+        forward_end, input_end, over = self.forward_end, self.input_end, self.over
+        seconds = self.seconds
+        size = len(forward_end)
+        now = ends[-1] if ends else 0.0
+        add_start, add_end = starts.append, ends.append
+        for index in range(len(ends), len(order)):
+            stage, kind, microbatch = order[index]
+            at = stage * m + microbatch
+            if kind == "F":
+                if stage:
+                    arrival = forward_end[at - m]
+                    if arrival < 0:
+                        waiting.setdefault(at - m, []).append(group)
+                        return
+                    arrival += over[stage - 1]
+                    if arrival > now:
+                        now = arrival
+            elif kind == "W":
+                if input_end[at] < 0:
+                    waiting.setdefault(size + at, []).append(group)
+                    return
+            else:
+                if forward_end[at] < 0:
+                    waiting.setdefault(at, []).append(group)
+                    return
+                if stage < last:
+                    arrival = input_end[at + m]
+                    if arrival < 0:
+                        waiting.setdefault(size + at + m, []).append(group)
+                        return
+                    arrival += over[stage]
+                    if arrival > now:
+                        now = arrival
+            add_start(now)
+            now += seconds[kind][stage]
+            add_end(now)
+            if kind == "F":
+                forward_end[at] = now
+                if at in waiting:
+                    todo.extend(waiting.pop(at))
+            elif kind != "W":
+                input_end[at] = now
+                if size + at in waiting:
+                    todo.extend(waiting.pop(size + at))
+
+    def _advance_units(
+        self,
+        order: Sequence[Task],
+        second: Mapping[Task, Task],
+        starts: array,
+        ends: array,
+        group: int,
+        todo: deque[int],
+    ) -> None:
+        """The same where some neighbours are one unit: it starts when both could, and hands on its results at its end."""
+        while len(ends) < len(order):
+            task = order[len(ends)]
+            unit = (task, second[task]) if task in second else (task,)
+            start = ends[-1] if ends else 0.0
+            for one in unit:
+                for event, late in self._events(one):
+                    end = self._end(event)
+                    if end < 0:
+                        self.waiting.setdefault(event, []).append(group)
+                        return
+                    start = max(start, end + late)
+            for one in unit:
+                starts.append(start)
+                start += self.seconds[one.kind][one.stage]
+                ends.append(start)
+            for stage, kind, microbatch in unit:
+                at = stage * self.num_microbatches + microbatch
+                if kind == "F":
+                    self.forward_end[at] = start
+                    todo.extend(self.waiting.pop(at, ()))
+                elif kind != "W":
+                    self.input_end[at] = start
+                    todo.extend(self.waiting.pop(len(self.forward_end) + at, ()))
+
+    def _events(self, task: Task) -> Iterator[tuple[int, float]]:
+        """What a task waits for, and how long that takes to arrive."""
+        m, size = self.num_microbatches, len(self.forward_end)
+        at = task.stage * m + task.microbatch
+        if task.kind == "F":
+            if task.stage:
+                yield at - m, self.over[task.stage - 1]
+        elif task.kind == "W":
+            yield size + at, 0.0
+        else:
+            yield at, 0.0
+            if task.stage < len(self.placement) - 1:
+                yield size + at + m, self.over[task.stage]
+
+    def _end(self, event: int) -> float:
+        size = len(self.forward_end)
+        return self.forward_end[event] if event < size else self.input_end[event - size]
+
+
+def _stuck(orders: Orders, num_stages: int, position: Sequence[int]) -> str:
+    present = {task for order in orders for task in order}
+    needs = {task: chain_needs(task, num_stages, present.__contains__) for task in present}
+    done = {task for order, count in zip(orders, position, strict=True) for task in order[:count]}
+    for group, order in enumerate(orders):
+        if position[group] < len(order) and all(need in done for need in needs[order[position[group]]]):
+            return f"{order[position[group]]} (group {group}) waits for a task that no group runs"
+    return find_cycle(orders, needs, position)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Millions of tasks and no cycles among them: the cyclic collector would only read them all, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
