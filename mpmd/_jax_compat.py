@@ -212,8 +212,8 @@ class _Rebase:
 
     def var(self, v):
         if isinstance(v, Literal):
-            # A constant that is a jax.Array carries the mesh that it was made under.
-            return Literal(np.asarray(v.val) if isinstance(v.val, jax.Array) else v.val, self.aval(v.aval))
+            # A constant with a type of its own carries the mesh that it was made under.
+            return Literal(np.asarray(v.val) if hasattr(v.val, "aval") else v.val, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)

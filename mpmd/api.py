@@ -348,8 +348,9 @@ class Compiled:
     def _run(self, leaves):
         arguments = [*self._consts, *(map(self._place, leaves, self._ins, self._in_avals))]
         results = self._executor(arguments)
+        kept = {id(a) for arrays in results for a in arrays.values()} if self._donated else set()
         for i in self._donated:
-            _consume(leaves[i], arguments[len(self._consts) + i])
+            _consume(leaves[i], arguments[len(self._consts) + i], kept)
         out = [
             MpmdArray._unchecked(arrays, sharding, shape, dtype, weak)
             for arrays, (sharding, shape, dtype, weak) in zip(results, self._outs, strict=True)
@@ -502,15 +503,12 @@ def _donated(call: _Call, donate_argnums) -> frozenset[int]:
     return frozenset(leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg))
 
 
-def _consume(leaf, placed):
-    """Marks a donated argument as gone, as `jax.jit` does."""
+def _consume(leaf, placed, kept):
+    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
     if isinstance(leaf, MpmdArray):
         leaf._consume()
-    elif isinstance(leaf, jax.Array) and not leaf.is_deleted():
-        buffers = {s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards}
-        kept = [a for a in placed.values() if not a.is_deleted()]
-        if not any(s.data.unsafe_buffer_pointer() in buffers for a in kept for s in a.addressable_shards):
-            leaf.delete()
+    elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and not any(id(a) in kept for a in placed.values()):
+        leaf.delete()
 
 
 def _layout(programs: StepPrograms, v):

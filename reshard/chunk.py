@@ -25,12 +25,12 @@ class Chunk:
     box: Box
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Batch:
     """What one round moves of one array: some of its pieces uncut (all if `pieces` is None), or some chunks."""
 
     array: int
-    pieces: tuple[int, ...] | None = None
+    pieces: np.ndarray | None = None
     chunks: tuple[Chunk, ...] = ()
 
 
@@ -39,13 +39,14 @@ Round = tuple[Batch, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Load:
-    """What pieces need at each place: bytes of working memory, and bytes that arrive without needing any."""
+    """What pieces need at some places: bytes of working memory, and bytes that arrive without needing any."""
 
+    places: np.ndarray
     working: np.ndarray
     arriving: np.ndarray
 
     def times(self, factor: int) -> "Load":
-        return Load(self.working * factor, self.arriving * factor)
+        return Load(self.places, self.working * factor, self.arriving * factor)
 
 
 class Loads:
@@ -54,7 +55,7 @@ class Loads:
     def __init__(self, route: Route, num_places: int):
         self._route = route
         self._num_places = num_places
-        self._batches: dict[int, tuple[float, list[tuple[int, tuple[int, ...], Load]]]] = {}
+        self._batches: dict[int, tuple[float, list[tuple[int, np.ndarray, Load]]]] = {}
         self._cut = np.where(route.moves & ~route.whole_source, route.elements, 0)
         self._wait = np.where(route.whole_target, 0, route.elements)
         self._come = np.where(route.whole_target, route.elements, 0)
@@ -63,12 +64,14 @@ class Loads:
     def of(self, pieces: np.ndarray) -> Load:
         working = self._sum(self._route.sender_place, self._cut, pieces)
         working += self._sum(self._route.receiver_place, self._wait, pieces)
-        return Load(working, self._sum(self._route.receiver_place, self._come, pieces))
+        arriving = self._sum(self._route.receiver_place, self._come, pieces)
+        places = np.flatnonzero((working > 0) | (arriving > 0))
+        return Load(places, working[places], arriving[places])
 
     def _sum(self, place: np.ndarray, elements: np.ndarray, pieces: np.ndarray) -> np.ndarray:
         return np.bincount(place[pieces], elements[pieces], self._num_places)
 
-    def batches(self, limit: float) -> list[tuple[int, tuple[int, ...], Load]]:
+    def batches(self, limit: float) -> list[tuple[int, np.ndarray, Load]]:
         """All pieces in batches that need at most `limit` anywhere: (level, pieces, load), levels in order.
 
         No single piece may need more than half of it.
@@ -83,8 +86,8 @@ class Loads:
                 return batches
             num = num + num // 2 + 1
 
-    def _split(self, num: int) -> list[tuple[int, tuple[int, ...], Load]]:
-        batches: list[tuple[int, tuple[int, ...], Load]] = []
+    def _split(self, num: int) -> list[tuple[int, np.ndarray, Load]]:
+        batches: list[tuple[int, np.ndarray, Load]] = []
         for level in np.unique(self._route.level):
             pieces = np.flatnonzero(self._route.level == level)
             if num >= len(pieces):
@@ -96,7 +99,7 @@ class Loads:
                 batch = (rank + receiver) % num
                 order = np.argsort(batch, kind="stable")
                 parts = np.split(pieces[order], np.searchsorted(batch[order], np.arange(1, num)))
-            batches += [(int(level), tuple(part.tolist()), self.of(part)) for part in parts if len(part)]
+            batches += [(int(level), part.astype(np.int32), self.of(part)) for part in parts if len(part)]
         return batches
 
 
@@ -133,16 +136,16 @@ class Packer:
             last = max(last, self._add_batch(Batch(array, pieces), load.times(unit_bytes), after))
 
     def _add_batch(self, batch: Batch, load: Load, after: int) -> int:
-        places = np.flatnonzero((load.working > 0) | (load.arriving > 0))
+        places = load.places
         number = int(self._round[places].max(initial=after))
         working, arriving = self._at(number, places)
         # What arrives needs no working memory, but its source is not free before it is there: it counts as well,
         # unless it is alone.
-        crowded = (arriving > 0) & (arriving + load.arriving[places] > self._limit)
-        if (working + load.working[places] > self._limit).any() or crowded.any():
+        crowded = (arriving > 0) & (arriving + load.arriving > self._limit)
+        if (working + load.working > self._limit).any() or crowded.any():
             number += 1
             working, arriving = self._at(number, places)
-        self._put(number, places, working + load.working[places], arriving + load.arriving[places])
+        self._put(number, places, working + load.working, arriving + load.arriving)
         self._append(number, batch)
         return number
 
@@ -167,7 +170,7 @@ class Packer:
                 chunks.setdefault(number, []).append(Chunk(piece, box))
                 last = max(last, number)
         for number in sorted(chunks):
-            self._append(number, Batch(array, (), tuple(chunks[number])))
+            self._append(number, Batch(array, chunks=tuple(chunks[number])))
 
     def _add_chunk(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
         places = np.array([sender, receiver] if sender != receiver else [sender])

@@ -115,7 +115,7 @@ class ReshardPlan:
 
     def __str__(self) -> str:
         total = sum(a.leaf.nbytes for a in self.arrays)
-        t = self.traffic
+        t, bound_between_hosts = self.traffic, self.bytes_between_hosts_lower_bound
         threshold = "none" if self.threshold is None else _bytes(self.threshold)
         return "\n".join(
             [
@@ -124,8 +124,7 @@ class ReshardPlan:
                 f"  moves                   {_bytes(t.moved)} (lower bound {_bytes(self.bytes_lower_bound)})",
                 f"    inside a process      {_bytes(t.within_process)}",
                 f"    between processes     {_bytes(t.within_host)}",
-                f"    between hosts         {_bytes(t.between_hosts)} (lower bound "
-                f"{_bytes(self.bytes_between_hosts_lower_bound)})",
+                f"    between hosts         {_bytes(t.between_hosts)} (lower bound {_bytes(bound_between_hosts)})",
                 f"  busiest sender          {_busiest(self.sent)}",
                 f"  busiest receiver        {_busiest(self.received)}",
                 f"  peak working memory     {_bytes(self.peak_working_bytes)} a device (threshold {threshold})",
@@ -137,7 +136,7 @@ class ReshardPlan:
     def explain(self, max_arrays: int | None = None) -> str:
         """The summary, and for each array what stays and what moves; the largest `max_arrays` if given."""
         order = sorted(range(len(self.arrays)), key=lambda i: -self.arrays[i].leaf.nbytes)
-        rows = [("array", "type", "from", "to", "stays", "process", "host", "hosts")]
+        rows: list[tuple[str, ...]] = [("array", "type", "from", "to", "stays", "process", "host", "hosts")]
         for i in order[:max_arrays]:
             leaf, t = self.arrays[i].leaf, self.traffic_of[i]
             kind = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
@@ -194,9 +193,7 @@ def sharding_of(x: Any) -> Any:
     return sharding
 
 
-def describe(
-    paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]
-) -> list[Leaf]:
+def describe(paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]) -> list[Leaf]:
     """The arrays as the planner sees them.
 
     Raises:

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except (ValueError, OSError) as error:
         if getattr(options, "json", False):
-            print(json.dumps({"right": False, "error": str(error)}))
+            faults = [line.strip().removesuffix(".") for line in str(error).splitlines()[1:]]
+            print(json.dumps({"right": False, "error": str(error), "faults": faults}))
         else:
             print(f"error: {error}", file=sys.stderr)
         return 1

@@ -51,11 +51,12 @@ class CustomSchedule(Schedule):
         orders = tuple(
             tuple(task if isinstance(task, Task) else Task.parse(task) for task in order) for order in orders
         )
+        pairs = frozenset(pairs)
         microbatches = {task.microbatch for order in orders for task in order}
         values = {
             "task_orders": orders,
             "placement": tuple(placement),
-            "pairs": frozenset(pairs),
+            "pairs": pairs,
             "num_stages": len(placement),
             "num_groups": len(orders),
             "num_microbatches": max(microbatches, default=-1) + 1,
@@ -71,6 +72,8 @@ class CustomSchedule(Schedule):
             if group not in range(len(orders))
         ]
         faults += order_faults(orders, placement, self.num_microbatches, forward_only)
+        neighbours = {pair for order in orders for pair in zip(order, order[1:], strict=False)}
+        faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
         raise_faults(ScheduleError, "CustomSchedule", faults)
 
     def orders(self, num_microbatches: int) -> Orders:
@@ -94,8 +97,9 @@ class CustomSchedule(Schedule):
     def from_csv(cls, path: str | Path) -> CustomSchedule:
         """Reads the file that torch.distributed.pipelining writes and reads: one row a rank, one cell a task.
 
-        Cells are ``2F0``, ``1B0``, ``1I0``, ``1W0`` (stage, kind, microbatch), ``(2F1;1B0)OVERLAP_F_B`` for a fused pair, or
-        empty for a step without work. Communication cells are skipped: :func:`scheduler.lower` makes its own.
+        Cells are ``2F0``, ``1B0``, ``1I0``, ``1W0`` (stage, kind, microbatch), ``(2F1;1B0)OVERLAP_F_B`` for a fused
+        pair, or empty for a step without work. Communication cells are skipped: :func:`scheduler.lower` makes its
+        own.
 
         Raises:
             ScheduleError: With every cell that cannot be read, or every fault of the orders.

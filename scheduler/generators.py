@@ -51,9 +51,9 @@ class LoopSchedule(Schedule):
 class GPipe(ChainSchedule):
     """All forwards, then all backwards.
 
-    Each group runs F of every microbatch in order, then B of every microbatch in order. With p groups and m microbatches
-    (F = I = W = 1, B = 2) the makespan is 3(m + p - 1), so the bubble is (p - 1)/(m + p - 1) of the time, and every group
-    holds m activations. Any m.
+    Each group runs F of every microbatch in order, then B of every microbatch in order. With p groups and m
+    microbatches (F = I = W = 1, B = 2) the makespan is 3(m + p - 1), so the bubble is (p - 1)/(m + p - 1) of the
+    time, and every group holds m activations. Any m.
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 
@@ -134,9 +134,9 @@ def _alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iter
 class InterleavedOneFOneB(LoopSchedule):
     """1F1B with several stages a group: a smaller bubble for more transfers and more activations.
 
-    Microbatches go in rounds of p. In each round a group runs its first stage for p microbatches, then its second, and so
-    on; backwards likewise from the last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards (v stages a group),
-    then a forward and a backward in turn, then the backwards that are left. Where v stages together take 3 a
+    Microbatches go in rounds of p. In each round a group runs its first stage for p microbatches, then its second,
+    and so on; backwards likewise from the last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards (v stages a
+    group), then a forward and a backward in turn, then the backwards that are left. Where v stages together take 3 a
     microbatch, the makespan is 3m + 3(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of
     one stage.
 

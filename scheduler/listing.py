@@ -38,7 +38,8 @@ class Problem:
     def needed_to_start(self) -> list[float]:
         """For each stage, the room that its F must find: for itself and for the later stages of its group.
 
-        Younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each other.
+        Younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
+        other.
         """
         held = self.costs.per_stage("activation_bytes", self.num_stages)
         need = list(held)

@@ -17,14 +17,15 @@ DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
 def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> Program:
     """The instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
 
-    All groups' orders are first run once on a clock where F, I and W take 1 and B takes 2. That gives one line of events
-    for the whole pipeline: a task at its start, its transfers at its end, transfers first where times are equal.
-    Each transfer is one event that puts a Send in the sender's list and the Recv in the receiver's. Hence no deadlock,
-    even if a send blocks until its receive is posted and a receive until its value is there: take the first event
-    of the line that has not happened; each group that takes part has nothing before it in its list, so it happens.
+    All groups' orders are first run once on a clock where F, I and W take 1 and B takes 2. That gives one line of
+    events for the whole pipeline: a task at its start, its transfers at its end, transfers first where times are
+    equal. Each transfer is one event that puts a Send in the sender's list and the Recv in the receiver's. Hence no
+    deadlock, even if a send blocks until its receive is posted and a receive until its value is there: take the first
+    event of the line that has not happened; each group that takes part has nothing before it in its list, so it
+    happens.
 
-    A value goes once to each group that reads it, is freed right after its last use in each group, and is not written at
-    all if nobody reads it. Linear in tasks and edges.
+    A value goes once to each group that reads it, is freed right after its last use in each group, and is not written
+    at all if nobody reads it. Linear in tasks and edges.
 
     Args:
         task_graph: What the tasks of one microbatch hand to each other.
@@ -35,7 +36,8 @@ def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> P
         The program of one loop, as input for :func:`check`.
 
     Raises:
-        ScheduleError: The orders miss, repeat or misplace tasks, or deadlock (with the cycle), or a fused pair is not adjacent.
+        ScheduleError: The orders miss, repeat or misplace tasks, or deadlock (with the cycle), or a fused pair is not
+            adjacent.
 
     Example:
         >>> from scheduler import OneFOneB

@@ -15,10 +15,10 @@ Step = tuple[int, Instruction]
 def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Step, ...]:
     """The instructions of several groups in one order, the same in every process: pairs of group and instruction.
 
-    The whole program is run on a clock (F, I, W and calls take 1, B takes 2, transfers nothing) where a Send and its Recv
-    happen together. Instructions come in order of their start, so what waits for a value comes as late as the plan allows,
-    and each Recv directly follows its Send. The order for some groups is the order for all, without the others:
-    processes that own different groups never wait for each other in a circle, even if sends block.
+    The whole program is run on a clock (F, I, W and calls take 1, B takes 2, transfers nothing) where a Send and its
+    Recv happen together. Instructions come in order of their start, so what waits for a value comes as late as the
+    plan allows, and each Recv directly follows its Send. The order for some groups is the order for all, without the
+    others: processes that own different groups never wait for each other in a circle, even if sends block.
 
     Args:
         program: The program; it may hold calls and several loops.

@@ -92,17 +92,18 @@ def search(
 ) -> CustomSchedule:
     """The best order found for given costs; never longer than the best built-in schedule that fits.
 
-    Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short as
-    the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by small
-    moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and try some forty times as
-    much. :func:`investigate` takes the same arguments and returns all that was found out.
+    Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
+    as the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by
+    small moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and try some
+    forty times as much. :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
         num_stages: The number of stages.
         num_groups: The number of groups.
         num_microbatches: The number of microbatches.
         costs: What tasks take and hold.
-        placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each stage.
+        placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each
+            stage.
         memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
         seconds: The time to spend; the number of tries follows from it.
         seed: For the random choices. Equal arguments give equal orders.

@@ -96,8 +96,8 @@ class VMin(_MemoryBound):
 def steady_orders(num_groups: int, num_microbatches: int) -> Orders:
     """The orders in which every microbatch repeats one pattern, six tasks' time after the one before.
 
-    In group r of p the pattern is F down at r, F up at 2p - 1 - r, I up at 2p + r, I down at 4p - 1 - r, with pauses at the
-    turns if two of those would fall on the same time modulo 6 (that is where p is a multiple of 3).
+    In group r of p the pattern is F down at r, F up at 2p - 1 - r, I up at 2p + r, I down at 4p - 1 - r, with pauses
+    at the turns if two of those would fall on the same time modulo 6 (that is where p is a multiple of 3).
     """
     p = num_groups
     pause_up = 0 if 2 * p % _PERIOD else 2

@@ -70,14 +70,14 @@ class _Builder:
 class ZeroBubbleV(VSchedule):
     """Zero bubble within each group's own span, at the memory of 1F1B's first group.
 
-    Group r of p runs 2(p - 1 - r) forwards on the way down, then r + 1 pairs of forwards, down and up, which is when the
-    first gradient arrives; then p - 1 - r times I, W and F on the way up; then I and W up, F down, I and W down, F up in
-    turn until the forwards are out; then the input gradients that are left, up and down in turn, with a W in the place
-    of those that are out. With less than 2p - 1 - r microbatches, a group postpones as many of its first Ws as it lacks
-    forwards. Where two stages together take 3 a microbatch, the makespan is 3m + (p - 1)/2 for
-    m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task (with fewer microbatches group 0 has
-    too few forwards to fill the wait for its first gradient). Groups hold 2p activations of one stage, which is p of
-    what 1F1B holds. Any m.
+    Group r of p runs 2(p - 1 - r) forwards on the way down, then r + 1 pairs of forwards, down and up, which is when
+    the first gradient arrives; then p - 1 - r times I, W and F on the way up; then I and W up, F down, I and W down,
+    F up in turn until the forwards are out; then the input gradients that are left, up and down in turn, with a W in
+    the place of those that are out. With less than 2p - 1 - r microbatches, a group postpones as many of its first Ws
+    as it lacks forwards. Where two stages together take 3 a microbatch, the makespan is 3m + (p - 1)/2 for m ≥ p; for
+    m ≥ 2p - 1 no group idles between its first and its last task (with fewer microbatches group 0 has too few
+    forwards to fill the wait for its first gradient). Groups hold 2p activations of one stage, which is p of what
+    1F1B holds. Any m.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 
@@ -138,17 +138,17 @@ class ZeroBubbleV(VSchedule):
 class DualPipeV(VSchedule):
     """Forwards fused with backwards of the other direction, so that each hides the other's communication.
 
-    Group r of p runs 2(p - 1 - r) forwards down, then r + 1 pairs of forwards, down and up; p - 1 - r times I, W and F on
-    the way up; then m - 2p + r + 1 times the two fused pairs F down with B up and F up with B down; p - 1 - r
+    Group r of p runs 2(p - 1 - r) forwards down, then r + 1 pairs of forwards, down and up; p - 1 - r times I, W and
+    F on the way up; then m - 2p + r + 1 times the two fused pairs F down with B up and F up with B down; p - 1 - r
     times B up and the pair F up with B down; and the backwards that are left, whose later half is split so that W
-    fills the bubble. The pairs are in :meth:`fused`. Where two stages together take 3 a microbatch, the
-    makespan is 3m + (p - 1)/2 if a pair's tasks run one after the other, and 3m + (p - 1) if a pair is one unit
-    that hands on its results at its end. Every group holds 2p + 1 activations of one stage.
+    fills the bubble. The pairs are in :meth:`fused`. Where two stages together take 3 a microbatch, the makespan is
+    3m + (p - 1)/2 if a pair's tasks run one after the other, and 3m + (p - 1) if a pair is one unit that hands on its
+    results at its end. Every group holds 2p + 1 activations of one stage.
 
     The number of microbatches must be at least 2 · num_groups.
 
-    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe); Qi et al., "DualPipe could be better without the
-    Dual", 2025 (its V form).
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe); Qi et al., "DualPipe could be better without
+    the Dual", 2025 (its V form).
 
     Example:
         >>> schedule = DualPipeV(1)

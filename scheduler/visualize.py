@@ -28,8 +28,8 @@ def summary(timeline: Timeline) -> str:
 def to_text(timeline: Timeline, width: int = _WIDTH) -> str:
     """The timeline in characters: one row a group, time to the right.
 
-    Tasks carry their names if there is room, else a letter for each step of time, else a letter for each slice of time that
-    tells what the group does for most of it. A dot is idle.
+    Tasks carry their names if there is room, else a letter for each step of time, else a letter for each slice of
+    time that tells what the group does for most of it. A dot is idle.
     """
     lines = [summary(timeline)]
     for group in range(min(timeline.num_groups, _ROWS)):
@@ -134,8 +134,9 @@ _PATTERNS = {
 def to_svg(timeline: Timeline) -> str:
     """The picture as SVG text.
 
-    Groups are rows, a stage is a hue, a kind is a shade and a pattern as well as its letter (F plain, B crossed, I hatched, W
-    dotted), with the microbatch behind it; fused pairs share a frame. At the side the most activations held.
+    Groups are rows, a stage is a hue, a kind is a shade and a pattern as well as its letter (F plain, B crossed, I
+    hatched, W dotted), with the microbatch behind it; fused pairs share a frame. At the side the most activations
+    held.
     """
     shortest = _step(timeline) or 1.0
     scale = min(_UNIT / shortest, 20000 / max(timeline.makespan, 1e-12))

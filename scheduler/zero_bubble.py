@@ -87,8 +87,8 @@ class InterleavedZeroBubble(LoopSchedule):
 class KimiK2(LoopSchedule):
     """Interleaved 1F1B with one more forward at the start and W apart, so that communication hides behind compute.
 
-    Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards (v stages a group), then F, I, W in turn. The forward that is
-    one ahead lets the exchange between experts of one microbatch overlap the compute of another; W right after I
+    Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards (v stages a group), then F, I, W in turn. The forward that
+    is one ahead lets the exchange between experts of one microbatch overlap the compute of another; W right after I
     overlaps the sending of I's result. Where v stages together take 3 a microbatch, the makespan is 3m + 2(p - 1)/v,
     and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2) activations of one stage.
 

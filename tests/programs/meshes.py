@@ -138,7 +138,9 @@ def _shard_map_over_one_axis(tools):
 
 def _shard_map_unchecked(tools):
     """`shard_map` without the check of what varies over which axis, as older code has it."""
-    return _train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, mesh=tools.mesh, check_vma=False)))
+    return _train_stages(
+        tools, _split_mlp(tools, functools.partial(jax.shard_map, axis_names={"data"}, check_vma=False))
+    )
 
 
 def _gathered_rows(tools):

@@ -1,0 +1,298 @@
+"""The functions that move pytrees of arrays between layouts."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd.array import MpmdArray
+from mpmd.errors import ReshardError
+from mpmd.mesh import MpmdMesh, MpmdSharding
+from reshard.devices import HostMemory, is_local
+from reshard.execute import ProgressCallback, Stats, execute, print_bar
+from reshard.plan import describe, plan_leaves, raise_faults, sharding_of
+from reshard.tree import broadcast, flatten, is_sharding
+
+_last_stats: Stats | None = None
+
+
+def last_stats() -> Stats:
+    """What the last reshard of this process really did."""
+    if _last_stats is None:
+        raise ValueError("nothing has been resharded in this process yet.")
+    return _last_stats
+
+
+def spmd_to_mpmd_reshard(
+    mpmd_mesh: MpmdMesh,
+    spmd_arrays: Any,
+    mpmd_shardings: Any,
+    threshold: int | None = None,
+    donate: bool = True,
+    *,
+    progress: ProgressCallback | bool | None = None,
+) -> Any:
+    """Brings arrays of any mesh, or numpy arrays, into groups.
+
+    Every byte that a device lacks is brought to it once; what it has already stays where it is. On CPU devices the
+    result may lie in memory that XLA does not own: the first program that it is donated to makes a copy.
+
+    Args:
+        mpmd_mesh: the groups.
+        spmd_arrays: a pytree of `jax.Array` or numpy arrays.
+        mpmd_shardings: the same tree of `MpmdSharding`, or a prefix of it. An array that no group uses (`mesh_ids`
+            empty) goes to group 0.
+        threshold: bytes of working memory for each device beyond source and target, a strict bound; None is a
+            third of the least free device memory.
+        donate: whether to free each source shard as soon as its last byte has left; the sources are deleted then.
+        progress: a function of `Progress`, or True for a bar on the terminal.
+
+    Returns:
+        The same tree of `MpmdArray`.
+
+    Raises:
+        ReshardError: names every array that cannot be moved; nothing was moved or deleted.
+        RuntimeError: something failed on the way; says which sources are still valid.
+
+    Example:
+        >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
+        >>> w = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh.jax_mesh, PartitionSpec("data")))
+        >>> spmd_to_mpmd_reshard(mesh, {"w": w}, MpmdSharding(mesh, 2, PartitionSpec("data")))
+        {'w': MpmdArray(float32[8,8], group 2 of 4, P('data',))}
+        >>> last_stats().bytes_moved
+        0
+    """
+
+    def check(source: Any, target: Any) -> str | None:
+        if isinstance(source, MpmdArray):
+            return "is an MpmdArray already; use mpmd_to_mpmd_reshard"
+        return _fault_of_target(target, mpmd_mesh)
+
+    return _reshard(spmd_arrays, mpmd_shardings, "mpmd_shardings", check, threshold, donate, progress)
+
+
+def mpmd_to_spmd_reshard(
+    mpmd_mesh: MpmdMesh,
+    mpmd_arrays: Any,
+    spmd_shardings: Any,
+    threshold: int | None = None,
+    donate: bool = True,
+    *,
+    progress: ProgressCallback | bool | None = None,
+) -> Any:
+    """Brings arrays of groups onto any mesh, or to the host as numpy arrays (`reshard.HostMemory()`).
+
+    The arguments and errors are those of `spmd_to_mpmd_reshard`.
+
+    Returns:
+        The same tree of `jax.Array`, or numpy arrays.
+    """
+
+    def check(source: Any, target: Any) -> str | None:
+        if not isinstance(source, MpmdArray):
+            return f"is a {type(source).__name__}, not an MpmdArray"
+        if source.mpmd_sharding.mpmd_mesh != mpmd_mesh:
+            return f"is on another mesh, {source.mpmd_sharding.mpmd_mesh!r}"
+        if isinstance(target, MpmdSharding):
+            return "goes to an MpmdSharding; use mpmd_to_mpmd_reshard"
+        return None
+
+    return _reshard(mpmd_arrays, spmd_shardings, "spmd_shardings", check, threshold, donate, progress)
+
+
+def mpmd_to_mpmd_reshard(
+    mpmd_arrays: Any,
+    mpmd_shardings: Any,
+    threshold: int | None = None,
+    donate: bool = True,
+    *,
+    progress: ProgressCallback | bool | None = None,
+) -> Any:
+    """Brings arrays of groups to other groups, of the same mesh or another one.
+
+    The arguments and errors are those of `spmd_to_mpmd_reshard`.
+
+    Returns:
+        The same tree of `MpmdArray`.
+    """
+
+    def check(source: Any, target: Any) -> str | None:
+        if not isinstance(source, MpmdArray):
+            return f"is a {type(source).__name__}, not an MpmdArray"
+        return _fault_of_target(target, None)
+
+    return _reshard(mpmd_arrays, mpmd_shardings, "mpmd_shardings", check, threshold, donate, progress)
+
+
+def _fault_of_target(target: Any, mpmd_mesh: MpmdMesh | None) -> str | None:
+    if not isinstance(target, MpmdSharding):
+        return f"goes to a {type(target).__name__}, not an MpmdSharding"
+    if mpmd_mesh is not None and target.mpmd_mesh != mpmd_mesh:
+        return f"goes to another mesh, {target.mpmd_mesh!r}"
+    return None
+
+
+def _reshard(
+    tree: Any,
+    shardings: Any,
+    name: str,
+    check: Callable[[Any, Any], str | None],
+    threshold: int | None,
+    donate: bool,
+    progress: ProgressCallback | bool | None,
+) -> Any:
+    global _last_stats
+    paths, sources, treedef = flatten(tree)
+    targets = broadcast(shardings, tree, name)
+    if threshold is not None and threshold < 1:
+        raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
+    raise_faults(
+        [
+            f"{path or 'the array'}: {fault}"
+            for path, source, target in zip(paths, sources, targets, strict=True)
+            if (fault := _fault_of_source(source) or check(source, target) or _fault_of_place(target)) is not None
+        ]
+    )
+    leaves = describe(paths, sources, [sharding_of(source) for source in sources], targets)
+    plan = plan_leaves(leaves, default_threshold() if threshold is None else threshold)
+    impls = [jax.random.key_impl(_any_array(s)) if _is_key(s) else None for s in sources]
+    data = [s if impl is None else _each(jax.random.key_data, s) for s, impl in zip(sources, impls, strict=True)]
+    bar = print_bar if progress is True else progress or None
+    moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar)
+    results = [
+        x if impl is None else _each(lambda a, impl=impl: jax.random.wrap_key_data(a, impl=impl), x, target, source)
+        for x, impl, target, source in zip(moved, impls, targets, sources, strict=True)
+    ]
+    if donate:
+        for source in sources:
+            if not isinstance(source, np.ndarray) and not source.is_deleted():
+                source.delete()
+    return jax.tree.unflatten(treedef, results)
+
+
+def _fault_of_source(source: Any) -> str | None:
+    if isinstance(source, np.ndarray):
+        return None
+    if not isinstance(source, (jax.Array, MpmdArray)) or not hasattr(source, "is_deleted"):
+        return f"is a {type(source).__name__}, not an array"
+    if source.is_deleted():
+        return "has been deleted"
+    if not source.is_fully_addressable:
+        return "has shards in other processes"
+    return None
+
+
+def _fault_of_place(target: Any) -> str | None:
+    if isinstance(target, MpmdSharding):
+        devices = {d for group in target.groups for d in target.mpmd_mesh.groups[group].devices.flat}
+    elif isinstance(target, HostMemory):
+        devices = {target}
+    elif is_sharding(target):
+        devices = target.device_set
+    else:
+        return f"goes to {target!r}, which is a {type(target).__name__}, not a sharding"
+    elsewhere = sum(not is_local(d) for d in devices)
+    return f"goes to {elsewhere} devices of other processes" if elsewhere else None
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _any_array(x: Any) -> jax.Array:
+    return x.array_in(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x
+
+
+def _each(fun: Callable[[Any], Any], x: Any, sharding: Any = None, like: Any = None) -> Any:
+    """`fun` of an array, or of the array in each group; keys to key data or back."""
+    if not isinstance(x, MpmdArray):
+        return fun(x)
+    arrays = {group: fun(x.array_in(group)) for group in x.mpmd_sharding.groups}
+    if sharding is not None:
+        return MpmdArray(arrays, sharding)
+    first = next(iter(arrays.values()))
+    spec = PartitionSpec(*x.spec, *[None] * (first.ndim - len(x.spec)))
+    return MpmdArray(arrays, x.mpmd_sharding.replace(spec=spec))
+
+
+def _same_for_same(data: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Key data of the same key array is the same object, so that it is seen to be moved twice."""
+    first: dict[int, Any] = {}
+    return [first.setdefault(id(source), d) for d, source in zip(data, sources, strict=True)]
+
+
+def default_threshold() -> int:
+    """A third of the least free memory of this process's devices; CPU devices share what the machine has."""
+    devices = jax.local_devices()
+    free: list[int] = []
+    for device in devices:
+        stats = device.memory_stats()
+        if stats and "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
+        else:
+            free.append(_free_host_memory() // len(devices))
+    return max(min(free) // 3, 1)
+
+
+def _free_host_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def logically_stacked(
+    array: Any, comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0, strict: bool = False
+) -> jax.Array:
+    """Sees the arrays that groups have as one, with a new axis that is sharded over the groups; moves nothing.
+
+    Args:
+        array: what this process's groups have: one `jax.Array`, a sequence of them, or an `MpmdArray`.
+        comm_mesh: a mesh over the devices of all groups.
+        mesh_axis_name: its axis along which the groups lie.
+        array_axis: where the new axis goes.
+        strict: whether a spec that names `mesh_axis_name` already is an error; otherwise it is dropped from it.
+
+    Returns:
+        An array with `comm_mesh.shape[mesh_axis_name]` slices along `array_axis`, each in its group. As many
+        programs are compiled as there are local devices, each a reshape.
+
+    Raises:
+        ReshardError: the arrays do not lie on the groups of `comm_mesh`, or differ in shape, dtype or spec.
+    """
+    arrays = array.to_mpmd_local_array if isinstance(array, MpmdArray) else array
+    arrays = [arrays] if isinstance(arrays, jax.Array) else list(arrays or ())
+    if not arrays:
+        raise ReshardError("logically_stacked: this process has none of the arrays.")
+    if mesh_axis_name not in comm_mesh.axis_names:
+        raise ReshardError(f"logically_stacked: {mesh_axis_name!r} is not an axis of the mesh, {comm_mesh}.")
+    first = arrays[0]
+    if not all(isinstance(a.sharding, NamedSharding) for a in arrays):
+        raise ReshardError("logically_stacked: the arrays need a NamedSharding each.")
+    named = {n for e in first.sharding.spec for n in (e if isinstance(e, tuple) else (e,))}
+    if strict and mesh_axis_name in named:
+        raise ReshardError(f"logically_stacked: the spec {first.sharding.spec} names {mesh_axis_name!r} already.")
+    spec = MpmdSharding(MpmdMesh(comm_mesh, mesh_axis_name), 0, first.sharding.spec).spec
+    entries = [*spec, *[None] * (first.ndim - len(spec))]
+    entries.insert(array_axis, mesh_axis_name)
+    shape = list(first.shape)
+    shape.insert(array_axis, comm_mesh.shape[mesh_axis_name])
+    sharding = NamedSharding(comm_mesh, PartitionSpec(*entries), memory_kind=first.sharding.memory_kind)
+    shards: dict[Any, jax.Array] = {}
+    for a in arrays:
+        if (a.shape, a.dtype) != (first.shape, first.dtype):
+            raise ReshardError("logically_stacked: the arrays differ in shape or dtype.")
+        shards |= {s.device: jax.lax.expand_dims(s.data, [array_axis]) for s in a.addressable_shards}
+    index_map = sharding.addressable_devices_indices_map(tuple(shape))
+    if set(index_map) != set(shards):
+        raise ReshardError(
+            f"logically_stacked: the arrays are on {len(shards)} devices of this process, but {comm_mesh} has "
+            f"{len(index_map)} of them; give the array of every local group."
+        )
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [shards[d] for d in index_map])

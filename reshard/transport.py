@@ -1,0 +1,194 @@
+"""How the bytes of one piece get from one shard into another.
+
+A `Sink` is a target shard while it is filled; a `Carrier` brings a piece to it. The executor knows nothing else
+about where memory is, so a carrier between processes takes the place of `LocalCarrier` without any other change.
+
+Memory that this process can address (CPU devices, pinned host memory, numpy) is filled in place: one copy, no
+program to compile, no buffer in between. On other devices a piece is cut out by a small program, sent as an array,
+and written by another into a buffer that is donated to it and so stays where it is.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from mpmd.boxes import Box
+from reshard.devices import HostMemory
+
+# XLA's CPU runtime takes over numpy memory of this alignment as it is.
+_ALIGNMENT = 64
+# Copies at least this large are worth a thread.
+_THREADED_BYTES = 1 << 20
+
+
+class Sink(Protocol):
+    """A target shard while it is filled."""
+
+    def write(self, box: Box, data: Any) -> bool:
+        """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
+        ...
+
+    def read(self, box: Box) -> Any:
+        """What has been written into a box of the shard."""
+        ...
+
+    def finish(self) -> Any:
+        """The shard as an array on its device; nothing is written after."""
+        ...
+
+
+class HostSink:
+    """A shard in memory that this process can address."""
+
+    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None):
+        self._place = None if isinstance(device, HostMemory) else SingleDeviceSharding(device, memory_kind=memory_kind)
+        self._buffer = aligned_empty(shape, dtype)
+
+    def write(self, box: Box, data: np.ndarray) -> bool:
+        self._buffer[box.slices] = data
+        return False
+
+    def read(self, box: Box) -> np.ndarray:
+        return self._buffer[box.slices]
+
+    def finish(self) -> Any:
+        buffer, self._buffer = self._buffer, np.empty(0)
+        return buffer if self._place is None else jax.device_put(buffer, self._place, may_alias=True)
+
+
+class DeviceSink:
+    """A shard on a device that just its own programs can write to."""
+
+    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype):
+        self._place = SingleDeviceSharding(device)
+        self._shape, self._dtype = shape, dtype
+        self._buffer: jax.Array | None = None
+
+    @property
+    def place(self) -> SingleDeviceSharding:
+        return self._place
+
+    def write(self, box: Box, data: jax.Array) -> bool:
+        if data.shape == self._shape:
+            self._buffer = data
+            return True
+        if self._buffer is None:
+            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
+        self._buffer = _write(self._buffer, data, box.start)
+        return False
+
+    def read(self, box: Box) -> jax.Array:
+        assert self._buffer is not None
+        return cut(self._buffer, box)
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._buffer)
+
+    def finish(self) -> jax.Array:
+        if self._buffer is None:  # a shard without elements
+            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
+        return self._buffer
+
+
+def open_sink(device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
+    """The kind of sink that fits the memory."""
+    if (
+        isinstance(device, HostMemory)
+        or device.platform == "cpu"
+        or (memory_kind is not None and memory_kind.endswith("host"))
+    ):
+        return HostSink(device, shape, dtype, memory_kind)
+    return DeviceSink(device, shape, dtype)
+
+
+class Carrier(Protocol):
+    """Brings pieces of shards into sinks."""
+
+    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+        """Starts to bring box `box` of a source shard into box `into` of a sink.
+
+        The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
+        sender and on the receiver.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Returns when everything that was started is there."""
+        ...
+
+
+class LocalCarrier:
+    """Moves pieces inside this process."""
+
+    def __init__(self, num_threads: int):
+        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._copies: list[Future[bool]] = []
+        self._written: list[DeviceSink] = []
+
+    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+        nbytes = box.nbytes(source.dtype.itemsize)
+        whole = box.shape == tuple(source.shape)
+        if isinstance(source, np.ndarray) or on_cpu(source):
+            data, cut_bytes = np.asarray(source)[box.slices], 0
+        else:
+            data, cut_bytes = (source, 0) if whole else (cut(source, box), nbytes)
+        if isinstance(sink, DeviceSink):
+            # What becomes the target must be a buffer of its own, even if it is on that device already.
+            arrived = jax.device_put(data, sink.place, may_alias=False if data is source else None)
+            becomes_target = sink.write(into, arrived)
+            self._written.append(sink)
+            return cut_bytes, 0 if becomes_target else nbytes
+        self._copy(np.asarray(data), sink, into, nbytes)
+        return cut_bytes, 0
+
+    def _copy(self, data: np.ndarray, sink: Sink, into: Box, nbytes: int) -> None:
+        if self._pool is None or nbytes < _THREADED_BYTES:
+            sink.write(into, data)
+        else:
+            self._copies.append(self._pool.submit(sink.write, into, data))
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.result()
+        self._copies.clear()
+        for sink in self._written:
+            sink.wait()
+        self._written.clear()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device can take over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def cut(array: jax.Array, box: Box) -> jax.Array:
+    """A box of a single-device array, computed on its device. Compiled once for each shape of box, not each place."""
+    return _cut(array, box.start, box.shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(array: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, start, shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(buffer: jax.Array, data: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, data, start)
+
+
+def on_cpu(array: jax.Array) -> bool:
+    return next(iter(array.sharding.device_set)).platform == "cpu"

@@ -1,0 +1,103 @@
+"""The search: never worse than the built-in schedules, within memory, deterministic, and honest about the bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleV, investigate, search, simulate
+from scheduler.annealing import can_compile, improve
+from scheduler.listing import Problem
+from scheduler.ordering import order_faults
+from scheduler.v_schedules import v_placement
+
+
+def uneven(num_stages, seed=0):
+    rng = random.Random(seed)
+
+    def each():
+        return tuple(1 + rng.uniform(-0.2, 0.2) for _ in range(num_stages))
+
+    return Costs(each(), each(), each())
+
+
+def test_a_schedule_at_the_bound_is_returned_at_once():
+    found = investigate(8, 4, 8, placement="v", seconds=100)
+    assert found.at_bound
+    assert found.seed_name == "zb-v"
+    assert found.tries < 10
+    assert "at the bound 51" in str(found)
+
+
+def test_uneven_stages_are_ordered_better_than_by_any_built_in_schedule():
+    costs = uneven(8)
+    found = investigate(8, 4, 8, costs, placement="v", memory_limit=6, seconds=2)
+    assert found.timeline.makespan < found.seed_makespan
+    assert max(found.timeline.peak_bytes) <= 6
+    assert found.timeline.makespan >= found.bound.makespan
+    assert simulate(found.schedule, 8, costs).makespan == pytest.approx(found.timeline.makespan)
+    assert order_faults(found.schedule.orders(8), v_placement(4), 8) == []
+
+
+def test_equal_arguments_find_equal_orders():
+    costs = uneven(4, seed=3)
+    results = [search(4, 2, 5, costs, placement="v", memory_limit=3, seconds=0.5, seed=7) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+def test_any_placement_is_searched():
+    found = investigate(3, 2, 4, Costs(), placement=(0, 1, 1), seconds=0.3)
+    assert found.seed_name == ""
+    assert "no built-in schedule fits" in str(found)
+    assert simulate(found.schedule, 4).makespan == found.timeline.makespan
+
+
+def test_one_stage_a_group_keeps_to_a_limit_for_each_group():
+    found = investigate(4, 4, 8, Costs(transfer_s=0.3), memory_limit=[4, 3, 2, 1], seconds=1)
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_bytes, (4, 3, 2, 1), strict=True))
+    assert found.timeline.makespan <= simulate(OneFOneB(4), 8, Costs(transfer_s=0.3)).makespan
+
+
+def test_a_limit_that_no_order_keeps_to_is_refused():
+    with pytest.raises(ScheduleError) as error:
+        search(4, 2, 4, placement="v", memory_limit=1, seconds=0.1)
+    assert str(error.value) == (
+        "search: no order was found that keeps to memory_limit; the oldest microbatch alone needs 2 in group 0, 2 in "
+        "group 1. Raise the limit, or lower activation_bytes (rematerialise)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placement": "v", "num_stages": 3}, "search: placement 'v' needs two stages a group; received 3 and 2."),
+        ({"placement": "w"}, "search: placement is 'w'; expected 'loop', 'v', or a group for each stage."),
+        ({"placement": (0, 1, 2, 0)}, "search: placement is (0, 1, 2, 0); expected 4 groups, each from 0 to 1."),
+        ({"memory_limit": [1, 2, 3]}, "search: memory_limit has 3 entries; expected one for each of 2 groups."),
+        ({"num_microbatches": 0}, "search: num_microbatches is 0; expected a whole number of at least 1."),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    given = {"num_stages": 4, "num_groups": 2, "num_microbatches": 4} | arguments
+    with pytest.raises(ValueError) as error:
+        search(**given)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.skipif(not can_compile(), reason="numba"))]
+)
+def test_moves_shorten_orders_and_tell_their_makespan(compiled):
+    costs = uneven(6)
+    problem = Problem(v_placement(3), 3, 6, costs, (6.0,) * 3)
+    before = ZeroBubbleV(3).orders(6)
+    makespan, orders = improve(problem, before, steps=800, hot=0.2, cold=0.01, target=0.0, seed=1, compiled=compiled)
+    assert order_faults(orders, problem.placement, 6) == []
+    assert makespan < simulate(ZeroBubbleV(3), 6, costs).makespan
+
+
+def test_progress_is_told():
+    lines = []
+    search(6, 3, 6, placement="v", memory_limit=VMin(3).memory(), seconds=0.2, progress=lines.append)
+    assert lines[0].startswith("best built-in: v-")
