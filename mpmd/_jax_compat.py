@@ -58,6 +58,24 @@ def new_var(aval) -> Var:
     return Var(aval)
 
 
+def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same jaxpr with variables of its own."""
+    env: dict[Var, Var] = {}
+
+    def fresh(v):
+        if isinstance(v, Literal):
+            return v
+        if v not in env:
+            env[v] = DropVar(v.aval) if isinstance(v, DropVar) else Var(v.aval)
+        return env[v]
+
+    jaxpr = closed.jaxpr
+    eqns = [e.replace(invars=list(map(fresh, e.invars)), outvars=list(map(fresh, e.outvars))) for e in jaxpr.eqns]
+    return ClosedJaxpr(
+        jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns), closed.consts
+    )
+
+
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
     """Constants become the first arguments."""
     return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -107,8 +107,7 @@ class _Build:
         pending: list[int] = []
         for group, instruction in scheduler.merge(self.program):
             if isinstance(instruction, Run):
-                for task in instruction.tasks:
-                    self._task(group, task, self.programs.loops[instruction.loop])
+                self._run(group, instruction.tasks, self.programs.loops[instruction.loop])
             elif isinstance(instruction, Call):
                 self._call(group, instruction)
             elif isinstance(instruction, Send):
@@ -147,18 +146,27 @@ class _Build:
         gone = {self.slot(group, v) for v in instruction.donates}
         self.ops[-1][4] += tuple(gone - set(outs))
 
-    def _task(self, group, task: Task, program: LoopProgram):
-        loop = program.loop
-        entry = program.tasks.get(Place(task.stage, task.kind))
-        if entry is None or entry.executable is None:
+    def _run(self, group, tasks: tuple[Task, ...], program: LoopProgram):
+        places = tuple(Place(t.stage, t.kind) for t in tasks)
+        if len(tasks) == 2 and places in program.fused:
+            bound = [self._bind(group, t, program) for t in tasks]
+            ins, outs = (tuple(slot for part in bound for slot in part[k]) for k in (0, 1))
+            self._add(_RUN, program.fused[places].call, ins, outs, f"{tasks[0]}+{tasks[1]} in group {group}")
             return
-        body, partition = entry.body, loop.partition
-        accs = [self.slot(group, self.outer(partition.accumulators[k].result)) for k in body.accumulates]
+        for task, place in zip(tasks, places, strict=True):
+            entry = program.tasks.get(place)
+            if entry is not None and entry.executable is not None:
+                self._add(_RUN, entry.executable.call, *self._bind(group, task, program), f"{task} in group {group}")
+
+    def _bind(self, group, task: Task, program: LoopProgram):
+        """Slots of a task's arguments and results."""
+        loop, body = program.loop, program.tasks[Place(task.stage, task.kind)].body
+        accs = [self.slot(group, self.outer(loop.partition.accumulators[k].result)) for k in body.accumulates]
         ins = [self._index(group, task.microbatch)] if body.uses_index else []
         ins += [self.slot(group, self.outer(v)) for v in body.operands]
         ins += [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.reads]
         outs = [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.writes]
-        self._add(_RUN, entry.executable.call, (*ins, *accs), (*outs, *accs), f"{task} in group {group}")
+        return (*ins, *accs), (*outs, *accs)
 
     def _index(self, group, microbatch) -> int:
         slot = self.slot(group, ("index", microbatch))

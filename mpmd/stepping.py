@@ -31,10 +31,12 @@ class TaskProgram:
 
 @dataclasses.dataclass(frozen=True)
 class LoopProgram:
-    """The executables of a loop: one per stage and kind, and one per group that makes its accumulators."""
+    """The executables of a loop: one per stage and kind, one per fused pair that the schedule asks for, and one per
+    group that makes its accumulators."""
 
     loop: Loop
     tasks: dict[Place, TaskProgram]
+    fused: dict[tuple[Place, Place], Executable]
     zeros: dict[int, tuple[tuple[int, ...], Executable]]
 
 
@@ -213,7 +215,34 @@ class _StepCompiler:
             own = tuple(k for k, a in enumerate(loop.partition.accumulators) if loop.group(a.place) == group)
             if own:
                 zeros[group] = own, self._zeros(loop.partition, own, group)
-        return LoopProgram(loop, tasks, zeros)
+        return LoopProgram(loop, tasks, self._fused(loop, tasks), zeros)
+
+    def _fused(self, loop: Loop, tasks) -> dict[tuple[Place, Place], Executable]:
+        """Pairs as one executable: arguments and results of the first, then those of the second."""
+        fused = {}
+        for first, second in loop.schedule.fused(loop.partition.info.num_microbatches):
+            pair = Place(first.stage, first.kind), Place(second.stage, second.kind)
+            entries = [tasks.get(p) for p in pair]
+            if pair in fused or any(e is None or e.executable is None for e in entries):
+                continue
+            parts = [task_jaxpr(loop.partition, e.body) for e in entries]
+            renamed = compat.with_new_vars(parts[1][0])  # both may read the same operand or hold the same cheap equation
+            closed = compat.make_jaxpr(
+                [*parts[0][0].jaxpr.invars, *renamed.jaxpr.invars],
+                [*parts[0][0].jaxpr.outvars, *renamed.jaxpr.outvars],
+                [*parts[0][0].jaxpr.eqns, *renamed.jaxpr.eqns],
+                f"{pair[0]}+{pair[1]}",
+            )
+            ins = [s for e in entries for s in e.executable.in_shardings]
+            outs = [s for e in entries for s in e.executable.out_shardings]
+            donate, offset = [], 0
+            for e in entries:
+                count = len(e.executable.in_shardings)
+                donate += range(offset + count - len(e.body.accumulates), offset + count)
+                offset += count
+            mesh = self.mesh.groups[loop.group(pair[0])]
+            fused[pair] = self.compiler.compile(f"{pair[0].kind}{pair[1].kind}", closed, mesh, ins, outs, donate)
+        return fused
 
     def _task(self, loop: Loop, body: TaskBody) -> Executable:
         partition = loop.partition

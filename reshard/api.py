@@ -147,7 +147,10 @@ def _reshard(
 ) -> Any:
     global _last_stats
     paths, sources, treedef = flatten(tree)
-    targets = broadcast(shardings, tree, name)
+    targets = [
+        target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
+        for target in broadcast(shardings, tree, name)
+    ]
     if threshold is not None and threshold < 1:
         raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
     raise_faults(
@@ -273,17 +276,18 @@ def logically_stacked(
     if mesh_axis_name not in comm_mesh.axis_names:
         raise ReshardError(f"logically_stacked: {mesh_axis_name!r} is not an axis of the mesh, {comm_mesh}.")
     first = arrays[0]
-    if not all(isinstance(a.sharding, NamedSharding) for a in arrays):
-        raise ReshardError("logically_stacked: the arrays need a NamedSharding each.")
-    named = {n for e in first.sharding.spec for n in (e if isinstance(e, tuple) else (e,))}
+    placed = first.sharding
+    if not isinstance(placed, NamedSharding):
+        raise ReshardError("logically_stacked: the arrays need a NamedSharding.")
+    named = {n for e in placed.spec for n in (e if isinstance(e, tuple) else (e,))}
     if strict and mesh_axis_name in named:
-        raise ReshardError(f"logically_stacked: the spec {first.sharding.spec} names {mesh_axis_name!r} already.")
-    spec = MpmdSharding(MpmdMesh(comm_mesh, mesh_axis_name), 0, first.sharding.spec).spec
+        raise ReshardError(f"logically_stacked: the spec {placed.spec} names {mesh_axis_name!r} already.")
+    spec = MpmdSharding(MpmdMesh(comm_mesh, mesh_axis_name), 0, placed.spec).spec
     entries = [*spec, *[None] * (first.ndim - len(spec))]
     entries.insert(array_axis, mesh_axis_name)
     shape = list(first.shape)
     shape.insert(array_axis, comm_mesh.shape[mesh_axis_name])
-    sharding = NamedSharding(comm_mesh, PartitionSpec(*entries), memory_kind=first.sharding.memory_kind)
+    sharding = NamedSharding(comm_mesh, PartitionSpec(*entries), memory_kind=placed.memory_kind)
     shards: dict[Any, jax.Array] = {}
     for a in arrays:
         if (a.shape, a.dtype) != (first.shape, first.dtype):

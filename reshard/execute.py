@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd.array import MpmdArray
 from mpmd.boxes import Box
 from mpmd.mesh import MpmdSharding
 from reshard.chunk import Batch
 from reshard.devices import HostMemory
+from reshard.kept import Kept, take_over
 from reshard.plan import PlannedArray, ReshardPlan
 from reshard.transport import LocalCarrier, Sink, open_sink
 
@@ -241,8 +241,8 @@ class _Run:
             data, box = moving.source_shards[sender], box.relative_to(moving.scaled(route.source.boxes[sender]))
             from_device = route.source.devices[sender]
         else:
-            data = moving.sink(sender).read(box.relative_to(moving.scaled(route.target.boxes[sender])))
-            box, from_device = Box.whole(box.shape), route.target.devices[sender]
+            data, box = moving.sink(sender).contents, box.relative_to(moving.scaled(route.target.boxes[sender]))
+            from_device = route.target.devices[sender]
         sent, received = self.carrier.carry(data, box, moving.sink(receiver), into)
         working[from_device] = working.get(from_device, 0) + sent
         working[to_device] = working.get(to_device, 0) + received
@@ -292,50 +292,21 @@ class _Run:
             )
 
     def _take_over_kept(self) -> None:
-        """Shards that stay in place: donated to their new arrays, or copied if the source lives on.
-
-        Deleting the source would take its shards with it, wherever they are used. A program that returns what is
-        donated to it makes them new buffers in the same memory: one for each set of devices.
-        """
-        todo: dict[frozenset[Any], list[tuple[_Moving, list[int]]]] = {}
+        """Shards that stay in place: taken over by their new arrays, or copied if the source lives on."""
+        taken: list[Kept] = []
         for moving in self.moving:
-            if moving.kept and self._frees(moving):
+            frees = self._frees(moving)
+            for t, s in moving.kept.items():
+                data = moving.source_shards[s]
+                if frees:
+                    taken.append(Kept(data, moving.planned.route.target.devices[t], moving.parts, t))
+                elif isinstance(data, np.ndarray):
+                    moving.parts[t] = data.copy()
+                else:
+                    moving.parts[t] = jax.device_put(data, data.sharding, may_alias=False)
+            if frees and moving.kept:
                 self._consumed.add(id(moving.source))
-                target, source = moving.planned.route.target, moving.source_shards
-                by_shape: dict[Any, dict[Any, int]] = {}
-                rest: list[int] = []
-                for t, s in moving.kept.items():
-                    key = (source[s].shape, source[s].sharding.memory_kind)
-                    row = by_shape.setdefault(key, {})
-                    if target.devices[t] in row:
-                        rest.append(t)
-                    else:
-                        row[target.devices[t]] = t
-                for row in by_shape.values():
-                    todo.setdefault(frozenset(row), []).append((moving, list(row.values())))
-                for t in rest:
-                    todo.setdefault(frozenset([target.devices[t]]), []).append((moving, [t]))
-            else:
-                for t, s in moving.kept.items():
-                    data = moving.source_shards[s]
-                    is_numpy = isinstance(data, np.ndarray)
-                    moving.parts[t] = data.copy() if is_numpy else jax.device_put(data, data.sharding, may_alias=False)
-        for devices, rows in todo.items():
-            self._donate_to_targets(sorted(devices, key=lambda d: d.id), rows)
-
-    def _donate_to_targets(self, devices: list[Any], rows: list[tuple[_Moving, list[int]]]) -> None:
-        mesh = Mesh(np.array(devices), ("device",))
-        arrays: list[jax.Array] = []
-        for moving, targets in rows:
-            by_device = {moving.planned.route.target.devices[t]: moving.source_shards[moving.kept[t]] for t in targets}
-            first = next(iter(by_device.values()))
-            # Each device keeps its own content; that "replicated" is not true of the values matters to nobody.
-            sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=first.sharding.memory_kind)
-            shards = [by_device[device] for device in devices]
-            arrays.append(jax.make_array_from_single_device_arrays(first.shape, sharding, shards))
-        for (moving, targets), array in zip(rows, _identity(*arrays), strict=True):
-            by_device = {s.device: s.data for s in array.addressable_shards}
-            moving.parts.update({t: by_device[moving.planned.route.target.devices[t]] for t in targets})
+        take_over(taken)
 
     def _assemble(self, moving: _Moving) -> Any:
         leaf, target = moving.planned.leaf, moving.planned.route.target
@@ -365,12 +336,6 @@ class _Run:
             lines.append(f"  consumed, whole or in part: {', '.join(gone)}")
         lines.append(f"  still valid: {', '.join(valid) or 'none'}")
         return "\n".join(lines)
-
-
-def _identity(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The same values in the same memory, as new arrays; the old ones are gone."""
-    donated = jax.jit(lambda *xs: xs, donate_argnums=tuple(range(len(arrays))))
-    return donated(*arrays)
 
 
 def _shards(source: Any, planned: PlannedArray) -> list[Any]:

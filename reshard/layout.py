@@ -48,6 +48,7 @@ class Layout:
     boxes: tuple[Box, ...]
     grids: tuple[Grid, ...]
     groups: dict[int, tuple[int, ...]]
+    memory_kind: str | None
 
     @functools.cached_property
     def start(self) -> np.ndarray:
@@ -94,11 +95,12 @@ def layout(sharding: Any, shape: Shape) -> Layout:
         ValueError: the sharding does not fit the shape.
     """
     if isinstance(sharding, HostMemory):
-        by_group = {0: {sharding: Box.whole(shape)}}
+        by_group, memory_kind = {0: {sharding: Box.whole(shape)}}, None
     elif isinstance(sharding, MpmdSharding):
         by_group = {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
+        memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind
     else:
-        by_group = {0: device_boxes(sharding, shape)}
+        by_group, memory_kind = {0: device_boxes(sharding, shape)}, sharding.memory_kind
     shards: dict[tuple[Any, Box], int] = {}
     groups = {
         group: tuple([shards.setdefault((device, box), len(shards)) for device, box in boxes.items()])
@@ -106,7 +108,7 @@ def layout(sharding: Any, shape: Shape) -> Layout:
     }
     boxes = tuple([box for _, box in shards])
     grids = tuple(_grid(indices, boxes) for indices in dict.fromkeys(groups.values()))
-    return Layout(tuple([device for device, _ in shards]), boxes, grids, groups)
+    return Layout(tuple([device for device, _ in shards]), boxes, grids, groups, memory_kind)
 
 
 def _grid(indices: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:

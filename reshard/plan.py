@@ -234,7 +234,7 @@ def plan_leaves(leaves: Sequence[Leaf], threshold: int | None) -> ReshardPlan:
     for (source, target, unit), members in kinds.items():
         members = sorted(members, key=lambda i: -leaves[i].nbytes)
         for i in members:
-            scales[i] = tuple(n // u for n, u in zip(leaves[i].shape, unit, strict=True))
+            scales[i] = tuple(n // u if u else 1 for n, u in zip(leaves[i].shape, unit, strict=True))
         num_replicas = max(sum(grid.shards.shape[1] for grid in source.grids), 1)
         num_variants = min(len(members), num_replicas, _MAX_VARIANTS)
         for variant in range(num_variants):

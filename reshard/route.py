@@ -111,7 +111,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     kept = _kept(source, target, source_place, target_place)
     kept_targets = np.array([t for _, t in kept], np.int64)
     want_cell, want_shard = lattice.pairs(target.grids)
-    want = ~_among(want_shard, kept_targets)
+    want = ~_among(want_shard, kept_targets) & (lattice.volume[want_cell] > 0)
     want_cell, want_shard = want_cell[want], want_shard[want]
 
     holders = _Holders(have_cell, source_place[have_shard], have_shard, np.zeros(len(have_cell), np.int64))
@@ -182,6 +182,8 @@ def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
 def _kept(
     source: Layout, target: Layout, source_place: np.ndarray, target_place: np.ndarray
 ) -> tuple[tuple[int, int], ...]:
+    if source.memory_kind != target.memory_kind:
+        return ()
     have = {(place, box): i for i, (place, box) in enumerate(zip(source_place.tolist(), source.boxes, strict=True))}
     pairs = [
         (have.get((place, box), -1), t)

@@ -35,8 +35,9 @@ class Sink(Protocol):
         """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
         ...
 
-    def read(self, box: Box) -> Any:
-        """What has been written into a box of the shard."""
+    @property
+    def contents(self) -> Any:
+        """What has been written so far, to be read before the next `write`."""
         ...
 
     def finish(self) -> Any:
@@ -55,8 +56,9 @@ class HostSink:
         self._buffer[box.slices] = data
         return False
 
-    def read(self, box: Box) -> np.ndarray:
-        return self._buffer[box.slices]
+    @property
+    def contents(self) -> np.ndarray:
+        return self._buffer
 
     def finish(self) -> Any:
         buffer, self._buffer = self._buffer, np.empty(0)
@@ -75,37 +77,54 @@ class DeviceSink:
     def place(self) -> SingleDeviceSharding:
         return self._place
 
+    def is_beside(self, source: Any) -> bool:
+        """Whether a source shard is in the same memory."""
+        return not _on_host(source) and source.sharding.is_equivalent_to(self._place, source.ndim)
+
     def write(self, box: Box, data: jax.Array) -> bool:
         if data.shape == self._shape:
             self._buffer = data
             return True
-        if self._buffer is None:
-            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
-        self._buffer = _write(self._buffer, data, box.start)
+        self._buffer = _write(self.contents, data, box.start)
         return False
 
-    def read(self, box: Box) -> jax.Array:
-        assert self._buffer is not None
-        return cut(self._buffer, box)
+    def copy(self, source: jax.Array, box: Box, into: Box) -> None:
+        """Writes a box of another array on the same device, in one program and without a buffer in between."""
+        self._buffer = _copy(self.contents, source, box.start, into.start, box.shape)
+
+    @property
+    def contents(self) -> jax.Array:
+        if self._buffer is None:
+            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
+        return self._buffer
 
     def wait(self) -> None:
         jax.block_until_ready(self._buffer)
 
     def finish(self) -> jax.Array:
-        if self._buffer is None:  # a shard without elements
-            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
-        return self._buffer
+        return self.contents
 
 
 def open_sink(device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
     """The kind of sink that fits the memory."""
-    if (
-        isinstance(device, HostMemory)
-        or device.platform == "cpu"
-        or (memory_kind is not None and memory_kind.endswith("host"))
-    ):
+    if is_host_memory(device) or _is_host_kind(memory_kind):
         return HostSink(device, shape, dtype, memory_kind)
     return DeviceSink(device, shape, dtype)
+
+
+def is_host_memory(device: Any) -> bool:
+    """Whether this process can read and write what is on the device as its own memory."""
+    return isinstance(device, HostMemory) or device.platform == "cpu"
+
+
+def _is_host_kind(memory_kind: str | None) -> bool:
+    return memory_kind is not None and memory_kind.endswith("host")
+
+
+def _on_host(source: Any) -> bool:
+    if isinstance(source, np.ndarray):
+        return True
+    return is_host_memory(next(iter(source.sharding.device_set))) or _is_host_kind(source.sharding.memory_kind)
 
 
 class Carrier(Protocol):
@@ -135,7 +154,11 @@ class LocalCarrier:
     def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
         nbytes = box.nbytes(source.dtype.itemsize)
         whole = box.shape == tuple(source.shape)
-        if isinstance(source, np.ndarray) or on_cpu(source):
+        if isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
+            self._written.append(sink)
+            sink.copy(source, box, into)
+            return nbytes, 0
+        if _on_host(source):
             data, cut_bytes = np.asarray(source)[box.slices], 0
         else:
             data, cut_bytes = (source, 0) if whole else (cut(source, box), nbytes)
@@ -185,10 +208,13 @@ def _cut(array: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> ja
     return jax.lax.dynamic_slice(array, start, shape)
 
 
+@functools.partial(jax.jit, static_argnums=4, donate_argnums=0)
+def _copy(
+    buffer: jax.Array, source: jax.Array, start: tuple[int, ...], into: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice(source, start, shape), into)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(buffer: jax.Array, data: jax.Array, start: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, data, start)
-
-
-def on_cpu(array: jax.Array) -> bool:
-    return next(iter(array.sharding.device_set)).platform == "cpu"

@@ -89,8 +89,8 @@ def _compare(options: argparse.Namespace) -> int:
         print(json.dumps({"groups": groups, "microbatches": options.microbatches, "rows": rows, "skipped": skipped}))
         return 0
     print(
-        f"{groups} groups, {options.microbatches} microbatches; schedules with several stages a group split the same work.\n"
-        "Most held: activations of one stage; memory: the same in the costs' unit (by default what one stage a group holds).\n"
+        f"{groups} groups, {options.microbatches} microbatches; schedules with several stages a group split the work.\n"
+        "Most held: activations of one stage. Memory: in the costs' unit (by default 1 for all stages of a group).\n"
     )
     head = ("schedule", "stages", "makespan", "bubble", "idle in span", "most held", "memory", "above bound")
     table = [head] + [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,11 +77,7 @@ def improve(
 
 def can_compile() -> bool:
     """Whether numba is installed (the extra ``search``)."""
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("numba") is not None
 
 
 def _compile(work: list[Any]) -> tuple[Callable[..., float], list[Any]]:

@@ -123,7 +123,7 @@ class Clock:
         group: int,
         todo: deque[int],
     ) -> None:
-        """The same where some neighbours are one unit: it starts when both could, and hands on its results at its end."""
+        """The same where some neighbours are one unit: starts when both could, hands on its results at its end."""
         while len(ends) < len(order):
             task = order[len(ends)]
             unit = (task, second[task]) if task in second else (task,)

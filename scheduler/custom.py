@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from scheduler.errors import ScheduleError
@@ -72,15 +73,15 @@ class CustomSchedule(Schedule):
             if group not in range(len(orders))
         ]
         faults += order_faults(orders, placement, self.num_microbatches, forward_only)
-        neighbours = {pair for order in orders for pair in zip(order, order[1:], strict=False)}
+        neighbours = {pair for order in orders for pair in pairwise(order)}
         faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
         raise_faults(ScheduleError, "CustomSchedule", faults)
 
     def orders(self, num_microbatches: int) -> Orders:
         if num_microbatches != self.num_microbatches:
             raise ValueError(
-                f"CustomSchedule: num_microbatches is {num_microbatches}; these orders are for {self.num_microbatches}. "
-                f"Use that number, or make other orders."
+                f"CustomSchedule: num_microbatches is {num_microbatches}; these orders are for "
+                f"{self.num_microbatches}. Use that number, or make other orders."
             )
         return self.task_orders
 

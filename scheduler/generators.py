@@ -188,7 +188,7 @@ class InterleavedGPipe(LoopSchedule):
 
 
 def looped(schedule: LoopSchedule, group: int, kind: Kind, num_microbatches: int, round_size: int) -> list[Task]:
-    """A group's tasks of one kind in rounds of microbatches; stage after stage in each, backwards from the last stage."""
+    """A group's tasks of one kind in rounds of microbatches: stage after stage, backwards from the last."""
     stages = range(group, schedule.num_stages, schedule.num_groups)
     tasks = []
     for begin in range(0, num_microbatches, round_size):

@@ -52,7 +52,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What is due when: the task of kind k, stage s and microbatch j at ``due[k][s] + pace * j``, and the least goes first.
+    """What is due when: the task of kind k, stage s and microbatch j at ``due[k][s] + pace * j``, least first.
 
     Args:
         due: For each kind, one number for each stage.
@@ -74,10 +74,10 @@ class Ranking:
     noise: dict[Kind, Sequence[float]] = field(default_factory=dict)
 
 
-def list_schedule(problem: Problem, ranking: Ranking) -> Orders | None:
-    """Orders of tasks F, I and W by a ranking, with the microbatches of a stage in order; None if memory does not suffice.
+def list_schedule(problem: Problem, ranking: Ranking, prefix: Orders = ()) -> Orders | None:
+    """Orders of tasks F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
 
-    Linear in tasks, times the number of stages in a group.
+    Linear in tasks, times the number of stages in a group. With ``prefix``, groups first run those tasks.
     """
     m, num_stages, costs = problem.num_microbatches, problem.num_stages, problem.costs
     place, pace, patience = problem.placement, ranking.pace, ranking.patience
@@ -110,10 +110,12 @@ def list_schedule(problem: Problem, ranking: Ranking) -> Orders | None:
             continue
         horizon = now + patience
         wake = best = math.inf
-        chosen: tuple[Kind, int, int, float] | None = None
-        for stage in stages[group]:
+        only = prefix[group][len(orders[group])] if prefix and len(orders[group]) < len(prefix[group]) else None
+        chosen: tuple[str, int, int, float] | None = None
+        for stage in stages[group] if only is None else (only.stage,):
             j = next_f[stage]
-            if j < m and live[group] + need[stage] <= limit[group]:
+            room = live[group] + need[stage] <= limit[group] if only is None else only.kind == "F"
+            if j < m and room:
                 ready = forward_at[stage][j]
                 if ready <= horizon:
                     key = due_f[stage] + pace * j
@@ -124,7 +126,7 @@ def list_schedule(problem: Problem, ranking: Ranking) -> Orders | None:
                 elif ready < wake:
                     wake = ready
             j = next_i[stage]
-            if j < next_f[stage]:
+            if j < next_f[stage] and (only is None or only.kind == "I"):
                 ready = input_at[stage][j]
                 if ready <= horizon:
                     key = due_i[stage] + pace * j
@@ -135,7 +137,7 @@ def list_schedule(problem: Problem, ranking: Ranking) -> Orders | None:
                 elif ready < wake:
                     wake = ready
             j = next_w[stage]
-            if j < next_i[stage]:
+            if j < next_i[stage] and (only is None or only.kind == "W"):
                 key = due_w[stage] + pace * j
                 if noise_w is not None:
                     key += noise_w[stage * m + j]
@@ -168,7 +170,7 @@ def list_schedule(problem: Problem, ranking: Ranking) -> Orders | None:
             next_w[stage] = j + 1
             live[group] -= held[stage] - early[stage]
         free_at[group] = end
-        orders[group].append(Task(stage, kind, j))
+        orders[group].append(Task(stage, kind, j))  # type: ignore[arg-type]
         left -= 1
         heappush(heap, (end, group))
     return None if left else tuple(map(tuple, orders))

@@ -47,7 +47,8 @@ def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> P
     """
     if task_graph.num_stages != schedule.num_stages:
         raise ScheduleError(
-            f"lower: the task graph has {task_graph.num_stages} stages and the schedule {schedule.num_stages}; expected the same."
+            f"lower: the task graph has {task_graph.num_stages} stages and the schedule "
+            f"{schedule.num_stages}; expected the same."
         )
     plan = _Units.of(task_graph, schedule, num_microbatches)
     starts = plan.starts()

@@ -143,7 +143,7 @@ def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[U
 def order_faults(
     orders: Orders, placement: Sequence[int], num_microbatches: int, forward_only: bool = False
 ) -> list[str]:
-    """Every fault of the orders of an ordinary pipeline: tasks missing, double, misplaced, or in an order that deadlocks."""
+    """Every fault of the orders of an ordinary pipeline: missing, double or misplaced tasks, and deadlock."""
     runs = [(group, task) for group, order in enumerate(orders) for task in order]
     faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}

@@ -12,16 +12,17 @@ from scheduler.bounds import Bound, lower_bound
 from scheduler.catalogue import SCHEDULES
 from scheduler.custom import CustomSchedule
 from scheduler.errors import ScheduleError
+from scheduler.exact import can_solve, solve
 from scheduler.generators import ChainSchedule, LoopSchedule
 from scheduler.listing import Problem, Ranking, list_schedule
 from scheduler.simulate import Costs, Timeline, simulate_orders
-from scheduler.task import Orders, Pairs, check_count
+from scheduler.task import KINDS, Kind, Orders, Pairs, check_count
 from scheduler.v_schedules import VSchedule, v_placement
 
 _CLOSE = 1e-9
 _NOISE = 0.1
-# Tasks simulated or placed a second by one slow core. The budget of time is spent as a number of tries that follows from
-# these, so that a seed gives the same orders on every machine that is not slower.
+# Tasks placed or moved a second by one slow core. The budget of time is spent as a number of tries that follows
+# from these, so that a seed gives the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
 _MOVED_PER_SECOND = 900_000
 _MOVED_PER_SECOND_COMPILED = 70_000_000
@@ -40,6 +41,8 @@ class Found:
         noisy_gain: The mean gain over that schedule when each cost is off by up to 10%, as a fraction.
         tries: How many orders were looked at.
         complete: False if time ran out before the planned number of tries, so that another run may differ.
+        proved: Whether no order is shorter even where the bound is (one stage a group, with OR-tools; to a thousandth
+            of a task's time).
     """
 
     schedule: CustomSchedule
@@ -50,6 +53,7 @@ class Found:
     noisy_gain: float
     tries: int
     complete: bool
+    proved: bool
 
     @property
     def gain(self) -> float:
@@ -71,6 +75,8 @@ class Found:
             )
         else:
             lines.append("no built-in schedule fits this placement and memory")
+        if self.proved:
+            lines.append("proved: no order is shorter")
         held = ", ".join(f"{nbytes:g}" for nbytes in self.timeline.peak_bytes)
         lines.append(f"most held in each group: {held}; {self.tries} orders tried")
         if not self.complete:
@@ -169,6 +175,7 @@ class _Search:
         self.pool: list[_Candidate] = []
         self.tries = 0
         self.complete = True
+        self.proved = False
 
     def run(self) -> Found:
         seed_name, best_seed = "", None
@@ -186,8 +193,11 @@ class _Search:
                 + ", ".join(f"{need:g} in group {group}" for group, need in enumerate(_least(self.problem)))
                 + ". Raise the limit, or lower activation_bytes (rematerialise)."
             )
-        if not self._done():
-            self._move()
+        exactly = not self._done() and can_solve(self.problem)
+        if exactly:
+            self._solve()
+        if not self._done() and not self.proved:
+            self._move(0.25 if exactly else 0.6)
         best = self.pool[0]
         placement = self.problem.placement
         timeline = simulate_orders(
@@ -202,6 +212,7 @@ class _Search:
             self._noisy_gain(best_seed.orders, best.orders) if best_seed else 0.0,
             self.tries,
             self.complete,
+            self.proved,
         )
 
     def _done(self) -> bool:
@@ -285,15 +296,24 @@ class _Search:
             return fresh
         return value + self.random.gauss(0, 0.2) if roll < 0.5 and name not in _SWITCHES else value
 
-    def _move(self) -> None:
-        """Small moves, from the best few orders."""
+    def _solve(self) -> None:
+        """One stage a group, and OR-tools installed: the best order, if the time suffices."""
+        hint = tuple(tuple(part for task in order for part in task.parts) for order in self.pool[0].orders)
+        orders, self.proved = solve(self.problem, hint, 0.4 * self.seconds, self.random.randrange(2**31))
+        candidate = self._time(orders)
+        if candidate is not None and candidate.makespan < self.pool[0].makespan - _CLOSE:
+            self.progress(f"constraint programming: {candidate.makespan:g}{', the best' if self.proved else ''}")
+            self._add(candidate)
+
+    def _move(self, share: float) -> None:
+        """Small moves, from the best few orders, for a share of the time."""
         problem = self.problem
         compiled = can_compile()
         tasks = 3 * problem.num_stages * problem.num_microbatches
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
         starts = self.pool[: 4 if compiled else 2]
         rounds = 6 if compiled else 4
-        budget = 0.6 * self.seconds * rate / tasks
+        budget = share * self.seconds * rate / tasks
         steps = max(50, int(budget / len(starts) / rounds))
         scale = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES) / (
             3 * problem.num_stages
@@ -393,11 +413,12 @@ def _ranking(problem: Problem, genes: dict[str, float]) -> Ranking:
         + genes["by_group"] * problem.placement[stage] * forward[stage]
         for stage in range(n)
     ]
-    noise = {}
+    noise: dict[Kind, Sequence[float]] = {}
     if genes["noise"]:
         rng = random.Random(genes["noise_seed"])
         reach = genes["noise"] * period / 3
-        noise = {kind: [rng.uniform(-reach, reach) for _ in range(n * m)] for kind in ("F", "I", "W")}
+        for kind in KINDS:
+            noise[kind] = [rng.uniform(-reach, reach) for _ in range(n * m)]
     return Ranking(
         {"F": due_f, "I": due_i, "W": due_w},
         pace=genes["pace"] * period,

@@ -70,7 +70,8 @@ class Costs:
             return [value] * num_stages
         if len(value) != num_stages:
             raise ValueError(
-                f"Costs: {name} has {len(value)} entries and the schedule {num_stages} stages; give one number or one for each stage."
+                f"Costs: {name} has {len(value)} entries and the schedule {num_stages} stages; "
+                "give one number or one for each stage."
             )
         return list(value)
 
@@ -119,7 +120,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Costs from JSON: an object with the names of the arguments, or a Chrome trace whose events are named as tasks."""
+        """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks."""
         data = json.loads(text)
         if isinstance(data, dict) and "traceEvents" not in data:
             known = {one.name for one in fields(cls)}

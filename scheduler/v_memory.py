@@ -8,14 +8,17 @@ from typing import NamedTuple
 
 from scheduler.listing import Problem, Ranking, list_schedule
 from scheduler.simulate import Costs, simulate_orders
-from scheduler.task import Orders, Task, check_count
+from scheduler.steady import PERIOD, Pattern, half_speed_down, in_order, let_run_out, repeat, squeeze, straight
+from scheduler.task import Orders, check_count
 from scheduler.v_schedules import VSchedule
-
-_PERIOD = 6  # F, I and W of two stages
 
 
 class _MemoryBound(VSchedule):
-    """The best of several orders that all keep to :meth:`memory`, on a clock where every F, I and W takes 1."""
+    """The best of several orders that all keep to :meth:`memory`.
+
+    The best is the shortest on a clock where every F, I and W takes 1; of several such, the one that suffers least from
+    transfers and from a heavier last stage.
+    """
 
     def memory(self) -> int:
         """The most activations of one stage that a group holds."""
@@ -25,17 +28,18 @@ class _MemoryBound(VSchedule):
         check_count(type(self).__name__, "num_microbatches", num_microbatches)
         limits = (float(self.memory()),) * self.num_groups
         problem = Problem(self.placement, self.num_groups, num_microbatches, Costs(), limits)
+        last = (*[1.0] * (self.num_stages - 1), 1.5)
+        others = (Costs(1.0, 1.1, 0.8, transfer_s=0.2), Costs(last, last, last))
         best: tuple[float, float] | None = None
         chosen: Orders | None = None
         for orders in self._candidates(problem):
             timeline = simulate_orders(orders, self.placement, num_microbatches)
-            if max(timeline.peak_activations) > self.memory():
+            if max(timeline.peak_activations) > self.memory() or (best and timeline.makespan > best[0]):
                 continue
-            score = (timeline.makespan, sum(timeline.idle_within_span))
+            spans = (simulate_orders(orders, self.placement, num_microbatches, costs).makespan for costs in others)
+            score = (timeline.makespan, sum(spans))
             if best is None or score < best:
                 best, chosen = score, orders
-            if timeline.makespan <= _PERIOD * num_microbatches + self.num_groups - 1:
-                break
         assert chosen is not None
         return chosen
 
@@ -44,18 +48,34 @@ class _MemoryBound(VSchedule):
             orders = list_schedule(problem, setting.ranking(self.num_groups))
             if orders is not None:
                 yield orders
-        yield steady_orders(self.num_groups, problem.num_microbatches)
+        for pattern in self._patterns():
+            yield from self._from_pattern(pattern, problem)
+
+    def _patterns(self) -> Iterator[Pattern]:
+        yield straight(self.num_groups)
+
+    def _from_pattern(self, pattern: Pattern, problem: Problem) -> Iterator[Orders]:
+        p, m = self.num_groups, problem.num_microbatches
+        slots = repeat(pattern, m)
+        yield in_order(slots)
+        slots = squeeze(slots, pattern, m, self.memory())
+        yield in_order(slots)
+        for later in sorted({0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2}):
+            orders = let_run_out(slots, pattern, problem, PERIOD * (m - 1) + later)
+            if orders is not None:
+                yield orders
 
 
 @dataclass(frozen=True)
 class VHalf(_MemoryBound):
     """A V schedule in about half of 1F1B's memory.
 
-    Each group runs, whenever it is free, what is due first of what is ready and fits in 2(⌊p/2⌋ + 1) activations of one
-    stage, leaving room for the oldest microbatch to turn and come back. What is due when follows one of a few
-    rankings, and new microbatches enter at a given pace once the first few are in; the order kept is the shortest
-    of those. Where two stages together take 3 a microbatch, the makespan is about 3m + 1.4p
-    (3m + 2.5, 8.5, 20.5 for p = 4, 8, 16 at m = 2p), and no group ever holds more than 2(⌊p/2⌋ + 1). Any m.
+    Every microbatch follows the one before after 6 tasks' time, in the same pattern: down the groups at half speed,
+    up at full speed, and the gradients likewise; a pause of three tasks' time at the turn where p is even; W takes
+    the slots that are left. The beginning and the end are drawn together as memory allows. Where a list schedule
+    within the same memory is shorter (few microbatches), that is kept. Where two stages together take 3 a microbatch,
+    the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p, and no group ever holds more than
+    2(⌊p/2⌋ + 1) activations of one stage. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 
@@ -69,15 +89,19 @@ class VHalf(_MemoryBound):
     def memory(self) -> int:
         return 2 * (self.num_groups // 2 + 1)
 
+    def _patterns(self) -> Iterator[Pattern]:
+        yield half_speed_down(self.num_groups)
+        yield straight(self.num_groups)
+
 
 @dataclass(frozen=True)
 class VMin(_MemoryBound):
     """A V schedule in about a third of 1F1B's memory, the least that keeps the groups busy in steady state.
 
     Every microbatch follows the one before after 6 tasks' time, in the same pattern: straight down the groups, straight
-    up, and the gradients straight back, with a pause of two tasks at each turn where p is a multiple of 3 (else two
-    tasks would meet in a group); W takes the first slots left. Where a list schedule within the same memory is shorter
-    (few microbatches), that is kept. With two stages together taking 3 a microbatch, the makespan is at most
+    up, and the gradients straight back, with a pause of two tasks at the turn where p is a multiple of 3 (else two
+    tasks would meet in a group); W takes the slots that are left. Where a list schedule within the same memory is
+    shorter (few microbatches), that is kept. With two stages together taking 3 a microbatch, the makespan is at most
     3m + 2p - 5/2 (1 more where p is a multiple of 3), and no group holds more than 2⌈(p + 2)/3⌉. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
@@ -91,54 +115,6 @@ class VMin(_MemoryBound):
 
     def memory(self) -> int:
         return 2 * -(-(self.num_groups + 2) // 3)
-
-
-def steady_orders(num_groups: int, num_microbatches: int) -> Orders:
-    """The orders in which every microbatch repeats one pattern, six tasks' time after the one before.
-
-    In group r of p the pattern is F down at r, F up at 2p - 1 - r, I up at 2p + r, I down at 4p - 1 - r, with pauses
-    at the turns if two of those would fall on the same time modulo 6 (that is where p is a multiple of 3).
-    """
-    p = num_groups
-    pause_up = 0 if 2 * p % _PERIOD else 2
-    pause_down = pause_up + (0 if (4 * p + pause_up) % _PERIOD else 2)
-    orders = []
-    for group in range(p):
-        down, up = group, 2 * p - 1 - group
-        times = {
-            Task(down, "F", 0): group,
-            Task(up, "F", 0): 2 * p - 1 - group,
-            Task(up, "I", 0): 2 * p + group + pause_up,
-            Task(down, "I", 0): 4 * p - 1 - group + pause_down,
-        }
-        free = sorted(set(range(_PERIOD)) - {time % _PERIOD for time in times.values()})
-        choices = []
-        for slots in (free, free[::-1]):
-            choice = dict(times)
-            for stage, slot in zip((down, up), slots, strict=True):
-                ready = times[Task(stage, "I", 0)] + 1
-                choice[Task(stage, "W", 0)] = ready + (slot - ready) % _PERIOD
-            order = _repeat(choice, num_microbatches)
-            choices.append((_peak(order), sum(choice.values()), order))
-        orders.append(min(choices)[2])
-    return tuple(orders)
-
-
-def _repeat(times: dict[Task, int], num_microbatches: int) -> tuple[Task, ...]:
-    events = [
-        (time + _PERIOD * microbatch, task._replace(microbatch=microbatch))
-        for task, time in times.items()
-        for microbatch in range(num_microbatches)
-    ]
-    return tuple(task for _, task in sorted(events))
-
-
-def _peak(order: tuple[Task, ...]) -> int:
-    live = peak = 0
-    for task in order:
-        live += {"F": 1, "I": 0, "W": -1}[task.kind]
-        peak = max(peak, live)
-    return peak
 
 
 class _Setting(NamedTuple):

@@ -72,18 +72,18 @@ class ZeroBubbleV(VSchedule):
 
     Group r of p runs 2(p - 1 - r) forwards on the way down, then r + 1 pairs of forwards, down and up, which is when
     the first gradient arrives; then p - 1 - r times I, W and F on the way up; then I and W up, F down, I and W down,
-    F up in turn until the forwards are out; then the input gradients that are left, up and down in turn, with a W in
-    the place of those that are out. With less than 2p - 1 - r microbatches, a group postpones as many of its first Ws
-    as it lacks forwards. Where two stages together take 3 a microbatch, the makespan is 3m + (p - 1)/2 for m ≥ p; for
-    m ≥ 2p - 1 no group idles between its first and its last task (with fewer microbatches group 0 has too few
-    forwards to fill the wait for its first gradient). Groups hold 2p activations of one stage, which is p of what
-    1F1B holds. Any m.
+    F up in turn until the forwards are out, and I and W up once more; then the input gradients that are left, down
+    and up in turn, with a W in the place of those that are out. With less than 2p - 1 - r microbatches, a group
+    postpones as many of its first Ws as it lacks forwards. Where two stages together take 3 a microbatch, the
+    makespan is 3m + (p - 1)/2 for m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task (with
+    fewer microbatches group 0 has too few forwards to fill the wait for its first gradient). Groups hold 2p
+    activations of one stage, which is p of what 1F1B holds. Any m.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 
     Example:
         >>> print(*ZeroBubbleV(1).orders(2)[0])
-        0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 0I1 1W1 0W1
+        0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1
     """
 
     def orders(self, num_microbatches: int) -> Orders:
@@ -123,12 +123,13 @@ class ZeroBubbleV(VSchedule):
             forward(0)
             backward(0)
             forward(1)
+        backward(1)
         while build.left("I", 0):
+            build.input_grad(0)
             if build.left("I", 1):
                 build.input_grad(1)
             else:
                 build.weight_grad()
-            build.input_grad(0)
         while build.waiting:
             build.weight_grad()
         return tuple(build.order)
@@ -168,8 +169,8 @@ class DualPipeV(VSchedule):
         check_count("DualPipeV", "num_microbatches", num_microbatches)
         if num_microbatches < 2 * self.num_groups:
             raise ValueError(
-                f"DualPipeV: num_microbatches is {num_microbatches} and num_groups {self.num_groups}; the pairs need two "
-                f"microbatches a group. Use at least {2 * self.num_groups}."
+                f"DualPipeV: num_microbatches is {num_microbatches} and num_groups {self.num_groups}; the pairs "
+                f"need two microbatches a group. Use at least {2 * self.num_groups}."
             )
         return [self._plan(group, num_microbatches) for group in range(self.num_groups)]
 

@@ -270,14 +270,15 @@ def _transfer_faults(program: Program) -> list[str]:
         for index, (one, other) in enumerate(zip(*both, strict=False)):
             if one != other:
                 faults.append(
-                    f"transfers {names} come in different orders: number {index} is sent as {one} and received as {other}"
+                    f"transfers {names} come in different orders: "
+                    f"number {index} is sent as {one} and received as {other}"
                 )
                 break
     return faults
 
 
 def _deadlock_faults(program: Program) -> list[str]:
-    """The circle in which groups wait for each other's transfers, if there is one. Unmatched transfers wait for nobody."""
+    """The circle in which groups wait for each other's transfers, if any. Unmatched transfers wait for nobody."""
     matched = _only_matched(program)
     position = walk(matched, lambda group, instruction: None)
     stuck = {

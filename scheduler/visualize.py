@@ -143,8 +143,10 @@ def to_svg(timeline: Timeline) -> str:
     chart = timeline.makespan * scale
     width, height = _LEFT + chart + _RIGHT, _TOP + _ROW * timeline.num_groups + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">'
+        ),
         f"<title>{escape(summary(timeline))}</title>",
         "<defs>",
         *(
@@ -175,9 +177,8 @@ def _svg_row(timeline: Timeline, group: int, scale: float, chart: float) -> Iter
         if task.kind in _PATTERNS:
             yield f'<rect {place} fill="url(#{task.kind})"/>'
         if wide > 12:
-            yield (
-                f'<text x="{x + wide / 2:.1f}" y="{middle:.1f}" text-anchor="middle">{task.kind}{task.microbatch}</text>'
-            )
+            name, at = f"{task.kind}{task.microbatch}", f'x="{x + wide / 2:.1f}" y="{middle:.1f}"'
+            yield f'<text {at} text-anchor="middle">{name}</text>'
     second = dict(timeline.fused)
     for index, (task, start, _) in enumerate(tasks):
         if task in second:

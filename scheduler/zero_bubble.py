@@ -1,4 +1,4 @@
-"""Schedules that split the backward in two and fill bubbles with weight gradients: the zero-bubble family and Kimi K2's."""
+"""Schedules that split the backward and fill bubbles with weight gradients: zero bubble, and Kimi K2's."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _one_stage(stage: int, num_microbatches: int) -> tuple[list[Task], list[Task
 
 
 def _delayed_weights(forwards: list[Task], gradients: list[Task], warmup: int, delay: int) -> tuple[Task, ...]:
-    """``warmup`` forwards, then F and I in turn; I number i is followed by W number i - delay, and the rest comes last."""
+    """``warmup`` forwards, then F and I in turn; I number i is followed by W number i - delay; the rest comes last."""
     weights = [Task(task.stage, "W", task.microbatch) for task in gradients]
     order = forwards[:warmup]
     for index, gradient in enumerate(gradients):

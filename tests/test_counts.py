@@ -16,6 +16,7 @@ from programs.parts import (
     momentum_state,
     normal,
     regression_batch,
+    residual,
     squared_error,
     stages_params,
     token_batch,
@@ -349,6 +350,82 @@ def test_donating_the_batch_leaves_results_right():
     for seed in range(3):
         state, _ = step(state, _batch(seed))
     assert_same(host(state), host(expected), 2e-5)
+
+
+@pytest.mark.parametrize("where", ["auto", "shared"])
+def test_a_value_returned_twice_outlives_the_donation_of_one_of_them(where):
+    """The loss is a metric and a part of the state; an unchanged leaf is returned in two places."""
+    num_stages = 2
+    mesh = shared_device(2) if where == "shared" else mpmd.MpmdMesh(make_mesh(2, AxisType.Auto), "stage")
+    tools = pipelined(scheduler.GPipe(num_stages))
+
+    def step(state, batch):
+        def loss(params, microbatch):
+            return squared_error(chain(tools, params, microbatch["x"]), microbatch["y"])
+
+        inner, metrics = train(tools, loss)(state["inner"], batch)
+        new = {"inner": inner, "last": metrics["loss"], "start": state["start"]}
+        return new, {"loss": metrics["loss"], "start": state["start"], "bias": inner["params"][0]["b"]}
+
+    jitted = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=(0,))
+    inner = momentum_state(stages_params(jax.random.key(0), num_stages))
+    state = {"inner": inner, "last": jnp.float32(0), "start": jnp.arange(3.0)}
+    kept = []
+    for seed in range(3):
+        state, metrics = jitted(state, _batch(seed))
+        kept.append((metrics, host(state["last"]), host(state["inner"]["params"][0]["b"])))
+    for metrics, last, bias in kept:
+        np.testing.assert_array_equal(np.asarray(metrics["loss"]), last)
+        np.testing.assert_array_equal(np.asarray(metrics["bias"]), bias)
+        np.testing.assert_array_equal(np.asarray(metrics["start"]), np.arange(3.0))
+
+
+def test_one_array_in_two_places_of_the_state_is_two_in_the_next():
+    """A moving average that begins as the parameters themselves."""
+    counted = Counted(2)
+    inner = counted._build(pipelined(counted.schedule))
+
+    def step(state, batch):
+        new, metrics = inner(state["inner"], batch)
+        ema = jax.tree.map(lambda e, p: 0.5 * e + 0.5 * p, state["ema"], new["params"])
+        return {"inner": new, "ema": ema}, metrics
+
+    jitted, state = mpmd.jit(step, mpmd_mesh=shared_device(2)), counted.state()
+    state = {"inner": state, "ema": state["params"]}
+    first, _ = jitted(state, _batch(0))
+    expected = jax.tree.map(lambda e, p: 0.5 * e + 0.5 * p, host(state["ema"]), host(first["inner"]["params"]))
+    assert_same(host(first["ema"]), expected, 1e-6)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+# --- effects ---
+
+
+def test_a_debug_callback_in_a_stage_runs_once_for_each_microbatch():
+    seen = []
+
+    def loss(params, microbatch):
+        x = microbatch["x"]
+        for stage, p in enumerate(params):
+            x = residual(p, x if stage == 0 else mpmd.mark_stage_end(x))
+            jax.debug.callback(lambda mean, stage=stage: seen.append((stage, round(float(mean), 4))), jnp.mean(x))
+        return squared_error(x, microbatch["y"])
+
+    def step(params, batch):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule=scheduler.OneFOneB(3))
+
+    params, batch = stages_params(jax.random.key(0), 3), _batch(0)
+    jitted = mpmd.jit(step, mpmd_mesh=shared_device(3))
+    for _ in range(2):
+        seen.clear()
+        jax.block_until_ready(jax.tree.leaves(jitted(params, batch)))
+        jax.effects_barrier()
+        means = []
+        for x in batch["x"]:
+            for stage, p in enumerate(params):
+                x = residual(p, x)
+                means.append((stage, round(float(jnp.mean(x)), 4)))
+        assert sorted(seen) == sorted(means)
 
 
 # --- what goes in and comes out of `compile` ---

@@ -46,3 +46,13 @@ def test_a_command_is_one_line_that_makes_its_own_environment(name):
     assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
     for word in re.findall(r"\S+\.py\b", command):
         assert (ROOT / word).exists()
+
+
+def test_the_architecture_page_names_every_file_of_the_packages():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for package in ("scheduler", "mpmd", "reshard"):
+        part = page.partition(f"\n## `{package}`")[2].partition("\n## ")[0]
+        files = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
+        assert {file for file in files if f"`{file}`" not in part} == set(), (
+            f"say in docs/architecture.md what they are for ({package})"
+        )

@@ -325,13 +325,33 @@ def test_a_psum_over_the_pipelines_axis_is_refused():
 
 
 def test_an_axis_index_of_the_pipelines_axis_is_refused():
-    def apply(mesh, x):
-        def local(x):
-            return x * jax.lax.axis_index("stage")  # here
+    def local(x):
+        return x * jax.lax.axis_index("stage")  # here
 
-        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+    mesh = make_mesh(4, AxisType.Auto, ("data",))
+    split = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
-    _axis_refusal(apply)
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jnp.sum(split(chain(MARK_ONLY, params, x))), xs, schedule=scheduler.GPipe(4))
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))["x"]
+    message = _without_columns(_refusal_of(step, *args, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
+    assert message.startswith(f"axis_index names the mpmd axis 'stage', at {_here(local)}"), message
+
+
+def test_an_unchecked_shard_map_over_all_axes_is_refused_with_two_remedies():
+    mesh = make_mesh(4, AxisType.Auto, ("data",))
+    split = jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+
+    def loss(params, microbatch):
+        x = microbatch["x"][:2]
+        for stage, p in enumerate(params):
+            x = split(residual(p, x if stage == 0 else mpmd.mark_stage_end(x)))  # here
+        return jnp.sum(x)
+
+    message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
+    assert "shard_map(check_vma=False)" in message and _here(loss) in message
+    assert "Pass axis_names={'data'} to shard_map, or leave check_vma=True." in message
 
 
 def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():

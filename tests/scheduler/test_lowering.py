@@ -171,7 +171,8 @@ def test_a_graph_with_unknown_ends_is_refused():
         TaskGraph(1, (Edge("x", (0, "B"), ((1, "F"),)), Edge("x", (0, "F"), ((0, "F"),))))
     assert str(error.value) == (
         "TaskGraph: edge 'x' names the task (0, 'B'); edge 'x' names the task (1, 'F'); two edges are named 'x'; edge "
-        "'x' is read by the task that writes it. Expected distinct edges between tasks of stages 0 to 0 and kinds F, I, W."
+        "'x' is read by the task that writes it. Expected distinct edges between tasks of stages 0 to 0 and "
+        "kinds F, I, W."
     )
 
 

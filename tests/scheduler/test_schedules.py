@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -180,7 +182,7 @@ def test_placements_go_round_and_fold():
 def test_fused_pairs_are_neighbours_of_the_two_stages_of_a_group():
     schedule = DualPipeV(3)
     orders, pairs = schedule.orders(8), schedule.fused(8)
-    neighbours = {pair for order in orders for pair in zip(order, order[1:], strict=False)}
+    neighbours = {pair for order in orders for pair in itertools.pairwise(order)}
     assert pairs <= neighbours
     assert {(first.kind, then.kind) for first, then in pairs} == {("F", "B")}
     assert all(first.stage + then.stage == 5 for first, then in pairs)
@@ -199,13 +201,17 @@ def test_fused_pairs_are_neighbours_of_the_two_stages_of_a_group():
         (lambda: OneFOneB(2).orders(0), "OneFOneB: num_microbatches is 0; expected a whole number of at least 1."),
         (
             lambda: InterleavedOneFOneB(8, 4).orders(6),
-            "InterleavedOneFOneB: num_microbatches is 6 and num_groups 4; microbatches go in rounds of one for each "
-            "group, so more than one round must be a multiple of 4. Use 4 or 8.",
+            (
+                "InterleavedOneFOneB: num_microbatches is 6 and num_groups 4; microbatches go in rounds of one for "
+                "each group, so more than one round must be a multiple of 4. Use 4 or 8."
+            ),
         ),
         (
             lambda: DualPipeV(4).orders(7),
-            "DualPipeV: num_microbatches is 7 and num_groups 4; the pairs need two microbatches a group. "
-            "Use at least 8.",
+            (
+                "DualPipeV: num_microbatches is 7 and num_groups 4; the pairs need two microbatches a group. "
+                "Use at least 8."
+            ),
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 
@@ -77,7 +78,7 @@ def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, p, m):
         path = timeline.critical_path
         over = sum(
             costs.transfer_s
-            for one, other in zip(path, path[1:], strict=False)
+            for one, other in itertools.pairwise(path)
             if timeline.placement[one.stage] != timeline.placement[other.stage]
         )
         length = sum(costs.duration(task.kind, task.stage) for task in path)

@@ -1,0 +1,164 @@
+"""Resharding against what JAX offers, in one run: bytes, time and peak memory.
+
+    python benchmarks/reshard.py [--mib 1024] [--repeat 3] [--cold]
+
+Each way runs in a process of its own, so that its peak resident memory is its own; the times are of warm runs
+unless `--cold` is given. 4 groups of 2 CPU devices; an SPMD state, sharded over all 8 devices, goes to stages that
+own a quarter of the arrays each, and back.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+
+WAYS = ("device_put", "jit identity", "reshard, no limit", "reshard, 64 MiB", "reshard, 8 MiB", "reshard, 1 MiB")
+THRESHOLDS = {"no limit": None, "64 MiB": 64 << 20, "8 MiB": 8 << 20, "1 MiB": 1 << 20}
+CASES = ("rows to rows", "rows to columns", "replicated to stages", "stages to rows")
+
+
+def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str, float | int | str]:
+    """Seconds, bytes moved, and peak resident memory beyond what lay there before, for one way."""
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import reshard
+    from mpmd.array import MpmdArray
+    from mpmd.mesh import MpmdMesh, MpmdSharding
+
+    whole = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = MpmdMesh(whole, "stage")
+    num_arrays = 16
+    columns = 2048
+    rows = mib * 2**20 // num_arrays // columns // 4
+    source_spec = {"rows to columns": P(("stage", "data")), "replicated to stages": P("data")}.get(
+        case, P(("stage", "data"))
+    )
+    target_spec = {"rows to columns": P(None, "data")}.get(case, P("data"))
+    spmd = NamedSharding(whole, source_spec)
+    stages = [MpmdSharding(mesh, i * 4 // num_arrays, target_spec) for i in range(num_arrays)]
+    host = [np.full((rows, columns), i, np.float32) for i in range(num_arrays)]
+
+    def make() -> list:
+        if case == "stages to rows":
+            return [
+                MpmdArray([jax.device_put(v, s.group_sharding(s.groups[0]), may_alias=False)], s)
+                for v, s in zip(host, stages, strict=True)
+            ]
+        return [jax.device_put(v, spmd, may_alias=False) for v in host]
+
+    def run(arrays: list) -> list:
+        if way.startswith("reshard"):
+            threshold = THRESHOLDS[way.removeprefix("reshard, ")] or 1 << 62
+            if case == "stages to rows":
+                return reshard.mpmd_to_spmd_reshard(mesh, arrays, spmd, threshold)
+            return reshard.spmd_to_mpmd_reshard(mesh, arrays, stages, threshold)
+        plain = [a.first_mpmd_replica if isinstance(a, MpmdArray) else a for a in arrays]
+        if case == "stages to rows":
+            targets = [spmd] * num_arrays
+        else:
+            targets = [s.group_sharding(s.groups[0]) for s in stages]
+        if way == "device_put":
+            return jax.device_put(plain, targets)
+        # A program has one set of devices: replicate over the stages, the rest would be thrown away after.
+        if case == "stages to rows":
+            return []
+        everywhere = [NamedSharding(whole, target_spec)] * num_arrays
+        return jax.jit(lambda xs: xs, out_shardings=everywhere)(plain)
+
+    seconds = []
+    extra = 0
+    for i in range(repeat + (not cold)):
+        arrays = jax.block_until_ready(make())
+        peak = Peak()
+        start = time.perf_counter()
+        moved = jax.block_until_ready(run(arrays))
+        elapsed = time.perf_counter() - start
+        extra = max(extra, peak.stop())
+        if moved and case != "stages to rows" and way != "jit identity":
+            assert all((np.asarray(m) == v).all() for m, v in zip(moved, host, strict=True))
+        del arrays, moved
+        if cold or i:
+            seconds.append(elapsed)
+        if cold:
+            break
+    if way == "jit identity" and case == "stages to rows":
+        return {}
+    nbytes = (
+        reshard.last_stats().bytes_moved if way.startswith("reshard") else planned_bytes(way, case, spmd, stages, host)
+    )
+    return {"seconds": min(seconds), "moved": nbytes, "peak": extra}
+
+
+def planned_bytes(way: str, case: str, spmd, stages: list, host: list) -> int:
+    """What JAX moves: a jitted identity what its result lacks; device_put all of an array, unless all of it stays."""
+    from jax.sharding import NamedSharding
+
+    from reshard import plan
+
+    if way == "jit identity":
+        everywhere = [NamedSharding(spmd.mesh, s.spec) for s in stages]
+        return plan(host, [spmd] * len(host), everywhere).bytes_lower_bound
+    pair = (stages, [spmd] * len(host)) if case == "stages to rows" else ([spmd] * len(host), stages)
+    through_host = [traffic.moved > 0 for traffic in plan(host, *pair).traffic_of]
+    return sum(v.nbytes for v, moves in zip(host, through_host, strict=True) if moves)
+
+
+class Peak:
+    """The most resident memory since it was made, beyond what there was then; sampled every millisecond."""
+
+    def __init__(self) -> None:
+        self._before = self._most = resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.001):
+            self._most = max(self._most, resident())
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self._most - self._before
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state (default 1024)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the fastest counts (default 3)")
+    parser.add_argument("--cold", action="store_true", help="the first run in the process, compilation included")
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--one", nargs=2, metavar=("WAY", "CASE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one, args.mib, args.repeat, args.cold)))
+        return
+    print(f"{args.mib} MiB of float32 in 16 arrays, 4 groups x 2 CPU devices, {'cold' if args.cold else 'warm'}")
+    for case in args.case or CASES:
+        print(f"\n{case}\n  {'way':20} {'seconds':>8} {'moved':>9} {'memory':>9}")
+        for way in WAYS:
+            command = [sys.executable, __file__, "--one", way, case, "--mib", str(args.mib)]
+            command += ["--repeat", str(args.repeat)] + ["--cold"] * args.cold
+            line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            if result := json.loads(line):
+                moved, peak = (f"{result[key] / 2**20:.0f} MiB" for key in ("moved", "peak"))
+                print(f"  {way:20} {result['seconds']:8.3f} {moved:>9} {peak:>9}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
