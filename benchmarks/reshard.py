@@ -8,6 +8,7 @@ own a quarter of the arrays each, and back.
 """
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -31,7 +32,7 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import reshard
+    reshard = library()
     from mpmd.array import MpmdArray
     from mpmd.mesh import MpmdMesh, MpmdSharding
 
@@ -103,14 +104,18 @@ def planned_bytes(way: str, case: str, spmd, stages: list, host: list) -> int:
     """What JAX moves: a jitted identity what its result lacks; device_put all of an array, unless all of it stays."""
     from jax.sharding import NamedSharding
 
-    from reshard import plan
-
+    plan = library().plan
     if way == "jit identity":
         everywhere = [NamedSharding(spmd.mesh, s.spec) for s in stages]
         return plan(host, [spmd] * len(host), everywhere).bytes_lower_bound
     pair = (stages, [spmd] * len(host)) if case == "stages to rows" else ([spmd] * len(host), stages)
     through_host = [traffic.moved > 0 for traffic in plan(host, *pair).traffic_of]
     return sum(v.nbytes for v, moves in zip(host, through_host, strict=True) if moves)
+
+
+def library():
+    """The package that has the name of this file."""
+    return importlib.import_module("reshard")
 
 
 class Peak:
@@ -154,7 +159,10 @@ def main() -> None:
         for way in WAYS:
             command = [sys.executable, __file__, "--one", way, case, "--mib", str(args.mib)]
             command += ["--repeat", str(args.repeat)] + ["--cold"] * args.cold
-            line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            # Freed memory goes back to the system at once, so that resident memory is memory in use.
+            env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+            line = done.stdout.splitlines()[-1]
             if result := json.loads(line):
                 moved, peak = (f"{result[key] / 2**20:.0f} MiB" for key in ("moved", "peak"))
                 print(f"  {way:20} {result['seconds']:8.3f} {moved:>9} {peak:>9}", flush=True)

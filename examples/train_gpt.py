@@ -196,7 +196,7 @@ def make_step(
         loss, grads = mpmd.treduce(loss_and_grads, microbatches, schedule=schedule, operation=mpmd.Mean)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     return train_step

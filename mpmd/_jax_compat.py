@@ -7,23 +7,56 @@ doing the same beside them; correctness never depends on the private one.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax._src import compiler, core, dtypes, source_info_util
-from jax._src.interpreters import pxla
+from jax._src.core import ClosedJaxpr, Primitive, Tracer, jaxpr_as_fun
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import UnspecifiedValue
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
+    Jaxpr: TypeAlias = Any
+    JaxprEqn: TypeAlias = Any
+
+    class Var:
+        aval: Any
+
+        def __init__(self, aval: Any): ...
+
+    class DropVar(Var): ...
+
+    class Literal:
+        aval: Any
+        val: Any
+
+        def __init__(self, val: Any, aval: Any): ...
+else:
+    from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
 __all__ = [
-    "ClosedJaxpr", "DropVar", "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var", "ad", "batching", "custom_jvp_call_p",
-    "custom_vjp_call_p", "jaxpr_as_fun", "jit_p", "mlir", "pe", "remat_p",
+    "ClosedJaxpr",
+    "DropVar",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "Tracer",
+    "Var",
+    "ad",
+    "batching",
+    "custom_jvp_call_p",
+    "custom_vjp_call_p",
+    "jaxpr_as_fun",
+    "jit_p",
+    "mlir",
+    "pe",
+    "remat_p",
 ]  # fmt: skip
 
 # Errors and `explain()` name the user's line, not ours.
@@ -50,7 +83,7 @@ def make_jaxpr(invars, outvars, eqns, name: str) -> ClosedJaxpr:
     """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
     debug = core.DebugInfo("mpmd", name, None, None)
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
-    return ClosedJaxpr(Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug), ())
+    return ClosedJaxpr(core.Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug), ())
 
 
 def new_var(aval) -> Var:
@@ -72,7 +105,8 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr = closed.jaxpr
     eqns = [e.replace(invars=list(map(fresh, e.invars)), outvars=list(map(fresh, e.outvars))) for e in jaxpr.eqns]
     return ClosedJaxpr(
-        jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns), closed.consts
+        jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns),
+        closed.consts,
     )
 
 
@@ -149,7 +183,7 @@ def zero_like(tangent) -> ad.Zero:
     return ad.Zero(jax.typeof(tangent))
 
 
-def shaped_array(x):
+def shaped_array(x) -> Any:
     """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
     return core.shaped_abstractify(x)
 
@@ -231,7 +265,7 @@ class _Rebase:
     def var(self, v):
         if isinstance(v, Literal):
             # A constant with a type of its own carries the mesh that it was made under.
-            return Literal(np.asarray(v.val) if hasattr(v.val, "aval") else v.val, self.aval(v.aval))
+            return Literal(np.asarray(v.val, v.aval.dtype) if hasattr(v.val, "aval") else v.val, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
@@ -264,7 +298,7 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
     None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
     """
     try:
-        executable = compiled._executable
+        executable: Any = compiled._executable
         unloaded = executable._unloaded_executable
         client = unloaded.backend
         if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
@@ -285,8 +319,9 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
             input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
             output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
         )
-        return jax.stages.Compiled(copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree,
-            compiled._no_kwargs)
+        return jax.stages.Compiled(
+            copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree, compiled._no_kwargs
+        )
     except (AttributeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None
 
@@ -397,15 +432,22 @@ def register_array_type(cls: type, read: Callable[[Any], Any]) -> None:
     dtypes.register_canonicalize_value_handler(cls, read)
 
 
+def devices(sharding: NamedSharding) -> np.ndarray:
+    """The devices of a sharding on a concrete mesh."""
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh.devices
+
+
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:
     """A function that copies arrays from one mesh to another of the same shape and spec; None where it cannot.
 
     It does what `jax.device_put(x, target)` does there, for a fifth of its cost.
     """
-    same = source.mesh.devices.shape == target.mesh.devices.shape and source.spec == target.spec
+    here, there = devices(source), devices(target)
+    same = here.shape == there.shape and source.spec == target.spec
     copy = getattr(xla_client, "batched_copy_array_to_devices_with_sharding", None)
     if not same or copy is None or source.memory_kind != target.memory_kind:
         return None
-    devices, shardings = [xla_client.DeviceList(tuple(target.mesh.devices.flat))], [target]
+    lists, shardings = [xla_client.DeviceList(tuple(there.flat))], [target]
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT]
-    return lambda x: copy([x], devices, shardings, semantics)[0]
+    return lambda x: copy([x], lists, shardings, semantics)[0]

@@ -7,8 +7,9 @@ Each stage can be printed and asked; calling the decorated step runs through the
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -28,6 +29,30 @@ from mpmd.trace import Trace, trace_step
 from scheduler import Program
 
 
+@overload
+def jit(
+    fun: Callable,
+    *,
+    mpmd_mesh: MpmdMesh,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    donate_argnums: int | tuple[int, ...] = ...,
+    static_argnums: int | tuple[int, ...] = ...,
+) -> "Jitted": ...
+
+
+@overload
+def jit(
+    fun: None = None,
+    *,
+    mpmd_mesh: MpmdMesh,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    donate_argnums: int | tuple[int, ...] = ...,
+    static_argnums: int | tuple[int, ...] = ...,
+) -> "Callable[[Callable], Jitted]": ...
+
+
 def jit(
     fun: Callable | None = None,
     *,
@@ -36,7 +61,7 @@ def jit(
     out_shardings: Any = None,
     donate_argnums: int | tuple[int, ...] = (),
     static_argnums: int | tuple[int, ...] = (),
-):
+) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
     The step is traced once per set of argument shapes, cut where `mpmd.mark_stage_end` says, and run by the
@@ -123,14 +148,18 @@ class Jitted:
         static = {i % len(args) if args else i for i in self._static}
         missing = [i for i in static if i >= len(args)]
         if missing:
-            raise ValueError(f"mpmd.jit: static_argnums has {missing[0]}, but {self.__name__} was called with {len(args)} arguments.")
+            raise ValueError(
+                f"mpmd.jit: static_argnums has {missing[0]}, but the step was called with {len(args)} arguments."
+            )
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
         fixed = tuple((i, args[i]) for i in sorted(static))
         for i, value in fixed:
             try:
                 hash(value)
             except TypeError:
-                raise ValueError(f"mpmd.jit: static argument {i} is a {type(value).__name__}, which cannot be hashed.") from None
+                raise ValueError(
+                    f"mpmd.jit: static argument {i} is a {type(value).__name__}, which cannot be hashed."
+                ) from None
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         explicit = {
             n for n, t in zip(self._mesh.lowering_mesh().axis_names, self._mesh.lowering_mesh().axis_types, strict=True)
@@ -143,11 +172,15 @@ class Jitted:
         names = _argument_names(self._fun, call)
         _check_leaves(call.leaves, names)
         args_tree, kwargs_tree = call.tree.children()
-        wish = _broadcast(self._in_shardings, args_tree, "in_shardings", skip=[i for i, _ in call.fixed], total=call.num_args)
+        wish = _broadcast(
+            self._in_shardings, args_tree, "in_shardings", skip=[i for i, _ in call.fixed], total=call.num_args
+        )
         wish += [None] * kwargs_tree.num_leaves
         hints = [_hint(w, x, self._mesh, n) for w, x, n in zip(wish, call.leaves, names, strict=True)]
         lowering = self._mesh.lowering_mesh()
-        avals = [_traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)]
+        avals = [
+            _traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
+        ]
 
         def fun(*dynamic, **kwargs):
             args = list(dynamic)
@@ -207,7 +240,8 @@ class Traced:
         owner, trace = self._owner, self._trace
         wish = _broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
         outs = [
-            _hint(w, None, owner._mesh, n) if w is not None else _Hint() for w, n in zip(wish, trace.out_names, strict=True)
+            _hint(w, None, owner._mesh, n) if w is not None else _Hint()
+            for w, n in zip(wish, trace.out_names, strict=True)
         ]
         outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs])
         return Lowered(outline, owner._mesh, self._hints, tuple(outs), self._donated)
@@ -261,10 +295,15 @@ class Compiled:
             for c, s, groups in zip(trace.consts, in_shardings, outline.inputs, strict=False)
         ]
         self._ins = in_shardings[num_consts:]
-        self._in_avals = [v.aval for v in invars[num_consts:]]
+        self._in_avals: list[Any] = [v.aval for v in invars[num_consts:]]
         self._in_tree = trace.in_tree
         self._outs = [
-            (_mpmd_sharding(mesh, groups, _layout(programs, v)), v.aval.shape, v.aval.dtype, getattr(v.aval, "weak_type", False))
+            (
+                _mpmd_sharding(mesh, groups, _layout(programs, v)),
+                v.aval.shape,
+                v.aval.dtype,
+                getattr(v.aval, "weak_type", False),
+            )
             for v, groups in outline.outputs
         ]
         self._out_tree = trace.out_tree
@@ -333,15 +372,19 @@ class Compiled:
         ]
         if faults:
             raise TypeError(
-                "mpmd: the compiled step was called with other shapes or dtypes; call the jitted step to compile again.\n"
-                + "\n".join(faults)
+                "mpmd: the compiled step was called with other shapes or dtypes;"
+                " call the jitted step to compile again.\n" + "\n".join(faults)
             )
         return self._run(leaves)
 
     def _fits(self, leaves) -> bool:
         """Whether every MpmdArray lies as this program takes it, so that nothing need move."""
         for x, sharding in zip(leaves, self._ins, strict=True):
-            if type(x) is MpmdArray and x._mpmd_sharding is not sharding and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
+            if (
+                type(x) is MpmdArray
+                and x._mpmd_sharding is not sharding
+                and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
+            ):
                 return False
         return True
 
@@ -367,7 +410,8 @@ class Compiled:
             if not x.is_fully_addressable:
                 raise ValueError(
                     f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
-                    "  Bring it into the step's layout first: reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
+                    "  Bring it into the step's layout first:"
+                    " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
                 )
         else:
             x = np.asarray(x, aval.dtype)
@@ -388,7 +432,12 @@ def _leaf_type(x, explicit):
         return aval.shape, aval.dtype, aval.weak_type, ()
     sharding = getattr(x, "sharding", None) if explicit else None
     spec = _only(sharding.spec, explicit) if isinstance(sharding, NamedSharding) else ()
-    return x.shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True), getattr(x, "weak_type", False), spec
+    return (
+        x.shape,
+        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
+        getattr(x, "weak_type", False),
+        spec,
+    )
 
 
 def _only(spec, names) -> tuple:
@@ -405,9 +454,15 @@ def _only(spec, names) -> tuple:
 def _traced_type(x, hint: _Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
     """The type under which an argument is traced: with a sharding on Explicit axes, where it has one."""
     shape, dtype, weak, _ = _leaf_type(x, frozenset())
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {mpmd_axis}
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {
+        mpmd_axis
+    }
     spec = _only(hint.layout[0], explicit) if hint.layout and explicit else ()
-    sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in spec))) if spec else None
+    sharding = (
+        NamedSharding(mesh.abstract_mesh, PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in spec)))
+        if spec
+        else None
+    )
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
@@ -415,23 +470,33 @@ def _hint(wish, x, mesh: MpmdMesh, name: str) -> _Hint:
     """What the user's sharding, or else the argument itself, says of its layout."""
     if isinstance(x, MpmdArray) and wish is None:
         wish = x.mpmd_sharding
-    if wish is None and isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and isinstance(x.sharding, (NamedSharding, MpmdSharding)):
+    if (
+        wish is None
+        and isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        and isinstance(x.sharding, (NamedSharding, MpmdSharding))
+    ):
         wish = x.sharding
         if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.lowering_mesh().axis_names):
             return _Hint()
-        if isinstance(wish, NamedSharding) and not _only(wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}):
+        if isinstance(wish, NamedSharding) and not _only(
+            wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
+        ):
             return _Hint()
     if wish is None:
         return _Hint()
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
-            raise ValueError(f"mpmd.jit: {name} has a sharding on another mesh, {wish.mpmd_mesh}, than the step's, {mesh}.")
+            raise ValueError(
+                f"mpmd.jit: {name} has a sharding on another mesh, {wish.mpmd_mesh}, than the step's, {mesh}."
+            )
         return _Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
     if isinstance(wish, (NamedSharding, PartitionSpec)):
         kind = wish.memory_kind if isinstance(wish, NamedSharding) else None
         spec = wish.spec if isinstance(wish, NamedSharding) else wish
         return _Hint(None, (MpmdSharding(mesh, 0, spec).spec, _not_default(kind, mesh)))
-    raise TypeError(f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None.")
+    raise TypeError(
+        f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
+    )
 
 
 def _not_default(kind, mesh: MpmdMesh):
@@ -460,17 +525,18 @@ def _broadcast(shardings, tree, what, skip=(), total=None):
     try:
         jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
     except ValueError as e:
-        raise ValueError(f"mpmd.jit: {what} is not a prefix of the step's {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}") from None
+        raise ValueError(
+            f"mpmd.jit: {what} is not a prefix of the step's"
+            f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
+        ) from None
     return flat
 
 
 def _argument_names(fun, call: _Call):
     """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
-    import inspect
-
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     try:
-        parameters = [p for p in inspect.signature(fun).parameters.values()]
+        parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
@@ -486,13 +552,16 @@ def _argument_names(fun, call: _Call):
 
 def _check_leaves(leaves, names):
     for x, name in zip(leaves, names, strict=True):
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, compat.Tracer):
             raise StageError(
                 f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
                 "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
             )
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
-            raise TypeError(f"mpmd.jit: {name} is a {type(x).__name__}, not an array. Name it in static_argnums if it is part of the program.")
+            raise TypeError(
+                f"mpmd.jit: {name} is a {type(x).__name__}, not an array."
+                " Name it in static_argnums if it is part of the program."
+            )
 
 
 def _donated(call: _Call, donate_argnums) -> frozenset[int]:
@@ -500,7 +569,9 @@ def _donated(call: _Call, donate_argnums) -> frozenset[int]:
     args, _ = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
     wanted = {i % call.num_args for i in donate_argnums} if call.num_args else set()
-    return frozenset(leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg))
+    return frozenset(
+        leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg)
+    )
 
 
 def _consume(leaf, placed, kept):
@@ -512,7 +583,9 @@ def _consume(leaf, placed, kept):
 
 
 def _layout(programs: StepPrograms, v):
-    return (PartitionSpec(), None) if isinstance(v, compat.Literal) else programs.layouts.get(v, (PartitionSpec(), None))
+    return (
+        (PartitionSpec(), None) if isinstance(v, compat.Literal) else programs.layouts.get(v, (PartitionSpec(), None))
+    )
 
 
 def _mpmd_sharding(mesh, groups, layout) -> MpmdSharding:

@@ -7,10 +7,11 @@ import numpy as np
 from mpmd import _jax_compat as compat
 
 _HEAVY = {
-    "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky", "eigh", "lu", "qr", "svd",
-    "triangular_solve", "custom_call", "pallas_call", "shard_map", "jit", "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax",
-    "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call",
-    "pure_callback", "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
+    "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
+    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call", "shard_map", "jit",
+    "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+    "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
+    "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
 }  # fmt: skip
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}

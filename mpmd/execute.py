@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import scheduler
 from mpmd import _jax_compat as compat
 from mpmd import transfer
-from mpmd.partition import Place
+from mpmd.placing import Place
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
 from scheduler import Call, Free, Program, Run, Send, Task, Value
@@ -35,7 +35,7 @@ class Executor:
         self.bytes_moved = build.bytes_moved
         self._ops = [tuple(op) for op in build.ops]
         self._texts = build.texts
-        self._template = [None] * len(build.slots)
+        self._template: list = [None] * len(build.slots)
         for slot, value in build.constants.items():
             self._template[slot] = value
         self._inputs = build.input_slots
@@ -54,9 +54,10 @@ class Executor:
         for arrays, where in zip(arguments, self._inputs, strict=True):
             for group, slot in where:
                 slots[slot] = arrays[group]
-        position = 0
+        position = -1
         try:
-            for position, (code, fun, ins, outs, frees) in enumerate(self._ops):
+            for code, fun, ins, outs, frees in self._ops:
+                position += 1
                 if code == _RUN:
                     for slot, value in zip(outs, fun(*[slots[i] for i in ins]), strict=False):
                         slots[slot] = value
@@ -84,7 +85,6 @@ class _Build:
         self.ops: list[list] = []
         self.texts: list[str] = []
         self.bytes_moved = 0
-        self.segments = {i.name: i for i in self.outline.items if hasattr(i, "eqns")}
         self.vars = {name: v for v, name in self.outline.names.items()}
         self.loop_vars: dict[str, compat.Var] = {}
         self.zeros: dict[str, tuple[LoopProgram, int]] = {}
@@ -151,7 +151,9 @@ class _Build:
         if len(tasks) == 2 and places in program.fused:
             bound = [self._bind(group, t, program) for t in tasks]
             ins, outs = (tuple(slot for part in bound for slot in part[k]) for k in (0, 1))
-            self._add(_RUN, program.fused[places].call, ins, outs, f"{tasks[0]}+{tasks[1]} in group {group}")
+            self._add(
+                _RUN, program.fused[places[0], places[1]].call, ins, outs, f"{tasks[0]}+{tasks[1]} in group {group}"
+            )
             return
         for task, place in zip(tasks, places, strict=True):
             entry = program.tasks.get(place)

@@ -15,9 +15,10 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
     sends = _sends(program)
     for group in range(programs.mesh.num_groups):
         m = memory[group]
-        devices = programs.mesh.groups[group].devices.flat
+        devices = list(programs.mesh.groups[group].devices.flat)
+        shown = ", ".join(map(str, devices[:4])) + (" …" if len(devices) > 4 else "")
         lines.append(
-            f"group {group} on {', '.join(map(str, list(devices)[:4]))}{' …' if programs.mesh.groups[group].size > 4 else ''}:"
+            f"group {group} on {shown}:"
             f" arguments {_bytes(m['arguments'])}, activations in flight {_bytes(m['activations'])}"
             f" (peak), temporaries {_bytes(m['temporaries'])}"
         )
@@ -37,7 +38,8 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
         sum(t.executable is not None for t in loop.tasks.values()) + len(loop.zeros) for loop in programs.loops
     )
     lines.append(
-        f"{programs_in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
+        f"{programs_in_use} executables, {compiler.num_compiled} compiled"
+        f" ({compiler.num_loaded} loaded on other devices);"
         f" {executor.num_calls} calls and {executor.num_moves} transfers ({_bytes(executor.bytes_moved)}) a step;"
         f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers by jax.device_put"
     )
@@ -74,9 +76,7 @@ def memory_by_group(programs: StepPrograms, in_avals, in_shardings) -> dict[int,
         )
         resident = sum(costs.nbytes(aval) for aval, s in zip(in_avals, in_shardings, strict=True) if group in s.groups)
         temporaries = [
-            e.call.memory_analysis().temp_size_in_bytes
-            for e in executables(programs)
-            if e.mesh == mesh
+            getattr(e.call.memory_analysis(), "temp_size_in_bytes", 0) for e in executables(programs) if e.mesh == mesh
         ]
         found[group] = {
             "arguments": arguments,
@@ -102,7 +102,7 @@ def executables(programs: StepPrograms):
 
 def flops_per_step(programs: StepPrograms, program: Program) -> float:
     """Floating-point operations of all calls of one step."""
-    from mpmd.partition import Place
+    from mpmd.placing import Place
 
     total = sum(map(_flops, programs.segments.values()))
     for instructions in program.groups:
@@ -130,7 +130,7 @@ def _shard_bytes(aval, sharding, group) -> int:
 
 
 def _sends(program: Program):
-    sends = [defaultdict(lambda: (0, 0)) for _ in program.groups]
+    sends: list[dict[int, tuple[int, int]]] = [defaultdict(lambda: (0, 0)) for _ in program.groups]
     for group, instructions in enumerate(program.groups):
         for i in instructions:
             if isinstance(i, Send):

@@ -148,7 +148,9 @@ def mark_stage_end(x):
     """
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
-        raise TypeError(f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses.")
+        raise TypeError(
+            f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses."
+        )
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward"))
 
@@ -259,8 +261,10 @@ def _check_microbatch_axis(names, leaves, axis) -> int:
     if flat:
         shapes = dict(zip(names, (x.shape for x in leaves), strict=True))
         faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat)
-        raise StageError(f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
-                         "  Every leaf needs a microbatch axis; close over values that all microbatches share.")  # fmt: skip
+        raise StageError(
+            f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
+            "  Every leaf needs a microbatch axis; close over values that microbatches share."
+        )
     sizes = [x.shape[axis] for x in leaves]
     for name, size in zip(names, sizes, strict=True):
         if size != sizes[0]:
@@ -285,7 +289,7 @@ def _slice(x, index, axis):
 
 def _treduce(take, num_microbatches, schedule, operation, name):
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
-    out_tree = None
+    out_tree: Any = None
     frozen: dict[int, np.ndarray] = {}
 
     def flat(index):
@@ -320,7 +324,9 @@ def _broadcast_operation(operation, out_tree, name) -> tuple[type[Operation], ..
     try:
         pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=leaf)
     except ValueError as e:
-        raise StageError(f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}") from None
+        raise StageError(
+            f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}"
+        ) from None
     operations = tuple(jax.tree.leaves(pairs, is_leaf=leaf))
     return operations
 
@@ -328,14 +334,20 @@ def _broadcast_operation(operation, out_tree, name) -> tuple[type[Operation], ..
 def _check_operations(operations, out_avals, name):
     for op, aval in zip(operations, out_avals, strict=True):
         if not (isinstance(op, type) and issubclass(op, Operation)):
-            raise StageError(f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat (the class itself).")
+            raise StageError(
+                f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat (the class itself)."
+            )
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-            raise StageError(f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it.")
+            raise StageError(
+                f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it."
+            )
 
 
 def _check_schedule(schedule, name):
     if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
-        raise StageError(f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), or None.")
+        raise StageError(
+            f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), or None."
+        )
 
 
 def scan_loop(*consts, jaxpr, info: LoopInfo):

@@ -19,7 +19,8 @@ from mpmd import costs
 from mpmd.errors import StageError
 from mpmd.markers import mark_p, treduce_p
 from mpmd.mesh import MpmdMesh
-from mpmd.partition import LoopPartition, Place, partition_loop
+from mpmd.partition import LoopPartition, partition_loop
+from mpmd.placing import Place
 from mpmd.trace import Trace
 
 Groups = frozenset[int]
@@ -114,7 +115,9 @@ class Outline:
                 size = costs.nbytes(item.var.aval)
                 lines.append(f"  send {self.names[item.var]} ({size:,} B) from group {item.source} to {item.target}")
             else:
-                lines.append(f"loop {item.number}: {item.schedule}, {item.partition.info.num_microbatches} microbatches")
+                lines.append(
+                    f"loop {item.number}: {item.schedule}, {item.partition.info.num_microbatches} microbatches"
+                )
                 lines += ["  " + line for line in str(item.partition).splitlines()]
         return "\n".join(lines)
 
@@ -185,8 +188,9 @@ def _loop_items(eqn, mpmd_mesh, number):
 def _check_groups(schedule, mpmd_mesh, eqn):
     if schedule.num_groups != mpmd_mesh.num_groups:
         raise StageError(
-            f"treduce at {compat.source_line(eqn)}: {schedule} runs on {schedule.num_groups} groups, but {mpmd_mesh} has"
-            f" {mpmd_mesh.num_groups}.\n  Use a schedule for {mpmd_mesh.num_groups} groups, or MpmdMesh.mpmd_submesh."
+            f"treduce at {compat.source_line(eqn)}: {schedule} runs on {schedule.num_groups} groups,"
+            f" but {mpmd_mesh} has {mpmd_mesh.num_groups}.\n"
+            f"  Use a schedule for {mpmd_mesh.num_groups} groups, or MpmdMesh.mpmd_submesh."
         )
 
 
@@ -272,6 +276,7 @@ class _Placer:
         self.pinned: dict[compat.Var, Groups | None] = {}
         self.pins: list[Groups | None] = []
         self.runs: list[Groups] = []
+        self.out_placed: list[Groups] = []
         self.wanted: dict[compat.Var, set[int]] = {}
         self.inputs: list[Groups] = []
 
@@ -294,7 +299,9 @@ class _Placer:
                     wider.append(frozenset())
             if wider == wish:
                 break
-            wish = [a if self.out_groups[j] is not None else a | b for j, (a, b) in enumerate(zip(wider, wish, strict=True))]
+            wish = [
+                a if self.out_groups[j] is not None else a | b for j, (a, b) in enumerate(zip(wider, wish, strict=True))
+            ]
         self.out_placed = [w or self._somewhere(v) for w, v in zip(wish, self.outvars, strict=True)]
 
     def _somewhere(self, v) -> Groups:
@@ -312,8 +319,8 @@ class _Placer:
         raise AssertionError(f"{v} comes from nowhere")
 
     def _input_groups(self, i) -> Groups:
-        if self.in_groups[i] is not None:
-            return self.in_groups[i]
+        if (given := self.in_groups[i]) is not None:
+            return given
         v = self.invars[i]
         returned = [j for j, d in enumerate(self.donors) if d == i]
         if returned and not getattr(v.aval, "shape", ()):
@@ -321,9 +328,10 @@ class _Placer:
         if found := frozenset(self.wanted.get(v, ())):
             return found
         for j in returned:
-            if self.out_groups[j] is not None:
-                return self.out_groups[j]
-            pin = None if isinstance(self.outvars[j], compat.Literal) else self.pinned.get(self.outvars[j])
+            if (given := self.out_groups[j]) is not None:
+                return given
+            v = self.outvars[j]
+            pin = None if isinstance(v, compat.Literal) else self.pinned.get(v)
             if pin:
                 return frozenset([min(pin)])
         return frozenset([0])
@@ -457,7 +465,11 @@ class _Placer:
         sent = {(t.var, t.source) for t in transfers}
         names = self._names()
         items: list[Segment | Transfer | Loop] = [t for t in transfers if t.level < 0]
-        levels = sorted({level for level, _ in by_segment} | {t.level for t in transfers if t.level >= 0} | set(loop_levels.values()))
+        levels = sorted(
+            {level for level, _ in by_segment}
+            | {t.level for t in transfers if t.level >= 0}
+            | set(loop_levels.values())
+        )
         drafts = {level: self.items[i] for i, level in loop_levels.items()}
         for level in levels:
             if level in drafts:

@@ -16,14 +16,16 @@ from mpmd import costs
 from mpmd.compile import Compiler, Executable
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Loop, Outline, Segment, Transfer
-from mpmd.partition import LoopPartition, Place, TaskBody
+from mpmd.partition import LoopPartition, TaskBody
+from mpmd.placing import Place
+from mpmd.trace import trace_equations
 
 Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgram:
-    """A task's body and executable. Arguments: [index], operands, reads, accumulators; results: writes, accumulators."""
+    """A task's body and executable: [index], operands, reads, accumulators -> writes, accumulators."""
 
     body: TaskBody
     executable: Executable | None
@@ -32,7 +34,8 @@ class TaskProgram:
 @dataclasses.dataclass(frozen=True)
 class LoopProgram:
     """The executables of a loop: one per stage and kind, one per fused pair that the schedule asks for, and one per
-    group that makes its accumulators."""
+    group that makes its accumulators.
+    """
 
     loop: Loop
     tasks: dict[Place, TaskProgram]
@@ -89,7 +92,9 @@ def _axes(spec):
     return [n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]
 
 
-def compile_step(outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args: frozenset[int]) -> StepPrograms:
+def compile_step(
+    outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args: frozenset[int]
+) -> StepPrograms:
     """Compiles every segment and task of `outline`.
 
     Args:
@@ -226,7 +231,9 @@ class _StepCompiler:
             if pair in fused or any(e is None or e.executable is None for e in entries):
                 continue
             parts = [task_jaxpr(loop.partition, e.body) for e in entries]
-            renamed = compat.with_new_vars(parts[1][0])  # both may read the same operand or hold the same cheap equation
+            renamed = compat.with_new_vars(
+                parts[1][0]
+            )  # both may read the same operand or hold the same cheap equation
             closed = compat.make_jaxpr(
                 [*parts[0][0].jaxpr.invars, *renamed.jaxpr.invars],
                 [*parts[0][0].jaxpr.outvars, *renamed.jaxpr.outvars],
@@ -249,7 +256,7 @@ class _StepCompiler:
         mesh = self.mesh.groups[loop.group(body.place)]
         accs = [partition.accumulators[k] for k in body.accumulates]
         results = [a.result for a in accs]
-        closed, args, outs = task_jaxpr(partition, body)
+        closed, args, _ = task_jaxpr(partition, body)
         first_acc = len(args) - len(accs)
         ins = [None if v is partition.index else self._known(v, mesh) for v in (*args[:first_acc], *results)]
         asked = [self._asked(v, mesh) for v in (*body.writes, *results)]
@@ -260,7 +267,9 @@ class _StepCompiler:
             asked[len(body.writes) + k] = ins[first_acc + k]
         executable = self.compiler.compile(name, closed, mesh, ins, asked, donate)
         acc_in, acc_out = executable.in_shardings[first_acc:], executable.out_shardings[len(body.writes) :]
-        if any(not a.is_equivalent_to(b, acc.result.aval.ndim) for a, b, acc in zip(acc_in, acc_out, accs, strict=True)):
+        if any(
+            not a.is_equivalent_to(b, acc.result.aval.ndim) for a, b, acc in zip(acc_in, acc_out, accs, strict=True)
+        ):
             ins[first_acc:] = acc_out
             asked[len(body.writes) :] = acc_out
             executable = self.compiler.compile(name, closed, mesh, ins, asked, donate)
@@ -322,14 +331,14 @@ def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
 
 def task_jaxpr(partition: LoopPartition, body: TaskBody):
     """A task with its accumulation as a closed jaxpr: (jaxpr, arguments, results)."""
-    from mpmd.partition import trace_equations
-
     accs = [partition.accumulators[k] for k in body.accumulates]
     old = [compat.new_var(a.result.aval) for a in accs]
     eqns, new = list(body.eqns), []
     for acc, start in zip(accs, old, strict=True):
         if isinstance(acc.value, compat.Literal):
-            more, (total,) = trace_equations(lambda a, i, acc=acc: acc.operation.update(a, acc.value.val, i), start, partition.index)
+            more, (total,) = trace_equations(
+                lambda a, i, acc=acc, value=acc.value: acc.operation.update(a, value.val, i), start, partition.index
+            )
         else:
             more, (total,) = trace_equations(acc.operation.update, start, acc.value, partition.index)
         eqns += more

@@ -8,6 +8,7 @@ loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -31,8 +32,8 @@ class Trace:
 
     jaxpr: compat.Jaxpr
     consts: tuple
-    in_tree: jax.tree_util.PyTreeDef
-    out_tree: jax.tree_util.PyTreeDef
+    in_tree: Any
+    out_tree: Any
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
 
@@ -77,7 +78,7 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
 
 
 def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
-    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks in places that cannot be cut are refused."""
+    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused."""
     eqns: list[compat.JaxprEqn] = []
     env: dict = {}
     _inline_into(eqns, env, jaxpr.eqns, None)
@@ -90,7 +91,8 @@ def _read(env, v):
 
 def _inline_into(out, env, eqns, outer):
     """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
-    variables are made anew, since one cached jaxpr may be called many times)."""
+    variables are made anew, since one cached jaxpr may be called many times).
+    """
     for eqn in eqns:
         eqn = eqn.replace(invars=[_read(env, v) for v in eqn.invars])
         if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
@@ -98,7 +100,11 @@ def _inline_into(out, env, eqns, outer):
         if outer is not None:
             eqn = compat.within(eqn, outer)
         called = compat.called_jaxpr(eqn)
-        if called is None and eqn.primitive is compat.jit_p and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p)):
+        if (
+            called is None
+            and eqn.primitive is compat.jit_p
+            and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p))
+        ):
             called = eqn.params["jaxpr"]
         if called is not None:
             inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
@@ -113,7 +119,7 @@ def _inline_into(out, env, eqns, outer):
         else:
             _check_no_marks_inside(eqn)
         if outer is not None:
-            fresh = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+            fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
             env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
             eqn = eqn.replace(outvars=fresh)
         out.append(eqn)
@@ -153,7 +159,10 @@ def _as_literal(var, value):
 
 def contains(jaxpr: compat.Jaxpr, primitives) -> bool:
     """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
-    return any(e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params)) for e in jaxpr.eqns)
+    return any(
+        e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params))
+        for e in jaxpr.eqns
+    )
 
 
 _REMEDY = {
@@ -169,8 +178,9 @@ def _check_no_marks_inside(eqn):
     for jaxpr in compat.jaxprs_in(eqn.params):
         if contains(jaxpr, (treduce_p,)):
             raise StageError(
-                f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}: the pipelined loop"
-                " must stand in the step itself.\n  Move it out, or pass schedule=None for a plain loop."
+                f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}:"
+                " the pipelined loop must stand in the step itself.\n"
+                "  Move it out, or pass schedule=None for a plain loop."
             )
         if not contains(jaxpr, (mark_p,)):
             continue
@@ -180,14 +190,15 @@ def _check_no_marks_inside(eqn):
                 f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
                 "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
             )
-        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, eqn.primitive.name)
+        name = str(eqn.primitive.name)
+        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
         raise StageError(
             f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
-            f"  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
+            f"  {_REMEDY.get(str(name), f'Mark the stage end outside of {name}.')}"
         )
 
 
-def _first(jaxpr, primitive):
+def _first(jaxpr, primitive) -> Any:
     for eqn in jaxpr.eqns:
         if eqn.primitive is primitive:
             return eqn
@@ -209,8 +220,8 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             where = compat.source_line(eqn)
             raise StageError(
                 f"{what} names the mpmd axis {axis!r}, at {where}. Inside a step each group has its own mesh, on which"
-                f" {axis!r} has size 1.\n  Leave {axis!r} out of specs and collectives inside the step; values cross groups where"
-                " stages end."
+                f" {axis!r} has size 1.\n  Leave {axis!r} out of specs and collectives inside the step;"
+                " values cross groups where stages end."
             )
         for inner in compat.jaxprs_in(eqn.params):
             _check_axis(inner, axis)
@@ -222,8 +233,9 @@ def _check_unchecked_shard_map(eqn, axis):
     if not params["check_vma"] and axis in params["newly_manual_axes"] and compat.is_differentiated(eqn):
         used = ", ".join(repr(n) for n in params["mesh"].axis_names if n != axis)
         raise StageError(
-            f"shard_map(check_vma=False) is differentiated over all mesh axes, at {compat.source_line(eqn)}: its gradient would"
-            f" sum over the mpmd axis {axis!r}.\n  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True."
+            f"shard_map(check_vma=False) is differentiated over all mesh axes, at {compat.source_line(eqn)}:"
+            f" its gradient would sum over the mpmd axis {axis!r}.\n"
+            f"  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True."
         )
 
 
@@ -244,3 +256,18 @@ def _mentions(value, axis) -> bool:
     if isinstance(value, (tuple, list, frozenset, set)):
         return any(_mentions(v, axis) for v in value)
     return isinstance(value, str) and value == axis
+
+
+def trace_equations(fun, *atoms):
+    """The equations of `fun` on the types of `atoms`, reading `atoms`: (eqns, result variables)."""
+    closed = jax.make_jaxpr(fun)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in atoms)
+    )
+    env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    env |= {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+
+    def read(v):
+        return v if isinstance(v, compat.Literal) else env.get(v, v)
+
+    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in inline(closed.jaxpr).eqns]
+    return eqns, [read(v) for v in closed.jaxpr.outvars]

@@ -23,13 +23,13 @@ def mover(source: NamedSharding, target: NamedSharding, dtype) -> Callable[[jax.
 def target_of(sharding: NamedSharding):
     """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
     if sharding.mesh.size == 1 and sharding.memory_kind is None:
-        return sharding.mesh.devices.flat[0]
+        return compat.devices(sharding).flat[0]
     return sharding
 
 
 def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     """Whether a value that lies as `source` already lies as `target` (groups that share devices)."""
-    return source.mesh.devices.tolist() == target.mesh.devices.tolist() and source.is_equivalent_to(target, ndim)
+    return compat.devices(source).tolist() == compat.devices(target).tolist() and source.is_equivalent_to(target, ndim)
 
 
 def put(x, sharding: NamedSharding) -> jax.Array:

@@ -1,5 +1,6 @@
 """The example trains: its parts are what they say, and the script as a user starts it agrees with plain `jax.jit`."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scheduler import catalogue
+import mpmd
+from scheduler import OneFOneB, catalogue
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -48,18 +50,18 @@ def test_rotary_scores_depend_on_the_distance_of_two_positions_alone():
 
 
 def test_a_prediction_reads_no_later_byte():
-    params = TINY.init(jax.random.key(0))
+    params = jax.jit(TINY.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 12), 0, 256)
     changed = tokens.at[0, 7].set((tokens[0, 7] + 1) % 256)
-    before, after = (np.asarray(TINY.logits(params, t)[0]) for t in (tokens, changed))
+    before, after = (np.asarray(jax.jit(TINY.logits)(params, t)[0]) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:7], after[:7])
     assert np.abs(before[7:] - after[7:]).max(axis=-1).min() > 0
 
 
 def test_untrained_predictions_are_near_uniform():
-    params = TINY.init(jax.random.key(0))
+    params = jax.jit(TINY.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
-    assert abs(float(TINY.loss(params, tokens)) - np.log(256)) < 0.2
+    assert abs(float(jax.jit(TINY.loss)(params, tokens)) - np.log(256)) < 0.2
 
 
 def test_dropout_keeps_the_mean_and_drops_the_share_it_was_told():
@@ -82,6 +84,23 @@ def test_groups_share_devices_where_there_are_too_few():
     assert [len(group) for group in devices] == [2] * 8
     assert devices[0] == devices[1] != devices[2]
     assert {device for group in devices for device in group} == set(jax.devices())
+
+
+def test_a_step_on_groups_that_share_devices_agrees_with_plain_jit():
+    model = dataclasses.replace(TINY, num_layers=2, num_stages=2)
+    mesh = train_gpt.make_mesh(num_groups=2, data_parallel=8)
+    assert mesh.groups[0] == mesh.groups[1]
+    optimizer = train_gpt.make_optimizer(1e-3, 10)
+    train_step = train_gpt.make_step(model, optimizer, OneFOneB(2), num_microbatches=2)
+    state = jax.jit(train_gpt.make_init(model, optimizer))(jax.random.key(0))
+    step, reference = mpmd.jit(train_step, mpmd_mesh=mesh), jax.jit(train_step)
+    pipelined = state
+    for index in range(3):
+        tokens = train_gpt.batch_at(np.arange(200, dtype=np.uint8), seed=0, step=index, rows=8, length=9)
+        pipelined, metrics = step(pipelined, tokens)
+        state, expected = reference(state, tokens)
+        np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=2e-5)
+    assert max(train_gpt.relative_differences(pipelined, state).values()) < 2e-5
 
 
 @pytest.mark.parametrize(

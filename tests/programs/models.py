@@ -28,24 +28,15 @@ def _norm(scale, x):
     return scale * x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-4)
 
 
-def _block(p, x, positions):
-    """Causal attention with rotated positions, then a gated MLP."""
+def _block(p, x):
+    """Causal attention, then an MLP."""
     rows, length, width = x.shape
     qkv = dense(p["qkv"], _norm(p["norm1"], x)).reshape(rows, length, 3, HEADS, width // HEADS)
-    q, k, v = jnp.moveaxis(qkv, 2, 0)
-    angle = positions[:, None, None] * jnp.array([1.0, 0.1])
-
-    def rotate(a):
-        even, odd = a[..., ::2], a[..., 1::2]
-        turned = jnp.stack([even * jnp.cos(angle) - odd * jnp.sin(angle), even * jnp.sin(angle) + odd * jnp.cos(angle)])
-        return jnp.moveaxis(turned, 0, -1).reshape(a.shape)
-
-    scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / (width // HEADS) ** 0.5
-    scores = jnp.where(positions[:, None] >= positions[None, :], scores, -1e9)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", qkv[:, :, 0], qkv[:, :, 1]) / (width // HEADS) ** 0.5
+    scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), qkv[:, :, 2]).reshape(x.shape)
     x = x + dense(p["out"], mixed)
-    gate, up = jnp.split(dense(p["up"], _norm(p["norm2"], x)), 2, axis=-1)
-    return x + dense(p["down"], jax.nn.silu(gate) * up)
+    return x + dense(p["down"], jax.nn.gelu(dense(p["up"], _norm(p["norm2"], x))))
 
 
 def _block_params(key):
@@ -55,7 +46,7 @@ def _block_params(key):
         "norm2": jnp.ones(WIDTH),
         "qkv": dense_params(qkv, WIDTH, 3 * WIDTH),
         "out": dense_params(out),
-        "up": dense_params(up, WIDTH, 4 * WIDTH),
+        "up": dense_params(up, WIDTH, 2 * WIDTH),
         "down": dense_params(down, 2 * WIDTH, WIDTH),
     }
 
@@ -66,13 +57,18 @@ def _optimizer():
 
 
 def _gpt_state(key):
-    table, blocks, dropout = jax.random.split(key, 3)
+    table, blocks, positions, dropout = jax.random.split(key, 4)
     params = {
+        "positions": normal(positions, LENGTH, WIDTH, scale=0.1),
         "embedding": normal(table, VOCABULARY, WIDTH, scale=0.3),
         "blocks": [_block_params(k) for k in jax.random.split(blocks, 4)],
         "norm": jnp.ones(WIDTH),
     }
     return {"params": params, "optimizer": _optimizer().init(params), "key": dropout, "step": jnp.int32(0)}
+
+
+def _two_microbatches(key):
+    return jax.tree.map(lambda a: a[:2], token_batch(key))
 
 
 def _gpt(tools):
@@ -81,13 +77,12 @@ def _gpt(tools):
 
     def loss(params, microbatch, key):
         tokens, targets = microbatch["tokens"], microbatch["targets"]
-        positions = jnp.arange(LENGTH)
-        x = params["embedding"][tokens] * WIDTH**0.5
+        kept = jax.random.bernoulli(key, 0.9, (len(params["blocks"]), *tokens.shape, 1))
+        x = params["embedding"][tokens] * WIDTH**0.5 + params["positions"]
         for number, block in enumerate(params["blocks"]):
             x = x if number == 0 else tools.mark(x)
-            x = jax.checkpoint(_block)(block, x, positions)
-            kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
-            x = jnp.where(kept, x / 0.9, 0)
+            x = jax.checkpoint(_block)(block, x)
+            x = jnp.where(kept[number], x / 0.9, 0)
         logits = _norm(params["norm"], x) @ params["embedding"].T
         weights = (targets != 0).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -96,7 +91,7 @@ def _gpt(tools):
 
     def step(state, batch):
         key, used = jax.random.split(state["key"])
-        keys = jax.random.split(used, NUM_MICROBATCHES)
+        keys = jax.random.split(used, batch["tokens"].shape[0])
         (total, counts), grads = tools.reduce(
             lambda xs: jax.value_and_grad(loss, has_aux=True)(state["params"], *xs), (batch, keys)
         )
@@ -234,7 +229,7 @@ def _flax_state(key):
 
 
 PROGRAMS = (
-    Program("gpt", _gpt_state, token_batch, _gpt),
+    Program("gpt", _gpt_state, _two_microbatches, _gpt, num_microbatches=2),
     Program("convolutions", _convolutions_state, _images, _convolutions),
     Program("equinox", _equinox_state, regression_batch, _equinox, needs="equinox"),
     Program("flax", _flax_state, regression_batch, _flax, needs="flax"),
