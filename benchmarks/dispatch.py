@@ -3,7 +3,7 @@
     python benchmarks/dispatch.py [--microbatches 32] [--steps 200]
 
 Four groups of one CPU device each, 1F1B, layers so small that starting them is all the work. The loop by hand calls
-jitted stage functions and `device_put`s in the order of the same schedule, keeps the same residuals, and accumulates
+jitted stage functions and `device_put`s in the order of the same program, keeps the same residuals, and accumulates
 gradients in the same place, inside the backward functions. Both are timed in turn, step by step, so that what else the
 machine does falls on both alike. Prints the median microseconds of each for one task (a forward or backward of one
 microbatch in one stage), and their ratio.
@@ -60,23 +60,8 @@ def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
     return step
 
 
-def merged(orders: tuple[tuple[scheduler.Task, ...], ...]) -> list[scheduler.Task]:
-    """One order for all groups: each in turn takes its next task if what the task reads has been made."""
-    done, merged = set(), []
-    waiting = [list(order) for order in orders]
-    while any(waiting):
-        for tasks in filter(None, waiting):
-            s, kind, m = tasks[0]
-            last = s == NUM_STAGES - 1
-            needs = (s - 1, "F", m) if kind == "F" else (s, "F", m) if last else (s + 1, "B", m)
-            if (s == 0 and kind == "F") or needs in done:
-                merged.append(tasks.pop(0))
-                done.add((s, kind, m))
-    return merged
-
-
-def make_loop_by_hand(devices: list[Any], schedule: scheduler.OneFOneB, num_microbatches: int) -> Callable:
-    """The same step, written for these devices and this schedule."""
+def make_loop_by_hand(devices: list[Any], order: list[scheduler.Task], num_microbatches: int) -> Callable:
+    """The same step, written for these devices, with its tasks in this order."""
 
     @jax.jit
     def first_forward(weight, xs, m):
@@ -107,7 +92,6 @@ def make_loop_by_hand(devices: list[Any], schedule: scheduler.OneFOneB, num_micr
     backward = jax.jit(backward, donate_argnums=4)
     last_backward = jax.jit(last_backward, donate_argnums=3)
 
-    order = merged(schedule.orders(num_microbatches))
     indices = [jax.device_put(np.int32(m), devices[0]) for m in range(num_microbatches)]
     new_grads = [jax.jit(lambda: jnp.zeros((WIDTH, WIDTH)), out_shardings=on_device(device)) for device in devices]
     new_total = jax.jit(lambda: jnp.zeros(()), out_shardings=on_device(devices[-1]))
@@ -162,13 +146,14 @@ def main() -> int:
     weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5 for _ in devices]
     xs = rng.normal(size=(args.microbatches, ROWS, WIDTH)).astype(np.float32)
 
-    by_hand = make_loop_by_hand(devices, schedule, args.microbatches)
+    compiled = make_step(mesh, schedule).lower(weights, xs).compile()
+    compiled_arguments = place(mesh, compiled, weights, xs)
+    order = [step.task for _, step in scheduler.merge(compiled.program) if isinstance(step, scheduler.Run)]
+    by_hand = make_loop_by_hand(devices, order, args.microbatches)
     by_hand_arguments = (
         [jax.device_put(w, d) for w, d in zip(weights, devices, strict=True)],
         jax.device_put(xs, devices[0]),
     )
-    compiled = make_step(mesh, schedule).lower(weights, xs).compile()
-    compiled_arguments = place(mesh, compiled, weights, xs)
 
     runs = {"by hand": lambda: by_hand(*by_hand_arguments), "mpmd.jit": lambda: compiled(*compiled_arguments)}
     (expected_loss, expected_grads), (loss, grads) = (run() for run in runs.values())

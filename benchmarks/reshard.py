@@ -151,7 +151,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("WAY", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, args.mib, args.repeat, args.cold)))
+        way, case = args.one
+        print(json.dumps(measure(way, case, args.mib, args.repeat, args.cold)))
         return
     print(f"{args.mib} MiB of float32 in 16 arrays, 4 groups x 2 CPU devices, {'cold' if args.cold else 'warm'}")
     for case in args.case or CASES:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -25,8 +26,9 @@ from mpmd.mesh import MpmdMesh, MpmdSharding
 from mpmd.outline import Outline, outline_step
 from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
+from mpmd.timing import Timed, timeline
 from mpmd.trace import Trace, trace_step
-from scheduler import Program
+from scheduler import Program, Timeline
 
 
 @overload
@@ -275,13 +277,19 @@ class Lowered:
 
 
 class Compiled:
-    """A compiled step: call it with arguments of the shapes that it was compiled for."""
+    """A compiled step: call it with arguments of the shapes that it was compiled for.
+
+    Attributes:
+      timing: set it to True to have calls measured for `.last_timeline()`.
+    """
 
     def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int]):
         self._programs = programs
         self._program = program
         self._donated = donated
         self._executor = Executor(programs, program)
+        self._timed: list[Timed] | None = None
+        self.timing = False
         outline = programs.outline
         trace = outline.trace
         mesh = programs.mesh
@@ -355,6 +363,27 @@ class Compiled:
 
         return {"flops": flops_per_step(self._programs, self._program)}
 
+    def last_timeline(self) -> Timeline:
+        """When each task of the (last) loop ran, measured.
+
+        Of the last call while `.timing` was True (each task is then waited for, so calls are slower); if there was
+        none, of one call on zeros that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
+
+        Raises:
+          ValueError: the step has no pipelined loop.
+        """
+        if not self._programs.loops:
+            raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
+        if self._timed is None:
+            zeros = [
+                {g: jax.jit(functools.partial(_zeros, v.aval), out_shardings=s.group_sharding(g))() for g in s.groups}
+                for v, s in zip(self._programs.outline.trace.jaxpr.invars[len(self._consts) :], self._ins, strict=True)
+            ]
+            for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
+                _, self._timed = self._executor.timed([*self._consts, *jax.tree.map(lambda x: x.copy(), zeros)])
+        assert self._timed is not None
+        return timeline(self._timed, self._programs.loops[-1].loop.schedule.placement)
+
     # --- running ----------------------------------------------------------------------------------
 
     def __call__(self, *args, **kwargs):
@@ -390,7 +419,10 @@ class Compiled:
 
     def _run(self, leaves):
         arguments = [*self._consts, *(map(self._place, leaves, self._ins, self._in_avals))]
-        results = self._executor(arguments)
+        if self.timing:
+            results, self._timed = self._executor.timed(arguments)
+        else:
+            results = self._executor(arguments)
         kept = {id(a) for arrays in results for a in arrays.values()} if self._donated else set()
         for i in self._donated:
             _consume(leaves[i], arguments[len(self._consts) + i], kept)
@@ -580,6 +612,12 @@ def _consume(leaf, placed, kept):
         leaf._consume()
     elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and not any(id(a) in kept for a in placed.values()):
         leaf.delete()
+
+
+def _zeros(aval):
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _layout(programs: StepPrograms, v):

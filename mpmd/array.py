@@ -398,7 +398,9 @@ def _check_arrays(array: MpmdArray) -> None:
             faults.append(f"group {group}: dtype {part.dtype}, expected {array._dtype}")
         if part.is_deleted():
             faults.append(f"group {group}: the array has been deleted")
-    for group in sharding.groups:
+    if len(sharding.spec) > len(shape):
+        faults.append(f"spec {sharding.spec} has {len(sharding.spec)} entries, but the array has {len(shape)} axes")
+    for group in sharding.groups if len(sharding.spec) <= len(shape) else ():
         expected = sharding.group_sharding(group)
         try:
             expected.shard_shape(shape)

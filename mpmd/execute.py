@@ -14,6 +14,7 @@ from mpmd import transfer
 from mpmd.placing import Place
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
+from mpmd.timing import Timed, run_timed
 from scheduler import Call, Free, Program, Run, Send, Task, Value
 
 _RUN, _MOVE, _ALIAS = 0, 1, 2
@@ -35,6 +36,7 @@ class Executor:
         self.bytes_moved = build.bytes_moved
         self._ops = [tuple(op) for op in build.ops]
         self._texts = build.texts
+        self._owners = build.owners
         self._template: list = [None] * len(build.slots)
         for slot, value in build.constants.items():
             self._template[slot] = value
@@ -50,10 +52,7 @@ class Executor:
         Returns:
           Per flat result, `{group: array}`.
         """
-        slots = self._template.copy()
-        for arrays, where in zip(arguments, self._inputs, strict=True):
-            for group, slot in where:
-                slots[slot] = arrays[group]
+        slots = self._fill(arguments)
         position = -1
         try:
             for code, fun, ins, outs, frees in self._ops:
@@ -70,6 +69,25 @@ class Executor:
         except Exception as e:
             e.add_note(f"jax-mpmd: while it ran {self._texts[position]}")
             raise
+        return self._collect(slots)
+
+    def timed(self, arguments) -> tuple[list, list[Timed]]:
+        """Runs the step once under a clock: results as by a call, and when each task of its loops ran."""
+        slots = self._fill(arguments)
+        ops = []
+        for (code, fun, ins, outs, _), (group, tasks) in zip(self._ops, self._owners, strict=True):
+            ops.append((group, tasks, code == _RUN, (lambda x: x) if code == _ALIAS else fun, ins, outs))
+        records = run_timed(slots, ops)
+        return self._collect(slots), records
+
+    def _fill(self, arguments) -> list:
+        slots = self._template.copy()
+        for arrays, where in zip(arguments, self._inputs, strict=True):
+            for group, slot in where:
+                slots[slot] = arrays[group]
+        return slots
+
+    def _collect(self, slots):
         return [{group: slots[slot] for group, slot in where} for where in self._outputs]
 
 
@@ -84,6 +102,7 @@ class _Build:
         self.constants: dict[int, object] = {}
         self.ops: list[list] = []
         self.texts: list[str] = []
+        self.owners: list[tuple[int, tuple[Task, ...]]] = []
         self.bytes_moved = 0
         self.vars = {name: v for v, name in self.outline.names.items()}
         self.loop_vars: dict[str, compat.Var] = {}
@@ -130,8 +149,9 @@ class _Build:
         self.constants[slot] = transfer.put(np.asarray(v.val, v.aval.dtype), sharding)
         return slot
 
-    def _add(self, code, fun, ins, outs, text):
+    def _add(self, code, fun, ins, outs, text, group, tasks=()):
         self.ops.append([code, fun, ins, outs, ()])
+        self.owners.append((group, tasks))
         self.texts.append(text)
 
     def _call(self, group, instruction: Call):
@@ -142,7 +162,7 @@ class _Build:
             call = self.programs.segments[instruction.name].call
         ins = tuple(self.slot(group, v) for v in instruction.reads)
         outs = tuple(self.slot(group, v) for v in instruction.writes)
-        self._add(_RUN, call, ins, outs, f"{instruction.name} in group {group}")
+        self._add(_RUN, call, ins, outs, f"{instruction.name} in group {group}", group)
         gone = {self.slot(group, v) for v in instruction.donates}
         self.ops[-1][4] += tuple(gone - set(outs))
 
@@ -152,13 +172,20 @@ class _Build:
             bound = [self._bind(group, t, program) for t in tasks]
             ins, outs = (tuple(slot for part in bound for slot in part[k]) for k in (0, 1))
             self._add(
-                _RUN, program.fused[places[0], places[1]].call, ins, outs, f"{tasks[0]}+{tasks[1]} in group {group}"
+                _RUN,
+                program.fused[places[0], places[1]].call,
+                ins,
+                outs,
+                f"{tasks[0]}+{tasks[1]} in group {group}",
+                group,
+                tasks,
             )
             return
         for task, place in zip(tasks, places, strict=True):
             entry = program.tasks.get(place)
             if entry is not None and entry.executable is not None:
-                self._add(_RUN, entry.executable.call, *self._bind(group, task, program), f"{task} in group {group}")
+                ins, outs = self._bind(group, task, program)
+                self._add(_RUN, entry.executable.call, ins, outs, f"{task} in group {group}", group, (task,))
 
     def _bind(self, group, task: Task, program: LoopProgram):
         """Slots of a task's arguments and results."""
@@ -185,7 +212,7 @@ class _Build:
         ins, outs = self.slot(group, value), self.slot(target, value)
         text = f"the transfer of {value} from group {group} to {target}"
         if transfer.is_alias(source, wanted, len(v.aval.shape)):
-            self._add(_ALIAS, None, ins, outs, text)
+            self._add(_ALIAS, None, ins, outs, text, group)
         else:
-            self._add(_MOVE, transfer.mover(source, wanted, v.aval.dtype), ins, outs, text)
+            self._add(_MOVE, transfer.mover(source, wanted, v.aval.dtype), ins, outs, text, group)
             self.bytes_moved += self.program.nbytes.get(value.name, 0)

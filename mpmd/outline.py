@@ -423,7 +423,7 @@ class _Placer:
         """As late as its readers allow, where that does not keep more bytes alive."""
         latest: dict[tuple[compat.Var, int], int] = {}
 
-        def bound(v, group, level):
+        def bound(v, group: int, level: int):
             have = homes[v]
             source = group if group in have else min(have)
             if source != group and level < _END:

@@ -1,5 +1,6 @@
 """Moves arrays between any two layouts, no byte too many and never over the memory it was given."""
 
+from mpmd.errors import ReshardError
 from reshard.api import (
     last_stats,
     logically_stacked,
@@ -14,6 +15,7 @@ from reshard.plan import ReshardPlan, plan
 __all__ = [
     "HostMemory",
     "Progress",
+    "ReshardError",
     "ReshardPlan",
     "Stats",
     "describe_mesh",

@@ -46,6 +46,8 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
     for one in shardings:
         if isinstance(one, NamedSharding) and PartitionSpec.UNCONSTRAINED in tuple(one.spec):
             return f"spec {one.spec} is unconstrained; where the array goes must be said in full"
+        if isinstance(one, NamedSharding) and len(one.spec) > len(shape):
+            return f"spec {one.spec} has {len(one.spec)} entries, but the array has {len(shape)} axes"
         try:
             one.shard_shape(shape)
         except Exception as error:  # JAX's errors for specs share no base class

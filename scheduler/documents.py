@@ -35,13 +35,11 @@ This page and its pictures are made by `python -m scheduler documents docs`.
 
 - **Start with `OneFOneB`.** One executable a task kind, the least memory of all with one stage a group, and no bubble
   that more microbatches do not make small: its share of the time is (p − 1)/(m + p − 1).
-- **Few microbatches for many groups** (m below about 4p): the bubble is what you pay for. If the model can be cut
-into two
-  stages a group, `ZeroBubbleV` has the smallest bubble at 1F1B's memory, and its last stage lives beside its
-  first (loss and embedding in one group). With one stage a group take `ZeroBubbleH1`, at 1F1B's peak in every group.
+- **Few microbatches for many groups** (m below about 4p): the bubble is what you pay for. If the model can be
+  cut into two stages a group, `ZeroBubbleV` has the smallest bubble at 1F1B's memory, and its last stage lives
+  beside its first (loss and embedding in one group). With one stage a group take `ZeroBubbleH1`, at 1F1B's peak in every group.
 - **Memory is short**: `VHalf` and `VMin` hold about half and a third of 1F1B's peak, evenly over the groups. 1F1B
-itself
-  holds little in the last groups, so look at the group that is full.
+  itself holds little in the last groups, so look at the group that is full.
 - **Memory is plenty and steps follow each other without a barrier**: `ZeroBubbleH2`.
 - **Transfers are slow**: `EagerOneFOneB` posts forwards earlier; `DualPipeV` pairs a forward with a backward in one
   executable so that the compiler can overlap one's communication with the other's compute; `KimiK2` does so with W.

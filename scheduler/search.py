@@ -14,9 +14,10 @@ from scheduler.custom import CustomSchedule
 from scheduler.errors import ScheduleError
 from scheduler.exact import can_solve, solve
 from scheduler.generators import ChainSchedule, LoopSchedule
-from scheduler.listing import Problem, Ranking, list_schedule
+from scheduler.listing import Problem, list_schedule
+from scheduler.rankings import neighbour, random_genes, ranking_from
 from scheduler.simulate import Costs, Timeline, simulate_orders
-from scheduler.task import KINDS, Kind, Orders, Pairs, check_count
+from scheduler.task import Orders, Pairs, check_count
 from scheduler.v_schedules import VSchedule, v_placement
 
 _CLOSE = 1e-9
@@ -277,10 +278,10 @@ class _Search:
         for index in range(count):
             if index % 16 == 0 and self._late():
                 break
-            genes = _random_genes(self.random)
+            genes = random_genes(self.random)
             if best is not None and self.random.random() < 0.6:
-                genes = {name: self._mutate(name, best[1][name], genes[name]) for name in genes}
-            orders = list_schedule(problem, _ranking(problem, genes))
+                genes = neighbour(self.random, best[1], genes)
+            orders = list_schedule(problem, ranking_from(problem, genes))
             if orders is None:
                 self.tries += 1
                 continue
@@ -292,12 +293,6 @@ class _Search:
             self._add(candidate)
             if self._done():
                 break
-
-    def _mutate(self, name: str, value: float, fresh: float) -> float:
-        roll = self.random.random()
-        if roll < 0.15:
-            return fresh
-        return value + self.random.gauss(0, 0.2) if roll < 0.5 and name not in _SWITCHES else value
 
     def _solve(self) -> None:
         """One stage a group, and OR-tools installed: the best order, if the time suffices."""
@@ -365,72 +360,6 @@ class _Search:
 
 
 _TIMES = ("forward", "input_grad", "weight_grad")
-_SWITCHES = frozenset({"weights_last", "interval", "burst", "patience"})
-
-
-def _random_genes(rng: random.Random) -> dict[str, float]:
-    return {
-        "pace": rng.choice([0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.7]),
-        "turn_up": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
-        "turn_back": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
-        "turn_down": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
-        "weights": rng.uniform(-0.2, 1.5),
-        "weights_early": rng.uniform(-0.2, 1.5),
-        "by_group": rng.choice([0.0, 0.0, -1.0, 1.0, 0.5]),
-        "weights_last": rng.choice([0.0, 1.0, 1.0]),
-        "interval": rng.choice([0.0, 0.0, 0.0, 0.7, 0.85, 1.0, 1.1]),
-        "burst": rng.choice([0.0, 0.25, 0.5, 0.75, 1.0]),
-        "patience": rng.choice([0.0, 0.0, 0.2, 0.5, 0.9]),
-        "noise": rng.choice([0.0, 0.0, rng.random()]),
-        "noise_seed": rng.random(),
-    }
-
-
-def _ranking(problem: Problem, genes: dict[str, float]) -> Ranking:
-    """A ranking from genes: what is due follows one microbatch's way on its own, stretched here and there."""
-    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
-    weight_grad, over = costs.per_stage("weight_grad", n), costs.transfers(n)
-    period = max(
-        sum(forward[s] + input_grad[s] + weight_grad[s] for s in problem.stages_of(group))
-        for group in range(problem.num_groups)
-    )
-    due_f, clock = [], 0.0
-    for stage in range(n):
-        due_f.append(clock)
-        clock += forward[stage] + over[stage]
-    down = clock
-    due_i = [0.0] * n
-    for stage in reversed(range(n)):
-        due_i[stage] = clock
-        clock += input_grad[stage] + over[stage - 1]
-    half = n // 2 if n > problem.num_groups else n
-    for stage in range(n):
-        late = stage >= half
-        due_f[stage] += genes["turn_up"] * down if late else 0.0
-        due_i[stage] += (genes["turn_back"] if late else genes["turn_down"]) * down
-    due_w = [
-        due_i[stage]
-        + input_grad[stage]
-        + clock * (genes["weights"] if stage >= half else genes["weights_early"])
-        + genes["by_group"] * problem.placement[stage] * forward[stage]
-        for stage in range(n)
-    ]
-    noise: dict[Kind, Sequence[float]] = {}
-    if genes["noise"]:
-        rng = random.Random(genes["noise_seed"])
-        reach = genes["noise"] * period / 3
-        for kind in KINDS:
-            noise[kind] = [rng.uniform(-reach, reach) for _ in range(n * m)]
-    return Ranking(
-        {"F": due_f, "I": due_i, "W": due_w},
-        pace=genes["pace"] * period,
-        weights_last=genes["weights_last"] > 0.5,
-        patience=genes["patience"] * period / 3,
-        interval=genes["interval"] * period,
-        burst=int(genes["burst"] * problem.num_groups),
-        noise=noise,
-    )
 
 
 def _least(problem: Problem) -> list[float]:

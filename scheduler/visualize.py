@@ -125,9 +125,9 @@ def to_chrome_trace(timeline: Timeline) -> str:
 _UNIT, _ROW, _LEFT, _TOP, _RIGHT = 22.0, 26.0, 70.0, 34.0, 150.0
 _LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90}
 _PATTERNS = {
-    "B": '<path d="M0 0L6 6M6 0L0 6" stroke="#0003" stroke-width="0.8"/>',
-    "I": '<path d="M0 6L6 0" stroke="#0004" stroke-width="1"/>',
-    "W": '<circle cx="3" cy="3" r="1" fill="#0004"/>',
+    "B": '<path d="M0 0L6 6M6 0L0 6" stroke="#000" stroke-opacity="0.2" stroke-width="0.8"/>',
+    "I": '<path d="M0 6L6 0" stroke="#000" stroke-opacity="0.3" stroke-width="1"/>',
+    "W": '<circle cx="3" cy="3" r="1" fill="#000" fill-opacity="0.3"/>',
 }
 
 

@@ -325,6 +325,8 @@ def test_everything_that_does_not_fit_is_named_at_once(mesh):
     )
     with pytest.raises(ValueError, match="should evenly divide"):
         MpmdArray([jnp.ones(3)] * 2, sharding)
+    with pytest.raises(ValueError, match="has 1 entries, but the array has 0 axes"):
+        MpmdArray([jnp.ones(())] * 2, sharding)
     with pytest.raises(ValueError, match="not an MpmdSharding"):
         MpmdArray([jnp.ones(4)], sharding.group_sharding(0))
 

@@ -412,6 +412,35 @@ def early_exit():
 
 
 @program
+def early_exit_in_stage_zero():
+    """A trained head and a loss that depend on no mark."""
+    params = {"w": tapered_weights(), "exit": array(WIDTHS[1], WIDTHS[4])}
+
+    def loss(params, batch):
+        w = params["w"]
+        first = dense(w[0], batch["x"])
+        early = squared_error(first @ params["exit"], batch["y"])
+        x = dense(w[3], mark(dense(w[2], mark(dense(w[1], mark(first))))))
+        return squared_error(x, batch["y"]) + 0.3 * early
+
+    return training(loss, params, tapered_batch())
+
+
+@program
+def scalar_parameter_in_stage_zero():
+    """Stage 0 is a trained temperature and nothing else."""
+    params = {"temperature": array(), "w": equal_weights(3)}
+
+    def loss(params, batch):
+        x = batch["x"] * params["temperature"]
+        for w in params["w"]:
+            x = dense(w, mark(x))
+        return squared_error(x, batch["y"])
+
+    return training(loss, params, equal_batch())
+
+
+@program
 def auxiliary_losses():
     """A loss in every stage, summed; the one of stage 0 depends on no mark."""
 
@@ -461,6 +490,39 @@ def split_backward_of_scans():
 
 
 @program
+def effects_in_a_split_backward():
+    """A message in stage 1's forward, one in its backward, and one that only the weights' gradient would need."""
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return jnp.sin(x @ w)
+
+    def backward(saved, g):
+        w, x = saved
+        g = g * jnp.cos(x @ w)
+        jax.debug.print("gradient {}", jnp.max(g))
+        weights = x.T @ g
+        jax.debug.print("weights {}", jnp.max(weights))
+        return weights, g @ w.T
+
+    layer.defvjp(lambda w, x: (layer(w, x), (w, x)), backward)
+
+    def loss(params, batch):
+        x = mark(dense(params[0], batch["x"]))
+        jax.debug.print("input {}", jnp.max(x))
+        x = mark(layer(params[1], x))
+        x = mark(dense(params[2], x))
+        return squared_error(dense(params[3], x), batch["y"])
+
+    return training(loss, tapered_weights(), tapered_batch(), schedule=scheduler.ZeroBubbleH1(4))
+
+
+@program
+def tied_with_a_split_backward():
+    return _tied_embedding(scheduler.ZeroBubbleH1(4))
+
+
+@program
 def frozen_first_stage():
     def loss(params, batch):
         return tapered_loss([jax.lax.stop_gradient(params[0]), *params[1:]], batch)
@@ -489,6 +551,10 @@ def forward_only():
 @program
 def tied_embedding():
     """One array embeds in stage 0 and makes the logits in stage 3."""
+    return _tied_embedding()
+
+
+def _tied_embedding(schedule=None):
     params = {"embedding": array(V, D), "w": equal_weights(2)}
     batch = {"tokens": array(M, R, dtype=jnp.int32), "targets": array(M, R, dtype=jnp.int32)}
 
@@ -499,7 +565,7 @@ def tied_embedding():
         logits = x @ params["embedding"].T
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][:, None], axis=1))
 
-    return training(loss, params, batch)
+    return training(loss, params, batch, schedule=schedule)
 
 
 @program
@@ -534,6 +600,49 @@ def stacked_weights():
         return equal_loss([w[stage] for stage in range(4)], batch)
 
     return training(loss, array(4, D, D), equal_batch())
+
+
+@program
+def stacked_and_split():
+    """One array of all stages' weights, cut by one equation."""
+
+    def loss(w, batch):
+        return equal_loss([part[0] for part in jnp.split(w, 4)], batch)
+
+    return training(loss, array(4, D, D), equal_batch())
+
+
+@program
+def stacked_and_indexed():
+    """One array of all stages' weights, indexed by an array."""
+
+    def loss(w, batch):
+        return equal_loss([w[jnp.int32(stage)] for stage in range(4)], batch)
+
+    return training(loss, array(4, D, D), equal_batch())
+
+
+@program
+def stacked_and_iterated():
+
+    def loss(w, batch):
+        return equal_loss(list(w), batch)
+
+    return training(loss, array(4, D, D), equal_batch())
+
+
+@program
+def shared_bias():
+    """A bias, broadcast once and added in every stage: JAX sums the stages' gradients before it reduces them."""
+
+    def loss(params, batch):
+        bias = jnp.broadcast_to(params["bias"], (R, D))
+        x = batch["x"]
+        for stage, w in enumerate(params["w"]):
+            x = dense(w, x if stage == 0 else mark(x)) + bias
+        return squared_error(x, batch["y"])
+
+    return training(loss, {"w": equal_weights(), "bias": array(D)}, equal_batch())
 
 
 @program
@@ -591,7 +700,8 @@ def passed_through_marks():
             carried = mark(carried)
             carried["x"] = dense(w, carried["x"])
         carried = mark(carried)
-        x = dense(params[3], carried["x"]) + jnp.sum(carried["skip"]) + carried["kept"][:, None]
+        x = dense(params[3], carried["x"]) * carried["kept"][:, None]
+        x = x + jnp.sum(x[:, :5] * carried["skip"], axis=1, keepdims=True)
         return squared_error(x, carried["y"])
 
     return training(loss, params, batch)
@@ -657,17 +767,28 @@ def dropout():
         value, grads = mpmd.treduce_i(lambda i: jax.value_and_grad(loss)(params, i), M, schedule=scheduler.OneFOneB(4))
         return sgd(params, grads), value
 
-    return step, (tapered_weights(), jax.eval_shape(jax.random.key, 0), tapered_batch())
+    return step, (equal_weights(), jax.eval_shape(jax.random.key, 0), equal_batch())
 
 
 @program
 def clipped_by_global_norm():
-    def update(params, grads):
-        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-        scale = jnp.minimum(1.0, 1.0 / norm)
-        return sgd(params, jax.tree.map(lambda g: g * scale, grads))
+    """After the loop: clipping, momentum with a warmup, and how far the parameters moved."""
 
-    return training(tapered_loss, tapered_weights(), tapered_batch(), update=update)
+    def step(state, batch):
+        def one(microbatch):
+            return jax.value_and_grad(tapered_loss)(state["params"], microbatch)
+
+        value, grads = mpmd.treduce(one, batch, schedule=scheduler.OneFOneB(4))
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        scale = jnp.minimum(1.0, 1.0 / norm)
+        rate = 0.1 * jnp.minimum(1.0, (state["count"] + 1) / 100)
+        momentum = [0.9 * m + scale * g for m, g in zip(state["momentum"], grads, strict=True)]
+        params = [p - rate * m for p, m in zip(state["params"], momentum, strict=True)]
+        drift = sum(jnp.sum((new - old) ** 2) for new, old in zip(params, state["params"], strict=True))
+        return {"params": params, "momentum": momentum, "count": state["count"] + 1}, (value, norm, drift)
+
+    state = {"params": tapered_weights(), "momentum": tapered_weights(), "count": array(dtype=jnp.int32)}
+    return step, (state, tapered_batch())
 
 
 @program
@@ -711,3 +832,16 @@ def custom_derivative():
         return squared_error(layer(params[3], x), batch["y"])
 
     return training(loss, tapered_weights(), tapered_batch())
+
+
+@program
+def branches_and_loops():
+    """A cond in stage 1, a fori_loop in stage 2."""
+
+    def loss(params, batch):
+        x = mark(dense(params[0], batch["x"]))
+        x = mark(lax.cond(jnp.sum(x) > 0, lambda x: jnp.sin(x @ params[1]), lambda x: 2 * x, x))
+        x = mark(lax.fori_loop(0, 3, lambda i, x: dense(params[2], x), x))
+        return squared_error(dense(params[3], x), batch["y"])
+
+    return training(loss, equal_weights(), equal_batch())

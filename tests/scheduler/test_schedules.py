@@ -41,7 +41,7 @@ def spans(timeline):
     return timeline.makespan, timeline.peak_activations
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(groups, microbatches, chunks)
 def test_every_schedule_is_complete_and_runs_or_says_which_numbers_work(p, m, v):
     for named in on_groups(p, v):
@@ -148,7 +148,7 @@ def test_dualpipe_v_has_its_closed_forms_with_pairs_in_turn_and_as_one_unit(p, m
     assert simulate(DualPipeV(p), m, fuse=True).makespan == 6 * m + 2 * (p - 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(groups, microbatches)
 def test_v_min_keeps_to_its_memory_and_its_makespan_is_bounded(p, m):
     timeline = simulate(VMin(p), m)
@@ -156,7 +156,7 @@ def test_v_min_keeps_to_its_memory_and_its_makespan_is_bounded(p, m):
     assert timeline.makespan <= 6 * m + max(4 * p - 5, 0) + (2 if p % 3 == 0 else 0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(groups, microbatches)
 def test_v_half_keeps_to_its_memory_and_is_not_longer_than_v_min(p, m):
     timeline = simulate(VHalf(p), m)
