@@ -387,6 +387,9 @@ def _check_args(args: argparse.Namespace) -> Iterator[str]:
     rows = args.batch // args.microbatches
     if rows % args.data_parallel:
         yield f"a microbatch has {rows} rows, which --data-parallel {args.data_parallel} does not divide"
+    for file in args.text:
+        if not Path(file).is_file():
+            yield f"--text {file} is not a file"
     if not 0 <= args.dropout < 1:
         yield f"--dropout {args.dropout} is not in [0, 1)"
     if args.plot and Path(args.plot).suffix not in (".svg", ".png"):

@@ -489,12 +489,9 @@ def _traced_type(x, hint: _Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {
         mpmd_axis
     }
-    spec = _only(hint.layout[0], explicit) if hint.layout and explicit else ()
-    sharding = (
-        NamedSharding(mesh.abstract_mesh, PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in spec)))
-        if spec
-        else None
-    )
+    spec, kind = hint.layout or (PartitionSpec(), None)
+    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit)))
+    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or len(typed) else None
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
@@ -523,16 +520,12 @@ def _hint(wish, x, mesh: MpmdMesh, name: str) -> _Hint:
             )
         return _Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
     if isinstance(wish, (NamedSharding, PartitionSpec)):
-        kind = wish.memory_kind if isinstance(wish, NamedSharding) else None
+        kind = transfer.memory_kind(wish) if isinstance(wish, NamedSharding) else None
         spec = wish.spec if isinstance(wish, NamedSharding) else wish
-        return _Hint(None, (MpmdSharding(mesh, 0, spec).spec, _not_default(kind, mesh)))
+        return _Hint(None, (MpmdSharding(mesh, 0, spec).spec, kind))
     raise TypeError(
         f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
     )
-
-
-def _not_default(kind, mesh: MpmdMesh):
-    return None if kind is None or kind == mesh.groups[0].devices.flat[0].default_memory().kind else kind
 
 
 def _broadcast(shardings, tree, what, skip=(), total=None):

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.transfer import memory_kind
 
 
 class Executable:
@@ -150,20 +151,13 @@ def _typed(aval, mesh: Mesh) -> NamedSharding | None:
 
 
 def _spec(sharding):
-    return None if sharding is None else (str(sharding.spec), sharding.memory_kind)
+    return None if sharding is None else (str(sharding.spec), memory_kind(sharding))
 
 
 def _on(mesh: Mesh, sharding) -> NamedSharding:
     """Whatever kind of sharding XLA reports, as a spec on the group's mesh."""
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(mesh, sharding.spec, memory_kind=_kind(sharding))
+        return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind(sharding))
     if mesh.size == 1 or sharding.is_fully_replicated:
-        return NamedSharding(mesh, PartitionSpec(), memory_kind=_kind(sharding))
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind(sharding))
     return compat.named_sharding(sharding, mesh)
-
-
-def _kind(sharding):
-    """The memory kind where it is not the default one."""
-    kind = sharding.memory_kind
-    device = next(iter(sharding.device_set))
-    return None if kind == device.default_memory().kind else kind

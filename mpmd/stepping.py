@@ -19,6 +19,7 @@ from mpmd.outline import Loop, Outline, Segment, Transfer
 from mpmd.partition import LoopPartition, TaskBody
 from mpmd.placing import Place
 from mpmd.trace import trace_equations
+from mpmd.transfer import memory_kind
 
 Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
 
@@ -70,7 +71,7 @@ def fit(layout: Layout, mesh: Mesh, shape) -> NamedSharding:
     spec, kind = layout
     if all(n in mesh.shape for n in _axes(spec)):
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
-        if jax.dtypes is None or _divides(sharding, shape):
+        if _divides(sharding, shape):
             return sharding
     entries = []
     for size, entry in itertools.zip_longest(shape, spec[: len(shape)], fillvalue=None):
@@ -78,6 +79,14 @@ def fit(layout: Layout, mesh: Mesh, shape) -> NamedSharding:
         total = functools.reduce(lambda a, n: a * mesh.shape[n], names, 1)
         entries.append(names if names and size % total == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=kind)
+
+
+def shortest(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without trailing Nones."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 
 def _divides(sharding, shape) -> bool:
@@ -159,7 +168,7 @@ class _StepCompiler:
     def _record(self, atoms, shardings):
         for v, s in zip(atoms, shardings, strict=True):
             if not isinstance(v, compat.Literal):
-                self.layouts.setdefault(v, (s.spec, s.memory_kind))
+                self.layouts.setdefault(v, (shortest(s.spec), memory_kind(s)))
 
     # --- donation ---------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ def mover(source: NamedSharding, target: NamedSharding, dtype) -> Callable[[jax.
 
 def target_of(sharding: NamedSharding):
     """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
-    if sharding.mesh.size == 1 and sharding.memory_kind is None:
+    if sharding.mesh.size == 1 and memory_kind(sharding) is None:
         return compat.devices(sharding).flat[0]
     return sharding
 
@@ -38,3 +38,10 @@ def put(x, sharding: NamedSharding) -> jax.Array:
     if isinstance(placed.sharding, SingleDeviceSharding):
         placed = jax.device_put(placed, sharding)
     return placed
+
+
+def memory_kind(sharding) -> str | None:
+    """The memory kind of a sharding where it is not the default one of its devices."""
+    kind = sharding.memory_kind
+    device = next(iter(sharding.device_set))
+    return None if kind == device.default_memory().kind else kind

@@ -147,6 +147,7 @@ def _reshard(
 ) -> Any:
     global _last_stats
     paths, sources, treedef = flatten(tree)
+    sources = [_as_jax_would(source) for source in sources]
     targets = [
         target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
         for target in broadcast(shardings, tree, name)
@@ -175,6 +176,14 @@ def _reshard(
             if not isinstance(source, np.ndarray) and not source.is_deleted():
                 source.delete()
     return jax.tree.unflatten(treedef, results)
+
+
+def _as_jax_would(source: Any) -> Any:
+    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled)."""
+    if isinstance(source, (np.ndarray, np.generic, bool, int, float, complex)):
+        array = np.asarray(source)
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    return source
 
 
 def _fault_of_source(source: Any) -> str | None:

@@ -117,9 +117,10 @@ class ReshardPlan:
         total = sum(a.leaf.nbytes for a in self.arrays)
         t, bound_between_hosts = self.traffic, self.bytes_between_hosts_lower_bound
         threshold = "none" if self.threshold is None else _bytes(self.threshold)
+        arrays, rounds = _count(len(self.arrays), "array"), _count(len(self.rounds), "round")
         return "\n".join(
             [
-                f"reshard of {len(self.arrays)} arrays, {_bytes(total)}, in {len(self.rounds)} rounds",
+                f"reshard of {arrays}, {_bytes(total)}, in {rounds}",
                 f"  stays on its device     {_bytes(t.stays)}",
                 f"  moves                   {_bytes(t.moved)} (lower bound {_bytes(self.bytes_lower_bound)})",
                 f"    inside a process      {_bytes(t.within_process)}",
@@ -146,7 +147,7 @@ class ReshardPlan:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         left_out = len(order) - (len(rows) - 1)
         if left_out:
-            lines.append(f"… and {left_out} smaller ones")
+            lines.append(f"… and {_count(left_out, 'smaller array')}")
         return "\n".join([str(self), "", *lines])
 
 
@@ -347,6 +348,10 @@ def _busiest(by_device: dict[Any, int]) -> str:
     device = max(by_device, key=lambda d: by_device[d])
     busy = [n for n in by_device.values() if n]
     return f"{_bytes(by_device[device])}, {device} (average of {len(busy)}: {_bytes(sum(busy) // len(busy))})"
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
 
 
 def _bytes(num: int) -> str:

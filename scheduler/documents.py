@@ -37,7 +37,8 @@ This page and its pictures are made by `python -m scheduler documents docs`.
   that more microbatches do not make small: its share of the time is (p − 1)/(m + p − 1).
 - **Few microbatches for many groups** (m below about 4p): the bubble is what you pay for. If the model can be
   cut into two stages a group, `ZeroBubbleV` has the smallest bubble at 1F1B's memory, and its last stage lives
-  beside its first (loss and embedding in one group). With one stage a group take `ZeroBubbleH1`, at 1F1B's peak in every group.
+  beside its first (loss and embedding in one group). With one stage a group take `ZeroBubbleH1`, at 1F1B's peak in
+  every group.
 - **Memory is short**: `VHalf` and `VMin` hold about half and a third of 1F1B's peak, evenly over the groups. 1F1B
   itself holds little in the last groups, so look at the group that is full.
 - **Memory is plenty and steps follow each other without a barrier**: `ZeroBubbleH2`.

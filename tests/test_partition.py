@@ -24,6 +24,7 @@ from jax import lax
 import mpmd
 import scheduler
 
+UPDATE = bool(os.environ.get("MPMD_UPDATE_GOLDEN"))
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "partition"
 
 M, R = 4, 3  # microbatches, rows of one
@@ -59,7 +60,9 @@ class Cut:
     def _print(self, lowered):
         names = self.outline.trace.in_names
         places = [f"{name} in {_groups(groups)}" for name, groups in zip(names, self.inputs, strict=True)]
-        outs = [f"{n} in {_groups(g)}" for n, (_, g) in zip(self.outline.trace.out_names, self.outline.outputs, strict=True)]
+        outs = [
+            f"{n} in {_groups(g)}" for n, (_, g) in zip(self.outline.trace.out_names, self.outline.outputs, strict=True)
+        ]
         return "\n".join([lowered.as_text(), "", *places, "", *outs, ""])
 
     @property
@@ -133,7 +136,10 @@ class Cut:
     def accumulated(self, place, loop=None):
         """Types that a task accumulates, sorted."""
         partition = (loop or self.loop).partition
-        types = [partition.accumulators[k].value.aval.str_short(short_dtypes=True) for k in self.task(place, loop).accumulates]
+        types = [
+            partition.accumulators[k].value.aval.str_short(short_dtypes=True)
+            for k in self.task(place, loop).accumulates
+        ]
         return sorted(types)
 
     def body(self, place, loop=None):
@@ -142,20 +148,39 @@ class Cut:
         partition = (loop or self.loop).partition
         numbers = {}
 
-        def atom(v):
-            if not hasattr(v, "count") and hasattr(v, "val"):
-                return f"{v.val}"
-            return numbers.setdefault(v, len(numbers)), v.aval.str_short()
-
         def atoms(vs):
-            return tuple(map(atom, vs))
+            return [
+                f"{v.val}" if hasattr(v, "val") else (numbers.setdefault(v, len(numbers)), v.aval.str_short())
+                for v in vs
+            ]
 
-        eqns = [(e.primitive.name, atoms(e.invars), atoms(e.outvars)) for e in task.eqns]
-        return eqns, atoms(task.writes), atoms(partition.accumulators[k].value for k in task.accumulates)
+        def equations(eqns):
+            return [
+                (e.primitive.name, atoms(e.invars), atoms(e.outvars), [equations(j.eqns) for j in _inner(e)])
+                for e in eqns
+            ]
 
-    def plain_matmuls(self):
-        """Matrix products of the step as it is written, without any pipeline."""
-        return _count(_live(jax.make_jaxpr(self.step)(*self.args).jaxpr), "dot_general")
+        results = atoms(partition.accumulators[k].value for k in task.accumulates)
+        return equations(task.eqns), atoms(task.writes), results
+
+    def effects(self):
+        """Equations with an effect, per task; tasks without any left out."""
+        counts = {str(t.place): sum(bool(e.effects) for e in t.eqns) for t in self.loop.partition.tasks}
+        return {place: n for place, n in counts.items() if n}
+
+    def total(self, primitive):
+        """Equations of that primitive in all tasks and outside of the loops."""
+        return sum(sum(self.count(primitive, loop).values()) for loop in self.outline.loops) + sum(
+            self.outside(primitive).values()
+        )
+
+    def moved(self):
+        """The bytes of what is larger than a scalar among `transfers`, as (bytes, source, target)."""
+        return [(n, source, target) for _, n, source, target in self.transfers() if n > F32]
+
+    def plain(self, primitive):
+        """Equations of that primitive in the step as it is written, without any pipeline."""
+        return _count(_live(jax.make_jaxpr(self.step)(*self.args).jaxpr), primitive)
 
 
 def _groups(groups):
@@ -198,7 +223,6 @@ class Program:
 
     build: Callable
     num_groups: int
-    equal_to: str | None = None
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -312,7 +336,9 @@ def hoisted():
             causal = jnp.arange(R)[:, None] >= jnp.arange(D)[None]
             return squared_error(dense(params["w"][3], mark(x)) * causal, batch["y"])
 
-        value, grads = mpmd.treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule=scheduler.OneFOneB(4))
+        value, grads = mpmd.treduce(
+            lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule=scheduler.OneFOneB(4)
+        )
         return sgd(params, grads), value
 
     return step, (params, array(D, D), batch)
@@ -471,7 +497,11 @@ def metrics():
             norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
             return value, sizes | {"norm": norm}, grads
 
-        operation = (mpmd.Mean, {"first": mpmd.Max, "third": mpmd.Min, "positive": mpmd.Add, "norm": mpmd.Concat}, mpmd.Add)
+        operation = (
+            mpmd.Mean,
+            {"first": mpmd.Max, "third": mpmd.Min, "positive": mpmd.Add, "norm": mpmd.Concat},
+            mpmd.Add,
+        )
         value, sizes, grads = mpmd.treduce(one, batch, schedule=scheduler.OneFOneB(4), operation=operation)
         return sgd(params, grads), value, sizes
 
@@ -543,7 +573,9 @@ def frozen_middle_stage():
 @program
 def forward_only():
     def step(params, batch):
-        return mpmd.treduce(lambda mb: tapered_loss(params, mb), batch, schedule=scheduler.OneFOneB(4), operation=mpmd.Mean)
+        return mpmd.treduce(
+            lambda mb: tapered_loss(params, mb), batch, schedule=scheduler.OneFOneB(4), operation=mpmd.Mean
+        )
 
     return step, (tapered_weights(), tapered_batch())
 
@@ -623,15 +655,6 @@ def stacked_and_indexed():
 
 
 @program
-def stacked_and_iterated():
-
-    def loss(w, batch):
-        return equal_loss(list(w), batch)
-
-    return training(loss, array(4, D, D), equal_batch())
-
-
-@program
 def shared_bias():
     """A bias, broadcast once and added in every stage: JAX sums the stages' gradients before it reduces them."""
 
@@ -679,6 +702,11 @@ def skip_before_the_mark():
 @program
 def skip_after_the_mark():
     return _skip(marked=True)
+
+
+@program(num_groups=2)
+def two_stages_a_group():
+    return training(tapered_loss, tapered_weights(), tapered_batch(), schedule=scheduler.InterleavedOneFOneB(4, 2))
 
 
 @program(num_groups=2)
@@ -845,3 +873,592 @@ def branches_and_loops():
         return squared_error(dense(params[3], x), batch["y"])
 
     return training(loss, equal_weights(), equal_batch())
+
+
+# --- all programs ---------------------------------------------------------------------------------
+
+# Programs whose partition is known to be wrong: a golden file would bless it. Each has a test below that fails.
+DEAD_SUMS = "the sums that cutting a gradient replaces are still made and sent"
+SPLIT = "the gradient of a split (a concatenation) is not cut into its parts"
+INDEXED = "the gradient of an index that is no literal is accumulated and sent padded"
+BIAS = "a part of a shared gradient accumulates in the stage that sends it, not in the one that it belongs to"
+SCALAR = "a scalar parameter does not make stage 0"
+FROZEN = "the update of a frozen parameter runs in group 0, which gets a copy"
+VIEW = "a transposed view is kept beside the value that it views"
+
+WRONG = {
+    "tied_with_a_split_backward": DEAD_SUMS,
+    "shared_by_all_stages": DEAD_SUMS,
+    "stacked_weights": DEAD_SUMS,
+    "stacked_layers": DEAD_SUMS,
+    "shared_bias": DEAD_SUMS,
+    "stacked_and_split": SPLIT,
+    "stacked_and_indexed": INDEXED,
+    "scalar_parameter_in_stage_zero": SCALAR,
+    "frozen_middle_stage": FROZEN,
+    "stage_zero": VIEW,
+}
+
+
+def wrong(reason):
+    """Marks a test that fails until the partition is right."""
+    return pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)
+
+
+ALL = list(PROGRAMS)
+GOLDENS = [pytest.param(name, marks=[wrong(WRONG[name])] if name in WRONG else []) for name in ALL]
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_the_printed_partition_is_the_golden_one(name):
+    path = GOLDEN / f"{name}.txt"
+    head = f"jax {jax.__version__}\n\n"
+    if UPDATE and name not in WRONG:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + cut(name).text)
+    assert path.exists(), f"no {path}: run with MPMD_UPDATE_GOLDEN=1"
+    golden = path.read_text()
+    if golden.splitlines()[0] != head.splitlines()[0]:
+        pytest.skip(f"{path.name} was printed with {golden.splitlines()[0]}; other versions name equations otherwise")
+    found = head + cut(name).text
+    diff = "\n".join(difflib.unified_diff(golden.splitlines(), found.splitlines(), "golden", "found", lineterm=""))
+    assert not diff, diff
+
+
+def test_every_golden_file_has_its_program():
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(ALL) - set(WRONG)
+
+
+HEAVY = ["dot_general", "scan", "cond", "cumsum", "random_bits", "scatter-add"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_heavy_is_computed_twice_or_lost(name):
+    found, plain = ({p: count(p) for p in HEAVY} for count in (cut(name).total, cut(name).plain))
+    assert found == plain
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_backward_task_reads_forward_values_that_its_group_has_anyway(name):
+    c = cut(name)
+    tasks = c.loop.partition.tasks
+    here = defaultdict(set)
+    for t in tasks:
+        if t.place.kind == "F":
+            here[c.loop.group(t.place)].update(t.reads, t.writes)
+    forward = {v for t in tasks if t.place.kind == "F" for v in t.writes}
+    for t in tasks:
+        if t.place.kind != "F":
+            assert set(t.reads) & forward <= here[c.loop.group(t.place)], t.place
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_forward_values_flow_down_and_gradients_flow_up(name):
+    for loop in cut(name).outline.loops:
+        producer = {v: t.place for t in loop.partition.tasks for v in t.writes}
+        for t in loop.partition.tasks:
+            for v in t.reads:
+                source = producer[v]
+                if t.place.kind == "F":
+                    assert source.kind == "F" and source.stage < t.place.stage
+                elif source.kind != "F":
+                    assert source.stage >= t.place.stage
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_value_that_a_task_writes_is_read_and_no_task_reads_its_own(name):
+    for loop in cut(name).outline.loops:
+        reads = [v for t in loop.partition.tasks for v in t.reads]
+        for t in loop.partition.tasks:
+            assert set(t.writes) <= set(reads)
+            assert not set(t.writes) & set(t.reads)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_task_holds_nothing(name):
+    for loop in cut(name).outline.loops:
+        for t in loop.partition.tasks:
+            if t.is_empty:
+                assert not (t.eqns or t.reads or t.operands or t.uses_index), t.place
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_state_comes_back_where_it_came_from(name):
+    c = cut(name)
+    if name == "forward_only":
+        return
+    leaves = jax.tree.leaves(c.args[0])
+    results = [groups for _, groups in c.outline.outputs]
+    assert c.inputs[: len(leaves)] == tuple(results[: len(leaves)])
+
+
+# --- each program ---------------------------------------------------------------------------------
+
+
+def f32(*shape):
+    """Bytes of a float32 array."""
+    return F32 * functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def crossings(*forward, backward=None, kind="B"):
+    """The bytes at the three boundaries, there and back."""
+    backward = forward if backward is None else backward
+    there = {f"F{s}→F{s + 1}": n for s, n in enumerate(forward)}
+    return there | {f"{kind}{s + 1}→{kind}{s}": n for s, n in enumerate(backward)}
+
+
+TAPERED = tuple(f32(R, n) for n in WIDTHS[1:4])
+EQUAL = (f32(R, D),) * 3
+CHAIN = {"F0": 1, "F1": 1, "F2": 1, "F3": 1, "B3": 2, "B2": 2, "B1": 2, "B0": 1}
+ONE_GROUP_EACH = [{0}, {1}, {2}, {3}]
+
+
+def test_a_chain_sends_each_boundary_once_there_and_once_back():
+    c = cut("chain")
+    assert c.matmuls() == CHAIN
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert len(c.crossings()) == 6
+    assert c.moved() == []
+    assert [c.where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH
+    assert c.where("batch['x']") == {0}
+    assert c.where("batch['y']") == {3}
+
+
+def test_a_chain_keeps_inputs_and_outputs_of_its_layers_and_no_more():
+    c = cut("chain")
+    out = [f32(R, n) for n in WIDTHS]
+    assert c.residuals("B0") == [out[1]]
+    assert c.residuals("B1") == [out[1], out[2]]
+    assert c.residuals("B2") == [out[2], out[3]]
+    assert c.residuals("B3") == [out[4], out[4], out[3]]  # the input, the output, and the error
+
+
+def test_each_gradient_accumulates_in_the_backward_of_its_stage():
+    c = cut("chain")
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [
+        [f"f32[{n},{m}]"] for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)
+    ]
+    assert [c.accumulated(f"F{s}") for s in range(4)] == [[], [], [], ["f32[]"]]
+
+
+@pytest.mark.parametrize("name", ["equal_stages", "scans"])
+def test_equal_middle_stages_have_equal_bodies(name):
+    c = cut(name)
+    assert c.body("F1") == c.body("F2")
+    assert c.body("B1") == c.body("B2")
+    assert c.body("F0") != c.body("F1")
+
+
+def test_what_no_microbatch_changes_is_computed_once_before_the_loop():
+    c = cut("hoisted")
+    assert c.outside() == {0: 1, 1: 1}  # the table, where its argument is; the low-rank weight, where it is used
+    assert c.moved() == [(f32(D, D), 0, 2)]  # the table goes to its other reader
+    assert c.matmuls() == CHAIN | {"B1": 4}  # and the gradients of the two factors
+    assert c.bytes_crossing() == crossings(*EQUAL)
+    assert c.where("params['a']") == c.where("params['b']") == {1}
+    assert c.accumulated("B1") == ["f32[2,8]", "f32[8,2]", "f32[8,8]"]
+
+
+def test_a_cheap_constant_is_made_again_where_it_is_read():
+    c = cut("hoisted")
+    assert c.count("iota") == {"F3": 2, "B3": 2}
+    assert c.outside("iota") == {}
+
+
+def test_stage_zero_has_an_implied_entry_mark():
+    c = cut("stage_zero")
+    assert c.count("gather") == {"F0": 1}
+    assert c.count("scatter-add") == {"B0": 1}
+    assert c.matmuls() == {"F0": 2, "F1": 2, "F2": 1, "F3": 2, "B3": 3, "B2": 2, "B1": 3, "B0": 3}
+    assert c.where("params['embedding']") == c.where("batch['other']") == {0}
+    assert c.accumulated("F0") == ["f32[]", "f32[]"]
+
+
+def test_an_encoder_without_a_mark_runs_where_its_result_is_read():
+    c = cut("stage_zero")
+    assert c.where("params['labels']") == c.where("batch['y']") == {3}
+    assert c.where("params['context']") == c.where("batch['c']") == {1}
+    assert c.accumulated("B3") == ["f32[5,8]", "f32[8,8]"]
+    assert c.accumulated("B1") == ["f32[6,8]", "f32[8,8]"]
+    crossing = c.bytes_crossing()
+    state = f32(R, D)
+    assert crossing["F1→F2"] == 2 * state  # the context beside the activation
+    assert crossing["F0→F3"] == 2 * F32  # the two auxiliary losses
+    assert sum(n for pair, n in crossing.items() if pair.endswith("→B1")) == 2 * state
+    assert sum(crossing.values()) == 4 * state + 2 * F32 + 4 * state
+
+
+@wrong(VIEW)
+def test_a_view_of_a_residual_is_not_kept_beside_it():
+    probe = [f32(R, V)]  # of the other rows against the vocabulary
+    assert cut("stage_zero").residuals("B0") == sorted([f32(R, D), f32(R, R), *probe])
+
+
+@wrong(SCALAR)
+def test_what_mark_zero_needs_is_stage_zero_if_the_parameter_is_a_scalar_too():
+    c = cut("scalar_parameter_in_stage_zero")
+    assert c.bytes_crossing() == crossings(*EQUAL)
+    assert c.accumulated("B0") == ["f32[]"]
+    assert c.where("batch['x']") == {0}
+    assert not c.task("F0").is_empty
+
+
+def test_masks_labels_and_keys_are_made_again_by_each_reader():
+    c = cut("labels_masks_positions_keys")
+    everywhere = {0, 1, 2, 3}
+    assert c.where("batch['tokens']") == c.where("batch['key']") == everywhere
+    assert c.where("batch['y']") == {3}
+    assert c.count("random_split") == {"F0": 1, "F1": 1, "F2": 1, "F3": 1}
+    assert c.count("random_bits") == {"F0": 1, "F1": 1, "F2": 1, "F3": 1}  # the noise itself where it is used
+    types = {x.type for x in c.crossings()}
+    assert types == {"f32[3,8]", "f32[3,3]", "i32[3,1]"}
+
+
+def test_what_is_dear_without_a_mark_is_computed_by_its_first_reader_and_sent_once():
+    c = cut("labels_masks_positions_keys")
+    assert c.matmuls() == CHAIN | {
+        "F1": 3,
+        "F3": 2,
+        "B1": 3,
+        "B3": 3,
+    }  # the similarities in F1, their uses in F1 and F3
+    assert c.count("cumsum") == {"F1": 1}
+    state, similar, positions = f32(R, D), f32(R, R), F32 * R
+    assert c.bytes_crossing() == crossings(state, state + positions, state, backward=EQUAL) | {"F1→F3": similar}
+    assert c.where("batch['features']") == {1}
+
+
+def test_cheap_labels_are_no_residuals():
+    c = cut("labels_masks_positions_keys")
+    state, similar = f32(R, D), f32(R, R)
+    assert c.residuals("B0") == [state]
+    assert c.residuals("B1") == [similar, state, state]
+    assert c.residuals("B2") == [state, state]
+    assert c.residuals("B3") == [F32 * R, similar, state, state, state]  # with the normaliser of the softmax
+
+
+def test_a_mark_after_the_last_stage_changes_nothing():
+    assert cut("one_mark_less_than_stages").text == cut("as_many_marks_as_stages").text
+
+
+@pytest.mark.parametrize("name", ["one_mark_less_than_stages", "as_many_marks_as_stages"])
+def test_what_follows_the_last_mark_is_in_the_last_stage(name):
+    c = cut(name)
+    assert c.matmuls() == CHAIN
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert c.where("params['head']") == {3}
+    assert c.accumulated("B3") == [f"f32[{WIDTHS[3]},{WIDTHS[4]}]"]
+    assert c.residuals("B3") == [f32(R, WIDTHS[4]), f32(R, WIDTHS[3])]  # the error, and the head's input
+
+
+@pytest.mark.parametrize(("name", "stage"), [("early_exit_in_stage_zero", 0), ("early_exit", 1)])
+def test_an_early_exit_is_wholly_in_its_stage(name, stage):
+    c = cut(name)
+    width = WIDTHS[stage + 1]
+    assert c.matmuls() == CHAIN | {f"F{stage}": 2, f"B{stage}": CHAIN[f"B{stage}"] + 2}
+    assert c.bytes_crossing() == crossings(*TAPERED) | {f"F{stage}→F3": F32}  # the loss alone
+    assert c.where("params['exit']") == {stage}
+    assert c.where("batch['y']") == {stage, 3}
+    assert f"f32[{width},{WIDTHS[4]}]" in c.accumulated(f"B{stage}")
+    activations = [f32(R, n) for n in WIDTHS[max(stage, 1) : stage + 2]]
+    assert c.residuals(f"B{stage}") == sorted([*activations, f32(R, WIDTHS[4])])  # and the exit's error
+
+
+def test_auxiliary_losses_stay_in_their_stages_and_cross_as_scalars():
+    c = cut("auxiliary_losses")
+    assert c.matmuls() == CHAIN
+    assert c.count("exp") == {f"F{s}": 1 for s in range(4)}
+    assert c.bytes_crossing() == crossings(*(n + F32 for n in TAPERED), backward=TAPERED)
+    assert len(c.crossings()) == 9
+    for stage in range(4):
+        own = f32(R, WIDTHS[stage + 1])
+        residuals = [own] * 3 + [F32 * R]  # the activation, the softmax and its parts
+        residuals += [f32(R, WIDTHS[stage])] * (stage > 0) + [own] * (stage == 3)
+        assert c.residuals(f"B{stage}") == sorted(residuals)
+
+
+def test_metrics_accumulate_in_the_stages_that_make_them():
+    c = cut("metrics")
+    assert c.accumulated("F0") == ["f32[7]"]
+    assert c.accumulated("F2") == ["f32[13]"]
+    assert c.accumulated("F3") == ["f32[]", "i32[]"]
+    assert c.matmuls() == CHAIN
+    assert c.moved() == []
+
+
+def test_a_norm_of_all_gradients_crosses_as_scalars():
+    c = cut("metrics")
+    expected = crossings(*TAPERED)
+    expected["B1→B0"] += F32
+    assert c.bytes_crossing() == expected | {"B2→B0": F32, "B3→B0": F32}
+    assert c.accumulated("B0") == ["f32[5,7]", "f32[]"]
+
+
+def test_a_split_backward_makes_the_input_gradient_first():
+    c = cut("split_backward")
+    ones = ["F0", "F1", "F2", "F3", "I3", "I2", "I1", "W3", "W2", "W1", "W0"]
+    assert c.matmuls() == dict.fromkeys(ones, 1)
+    assert c.task("I0").is_empty
+    assert c.bytes_crossing() == crossings(*TAPERED, backward=()) | {
+        "I3→I2": TAPERED[2],
+        "I2→I1": TAPERED[1],
+        "I1→W0": TAPERED[0],
+    }
+    assert [c.accumulated(f"I{s}") for s in range(4)] == [[]] * 4
+    assert [len(c.accumulated(f"W{s}")) for s in range(4)] == [1] * 4
+
+
+def test_what_feeds_both_gradients_runs_once_and_is_handed_on():
+    c = cut("split_backward")
+    assert [
+        (v.aval.shape, c.count("sub").get(f"W{s}", 0))
+        for s in (1, 2, 3)
+        for v in c.task(f"W{s}").reads
+        if v in c.task(f"I{s}").writes
+    ] == [((R, WIDTHS[s + 1]), 0) for s in (1, 2, 3)]
+    assert c.count("sub") == {"F3": 1, "I3": 1, "I2": 1, "I1": 1, "W0": 1}
+
+
+def test_a_scan_that_makes_both_gradients_is_in_the_input_half():
+    c = cut("split_backward_of_scans")
+    assert c.count("scan") == dict.fromkeys(["F0", "F1", "F2", "F3", "I3", "I2", "I1", "W0"], 1)
+    assert [c.task(f"W{s}").is_empty for s in range(4)] == [False, True, True, True]
+
+
+def test_every_effect_runs_once_in_the_input_half():
+    c = cut("effects_in_a_split_backward")
+    assert c.effects() == {"F1": 1, "I1": 2}
+    assert c.matmuls()["I1"] == 3  # the second message needs the weights' gradient
+    assert c.task("W1").is_empty
+
+
+def test_a_frozen_first_stage_gets_no_gradient():
+    c = cut("frozen_first_stage")
+    assert c.task("B0").is_empty
+    assert c.matmuls() == {"F0": 1, "F1": 1, "F2": 1, "F3": 1, "B3": 2, "B2": 2, "B1": 1}
+    assert c.bytes_crossing() == crossings(*TAPERED, backward=()) | {"B3→B2": TAPERED[2], "B2→B1": TAPERED[1]}
+    assert [c.where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH
+
+
+def test_a_gradient_goes_through_a_frozen_stage():
+    c = cut("frozen_middle_stage")
+    assert c.matmuls() == CHAIN | {"B2": 1}
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert c.accumulated("B2") == []
+    assert c.residuals("B2") == [f32(R, WIDTHS[3])]  # its output; its input only its weights would need
+
+
+@wrong(FROZEN)
+def test_a_frozen_parameter_lives_in_its_stage_alone():
+    assert [cut("frozen_middle_stage").where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH
+
+
+def test_a_forward_only_loop_keeps_nothing_for_a_backward():
+    c = cut("forward_only")
+    assert c.bytes_crossing() == crossings(*TAPERED, backward=())
+    assert all(c.task(f"B{s}").is_empty for s in range(4))
+    assert [[_nbytes(v) for v in c.task(f"F{s}").writes] for s in range(4)] == [
+        [TAPERED[0]],
+        [TAPERED[1]],
+        [TAPERED[2]],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(("name", "itemsize"), [("tied_embedding", 4), ("tied_in_mixed_precision", 2)])
+def test_a_tied_weight_is_summed_once_a_step(name, itemsize):
+    c = cut(name)
+    assert c.matmuls() == {"F1": 1, "F2": 1, "F3": 1, "B3": 2, "B2": 2, "B1": 2}
+    assert c.count("scatter-add")["B0"] == 1
+    assert c.bytes_crossing() == crossings(*[R * D * itemsize] * 3)
+    assert c.where("params['embedding']") == {0, 3}
+    assert c.accumulated("B0") == c.accumulated("B3") == ["f32[10,8]"]
+    assert c.moved() == [(f32(V, D), 3, 0), (f32(V, D), 0, 3)]  # the gradient's part there, the new weight back
+
+
+@wrong(DEAD_SUMS)
+def test_the_gradient_of_a_tied_head_is_in_the_weight_half():
+    c = cut("tied_with_a_split_backward")
+    assert c.matmuls() == dict.fromkeys(["F1", "F2", "F3", "I3", "I2", "I1", "W3", "W2", "W1"], 1)
+    assert [v for v in c.task("W3").reads if _nbytes(v) == f32(V, D)] == []
+
+
+def test_a_tied_gradient_does_not_cross_in_a_split_backward():
+    c = cut("tied_with_a_split_backward")
+    assert {x.type for x in c.crossings()} == {"f32[3,8]"}
+    assert c.moved() == [(f32(V, D), 3, 0), (f32(V, D), 0, 3)]
+
+
+@wrong(DEAD_SUMS)
+@pytest.mark.parametrize("name", ["shared_by_all_stages", "stacked_weights", "stacked_layers"])
+def test_no_gradient_of_a_shared_weight_crosses_for_each_microbatch(name):
+    assert cut(name).bytes_crossing() == crossings(*EQUAL)
+
+
+def test_a_weight_of_all_stages_is_summed_once_a_step():
+    c = cut("shared_by_all_stages")
+    assert c.matmuls() == CHAIN
+    assert c.where("params") == {0, 1, 2, 3}
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [["f32[8,8]"]] * 4
+    part = f32(D, D)
+    assert c.moved() == [(part, s, 0) for s in (1, 2, 3)] + [(part, 0, s) for s in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("stacked_weights", 1),
+        ("stacked_layers", 2),
+        pytest.param("stacked_and_split", 1, marks=wrong(SPLIT)),
+        pytest.param("stacked_and_indexed", 1, marks=wrong(INDEXED)),
+    ],
+)
+def test_the_gradient_of_a_slice_is_accumulated_and_sent_unpadded(name, rows):
+    c = cut(name)
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [[f"f32[{rows},8,8]"]] * 4
+    sent = [n for n, _, target in c.moved() if target == 0]
+    assert sent == [f32(rows, D, D)] * 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("stacked_and_split", marks=wrong(SPLIT)),
+        pytest.param("stacked_and_indexed", marks=wrong(DEAD_SUMS)),
+    ],
+)
+def test_however_a_stack_is_sliced_its_gradients_do_not_cross_for_each_microbatch(name):
+    assert cut(name).bytes_crossing() == crossings(*EQUAL)
+
+
+@wrong(DEAD_SUMS)
+def test_a_shared_bias_crosses_once_a_step():
+    assert cut("shared_bias").bytes_crossing() == crossings(*EQUAL)
+
+
+@wrong(BIAS)
+def test_each_stage_accumulates_its_part_of_a_shared_bias():
+    c = cut("shared_bias")
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [["f32[8,8]", "f32[8]"]] * 4
+
+
+def test_a_skip_connection_crosses_once_there_and_once_back():
+    c = cut("skip_before_the_mark")
+    assert c.matmuls() == CHAIN
+    state = f32(R, D)
+    assert c.bytes_crossing() == crossings(*EQUAL) | {"F0→F3": state, "B3→B0": state}
+    assert len(c.crossings()) == 8
+    assert c.residuals("B3") == [state] * 3  # the sum that the layer reads, its output, the error
+
+
+def test_a_skip_connection_from_behind_a_mark_returns_to_the_stage_that_the_mark_begins():
+    c = cut("skip_after_the_mark")
+    assert c.matmuls() == CHAIN
+    state = f32(R, D)
+    assert c.bytes_crossing() == crossings(*EQUAL) | {"F0→F3": state, "B3→B1": state}
+
+
+def test_between_stages_of_one_group_nothing_is_sent():
+    c = cut("skip_within_a_group")
+    state = f32(R, D)
+    assert c.bytes_crossing() == {"F0→F1": state, "F2→F3": state, "I3→I2": state, "I1→W0": state}
+    assert [c.where(f"params[{s}]") for s in range(4)] == [{0}, {1}, {1}, {0}]
+
+
+def test_stages_are_dealt_to_groups_as_the_schedule_says():
+    c = cut("two_stages_a_group")
+    assert c.matmuls() == CHAIN
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert [c.where(f"params[{s}]") for s in range(4)] == [{0}, {1}, {0}, {1}]
+
+
+def test_what_marks_only_pass_on_goes_straight_to_its_reader():
+    c = cut("passed_through_marks")
+    assert c.matmuls() == CHAIN
+    state, narrow, skip = f32(R, D), f32(R, 6), f32(R, 5)
+    assert c.bytes_crossing() == crossings(state, narrow, state) | {"F0→F3": skip, "B3→B0": skip}
+
+
+def test_data_that_marks_pass_on_is_read_where_it_is_used():
+    c = cut("passed_through_marks")
+    assert c.where("batch['kept']") == c.where("batch['y']") == {3}
+    assert not any(x.type.startswith("i") for x in c.crossings())
+
+
+def test_a_checkpointed_stage_keeps_its_input_alone():
+    c = cut("checkpointed_stages")
+    assert c.matmuls() == {"F0": 1, "F1": 1, "F2": 1, "F3": 1, "B3": 3, "B2": 3, "B1": 3, "B0": 2}
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert [c.residuals(f"B{s}") for s in range(3)] == [[], [TAPERED[0]], [TAPERED[1]]]
+    assert c.residuals("B3") == [f32(R, WIDTHS[4]), TAPERED[2]]  # and the error of the loss
+
+
+def test_a_scan_over_layers_keeps_activations_and_no_weights():
+    c = cut("scans")
+    assert c.count("scan") == dict.fromkeys(CHAIN, 1)
+    assert c.matmuls() == {"F0": 1, "F1": 1, "F2": 1, "F3": 1, "B3": 2, "B2": 2, "B1": 2, "B0": 2}
+    assert c.bytes_crossing() == crossings(*EQUAL)
+    for stage, layers in enumerate((3, 2, 2, 4)):
+        error = [f32(R, D)] * (stage == 3)
+        assert c.residuals(f"B{stage}") == [*error, *[f32(layers, R, D)] * 3]
+        assert c.accumulated(f"B{stage}") == [f"f32[{layers},8,8]"]
+
+
+def test_casts_of_weights_are_hoisted_and_activations_cross_in_half_the_bytes():
+    c = cut("mixed_precision")
+    assert c.outside("convert_element_type") == dict.fromkeys(range(4), 1)
+    assert c.matmuls() == CHAIN
+    assert c.bytes_crossing() == crossings(*(n // 2 for n in TAPERED))
+    assert c.residuals("B1") == [TAPERED[0] // 2, TAPERED[1] // 2]
+    read = {str(v.aval.dtype) for t in c.loop.partition.tasks for v in t.operands if v.aval.ndim == 2}
+    assert read == {"bfloat16"}
+    assert [c.accumulated(f"B{s}")[0][:3] for s in range(4)] == ["f32"] * 4
+    assert c.moved() == []
+
+
+def test_a_dropout_mask_is_made_in_its_stage_and_kept_as_bits_of_a_byte():
+    c = cut("dropout")
+    assert c.count("random_bits") == {f"F{s}": 1 for s in range(4)}
+    assert c.bytes_crossing() == crossings(*EQUAL)
+    assert c.where("key") == {0, 1, 2, 3}
+    state, mask = f32(R, D), R * D
+    assert c.residuals("B0") == [mask, state]
+    assert c.residuals("B1") == c.residuals("B2") == [mask, state, state]
+    assert c.residuals("B3") == [mask, state, state, state]
+
+
+def test_only_scalars_cross_after_the_loop_for_clipping_schedules_and_drift():
+    c = cut("clipped_by_global_norm")
+    assert c.moved() == []
+    sent = Counter((source, target) for _, _, source, target in c.transfers())
+    assert all(sent[s, 0] == 2 for s in (1, 2)) and sent[3, 0] == 3  # the norm's and the drift's parts; the loss
+    assert [c.where(f"state['params'][{s}]") for s in range(4)] == ONE_GROUP_EACH
+    assert [c.where(f"state['momentum'][{s}]") for s in range(4)] == ONE_GROUP_EACH
+    assert c.where("state['count']") == {0, 1, 2, 3}
+
+
+def test_a_second_loop_reads_new_parameters_where_they_are():
+    c = cut("two_loops")
+    train, evaluate = c.outline.loops
+    assert c.matmuls(train) == CHAIN
+    assert c.matmuls(evaluate) == {"F0": 1, "F1": 1, "F2": 1, "F3": 1}
+    assert c.bytes_crossing(train) == crossings(*TAPERED)
+    assert c.bytes_crossing(evaluate) == crossings(*TAPERED, backward=())
+    assert all(c.task(f"B{s}", evaluate).is_empty for s in range(4))
+    assert c.moved() == []
+
+
+def test_a_backward_pass_written_by_hand_is_in_the_backward_task():
+    c = cut("custom_derivative")
+    assert c.matmuls() == CHAIN | {"B1": 3, "B2": 3, "B3": 3}
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert c.residuals("B1") == [TAPERED[0]]
+    assert c.residuals("B2") == [TAPERED[1]]
+
+
+def test_branches_and_loops_stay_whole():
+    c = cut("branches_and_loops")
+    assert c.count("cond") == {"F1": 1, "B1": 1}
+    assert c.count("scan") == {"F2": 1, "B2": 1}
+    assert c.bytes_crossing() == crossings(*EQUAL)
+    assert c.residuals("B2") == [f32(3, R, D)] * 3

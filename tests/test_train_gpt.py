@@ -112,6 +112,7 @@ def test_a_step_on_groups_that_share_devices_agrees_with_plain_jit():
         ("--d-model 40", "--d-model 40 is not a multiple of 32"),
         ("--batch 10", "--batch 10 does not split into --microbatches 8"),
         ("--data-parallel 3", "a microbatch has 2 rows, which --data-parallel 3 does not divide"),
+        ("--text no-such-book.txt", "--text no-such-book.txt is not a file"),
         ("--dropout 1", "--dropout 1.0 is not in [0, 1)"),
         ("--plot loss.pdf", "--plot loss.pdf ends in neither .svg nor .png"),
     ],
