@@ -21,7 +21,7 @@ from mpmd import transfer
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
 from mpmd.execute import Executor
-from mpmd.explain import explain
+from mpmd.explain import explain, flops_per_step, memory_by_group
 from mpmd.mesh import MpmdMesh, MpmdSharding
 from mpmd.outline import Outline, outline_step
 from mpmd.program import step_program
@@ -353,14 +353,10 @@ class Compiled:
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group, bytes of arguments and of the largest temporaries of any executable, as XLA reports them."""
-        from mpmd.explain import memory_by_group
-
-        return memory_by_group(self._programs, self._in_avals, self._ins)
+        return memory_by_group(self._programs, self._program, self._in_avals, self._ins)
 
     def cost_analysis(self) -> dict[str, float]:
         """Floating-point operations of one step, by XLA's cost analysis of each executable."""
-        from mpmd.explain import flops_per_step
-
         return {"flops": flops_per_step(self._programs, self._program)}
 
     def last_timeline(self) -> Timeline:

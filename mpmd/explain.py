@@ -4,6 +4,8 @@ from collections import defaultdict
 
 import scheduler
 from mpmd import costs
+from mpmd.outline import Segment
+from mpmd.placing import Place
 from mpmd.stepping import StepPrograms
 from scheduler import Program, Run, Send
 
@@ -11,19 +13,21 @@ from scheduler import Program, Run, Send
 def explain(programs: StepPrograms, program: Program, executor, in_avals, in_shardings) -> str:
     """A table per group and stage, and the step's totals."""
     lines = [f"step on {programs.mesh}"]
-    memory = memory_by_group(programs, in_avals, in_shardings)
+    memory = memory_by_group(programs, program, in_avals, in_shardings)
     sends = _sends(program)
-    for group in range(programs.mesh.num_groups):
+    roles = _Roles(programs)
+    for group, mesh in enumerate(programs.mesh.groups):
         m = memory[group]
-        devices = list(programs.mesh.groups[group].devices.flat)
+        devices = list(mesh.devices.flat)
         shown = ", ".join(map(str, devices[:4])) + (" …" if len(devices) > 4 else "")
+        held = roles.bytes_in(group)
         lines.append(
-            f"group {group} on {shown}:"
-            f" arguments {_bytes(m['arguments'])}, activations in flight {_bytes(m['activations'])}"
-            f" (peak), temporaries {_bytes(m['temporaries'])}"
+            f"group {group} on {shown}: parameters {_bytes(held['parameters'])}, optimizer and other state"
+            f" {_bytes(held['state'])}, data {_bytes(held['data'])}; per device: arguments {_bytes(m['arguments'])},"
+            f" activations in flight {_bytes(m['activations'])} (peak), temporaries {_bytes(m['temporaries'])}"
         )
         for loop in programs.loops:
-            lines += _stages(loop, group, in_shardings, programs)
+            lines += _stages(loop, group, roles)
         for target, (count, nbytes) in sorted(sends[group].items()):
             lines.append(f"  sends {_bytes(nbytes)} to group {target} in {count} transfers a step")
     for loop in programs.loops:
@@ -34,42 +38,75 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"
         )
     compiler = programs.compiler
-    programs_in_use = len(programs.segments) + sum(
-        sum(t.executable is not None for t in loop.tasks.values()) + len(loop.zeros) for loop in programs.loops
-    )
+    in_use = sum(1 for _ in executables(programs))
     lines.append(
-        f"{programs_in_use} executables, {compiler.num_compiled} compiled"
-        f" ({compiler.num_loaded} loaded on other devices);"
+        f"{in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
         f" {executor.num_calls} calls and {executor.num_moves} transfers ({_bytes(executor.bytes_moved)}) a step;"
         f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers by jax.device_put"
     )
     return "\n".join(lines)
 
 
-def _stages(loop, group, in_shardings, programs):
+class _Roles:
+    """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data."""
+
+    def __init__(self, programs: StepPrograms):
+        outline = programs.outline
+        num_consts = len(outline.trace.consts)
+        self.args = outline.trace.jaxpr.invars[num_consts:]
+        self.groups = outline.inputs[num_consts:]
+        self.names = outline.names
+        self.roots = {v: {v} for v in self.args}
+        for item in outline.items:
+            if isinstance(item, Segment):
+                for eqn in item.eqns:
+                    found = set().union(*(self.roots.get(v, set()) for v in costs.variables(eqn.invars)))
+                    self.roots.update((v, found) for v in eqn.outvars)
+        returned = {self.args[d] for d in outline.donors if d is not None}
+        read = {v for loop in outline.loops for t in loop.partition.tasks for v in self.arguments(t.operands)}
+        self.role = {
+            v: "data" if v not in returned else "parameters" if v in read and costs.size(v.aval) > 1 else "state"
+            for v in self.args
+        }
+
+    def arguments(self, operands) -> set:
+        """The arguments that these values are computed from."""
+        return set().union(*(self.roots.get(v, set()) for v in operands))
+
+    def bytes_in(self, group: int) -> dict[str, int]:
+        """Bytes in a group by role, over all of its devices, replicas not counted."""
+        held = {"parameters": 0, "state": 0, "data": 0}
+        for v, groups in zip(self.args, self.groups, strict=True):
+            if group in groups:
+                held[self.role[v]] += costs.nbytes(v.aval)
+        return held
+
+
+def _stages(loop, group, roles: _Roles):
     placement = loop.loop.schedule.placement
-    names = programs.outline.names
     for stage in (s for s in range(len(placement)) if placement[s] == group):
         bodies = [t for p, t in loop.tasks.items() if p.stage == stage]
-        operands = {v for t in bodies for v in t.body.operands}
-        nbytes = sum(costs.nbytes(v.aval) for v in operands)
+        found = roles.arguments({v for t in bodies for v in t.body.operands})
+        parameters = [v for v in found if roles.role[v] == "parameters"]
+        count, nbytes = sum(costs.size(v.aval) for v in parameters), sum(costs.nbytes(v.aval) for v in parameters)
         parts = []
         for t in bodies:
-            flops = _flops(t.executable) if t.executable else 0.0
-            parts.append(f"{t.body.place.kind} {'empty' if t.executable is None else f'{flops / 1e6:.3g} MFLOP'}")
-        shown = sorted(names.get(v, "computed before the loop") for v in operands)
+            cost = f"{_flops(t.executable) / 1e6:.3g} MFLOP" if t.executable else "empty"
+            parts.append(f"{t.body.place.kind} {cost}")
+        shown = sorted(roles.names[v] for v in parameters)
         more = f", … {len(shown) - 4} more" if len(shown) > 4 else ""
-        yield f"  stage {stage}: reads {_bytes(nbytes)} ({', '.join(shown[:4])}{more}); {', '.join(parts)}"
+        named = f" ({', '.join(shown[:4])}{more})" if shown else ""
+        yield f"  stage {stage}: {count:,} parameters, {_bytes(nbytes)}{named}; {', '.join(parts)}"
         for t in bodies:
             if t.body.place.kind == "W":
                 kept = sum(costs.nbytes(v.aval) for v in t.body.reads)
                 yield f"    W keeps {_bytes(kept)} a microbatch"
 
 
-def memory_by_group(programs: StepPrograms, in_avals, in_shardings) -> dict[int, dict[str, int]]:
+def memory_by_group(programs: StepPrograms, program: Program, in_avals, in_shardings) -> dict[int, dict[str, int]]:
     """Per group and device: bytes of arguments, of activations at their peak, of the largest temporaries."""
     found = {}
-    report = scheduler.check(_program_of(programs))
+    report = scheduler.check(program)
     for group, mesh in enumerate(programs.mesh.groups):
         arguments = sum(
             _shard_bytes(aval, s, group) for aval, s in zip(in_avals, in_shardings, strict=True) if group in s.groups
@@ -86,24 +123,17 @@ def memory_by_group(programs: StepPrograms, in_avals, in_shardings) -> dict[int,
     return found
 
 
-def _program_of(programs):
-    from mpmd.program import _Builder
-
-    return _Builder(programs).build()
-
-
 def executables(programs: StepPrograms):
     """Every executable of a step."""
     yield from programs.segments.values()
     for loop in programs.loops:
         yield from (t.executable for t in loop.tasks.values() if t.executable is not None)
+        yield from loop.fused.values()
         yield from (e for _, e in loop.zeros.values())
 
 
 def flops_per_step(programs: StepPrograms, program: Program) -> float:
     """Floating-point operations of all calls of one step."""
-    from mpmd.placing import Place
-
     total = sum(map(_flops, programs.segments.values()))
     for instructions in program.groups:
         for i in instructions:
