@@ -239,14 +239,12 @@ class _StepCompiler:
             entries = [tasks.get(p) for p in pair]
             if pair in fused or any(e is None or e.executable is None for e in entries):
                 continue
-            parts = [task_jaxpr(loop.partition, e.body) for e in entries]
-            renamed = compat.with_new_vars(
-                parts[1][0]
-            )  # both may read the same operand or hold the same cheap equation
+            parts = [self._jaxpr(loop.partition, e.body)[0] for e in entries]
+            renamed = compat.with_new_vars(parts[1])  # both may read the same operand or hold the same cheap equation
             closed = compat.make_jaxpr(
-                [*parts[0][0].jaxpr.invars, *renamed.jaxpr.invars],
-                [*parts[0][0].jaxpr.outvars, *renamed.jaxpr.outvars],
-                [*parts[0][0].jaxpr.eqns, *renamed.jaxpr.eqns],
+                [*parts[0].jaxpr.invars, *renamed.jaxpr.invars],
+                [*parts[0].jaxpr.outvars, *renamed.jaxpr.outvars],
+                [*parts[0].jaxpr.eqns, *renamed.jaxpr.eqns],
                 f"{pair[0]}+{pair[1]}",
             )
             ins = [s for e in entries for s in e.executable.in_shardings]
@@ -265,7 +263,7 @@ class _StepCompiler:
         mesh = self.mesh.groups[loop.group(body.place)]
         accs = [partition.accumulators[k] for k in body.accumulates]
         results = [a.result for a in accs]
-        closed, args, _ = task_jaxpr(partition, body)
+        closed, args = self._jaxpr(partition, body)
         first_acc = len(args) - len(accs)
         ins = [None if v is partition.index else self._known(v, mesh) for v in (*args[:first_acc], *results)]
         asked = [self._asked(v, mesh) for v in (*body.writes, *results)]
@@ -287,6 +285,10 @@ class _StepCompiler:
         self._record([*known, *results], executable.in_shardings[skip:])
         self._record([*body.writes, *results], executable.out_shardings)
         return executable
+
+    def _jaxpr(self, partition: LoopPartition, body: TaskBody):
+        with jax.sharding.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
+            return task_jaxpr(partition, body)
 
     def _zeros(self, partition: LoopPartition, own, group) -> Executable:
         accs = [partition.accumulators[k] for k in own]
@@ -339,7 +341,7 @@ def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
 
 
 def task_jaxpr(partition: LoopPartition, body: TaskBody):
-    """A task with its accumulation as a closed jaxpr: (jaxpr, arguments, results)."""
+    """A task with its accumulation as a closed jaxpr: (jaxpr, arguments)."""
     accs = [partition.accumulators[k] for k in body.accumulates]
     old = [compat.new_var(a.result.aval) for a in accs]
     eqns, new = list(body.eqns), []
@@ -354,4 +356,4 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody):
         new.append(total)
     args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]
     outs = [*body.writes, *new]
-    return compat.make_jaxpr(args, outs, eqns, str(body.place)), args, outs
+    return compat.make_jaxpr(args, outs, eqns, str(body.place)), args

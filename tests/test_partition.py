@@ -11,6 +11,7 @@ writes the files anew; read their diff. Nothing here is compiled: all arguments 
 import dataclasses
 import difflib
 import functools
+import itertools
 import os
 import pathlib
 from collections import Counter, defaultdict
@@ -261,7 +262,7 @@ def squared_error(prediction, target):
 
 
 def tapered_weights():
-    return [array(n, m) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    return [array(n, m) for n, m in itertools.pairwise(WIDTHS)]
 
 
 def tapered_batch():
@@ -520,6 +521,22 @@ def split_backward_of_scans():
 
 
 @program
+def metric_of_gradients_in_a_split_backward():
+    """The norm over all stages of each microbatch's gradients."""
+
+    def step(params, batch):
+        def one(microbatch):
+            value, grads = jax.value_and_grad(tapered_loss)(params, microbatch)
+            return value, jnp.sqrt(sum(jnp.sum(g**2) for g in grads)), grads
+
+        operation = (mpmd.Mean, mpmd.Max, mpmd.Add)
+        value, norm, grads = mpmd.treduce(one, batch, schedule=scheduler.ZeroBubbleH1(4), operation=operation)
+        return sgd(params, grads), value, norm
+
+    return step, (tapered_weights(), tapered_batch())
+
+
+@program
 def effects_in_a_split_backward():
     """A message in stage 1's forward, one in its backward, and one that only the weights' gradient would need."""
 
@@ -652,6 +669,20 @@ def stacked_and_indexed():
         return equal_loss([w[jnp.int32(stage)] for stage in range(4)], batch)
 
     return training(loss, array(4, D, D), equal_batch())
+
+
+@program
+def stacked_and_reshaped():
+    """One array of eight layers' weights, reshaped to four stages of two."""
+
+    def loss(w, batch):
+        w, x = w.reshape(4, 2, D, D), batch["x"]
+        for stage in range(4):
+            x = x if stage == 0 else mark(x)
+            x, _ = lax.scan(lambda h, layer: (dense(layer, h), None), x, w[stage])
+        return squared_error(x, batch["y"])
+
+    return training(loss, array(8, D, D), equal_batch())
 
 
 @program
@@ -820,6 +851,30 @@ def clipped_by_global_norm():
 
 
 @program
+def weight_decay_in_the_loss():
+    """The squares of all weights, which no microbatch changes."""
+
+    def loss(params, batch):
+        return tapered_loss(params, batch) + 0.01 * sum(jnp.sum(w**2) for w in params)
+
+    return training(loss, tapered_weights(), tapered_batch())
+
+
+@program
+def norm_of_the_parameters():
+    """A metric of all parameters, outside of the loop."""
+
+    def step(params, batch):
+        def one(microbatch):
+            return jax.value_and_grad(tapered_loss)(params, microbatch)
+
+        value, grads = mpmd.treduce(one, batch, schedule=scheduler.OneFOneB(4))
+        return sgd(params, grads), (value, sum(jnp.sum(p**2) for p in params))
+
+    return step, (tapered_weights(), tapered_batch())
+
+
+@program
 def two_loops():
     """Trains, then evaluates the new parameters, by another schedule."""
 
@@ -884,6 +939,9 @@ INDEXED = "the gradient of an index that is no literal is accumulated and sent p
 BIAS = "a part of a shared gradient accumulates in the stage that sends it, not in the one that it belongs to"
 SCALAR = "a scalar parameter does not make stage 0"
 FROZEN = "the update of a frozen parameter runs in group 0, which gets a copy"
+HELD = "what reads arguments alone runs where its result is wanted, and so the arguments live there too"
+PADDED = "a padding with a reshape behind it runs before the gradient is sent"
+WEIGHT_HALF = "what only a metric of the weights' gradients needs is in the input half"
 VIEW = "a transposed view is kept beside the value that it views"
 
 WRONG = {
@@ -892,10 +950,14 @@ WRONG = {
     "stacked_weights": DEAD_SUMS,
     "stacked_layers": DEAD_SUMS,
     "shared_bias": DEAD_SUMS,
+    "stacked_and_reshaped": PADDED,
     "stacked_and_split": SPLIT,
     "stacked_and_indexed": INDEXED,
     "scalar_parameter_in_stage_zero": SCALAR,
     "frozen_middle_stage": FROZEN,
+    "weight_decay_in_the_loss": HELD,
+    "norm_of_the_parameters": HELD,
+    "metric_of_gradients_in_a_split_backward": WEIGHT_HALF,
     "stage_zero": VIEW,
 }
 
@@ -1000,11 +1062,11 @@ def f32(*shape):
     return F32 * functools.reduce(lambda a, b: a * b, shape, 1)
 
 
-def crossings(*forward, backward=None, kind="B"):
+def crossings(*forward, backward=None):
     """The bytes at the three boundaries, there and back."""
     backward = forward if backward is None else backward
     there = {f"F{s}→F{s + 1}": n for s, n in enumerate(forward)}
-    return there | {f"{kind}{s + 1}→{kind}{s}": n for s, n in enumerate(backward)}
+    return there | {f"B{s + 1}→B{s}": n for s, n in enumerate(backward)}
 
 
 TAPERED = tuple(f32(R, n) for n in WIDTHS[1:4])
@@ -1035,9 +1097,7 @@ def test_a_chain_keeps_inputs_and_outputs_of_its_layers_and_no_more():
 
 def test_each_gradient_accumulates_in_the_backward_of_its_stage():
     c = cut("chain")
-    assert [c.accumulated(f"B{s}") for s in range(4)] == [
-        [f"f32[{n},{m}]"] for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)
-    ]
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [[f"f32[{n},{m}]"] for n, m in itertools.pairwise(WIDTHS)]
     assert [c.accumulated(f"F{s}") for s in range(4)] == [[], [], [], ["f32[]"]]
 
 
@@ -1210,19 +1270,21 @@ def test_a_split_backward_makes_the_input_gradient_first():
 
 def test_what_feeds_both_gradients_runs_once_and_is_handed_on():
     c = cut("split_backward")
-    assert [
-        (v.aval.shape, c.count("sub").get(f"W{s}", 0))
-        for s in (1, 2, 3)
-        for v in c.task(f"W{s}").reads
-        if v in c.task(f"I{s}").writes
-    ] == [((R, WIDTHS[s + 1]), 0) for s in (1, 2, 3)]
     assert c.count("sub") == {"F3": 1, "I3": 1, "I2": 1, "I1": 1, "W0": 1}
+    for stage in (1, 2, 3):
+        handed = set(c.task(f"W{stage}").reads) & set(c.task(f"I{stage}").writes)
+        assert [v.aval.shape for v in handed] == [(R, WIDTHS[stage + 1])]
 
 
 def test_a_scan_that_makes_both_gradients_is_in_the_input_half():
     c = cut("split_backward_of_scans")
     assert c.count("scan") == dict.fromkeys(["F0", "F1", "F2", "F3", "I3", "I2", "I1", "W0"], 1)
     assert [c.task(f"W{s}").is_empty for s in range(4)] == [False, True, True, True]
+
+
+@wrong(WEIGHT_HALF)
+def test_a_metric_of_the_weights_gradients_is_in_the_weight_half():
+    assert cut("metric_of_gradients_in_a_split_backward").matmuls() == cut("split_backward").matmuls()
 
 
 def test_every_effect_runs_once_in_the_input_half():
@@ -1290,7 +1352,7 @@ def test_a_tied_gradient_does_not_cross_in_a_split_backward():
 
 
 @wrong(DEAD_SUMS)
-@pytest.mark.parametrize("name", ["shared_by_all_stages", "stacked_weights", "stacked_layers"])
+@pytest.mark.parametrize("name", ["shared_by_all_stages", "stacked_weights", "stacked_layers", "stacked_and_reshaped"])
 def test_no_gradient_of_a_shared_weight_crosses_for_each_microbatch(name):
     assert cut(name).bytes_crossing() == crossings(*EQUAL)
 
@@ -1329,6 +1391,13 @@ def test_the_gradient_of_a_slice_is_accumulated_and_sent_unpadded(name, rows):
 )
 def test_however_a_stack_is_sliced_its_gradients_do_not_cross_for_each_microbatch(name):
     assert cut(name).bytes_crossing() == crossings(*EQUAL)
+
+
+@wrong(PADDED)
+def test_a_slice_of_a_reshaped_stack_is_sent_unpadded():
+    c = cut("stacked_and_reshaped")
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [["f32[1,2,8,8]"]] * 4
+    assert [n for n, _, target in c.moved() if target == 0] == [f32(2, D, D)] * 3
 
 
 @wrong(DEAD_SUMS)
@@ -1416,7 +1485,7 @@ def test_casts_of_weights_are_hoisted_and_activations_cross_in_half_the_bytes():
     assert c.moved() == []
 
 
-def test_a_dropout_mask_is_made_in_its_stage_and_kept_as_bits_of_a_byte():
+def test_a_dropout_mask_is_made_in_its_stage_and_kept_as_bools():
     c = cut("dropout")
     assert c.count("random_bits") == {f"F{s}": 1 for s in range(4)}
     assert c.bytes_crossing() == crossings(*EQUAL)
@@ -1435,6 +1504,21 @@ def test_only_scalars_cross_after_the_loop_for_clipping_schedules_and_drift():
     assert [c.where(f"state['params'][{s}]") for s in range(4)] == ONE_GROUP_EACH
     assert [c.where(f"state['momentum'][{s}]") for s in range(4)] == ONE_GROUP_EACH
     assert c.where("state['count']") == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["weight_decay_in_the_loss", "norm_of_the_parameters"])
+@wrong(HELD)
+def test_a_sum_over_all_parameters_leaves_them_in_their_groups(name):
+    c = cut(name)
+    assert [c.where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH
+    assert c.moved() == []
+
+
+def test_the_gradient_of_weight_decay_is_added_in_each_stage():
+    c = cut("weight_decay_in_the_loss")
+    assert c.matmuls() == CHAIN
+    assert c.bytes_crossing() == crossings(*TAPERED)
+    assert [len(c.accumulated(f"B{s}")) for s in range(4)] == [1] * 4
 
 
 def test_a_second_loop_reads_new_parameters_where_they_are():

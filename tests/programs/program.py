@@ -104,7 +104,8 @@ class Program:
     @functools.cached_property
     def expected(self) -> list[Any]:
         """What `jax.jit` of the plain loop gives on one device."""
-        return self.run(jax.jit(self.build(plain_loop()), **self.jit_options))
+        with quickly_compiled():
+            return self.run(jax.jit(self.build(plain_loop()), **self.jit_options))
 
 
 def plain_loop() -> Tools:
