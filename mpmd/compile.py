@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.errors import StageError
 from mpmd.transfer import memory_kind
 
 
@@ -93,7 +94,14 @@ class Compiler:
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
         """
-        closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
+        try:
+            closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
+        except ValueError as e:
+            raise StageError(
+                f"{name} does not fit the group's mesh {dict(mesh.shape)}; the step was traced on"
+                f" {dict(self.traced_on.shape)}.\n  {e}\n"
+                "  Groups that run a stage need the mesh axes that the stage names."
+            ) from None
         replicated = NamedSharding(mesh, PartitionSpec())
         ins = [s or _typed(v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
         outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]

@@ -70,6 +70,12 @@ def grows(eqn) -> bool:
     return sum(nbytes(v.aval) for v in eqn.outvars) > read
 
 
+def shrinks(eqn) -> bool:
+    """Whether the outputs are smaller than the operands."""
+    read = sum(nbytes(v.aval) for v in variables(eqn.invars))
+    return sum(nbytes(v.aval) for v in eqn.outvars) < read
+
+
 def is_scalar_work(eqn) -> bool:
     """Whether nothing larger than a scalar (or a PRNG key) goes in or out."""
     return all(size(v.aval) <= 2 for v in (*eqn.invars, *eqn.outvars))

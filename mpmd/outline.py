@@ -275,17 +275,25 @@ class _Placer:
         self.donors = [d if d is None else d + num_consts for d in donors]
         self.pinned: dict[compat.Var, Groups | None] = {}
         self.pins: list[Groups | None] = []
+        self.follows: set[compat.Var] = set()  # made larger than what they are made of: sent before, not after
         self.runs: list[Groups] = []
         self.out_placed: list[Groups] = []
         self.wanted: dict[compat.Var, set[int]] = {}
         self.inputs: list[Groups] = []
 
     def solve(self):
+        self._pin_loop_arguments()
         self._pin()
         wish = [g or frozenset() for g in self.out_groups]
+        wish = self._settle(wish, final=False)  # what has to be somewhere, first; then what may be anywhere
+        wish = self._settle(wish, final=True)
+        self.out_placed = [w or self._somewhere(v) for w, v in zip(wish, self.outvars, strict=True)]
+
+    def _settle(self, wish, final: bool):
+        """Demands results and places arguments until neither changes; returns where results are wanted."""
         while True:
-            self._demand(wish)
-            self.inputs = [self._input_groups(i) for i in range(len(self.invars))]
+            self._demand(wish, final)
+            self.inputs = [self._input_groups(i, final) for i in range(len(self.invars))]
             wider = []
             for j, v in enumerate(self.outvars):
                 donor = self.donors[j]
@@ -298,11 +306,9 @@ class _Placer:
                 else:
                     wider.append(frozenset())
             if wider == wish:
-                break
-            wish = [
-                a if self.out_groups[j] is not None else a | b for j, (a, b) in enumerate(zip(wider, wish, strict=True))
-            ]
-        self.out_placed = [w or self._somewhere(v) for w, v in zip(wish, self.outvars, strict=True)]
+                return wish
+            given = [g is not None for g in self.out_groups]
+            wish = [a if fixed else a | b for a, b, fixed in zip(wider, wish, given, strict=True)]
 
     def _somewhere(self, v) -> Groups:
         if isinstance(v, compat.Literal):
@@ -318,7 +324,7 @@ class _Placer:
                 return runs
         raise AssertionError(f"{v} comes from nowhere")
 
-    def _input_groups(self, i) -> Groups:
+    def _input_groups(self, i, final: bool) -> Groups:
         if (given := self.in_groups[i]) is not None:
             return given
         v = self.invars[i]
@@ -334,7 +340,34 @@ class _Placer:
             pin = None if isinstance(v, compat.Literal) else self.pinned.get(v)
             if pin:
                 return frozenset([min(pin)])
-        return frozenset([0])
+        return frozenset([0] if final else [])
+
+    def _pin_loop_arguments(self):
+        """An argument that loops read is where they read it: directly, or through equations that keep its size
+        (casts). What else is made of it runs there, and only results cross.
+        """
+        wanted: dict[compat.Var, set[int]] = defaultdict(set)
+        after: set[compat.Var] = set()
+        before: list[compat.JaxprEqn] = []
+        for item in self.items:
+            if isinstance(item, _Draft):
+                after.update(acc.result for acc in item.partition.accumulators)
+                for v, groups in item.placed(0).needs().items():
+                    wanted[v] |= groups
+            elif any(v in after for v in costs.variables(item.invars)):
+                after.update(item.outvars)
+            else:
+                before.append(item)
+        for eqn in reversed(before):
+            groups = set().union(*(wanted[v] for v in eqn.outvars))
+            if costs.is_heavy(eqn) and groups:
+                groups = {min(groups)}  # it runs once, and its result is sent
+            for v in costs.variables(eqn.invars):
+                if costs.size(v.aval) < 2 * sum(costs.size(o.aval) for o in eqn.outvars):
+                    wanted[v] |= groups
+        for i, v in enumerate(self.invars):
+            if self.in_groups[i] is None and wanted[v] and costs.size(v.aval) > 1:
+                self.in_groups[i] = frozenset(wanted[v])
 
     def _pin(self):
         """Forward: the groups that hold an equation's operands, None where any group would do."""
@@ -360,8 +393,11 @@ class _Placer:
                 pin = common
             self.pins.append(pin)
             self.pinned.update((v, pin) for v in item.outvars)
+            made = self.follows.intersection(costs.variables(item.invars))
+            if not costs.is_heavy(item) and (costs.grows(item) or (costs.is_layout(item) and made)):
+                self.follows.update(item.outvars)
 
-    def _demand(self, wish):
+    def _demand(self, wish, final: bool):
         """Backward: the groups that want each variable, hence the groups that run each equation."""
         wanted: dict[compat.Var, set[int]] = defaultdict(set)
         for v, groups in zip(self.outvars, wish, strict=True):
@@ -375,7 +411,8 @@ class _Placer:
                 runs.append(frozenset())
                 continue
             here = frozenset().union(*(wanted[v] for v in item.outvars))
-            groups = _where(item, pin, here)
+            follows = bool(self.follows.intersection(item.outvars))
+            groups = _where(item, pin, here, follows) if here or item.effects or final else frozenset()
             runs.append(groups)
             for v in costs.variables(item.invars):
                 wanted[v] |= groups
@@ -540,7 +577,7 @@ class _Placer:
         return Segment(f"segment{level}.{group}", group, level, eqns, reads, writes)
 
 
-def _where(eqn, pin: Groups | None, here: Groups) -> Groups:
+def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     """The groups that run an equation outside of the loops."""
     if pin is None:
         if eqn.effects or costs.is_heavy(eqn):
@@ -548,6 +585,6 @@ def _where(eqn, pin: Groups | None, here: Groups) -> Groups:
         return here or frozenset([0])
     if eqn.effects:
         return frozenset([min(pin & here or pin)])
-    if here and not pin & here and costs.grows(eqn) and not costs.is_heavy(eqn):
+    if here and not pin & here and follows:
         return here
     return pin & here or frozenset([min(pin)])

@@ -125,6 +125,7 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     resolve_floats(body, marks.num_stages)
     sink_residuals(body)
     accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages)
+    body.keep_live([a.value for a in accumulators])
     return _build(body, info, marks.num_stages, accumulators, after, split)
 
 
@@ -175,7 +176,7 @@ def _gather(body: Body, place, own, position, accumulators) -> _Draft:
         node = body.source(v)
         if node is None or node.place == place:
             continue
-        if node.clonable:
+        if node.clonable or _is_free_view(node):
             i = position[v]
             if i not in wanted:
                 wanted.add(i)
@@ -183,6 +184,11 @@ def _gather(body: Body, place, own, position, accumulators) -> _Draft:
         elif node.per_microbatch:
             reads.add(v)
     return _Draft([body.nodes[i].eqn for i in sorted(wanted)], reads)
+
+
+def _is_free_view(node) -> bool:
+    """A view of a value is made again by each reader rather than kept or sent beside the value."""
+    return costs.is_layout(node.eqn) and not costs.shrinks(node.eqn)
 
 
 def _live(eqns, wanted):
@@ -222,6 +228,9 @@ def split_backward(body: Body, accumulators):
         if node.per_microbatch and node.place:
             for v in body.inputs(node):
                 readers[v].add(node.place)
+    for acc in accumulators:
+        if not isinstance(acc.value, compat.Literal):
+            readers[acc.value].add(acc.place)
     urgent: set[compat.Var] = set()
     for node in reversed(body.nodes):
         if not node.per_microbatch:
@@ -245,4 +254,5 @@ def _split_place(body, acc: Accumulator) -> Place:
     if acc.place.kind != "B":
         return acc.place
     source = body.source(acc.value)
-    return source.place if source and source.place and source.per_microbatch else Place(acc.place.stage, "W")
+    here = source and source.per_microbatch and source.place and source.place.stage == acc.place.stage
+    return source.place if here and source.place.kind in "IW" else Place(acc.place.stage, "W")

@@ -1,6 +1,7 @@
 """Gives every equation of a loop's body its place: a stage, forward or backward. The rules are in `partition`."""
 
 import dataclasses
+import operator
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -83,6 +84,26 @@ class Body:
                 stack += [n for v in self.inputs(node) if (n := self.source(v))]
         return found
 
+    def constant(self, v) -> int | None:
+        """The value of an integer scalar that follows from literals alone, else None."""
+        if v.aval.shape or (not jax.dtypes.issubdtype(v.aval.dtype, np.integer) and v.aval.dtype != np.bool_):
+            return None
+        if isinstance(v, compat.Literal):
+            return int(v.val)
+        node: Any = self.source(v)
+        fold = None if node is None else _FOLDS.get(node.eqn.primitive.name)
+        if fold is None or node is None:
+            return None
+        operands = [self.constant(x) for x in node.eqn.invars]
+        return None if any(x is None for x in operands) else int(fold(*operands))
+
+    def keep_live(self, values):
+        """Drops per-microbatch equations that none of `values` and no effect needs."""
+        effects = [n for n in self.nodes if n.eqn.effects]
+        live = self.ancestors([*values, *(v for n in effects for v in n.eqn.invars)]) | set(map(id, effects))
+        self.nodes = [n for n in self.nodes if id(n) in live or not n.per_microbatch]
+        self.producer = {v: n for n in self.nodes for v in n.eqn.outvars}
+
     def drop_microbatch_free(self):
         """Finds what no microbatch changes. Cheap views and constants may be computed again inside the tasks
         that read them; everything else is computed before the loop and becomes an operand.
@@ -121,6 +142,18 @@ class Body:
         self.nodes = kept
         self.outvars = [read(v) for v in self.outvars]
         self.producer = {v: n for n in kept for v in n.eqn.outvars}
+
+
+# What indexing writes for a scalar index: `select_n(i < 0, i, i + size)`.
+_FOLDS = {
+    "lt": operator.lt,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "convert_element_type": int,
+    "squeeze": int,
+    "select_n": lambda which, *cases: cases[which],
+}
 
 
 # --- marks ----------------------------------------------------------------------------------------
@@ -278,12 +311,8 @@ def _place_stage_zero(body: Body, marks: Marks, unmarked):
 
 
 def _parameter_roots(body: Body) -> dict[compat.Var, frozenset]:
-    """For each value that no microbatch changes, the parameters (inexact arrays) that it comes from."""
-    roots = {
-        v: frozenset([v])
-        for v in body.operands
-        if jax.dtypes.issubdtype(v.aval.dtype, np.inexact) and getattr(v.aval, "ndim", 0) > 0
-    }
+    """For each value that no microbatch changes, the parameters (whatever is inexact) that it comes from."""
+    roots = {v: frozenset([v]) for v in body.operands if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)}
     for node in body.nodes:
         if not node.per_microbatch:
             found = frozenset().union(*(roots.get(v, frozenset()) for v in body.inputs(node)))

@@ -7,7 +7,8 @@ its sum is cut at the leaves, so that no gradient crosses groups once a microbat
 import dataclasses
 import functools
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -79,12 +80,26 @@ def _accumulated(aval, operation, num_microbatches):
     return compat.shaped_array(jax.eval_shape(functools.partial(operation.init, aval, num_microbatches)))
 
 
+class _Step(NamedTuple):
+    """A linear equation between a summand and the gradient that it is part of.
+
+    Attributes:
+      apply: the equation, on a value of perhaps another shape (before a padding that came first).
+      pads: whether it puts a slice's gradient among zeros.
+      commutes: whether it may as well run before such a padding.
+    """
+
+    apply: Callable
+    pads: bool = False
+    commutes: bool = False
+
+
 class _Part(NamedTuple):
     """One summand of a gradient: its value in the loop, where, and what is done with it after the loop."""
 
     value: compat.Var | compat.Literal
     place: Place
-    later: tuple[compat.JaxprEqn, ...]
+    later: tuple[_Step, ...]
 
 
 def _parts(body: Body, value, uses) -> list[_Part]:
@@ -93,67 +108,98 @@ def _parts(body: Body, value, uses) -> list[_Part]:
     Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
     loop, up to a padding; the padding (a slice's gradient) runs once after the loop.
     """
-    leaves: list[tuple[compat.Var, tuple]] = []
-
-    def walk(v, chain, first):
-        node = body.source(v)
-        if node is None or not node.per_microbatch or not node.place or (uses[v] > 1 and not first):
-            leaves.append((v, chain))
-        elif node.eqn.primitive.name == "add_any":
-            for x in node.eqn.invars:
-                walk(x, chain, False)
-        elif _is_linear(body, node.eqn):
-            walk(_operand(node.eqn), (node.eqn, *chain), False)
-        else:
-            leaves.append((v, chain))
-
-    walk(value, (), True)
-    nodes: list = [body.source(v) if not isinstance(v, compat.Literal) else None for v, _ in leaves]
-    if any(n is None or not n.per_microbatch or n.place is None or n.place.kind != "B" for n in nodes):
+    leaves = _leaves(body, value, uses)
+    if leaves is None:
         return []
-    if len({n.place.stage for n in nodes}) < 2:
+    if len({place.stage for _, _, place in leaves}) < 2:
         return []
     parts: list[_Part] = []
-    for (v, chain), node in sorted(zip(leaves, nodes, strict=True), key=lambda x: x[1].place.stage):
-        pads = next((i for i, e in enumerate(chain) if e.primitive.name in _PADS), len(chain))
-        now = [*chain[:pads], *(e for e in chain[pads:] if e.primitive.name in _COMMUTES_WITH_PAD)]
-        later = tuple(e for e in chain[pads:] if e.primitive.name not in _COMMUTES_WITH_PAD)
-        for e in now:
-            v = _append(body, node.place, lambda x, e=e: _apply(e, x), v)
-        if not later and parts and parts[-1].place == node.place and not parts[-1].later:
-            parts[-1] = _Part(_append(body, node.place, lambda a, b: a + b, parts[-1].value, v), node.place, ())
+    for v, chain, place in sorted(leaves, key=lambda leaf: leaf[2].stage):
+        pads = next((i for i, step in enumerate(chain) if step.pads), len(chain))
+        for step in [*chain[:pads], *(s for s in chain[pads:] if s.commutes)]:
+            v = _append(body, place, step.apply, v)
+        later = tuple(s for s in chain[pads:] if not s.commutes)
+        if not later and parts and parts[-1].place == place and not parts[-1].later:
+            parts[-1] = _Part(_append(body, place, lambda a, b: a + b, parts[-1].value, v), place, ())
         else:
-            parts.append(_Part(v, node.place, later))
+            parts.append(_Part(v, place, later))
     return parts
 
 
-_PADS = {"pad", "dynamic_update_slice"}
+def _leaves(body: Body, value, uses):
+    """The summands of `value`: (variable, the steps from it to `value`, its place); None if one has no place in
+    the backward pass.
+
+    A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
+    the bias's stage, though the value that is reduced comes from the next one.
+    """
+    leaves: list[tuple[Any, tuple[_Step, ...], Any]] = []
+
+    def walk(v, chain, first, place):
+        node = body.source(v)
+        if node is None or not node.per_microbatch or not node.place or (uses[v] > 1 and not first):
+            made = node.place if node is not None and node.per_microbatch else None
+            leaves.append((v, chain, made and (place or made)))
+        elif node.eqn.primitive.name == "add_any":
+            for x in node.eqn.invars:
+                walk(x, chain, False, None)
+        elif node.eqn.primitive.name == "concatenate":
+            offset = 0
+            for x in node.eqn.invars:
+                walk(x, (_concatenation(node.eqn, offset), *chain), False, None)
+                offset += x.aval.shape[node.eqn.params["dimension"]]
+        elif (step := _linear_step(body, node.eqn)) is not None:
+            walk(_operand(node.eqn), (step, *chain), False, node.place)
+        else:
+            leaves.append((v, chain, place or node.place))
+
+    walk(value, (), True, None)
+    return leaves if all(place and place.kind == "B" for _, _, place in leaves) else None
+
+
 _COMMUTES_WITH_PAD = {"convert_element_type", "neg"}
 _SHAPES = {
-    "reshape",
-    "transpose",
-    "squeeze",
-    "broadcast_in_dim",
-    "reshard",
-    "sharding_constraint",
-    "copy",
-    "reduce_sum",
+    "reshape", "transpose", "squeeze", "broadcast_in_dim", "reshard", "sharding_constraint", "copy", "reduce_sum",
     "expand_dims",
-}
+}  # fmt: skip
 
 
-def _is_linear(body, eqn) -> bool:
+def _linear_step(body: Body, eqn) -> _Step | None:
+    """The equation as a step, or None if it is not linear in one operand."""
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         zeros = body.source(eqn.invars[0])
-        return zeros is not None and _is_zeros(zeros.eqn) and all(isinstance(v, compat.Literal) for v in eqn.invars[2:])
+        starts: list = [body.constant(v) for v in eqn.invars[2:]]
+        if zeros is None or not _is_zeros(zeros.eqn) or any(s is None for s in starts):
+            return None
+        shape = eqn.outvars[0].aval.shape
+        return _Step(lambda x: jax.lax.dynamic_update_slice(jax.lax.full(shape, 0, x.dtype), x, starts), pads=True)
     if name == "pad":
-        return isinstance(eqn.invars[1], compat.Literal) and not np.any(eqn.invars[1].val)
+        if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
+            return None
+        return _Step(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), pads=True)
     if name in ("mul", "div"):
-        return isinstance(eqn.invars[1], compat.Literal) and not isinstance(eqn.invars[0], compat.Literal)
-    if name == "convert_element_type":
-        return all(jax.dtypes.issubdtype(v.aval.dtype, np.floating) for v in (eqn.invars[0], eqn.outvars[0]))
-    return name == "neg" or name in _SHAPES
+        if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
+            return None
+    elif name == "convert_element_type":
+        if not all(jax.dtypes.issubdtype(v.aval.dtype, np.floating) for v in (eqn.invars[0], eqn.outvars[0])):
+            return None
+    elif name != "neg" and name not in _SHAPES:
+        return None
+    rest = [v.val for v in eqn.invars[1:]]
+    return _Step(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
+
+
+def _concatenation(eqn, offset: int) -> _Step:
+    """What a concatenation does to the operand at `offset`: it stands among zeros."""
+    shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
+
+    def pad(x):
+        config = [(0, 0, 0)] * x.ndim
+        config[axis] = (offset, shape[axis] - offset - x.shape[axis], 0)
+        return jax.lax.pad(x, np.zeros((), x.dtype), config)
+
+    return _Step(pad, pads=True)
 
 
 def _is_zeros(eqn) -> bool:
@@ -166,17 +212,6 @@ def _is_zeros(eqn) -> bool:
 
 def _operand(eqn):
     return eqn.invars[1] if eqn.primitive.name == "dynamic_update_slice" else eqn.invars[0]
-
-
-def _apply(eqn, x):
-    """The linear equation `eqn` on a value of perhaps another shape (before a padding that came first)."""
-    if eqn.primitive.name == "dynamic_update_slice":
-        zeros = jax.lax.full(eqn.outvars[0].aval.shape, 0, x.dtype)
-        return jax.lax.dynamic_update_slice(zeros, x, [v.val for v in eqn.invars[2:]])
-    rest = [v.val for v in eqn.invars[1:]]
-    if eqn.primitive.name == "pad":
-        rest = [np.zeros((), x.dtype)]
-    return eqn.primitive.bind(x, *rest, **eqn.params)
 
 
 def _append(body: Body, place: Place, fun, *atoms):
@@ -195,8 +230,8 @@ def _combine(totals, operation, num_microbatches, result):
     def fun(*accs):
         parts = []
         for acc, (_, later) in zip(accs, totals, strict=True):
-            for e in later:
-                acc = _apply(e, acc)
+            for step in later:
+                acc = step.apply(acc)
             parts.append(acc)
         return operation.finish(functools.reduce(lambda a, b: a + b, parts), num_microbatches)
 

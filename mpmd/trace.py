@@ -259,15 +259,16 @@ def _mentions(value, axis) -> bool:
 
 
 def trace_equations(fun, *atoms):
-    """The equations of `fun` on the types of `atoms`, reading `atoms`: (eqns, result variables)."""
+    """The equations of `fun` on the types of `atoms`, reading `atoms`, with variables of their own: (eqns, results)."""
     closed = jax.make_jaxpr(fun)(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in atoms)
     )
-    env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    env |= {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
-
-    def read(v):
-        return v if isinstance(v, compat.Literal) else env.get(v, v)
-
-    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in inline(closed.jaxpr).eqns]
-    return eqns, [read(v) for v in closed.jaxpr.outvars]
+    flat = inline(closed.jaxpr)
+    env = dict(zip(flat.invars, atoms, strict=True))
+    env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
+    eqns = []
+    for eqn in flat.eqns:  # tracing is cached: the same function may give the same variables twice
+        fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
+        env.update(zip(eqn.outvars, fresh, strict=True))
+    return eqns, [_read(env, v) for v in flat.outvars]

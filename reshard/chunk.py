@@ -152,42 +152,41 @@ class Packer:
     def _add_chunks(self, array: int, route: Route, scale: Sequence[int], itemsize: int) -> None:
         most = max(1, int(self._limit) // 2 // itemsize)
         factor = np.array(scale, np.int64)
+        starts, stops = (route.start * factor).tolist(), (route.stop * factor).tolist()
         chunks: dict[int, list[Chunk]] = {}
         after = last = level = 0
-        for piece in range(len(route.level)):
-            if route.level[piece] > level:
-                level, after = int(route.level[piece]), last
-            whole = Box(tuple((route.start[piece] * factor).tolist()), tuple((route.stop[piece] * factor).tolist()))
-            direct = route.whole_source[piece] and route.whole_target[piece]
-            parts = [whole] if direct else list(whole.split(most))
+        # Plain lists: this goes chunk by chunk, of which there may be millions.
+        places = _Places(self._round.tolist(), self._working.tolist(), self._limit)
+        columns = (route.level, route.sender_place, route.receiver_place, route.moves, route.whole_source)
+        rows = zip(*(column.tolist() for column in columns), route.whole_target.tolist(), strict=True)
+        for piece, (at_level, sender, receiver, moves, whole_source, whole_target) in enumerate(rows):
+            if at_level > level:
+                level, after = at_level, last
+            whole = Box(tuple(starts[piece]), tuple(stops[piece]))
+            parts = [whole] if whole_source and whole_target else list(whole.split(most))
             uncut = len(parts) == 1
-            sender, receiver = int(route.sender_place[piece]), int(route.receiver_place[piece])
-            cuts = route.moves[piece] and not (uncut and route.whole_source[piece])
-            waits = not (uncut and route.whole_target[piece])
+            cuts = moves and not (uncut and whole_source)
+            waits = not (uncut and whole_target)
             for box in parts:
-                nbytes = box.nbytes(itemsize)
-                number = self._add_chunk(sender, nbytes * int(cuts), receiver, nbytes * int(waits), after)
-                chunks.setdefault(number, []).append(Chunk(piece, box))
+                nbytes = box.size * itemsize
+                number = places.add(sender, nbytes if cuts else 0, receiver, nbytes if waits else 0, after)
                 last = max(last, number)
+                if number in chunks:
+                    chunks[number].append(Chunk(piece, box))
+                else:
+                    chunks[number] = [Chunk(piece, box)]
+        arriving = np.where(self._round == places.round, self._arriving, 0)
+        everywhere = np.arange(len(self._round))
+        self._put(places.round, everywhere, np.array(places.working), arriving)
+        self.peak = max(self.peak, places.peak)
         for number in sorted(chunks):
             self._append(number, Batch(array, chunks=tuple(chunks[number])))
-
-    def _add_chunk(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
-        places = np.array([sender, receiver] if sender != receiver else [sender])
-        need = np.array([sent, received] if sender != receiver else [received])
-        number = max(after, int(self._round[places].max()))
-        working, arriving = self._at(number, places)
-        if (working + need > self._limit).any():
-            number += 1
-            working, arriving = self._at(number, places)
-        self._put(number, places, working + need, arriving)
-        return number
 
     def _at(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         here = self._round[places] == number
         return np.where(here, self._working[places], 0), np.where(here, self._arriving[places], 0)
 
-    def _put(self, number: int, places: np.ndarray, working: np.ndarray, arriving: np.ndarray) -> None:
+    def _put(self, number: int | list[int], places: np.ndarray, working: np.ndarray, arriving: np.ndarray) -> None:
         assert not (working > self._limit).any(), "a round over the threshold"
         self._round[places] = number
         self._working[places] = working
@@ -198,3 +197,30 @@ class Packer:
         while len(self._rounds) <= number:
             self._rounds.append([])
         self._rounds[number].append(batch)
+
+
+@dataclasses.dataclass
+class _Places:
+    """The state of a `Packer` while one array is cut: the last round of each place and its load there."""
+
+    round: list[int]
+    working: list[float]
+    limit: float
+    peak: int = 0
+
+    def add(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
+        """The first round from `after` on that has room for a chunk; takes the room."""
+        first, working = self.round, self.working
+        number = max(after, first[sender], first[receiver])
+        at_sender = working[sender] if first[sender] == number else 0
+        at_receiver = working[receiver] if first[receiver] == number else 0
+        if at_sender + sent > self.limit or at_receiver + received > self.limit:
+            number += 1
+            at_sender = at_receiver = 0
+        if sender == receiver:
+            sent = received
+        first[sender] = first[receiver] = number
+        working[sender] = at_sender + sent
+        working[receiver] = at_receiver + received
+        self.peak = max(self.peak, int(working[sender]), int(working[receiver]))
+        return number

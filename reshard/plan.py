@@ -22,7 +22,7 @@ from reshard.route import Places, Route, build
 from reshard.tree import broadcast, fault_of_sharding, flatten, physical
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
-_MAX_VARIANTS = 16
+_MAX_VARIANTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +232,12 @@ def plan_leaves(leaves: Sequence[Leaf], threshold: int | None) -> ReshardPlan:
     places.freeze()
     routes: list[Route] = [None] * len(leaves)  # pyright: ignore[reportAssignmentType]
     scales: list[tuple[int, ...]] = [()] * len(leaves)
-    for (source, target, unit), members in kinds.items():
-        members = sorted(members, key=lambda i: -leaves[i].nbytes)
+    # Those without a choice first, so that the others can make up for what these must send.
+    for source, target, unit in sorted(kinds, key=lambda kind: _num_replicas(kind[0])):
+        members = sorted(kinds[source, target, unit], key=lambda i: -leaves[i].nbytes)
         for i in members:
             scales[i] = tuple(n // u if u else 1 for n, u in zip(leaves[i].shape, unit, strict=True))
-        num_replicas = max(sum(grid.shards.shape[1] for grid in source.grids), 1)
-        num_variants = min(len(members), num_replicas, _MAX_VARIANTS)
+        num_variants = min(len(members), _num_replicas(source), _MAX_VARIANTS)
         for variant in range(num_variants):
             mine = members[variant::num_variants]
             weight = sum(math.prod(scales[i]) * leaves[i].dtype.itemsize for i in mine)
@@ -246,6 +246,10 @@ def plan_leaves(leaves: Sequence[Leaf], threshold: int | None) -> ReshardPlan:
                 routes[i] = route
     arrays = [PlannedArray(*parts) for parts in zip(leaves, routes, scales, strict=True)]
     return _packed(arrays, places, threshold)
+
+
+def _num_replicas(source: Layout) -> int:
+    return sum(grid.shards.shape[1] for grid in source.grids)
 
 
 def _kinds(leaves: Sequence[Leaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:

@@ -8,6 +8,7 @@ it by then; among these the one that sends least so far. At the end cells that t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -140,7 +141,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
         lacking = wants.take(~holders.present(wants, domain))
         if not len(lacking.cell):
             continue
-        entry = lacking.one_per(domain)
+        entry = lacking.one_per(domain, places.sent)
         if wider is everywhere:
             missing_on_hosts = int(volume[lacking.cell[entry]].sum())
         entries = lacking.take(entry)
@@ -179,6 +180,17 @@ def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
     return table[np.minimum(np.searchsorted(table, keys), len(table) - 1)] == keys
 
 
+def _as_one_key(columns: np.ndarray) -> np.ndarray:
+    """A number for each row, the same for the same rows."""
+    sizes = [int(n) + 1 for n in columns.max(axis=0)]
+    if math.prod(sizes) >= 1 << 62:
+        return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
+    key = np.zeros(len(columns), np.int64)
+    for column, size in zip(columns.T, sizes, strict=True):
+        key = key * size + column
+    return key
+
+
 def _kept(
     source: Layout, target: Layout, source_place: np.ndarray, target_place: np.ndarray
 ) -> tuple[tuple[int, int], ...]:
@@ -203,13 +215,16 @@ class _Wants:
     def take(self, index: np.ndarray) -> "_Wants":
         return _Wants(self.cell[index], self.place[index], self.shard[index])
 
-    def one_per(self, domain: np.ndarray) -> np.ndarray:
-        """One want for each cell and domain, at a place that differs from cell to cell."""
-        order = np.lexsort((self.place, self.cell, domain[self.place]))
+    def one_per(self, domain: np.ndarray, sent: np.ndarray) -> np.ndarray:
+        """One want for each cell and domain: the domain's places take turns, those that send least so far first."""
+        order = np.lexsort((self.place, sent[self.place], self.cell, domain[self.place]))
         cell, of = self.cell[order], domain[self.place][order]
-        first = np.flatnonzero(np.r_[True, (cell[1:] != cell[:-1]) | (of[1:] != of[:-1])])
+        new_domain = np.r_[True, of[1:] != of[:-1]]
+        first = np.flatnonzero(new_domain | np.r_[True, cell[1:] != cell[:-1]])
         count = np.diff(np.r_[first, len(order)])
-        return np.sort(order[first + cell[first] % count])
+        first_of_domain = np.maximum.accumulate(np.where(new_domain[first], np.arange(len(first)), 0))
+        turn = np.arange(len(first)) - first_of_domain
+        return np.sort(order[first + turn % count])
 
     def without(self, other: "_Wants", num_places: int) -> "_Wants":
         return self.take(~_among(self.cell * num_places + self.place, other.cell * num_places + other.place))
@@ -324,13 +339,13 @@ class _Lattice:
         high = low + 1
         way = np.stack([level, sender, receiver], axis=1)
         for axis in reversed(range(ndim)):
-            other = [a for a in range(ndim) if a != axis]
-            same = np.concatenate([way, low[:, other], high[:, other]], axis=1)
-            order = np.lexsort((low[:, axis], *same.T))
-            way, low, high, same = way[order], low[order], high[order], same[order]
-            if not len(order):
+            if not len(way):
                 break
-            joins = (same[1:] == same[:-1]).all(axis=1) & (low[1:, axis] == high[:-1, axis])
+            other = [a for a in range(ndim) if a != axis]
+            same = _as_one_key(np.concatenate([way, low[:, other], high[:, other]], axis=1))
+            order = np.lexsort((low[:, axis], same))
+            way, low, high, same = way[order], low[order], high[order], same[order]
+            joins = (same[1:] == same[:-1]) & (low[1:, axis] == high[:-1, axis])
             first = np.flatnonzero(np.r_[True, ~joins])
             last = np.r_[first[1:], len(order)] - 1
             stop = high[last, axis]

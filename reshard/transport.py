@@ -25,7 +25,7 @@ from reshard.devices import HostMemory
 # XLA's CPU runtime takes over numpy memory of this alignment as it is.
 _ALIGNMENT = 64
 # Copies at least this large are worth a thread.
-_THREADED_BYTES = 1 << 20
+_THREADED_BYTES = 1 << 18
 
 
 class Sink(Protocol):

@@ -4,7 +4,7 @@ import functools
 
 import programs
 import pytest
-from programs.pipelines import AVAILABLE, WHOLE_BACKWARD, pipeline
+from programs.pipelines import AVAILABLE, COMMON, SPLIT_BACKWARD, WHOLE_BACKWARD, pipeline
 from programs.program import assert_same_history, quickly_compiled
 
 
@@ -25,32 +25,40 @@ def test_a_program_under_gpipe_on_explicit_axes_with_its_state_donated_equals_it
         _check(program, "GPipe", "explicit", donate_argnums=(0,))
 
 
-# Between them: skips, tied and shared weights, an early exit, dropout, metrics and two loops.
+# Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics and two loops.
 _UNDER_ALL_SCHEDULES = (
-    "skip_connection",
     "one_weight_in_every_stage",
+    "metrics",
+    "skip_connection",
     "early_exit",
     "frozen_and_unused",
     "dropout_by_index",
-    "metrics",
     "train_then_evaluate",
     "tied_embedding",
 )
 
 
+# All programs run under the four common schedules; of the other combinations most are slow tests.
+_COMBINATIONS = [
+    pytest.param(name, schedule, marks=() if schedule in COMMON or number < 2 else pytest.mark.slow)
+    for number, name in enumerate(_UNDER_ALL_SCHEDULES)
+    for schedule in AVAILABLE
+]
+
+
 @functools.cache
-def _gpipe_history(program):
-    return program.run(pipeline(program, "GPipe", "shared"))
+def _history(program, schedule):
+    return program.run(pipeline(program, schedule, "shared"))
 
 
-@pytest.mark.parametrize("schedule", AVAILABLE)
-@pytest.mark.parametrize("name", _UNDER_ALL_SCHEDULES)
+@pytest.mark.parametrize(("name", "schedule"), _COMBINATIONS)
 def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_device(name, schedule):
     program = programs.BY_NAME[name]
-    history = _gpipe_history(program) if schedule == "GPipe" else program.run(pipeline(program, schedule, "shared"))
+    history = _history(program, schedule)
     assert_same_history(history, program.expected, program.rtol)
-    if schedule in WHOLE_BACKWARD:
-        assert_same_history(history, _gpipe_history(program), rtol=0)
+    for alike in (WHOLE_BACKWARD, SPLIT_BACKWARD):
+        if schedule in alike:
+            assert_same_history(history, _history(program, alike[0]), rtol=0)
 
 
 @pytest.mark.parametrize("where", ["auto", "explicit"])

@@ -181,7 +181,11 @@ class Cut:
 
     def plain(self, primitive):
         """Equations of that primitive in the step as it is written, without any pipeline."""
-        return _count(_live(jax.make_jaxpr(self.step)(*self.args).jaxpr), primitive)
+        return _count(self._plain_equations, primitive)
+
+    @functools.cached_property
+    def _plain_equations(self):
+        return _live(jax.make_jaxpr(self.step)(*self.args).jaxpr)
 
 
 def _groups(groups):
@@ -933,32 +937,12 @@ def branches_and_loops():
 # --- all programs ---------------------------------------------------------------------------------
 
 # Programs whose partition is known to be wrong: a golden file would bless it. Each has a test below that fails.
-DEAD_SUMS = "the sums that cutting a gradient replaces are still made and sent"
-SPLIT = "the gradient of a split (a concatenation) is not cut into its parts"
-INDEXED = "the gradient of an index that is no literal is accumulated and sent padded"
 BIAS = "a part of a shared gradient accumulates in the stage that sends it, not in the one that it belongs to"
-SCALAR = "a scalar parameter does not make stage 0"
-FROZEN = "the update of a frozen parameter runs in group 0, which gets a copy"
-HELD = "what reads arguments alone runs where its result is wanted, and so the arguments live there too"
-PADDED = "a padding with a reshape behind it runs before the gradient is sent"
 WEIGHT_HALF = "what only a metric of the weights' gradients needs is in the input half"
-VIEW = "a transposed view is kept beside the value that it views"
 
 WRONG = {
-    "tied_with_a_split_backward": DEAD_SUMS,
-    "shared_by_all_stages": DEAD_SUMS,
-    "stacked_weights": DEAD_SUMS,
-    "stacked_layers": DEAD_SUMS,
-    "shared_bias": DEAD_SUMS,
-    "stacked_and_reshaped": PADDED,
-    "stacked_and_split": SPLIT,
-    "stacked_and_indexed": INDEXED,
-    "scalar_parameter_in_stage_zero": SCALAR,
-    "frozen_middle_stage": FROZEN,
-    "weight_decay_in_the_loss": HELD,
-    "norm_of_the_parameters": HELD,
+    "shared_bias": BIAS,
     "metric_of_gradients_in_a_split_backward": WEIGHT_HALF,
-    "stage_zero": VIEW,
 }
 
 
@@ -1148,13 +1132,11 @@ def test_an_encoder_without_a_mark_runs_where_its_result_is_read():
     assert sum(crossing.values()) == 4 * state + 2 * F32 + 4 * state
 
 
-@wrong(VIEW)
 def test_a_view_of_a_residual_is_not_kept_beside_it():
     probe = [f32(R, V)]  # of the other rows against the vocabulary
     assert cut("stage_zero").residuals("B0") == sorted([f32(R, D), f32(R, R), *probe])
 
 
-@wrong(SCALAR)
 def test_what_mark_zero_needs_is_stage_zero_if_the_parameter_is_a_scalar_too():
     c = cut("scalar_parameter_in_stage_zero")
     assert c.bytes_crossing() == crossings(*EQUAL)
@@ -1171,7 +1153,7 @@ def test_masks_labels_and_keys_are_made_again_by_each_reader():
     assert c.count("random_split") == {"F0": 1, "F1": 1, "F2": 1, "F3": 1}
     assert c.count("random_bits") == {"F0": 1, "F1": 1, "F2": 1, "F3": 1}  # the noise itself where it is used
     types = {x.type for x in c.crossings()}
-    assert types == {"f32[3,8]", "f32[3,3]", "i32[3,1]"}
+    assert types == {"f32[3,8]", "f32[3,3]", "i32[3]"}
 
 
 def test_what_is_dear_without_a_mark_is_computed_by_its_first_reader_and_sent_once():
@@ -1310,7 +1292,6 @@ def test_a_gradient_goes_through_a_frozen_stage():
     assert c.residuals("B2") == [f32(R, WIDTHS[3])]  # its output; its input only its weights would need
 
 
-@wrong(FROZEN)
 def test_a_frozen_parameter_lives_in_its_stage_alone():
     assert [cut("frozen_middle_stage").where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH
 
@@ -1338,7 +1319,6 @@ def test_a_tied_weight_is_summed_once_a_step(name, itemsize):
     assert c.moved() == [(f32(V, D), 3, 0), (f32(V, D), 0, 3)]  # the gradient's part there, the new weight back
 
 
-@wrong(DEAD_SUMS)
 def test_the_gradient_of_a_tied_head_is_in_the_weight_half():
     c = cut("tied_with_a_split_backward")
     assert c.matmuls() == dict.fromkeys(["F1", "F2", "F3", "I3", "I2", "I1", "W3", "W2", "W1"], 1)
@@ -1351,7 +1331,6 @@ def test_a_tied_gradient_does_not_cross_in_a_split_backward():
     assert c.moved() == [(f32(V, D), 3, 0), (f32(V, D), 0, 3)]
 
 
-@wrong(DEAD_SUMS)
 @pytest.mark.parametrize("name", ["shared_by_all_stages", "stacked_weights", "stacked_layers", "stacked_and_reshaped"])
 def test_no_gradient_of_a_shared_weight_crosses_for_each_microbatch(name):
     assert cut(name).bytes_crossing() == crossings(*EQUAL)
@@ -1371,8 +1350,8 @@ def test_a_weight_of_all_stages_is_summed_once_a_step():
     [
         ("stacked_weights", 1),
         ("stacked_layers", 2),
-        pytest.param("stacked_and_split", 1, marks=wrong(SPLIT)),
-        pytest.param("stacked_and_indexed", 1, marks=wrong(INDEXED)),
+        ("stacked_and_split", 1),
+        ("stacked_and_indexed", 1),
     ],
 )
 def test_the_gradient_of_a_slice_is_accumulated_and_sent_unpadded(name, rows):
@@ -1385,22 +1364,20 @@ def test_the_gradient_of_a_slice_is_accumulated_and_sent_unpadded(name, rows):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("stacked_and_split", marks=wrong(SPLIT)),
-        pytest.param("stacked_and_indexed", marks=wrong(DEAD_SUMS)),
+        "stacked_and_split",
+        "stacked_and_indexed",
     ],
 )
 def test_however_a_stack_is_sliced_its_gradients_do_not_cross_for_each_microbatch(name):
     assert cut(name).bytes_crossing() == crossings(*EQUAL)
 
 
-@wrong(PADDED)
 def test_a_slice_of_a_reshaped_stack_is_sent_unpadded():
     c = cut("stacked_and_reshaped")
     assert [c.accumulated(f"B{s}") for s in range(4)] == [["f32[1,2,8,8]"]] * 4
     assert [n for n, _, target in c.moved() if target == 0] == [f32(2, D, D)] * 3
 
 
-@wrong(DEAD_SUMS)
 def test_a_shared_bias_crosses_once_a_step():
     assert cut("shared_bias").bytes_crossing() == crossings(*EQUAL)
 
@@ -1507,7 +1484,6 @@ def test_only_scalars_cross_after_the_loop_for_clipping_schedules_and_drift():
 
 
 @pytest.mark.parametrize("name", ["weight_decay_in_the_loss", "norm_of_the_parameters"])
-@wrong(HELD)
 def test_a_sum_over_all_parameters_leaves_them_in_their_groups(name):
     c = cut(name)
     assert [c.where(f"params[{s}]") for s in range(4)] == ONE_GROUP_EACH

@@ -8,10 +8,12 @@ import mpmd
 import scheduler
 from programs.program import Program, pipelined
 
-# Every output of these is accumulated in microbatch order by the same tasks: equal to the last bit.
-WHOLE_BACKWARD = ("GPipe", "OneFOneB", "EagerOneFOneB", "InterleavedOneFOneB", "InterleavedGPipe", "KimiK2")
-SPLIT_BACKWARD = ("ZeroBubbleH1", "ZeroBubbleH2", "InterleavedZeroBubble", "ZeroBubbleV", "VHalf", "VMin", "DualPipeV")
-AVAILABLE = tuple(name for name in (*WHOLE_BACKWARD, *SPLIT_BACKWARD) if hasattr(scheduler, name))
+# All of these accumulate in microbatch order. Those of one tuple run the same tasks: equal to the last bit.
+COMMON = ("GPipe", "OneFOneB", "EagerOneFOneB", "InterleavedOneFOneB")
+WHOLE_BACKWARD = (*COMMON, "InterleavedGPipe")
+SPLIT_BACKWARD = ("ZeroBubbleH1", "ZeroBubbleH2", "InterleavedZeroBubble", "KimiK2", "ZeroBubbleV", "VHalf", "VMin")
+SOME_SPLIT = ("DualPipeV",)
+AVAILABLE = tuple(name for name in (*WHOLE_BACKWARD, *SPLIT_BACKWARD, *SOME_SPLIT) if hasattr(scheduler, name))
 
 _TWO_STAGES_A_GROUP = ("InterleavedOneFOneB", "InterleavedGPipe", "KimiK2", "InterleavedZeroBubble")
 _FOLDED_LIKE_A_V = ("ZeroBubbleV", "VHalf", "VMin", "DualPipeV")

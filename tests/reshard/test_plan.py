@@ -89,6 +89,16 @@ def test_replicas_share_the_sending():
     assert max(senders) <= 1.2 * sum(senders) / len(senders)
 
 
+def test_the_devices_of_a_host_take_turns_to_let_bytes_in():
+    mesh, groups = described(stage=4, data=4, devices_per_host=4)
+    source = MpmdSharding(groups, 0, P("data"))
+    plan = reshard.plan([aval(16, 16)] * 40, source, NamedSharding(mesh, P()))
+    # Every host but the first gets each array once, and passes it on three times.
+    outside = [n for device, n in plan.sent.items() if device.host]
+    assert sum(outside) == 3 * 3 * 40 * 1024
+    assert max(outside) <= 1.2 * sum(outside) / len(outside)
+
+
 def test_ten_thousand_arrays_share_the_work_of_few_routes():
     mesh, groups = described(stage=8, data=128)
     avals = [aval(1024 * (1 + i % 50), 8) for i in range(10_000)]
