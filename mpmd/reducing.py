@@ -172,8 +172,9 @@ def _linear_step(body: Body, eqn) -> _Step | None:
         starts: list = [body.constant(v) for v in eqn.invars[2:]]
         if zeros is None or not _is_zeros(zeros.eqn) or any(s is None for s in starts):
             return None
-        shape = eqn.outvars[0].aval.shape
-        return _Step(lambda x: jax.lax.dynamic_update_slice(jax.lax.full(shape, 0, x.dtype), x, starts), pads=True)
+        room = [n - m for n, m in zip(eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)]
+        config = [(min(max(s, 0), r), r - min(max(s, 0), r), 0) for s, r in zip(starts, room, strict=True)]
+        return _Step(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), pads=True)
     if name == "pad":
         if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
             return None

@@ -10,7 +10,33 @@ from programs.pipelines import make_mesh
 from programs.program import assert_same_history, pipelined, quickly_compiled
 
 
-@pytest.mark.parametrize("program", programs.ALL, ids=str)
+# Those in which marks and loops meet something that other programs do not have.
+_QUICK = (
+    "untouched_values",
+    "float0_gradients",
+    "none_leaves",
+    "vmap_over_marks",
+    "jit_around_marks",
+    "vjp_by_hand",
+    "dropout_by_index",
+    "dropout_keys_in_xs",
+    "keys_through_marks",
+    "metrics",
+    "axis_one",
+    "carried_state",
+    "train_then_evaluate",
+    "mixed_precision",
+    "flax",
+    "data_parallel",
+    "shard_map_without_a_mesh",
+)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=() if p.name in _QUICK else pytest.mark.slow) for p in programs.ALL],
+    ids=str,
+)
 def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(program):
     if program.needs:
         pytest.importorskip(program.needs)
