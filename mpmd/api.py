@@ -5,25 +5,38 @@
 Each stage can be printed and asked; calling the decorated step runs through them once per set of shapes.
 """
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from mpmd import _jax_compat as compat
 from mpmd import transfer
+from mpmd.arguments import (
+    Call,
+    Hint,
+    argument_names,
+    broadcast,
+    check_leaves,
+    consume,
+    donated_leaves,
+    hint_of,
+    layout_of,
+    leaf_type,
+    mpmd_sharding,
+    short_type,
+    traced_type,
+    zeros_of,
+)
 from mpmd.array import MpmdArray
-from mpmd.errors import StageError
 from mpmd.execute import Executor
 from mpmd.explain import explain, flops_per_step, memory_by_group
+from mpmd.homes import outline_step
 from mpmd.mesh import MpmdMesh, MpmdSharding
-from mpmd.outline import Outline, outline_step
+from mpmd.outline import Outline
 from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
 from mpmd.timing import Timed, timeline
@@ -146,7 +159,7 @@ class Jitted:
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
-    def _read(self, args, kwargs) -> "_Call":
+    def _read(self, args, kwargs) -> "Call":
         static = {i % len(args) if args else i for i in self._static}
         missing = [i for i in static if i >= len(args)]
         if missing:
@@ -167,21 +180,21 @@ class Jitted:
             n for n, t in zip(self._mesh.lowering_mesh().axis_names, self._mesh.lowering_mesh().axis_types, strict=True)
             if t == AxisType.Explicit
         } - {self._mesh.mpmd_axis_name}  # fmt: skip
-        types = tuple(_leaf_type(x, explicit) for x in leaves)
-        return _Call(len(args), fixed, leaves, tree, types, (tree, fixed, types))
+        types = tuple(leaf_type(x, explicit) for x in leaves)
+        return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types))
 
-    def _trace(self, call: "_Call") -> "Traced":
-        names = _argument_names(self._fun, call)
-        _check_leaves(call.leaves, names)
+    def _trace(self, call: "Call") -> "Traced":
+        names = argument_names(self._fun, call)
+        check_leaves(call.leaves, names)
         args_tree, kwargs_tree = call.tree.children()
-        wish = _broadcast(
+        wish = broadcast(
             self._in_shardings, args_tree, "in_shardings", skip=[i for i, _ in call.fixed], total=call.num_args
         )
         wish += [None] * kwargs_tree.num_leaves
-        hints = [_hint(w, x, self._mesh, n) for w, x, n in zip(wish, call.leaves, names, strict=True)]
+        hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wish, call.leaves, names, strict=True)]
         lowering = self._mesh.lowering_mesh()
         avals = [
-            _traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
+            traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
         ]
 
         def fun(*dynamic, **kwargs):
@@ -191,28 +204,8 @@ class Jitted:
             return self._fun(*args, **kwargs)
 
         trace = trace_step(fun, avals, call.tree, names, self._mesh)
-        donated = _donated(call, self._donate)
+        donated = donated_leaves(call, self._donate)
         return Traced(trace, self, tuple(hints), donated)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The arguments of one call, flat."""
-
-    num_args: int
-    fixed: tuple[tuple[int, Any], ...]
-    leaves: list
-    tree: Any
-    types: tuple
-    key: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hint:
-    """What is known of an argument's (or result's) layout before the step is placed."""
-
-    groups: frozenset[int] | None = None
-    layout: tuple[PartitionSpec, str | None] | None = None
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -221,7 +214,7 @@ class _Hint:
 class Traced:
     """A step as one jaxpr. `str()` prints it."""
 
-    def __init__(self, trace: Trace, owner: Jitted, hints: tuple[_Hint, ...], donated: frozenset[int]):
+    def __init__(self, trace: Trace, owner: Jitted, hints: tuple[Hint, ...], donated: frozenset[int]):
         self._trace = trace
         self._owner = owner
         self._hints = hints
@@ -240,9 +233,9 @@ class Traced:
     def lower(self) -> "Lowered":
         """Cuts the step into tasks and places everything on groups."""
         owner, trace = self._owner, self._trace
-        wish = _broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
+        wish = broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
         outs = [
-            _hint(w, None, owner._mesh, n) if w is not None else _Hint()
+            hint_of(w, None, owner._mesh, n) if w is not None else Hint()
             for w, n in zip(wish, trace.out_names, strict=True)
         ]
         outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs])
@@ -296,7 +289,7 @@ class Compiled:
         num_consts = len(trace.consts)
         invars = trace.jaxpr.invars
         in_shardings = [
-            _mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
+            mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
         ]
         self._consts = [
             {g: transfer.put(c, s.group_sharding(g)) for g in groups}
@@ -307,7 +300,7 @@ class Compiled:
         self._in_tree = trace.in_tree
         self._outs = [
             (
-                _mpmd_sharding(mesh, groups, _layout(programs, v)),
+                mpmd_sharding(mesh, groups, layout_of(programs, v)),
                 v.aval.shape,
                 v.aval.dtype,
                 getattr(v.aval, "weak_type", False),
@@ -372,7 +365,7 @@ class Compiled:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
             zeros = [
-                {g: jax.jit(functools.partial(_zeros, v.aval), out_shardings=s.group_sharding(g))() for g in s.groups}
+                {g: jax.jit(functools.partial(zeros_of, v.aval), out_shardings=s.group_sharding(g))() for g in s.groups}
                 for v, s in zip(self._programs.outline.trace.jaxpr.invars[len(self._consts) :], self._ins, strict=True)
             ]
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
@@ -389,11 +382,11 @@ class Compiled:
                 "mpmd: the compiled step was called with another structure of arguments.\n"
                 f"  got      {tree}\n  expected {self._in_tree}"
             )
-        _check_leaves(leaves, self._programs.outline.trace.in_names)
+        check_leaves(leaves, self._programs.outline.trace.in_names)
         faults = [
-            f"  {name}: got {_short(x)}, expected {aval.str_short()}"
+            f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
             for name, x, aval in zip(self._programs.outline.trace.in_names, leaves, self._in_avals, strict=True)
-            if _leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
+            if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
         ]
         if faults:
             raise TypeError(
@@ -421,7 +414,7 @@ class Compiled:
             results = self._executor(arguments)
         kept = {id(a) for arrays in results for a in arrays.values()} if self._donated else set()
         for i in self._donated:
-            _consume(leaves[i], arguments[len(self._consts) + i], kept)
+            consume(leaves[i], arguments[len(self._consts) + i], kept)
         out = [
             MpmdArray._unchecked(arrays, sharding, shape, dtype, weak)
             for arrays, (sharding, shape, dtype, weak) in zip(results, self._outs, strict=True)
@@ -447,179 +440,3 @@ class Compiled:
         for group in sharding.groups:
             placed[group] = transfer.put(x, sharding.group_sharding(group))
         return placed
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def _leaf_type(x, explicit):
-    """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        aval = compat.shaped_array(x)
-        return aval.shape, aval.dtype, aval.weak_type, ()
-    sharding = getattr(x, "sharding", None) if explicit else None
-    spec = _only(sharding.spec, explicit) if isinstance(sharding, NamedSharding) else ()
-    return (
-        x.shape,
-        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
-        getattr(x, "weak_type", False),
-        spec,
-    )
-
-
-def _only(spec, names) -> tuple:
-    """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
-    entries = []
-    for entry in spec:
-        kept = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in names)
-        entries.append(kept or None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
-
-
-def _traced_type(x, hint: _Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
-    """The type under which an argument is traced: with a sharding on Explicit axes, where it has one."""
-    shape, dtype, weak, _ = _leaf_type(x, frozenset())
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {
-        mpmd_axis
-    }
-    spec, kind = hint.layout or (PartitionSpec(), None)
-    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit)))
-    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or len(typed) else None
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
-
-
-def _hint(wish, x, mesh: MpmdMesh, name: str) -> _Hint:
-    """What the user's sharding, or else the argument itself, says of its layout."""
-    if isinstance(x, MpmdArray) and wish is None:
-        wish = x.mpmd_sharding
-    if (
-        wish is None
-        and isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-        and isinstance(x.sharding, (NamedSharding, MpmdSharding))
-    ):
-        wish = x.sharding
-        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.lowering_mesh().axis_names):
-            return _Hint()
-        if isinstance(wish, NamedSharding) and not _only(
-            wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
-        ):
-            return _Hint()
-    if wish is None:
-        return _Hint()
-    if isinstance(wish, MpmdSharding):
-        if wish.mpmd_mesh != mesh:
-            raise ValueError(
-                f"mpmd.jit: {name} has a sharding on another mesh, {wish.mpmd_mesh}, than the step's, {mesh}."
-            )
-        return _Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
-    if isinstance(wish, (NamedSharding, PartitionSpec)):
-        kind = transfer.memory_kind(wish) if isinstance(wish, NamedSharding) else None
-        spec = wish.spec if isinstance(wish, NamedSharding) else wish
-        return _Hint(None, (MpmdSharding(mesh, 0, spec).spec, kind))
-    raise TypeError(
-        f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
-    )
-
-
-def _broadcast(shardings, tree, what, skip=(), total=None):
-    """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
-    if shardings is None:
-        return [None] * tree.num_leaves
-    if skip and isinstance(shardings, (tuple, list)) and len(shardings) == total:
-        shardings = tuple(s for i, s in enumerate(shardings) if i not in skip)
-
-    def is_leaf(x):
-        return x is None or isinstance(x, (MpmdSharding, jax.sharding.Sharding, PartitionSpec))
-
-    if isinstance(shardings, list):
-        shardings = tuple(shardings) if what == "in_shardings" else shardings
-    full = jax.tree.unflatten(tree, range(tree.num_leaves))
-    flat: list = [None] * tree.num_leaves
-
-    def fill(wish, part):
-        for i in jax.tree.leaves(part):
-            flat[i] = wish
-
-    try:
-        jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
-    except ValueError as e:
-        raise ValueError(
-            f"mpmd.jit: {what} is not a prefix of the step's"
-            f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
-        ) from None
-    return flat
-
-
-def _argument_names(fun, call: _Call):
-    """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
-    args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
-    names = []
-    for i, arg in zip(positions, args, strict=True):
-        plain = i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL
-        root = parameters[i].name if plain else f"args[{i}]"
-        names += [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
-    for key in sorted(kwargs):
-        names += [key + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kwargs[key])[0]]
-    return names
-
-
-def _check_leaves(leaves, names):
-    for x, name in zip(leaves, names, strict=True):
-        if isinstance(x, compat.Tracer):
-            raise StageError(
-                f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
-                "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
-            )
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
-            raise TypeError(
-                f"mpmd.jit: {name} is a {type(x).__name__}, not an array."
-                " Name it in static_argnums if it is part of the program."
-            )
-
-
-def _donated(call: _Call, donate_argnums) -> frozenset[int]:
-    """Flat positions of donated arguments."""
-    args, _ = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
-    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
-    wanted = {i % call.num_args for i in donate_argnums} if call.num_args else set()
-    return frozenset(
-        leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg)
-    )
-
-
-def _consume(leaf, placed, kept):
-    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
-    if isinstance(leaf, MpmdArray):
-        leaf._consume()
-    elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and not any(id(a) in kept for a in placed.values()):
-        leaf.delete()
-
-
-def _zeros(aval):
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _layout(programs: StepPrograms, v):
-    return (
-        (PartitionSpec(), None) if isinstance(v, compat.Literal) else programs.layouts.get(v, (PartitionSpec(), None))
-    )
-
-
-def _mpmd_sharding(mesh, groups, layout) -> MpmdSharding:
-    spec, kind = layout
-    return MpmdSharding(mesh, groups, spec, kind)
-
-
-def _short(x) -> str:
-    shape, dtype, *_ = _leaf_type(x, frozenset())
-    return f"{dtype}[{','.join(map(str, shape))}]"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import scheduler
 from mpmd import _jax_compat as compat
 from mpmd import transfer
-from mpmd.placing import Place
+from mpmd.body import Place
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
 from mpmd.timing import Timed, run_timed

@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import scheduler
 from mpmd import costs
+from mpmd.body import Place
 from mpmd.outline import Segment
-from mpmd.placing import Place
 from mpmd.stepping import StepPrograms
 from scheduler import Program, Run, Send
 

@@ -22,11 +22,10 @@ from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.body import Body, Place
 from mpmd.markers import Concat, LoopInfo
 from mpmd.placing import (
-    Body,
     Marks,
-    Place,
     check_marks_are_used,
     place_backward,
     place_forward,

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.body import Body, Node, Place
 from mpmd.markers import Add, LoopInfo, Mean, Operation
-from mpmd.placing import Body, Node, Place
 from mpmd.trace import trace_equations
 
 

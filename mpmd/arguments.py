@@ -1,0 +1,210 @@
+"""What a step is called with: names, types and layouts of its arguments, and the checks on them."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd import transfer
+from mpmd.array import MpmdArray
+from mpmd.errors import StageError
+from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.stepping import StepPrograms
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call, flat."""
+
+    num_args: int
+    fixed: tuple[tuple[int, Any], ...]
+    leaves: list
+    tree: Any
+    types: tuple
+    key: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """What is known of an argument's (or result's) layout before the step is placed."""
+
+    groups: frozenset[int] | None = None
+    layout: tuple[PartitionSpec, str | None] | None = None
+
+
+def leaf_type(x, explicit):
+    """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        aval = compat.shaped_array(x)
+        return aval.shape, aval.dtype, aval.weak_type, ()
+    sharding = getattr(x, "sharding", None) if explicit else None
+    spec = _only(sharding.spec, explicit) if isinstance(sharding, NamedSharding) else ()
+    return (
+        x.shape,
+        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
+        getattr(x, "weak_type", False),
+        spec,
+    )
+
+
+def _only(spec, names) -> tuple:
+    """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
+    entries = []
+    for entry in spec:
+        kept = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in names)
+        entries.append(kept or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
+    """The type under which an argument is traced: with a sharding on Explicit axes, where it has one."""
+    shape, dtype, weak, _ = leaf_type(x, frozenset())
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {
+        mpmd_axis
+    }
+    spec, kind = hint.layout or (PartitionSpec(), None)
+    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit)))
+    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or len(typed) else None
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def hint_of(wish, x, mesh: MpmdMesh, name: str) -> Hint:
+    """What the user's sharding, or else the argument itself, says of its layout."""
+    if isinstance(x, MpmdArray) and wish is None:
+        wish = x.mpmd_sharding
+    if (
+        wish is None
+        and isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        and isinstance(x.sharding, (NamedSharding, MpmdSharding))
+    ):
+        wish = x.sharding
+        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.lowering_mesh().axis_names):
+            return Hint()
+        if isinstance(wish, NamedSharding) and not _only(
+            wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
+        ):
+            return Hint()
+    if wish is None:
+        return Hint()
+    if isinstance(wish, MpmdSharding):
+        if wish.mpmd_mesh != mesh:
+            raise ValueError(
+                f"mpmd.jit: {name} has a sharding on another mesh, {wish.mpmd_mesh}, than the step's, {mesh}."
+            )
+        return Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
+    if isinstance(wish, (NamedSharding, PartitionSpec)):
+        kind = transfer.memory_kind(wish) if isinstance(wish, NamedSharding) else None
+        spec = wish.spec if isinstance(wish, NamedSharding) else wish
+        return Hint(None, (MpmdSharding(mesh, 0, spec).spec, kind))
+    raise TypeError(
+        f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
+    )
+
+
+def broadcast(shardings, tree, what, skip=(), total=None):
+    """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
+    if shardings is None:
+        return [None] * tree.num_leaves
+    if skip and isinstance(shardings, (tuple, list)) and len(shardings) == total:
+        shardings = tuple(s for i, s in enumerate(shardings) if i not in skip)
+
+    def is_leaf(x):
+        return x is None or isinstance(x, (MpmdSharding, jax.sharding.Sharding, PartitionSpec))
+
+    if isinstance(shardings, list):
+        shardings = tuple(shardings) if what == "in_shardings" else shardings
+    full = jax.tree.unflatten(tree, range(tree.num_leaves))
+    flat: list = [None] * tree.num_leaves
+
+    def fill(wish, part):
+        for i in jax.tree.leaves(part):
+            flat[i] = wish
+
+    try:
+        jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
+    except ValueError as e:
+        raise ValueError(
+            f"mpmd.jit: {what} is not a prefix of the step's"
+            f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
+        ) from None
+    return flat
+
+
+def argument_names(fun, call: Call):
+    """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
+    args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
+    names = []
+    for i, arg in zip(positions, args, strict=True):
+        plain = i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL
+        root = parameters[i].name if plain else f"args[{i}]"
+        names += [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
+    for key in sorted(kwargs):
+        names += [key + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kwargs[key])[0]]
+    return names
+
+
+def check_leaves(leaves, names):
+    for x, name in zip(leaves, names, strict=True):
+        if isinstance(x, compat.Tracer):
+            raise StageError(
+                f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
+                "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
+            )
+        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
+            raise TypeError(
+                f"mpmd.jit: {name} is a {type(x).__name__}, not an array."
+                " Name it in static_argnums if it is part of the program."
+            )
+
+
+def donated_leaves(call: Call, donate_argnums) -> frozenset[int]:
+    """Flat positions of donated arguments."""
+    args, _ = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
+    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
+    wanted = {i % call.num_args for i in donate_argnums} if call.num_args else set()
+    return frozenset(
+        leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg)
+    )
+
+
+def consume(leaf, placed, kept):
+    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
+    if isinstance(leaf, MpmdArray):
+        leaf._consume()
+    elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and not any(id(a) in kept for a in placed.values()):
+        leaf.delete()
+
+
+def zeros_of(aval):
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def layout_of(programs: StepPrograms, v):
+    return (
+        (PartitionSpec(), None) if isinstance(v, compat.Literal) else programs.layouts.get(v, (PartitionSpec(), None))
+    )
+
+
+def mpmd_sharding(mesh, groups, layout) -> MpmdSharding:
+    spec, kind = layout
+    return MpmdSharding(mesh, groups, spec, kind)
+
+
+def short_type(x) -> str:
+    shape, dtype, *_ = leaf_type(x, frozenset())
+    return f"{dtype}[{','.join(map(str, shape))}]"

@@ -1,0 +1,363 @@
+"""Decides which group runs what outside of the loops; the rules are in `outline`."""
+
+from collections import defaultdict
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd import costs
+from mpmd.mesh import MpmdMesh
+from mpmd.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
+from mpmd.trace import Trace
+
+_END = 1 << 30  # the level of what the step returns
+
+
+def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups) -> Outline:
+    """Places every equation of a traced step.
+
+    Args:
+      trace: the step.
+      mpmd_mesh: the groups.
+      in_groups: per flat argument, the groups that hold it, or None to find out.
+      out_groups: per flat result, the groups that shall hold it, or None.
+
+    Raises:
+      StageError: a loop does not fit its schedule or the mesh.
+    """
+    with jax.sharding.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
+        items, outvars = step_items(trace, mpmd_mesh)
+    donors = match_state(trace)
+    placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)
+    placer.solve()
+    return placer.outline()
+
+
+class _Placer:
+    """Finds, for each equation, the groups that run it, and for each variable, the groups that want it."""
+
+    def __init__(self, trace, num_groups, items, outvars, in_groups, out_groups, donors):
+        self.trace = trace
+        self.everywhere = frozenset(range(num_groups))
+        self.items = items
+        self.outvars = outvars
+        self.invars = trace.jaxpr.invars
+        num_consts = len(trace.consts)
+        self.in_groups = [None] * num_consts + [g if g is None else g or frozenset([0]) for g in in_groups]
+        self.out_groups = [g if g is None else g or frozenset([0]) for g in out_groups]
+        self.donors = [d if d is None else d + num_consts for d in donors]
+        self.pinned: dict[compat.Var, Groups | None] = {}
+        self.pins: list[Groups | None] = []
+        self.follows: set[compat.Var] = set()  # made larger than what they are made of: sent before, not after
+        self.runs: list[Groups] = []
+        self.out_placed: list[Groups] = []
+        self.wanted: dict[compat.Var, set[int]] = {}
+        self.inputs: list[Groups] = []
+
+    def solve(self):
+        self._pin_loop_arguments()
+        self._pin()
+        wish = [g or frozenset() for g in self.out_groups]
+        wish = self._settle(wish, final=False)  # what has to be somewhere, first; then what may be anywhere
+        wish = self._settle(wish, final=True)
+        self.out_placed = [w or self._somewhere(v) for w, v in zip(wish, self.outvars, strict=True)]
+
+    def _settle(self, wish, final: bool):
+        """Demands results and places arguments until neither changes; returns where results are wanted."""
+        while True:
+            self._demand(wish, final)
+            self.inputs = [self._input_groups(i, final) for i in range(len(self.invars))]
+            wider = []
+            for j, v in enumerate(self.outvars):
+                donor = self.donors[j]
+                if self.out_groups[j] is not None:
+                    wider.append(self.out_groups[j])
+                elif donor is not None:
+                    wider.append(self.inputs[donor])
+                elif not getattr(v.aval, "shape", ()):
+                    wider.append(self.everywhere)
+                else:
+                    wider.append(frozenset())
+            if wider == wish:
+                return wish
+            given = [g is not None for g in self.out_groups]
+            wish = [a if fixed else a | b for a, b, fixed in zip(wider, wish, given, strict=True)]
+
+    def _somewhere(self, v) -> Groups:
+        if isinstance(v, compat.Literal):
+            return frozenset([0])
+        if v in self.invars:
+            return self.inputs[self.invars.index(v)]
+        for item, runs in zip(self.items, self.runs, strict=True):
+            if isinstance(item, Draft):
+                for acc in item.partition.accumulators:
+                    if acc.result is v:
+                        return frozenset([item.placed(0).group(acc.place)])
+            elif v in item.outvars:
+                return runs
+        raise AssertionError(f"{v} comes from nowhere")
+
+    def _input_groups(self, i, final: bool) -> Groups:
+        if (given := self.in_groups[i]) is not None:
+            return given
+        v = self.invars[i]
+        returned = [j for j, d in enumerate(self.donors) if d == i]
+        if returned and not getattr(v.aval, "shape", ()):
+            return self.everywhere
+        if found := frozenset(self.wanted.get(v, ())):
+            return found
+        for j in returned:
+            if (given := self.out_groups[j]) is not None:
+                return given
+            v = self.outvars[j]
+            pin = None if isinstance(v, compat.Literal) else self.pinned.get(v)
+            if pin:
+                return frozenset([min(pin)])
+        return frozenset([0] if final else [])
+
+    def _pin_loop_arguments(self):
+        """An argument that loops read is where they read it: directly, or through equations that keep its size
+        (casts). What else is made of it runs there, and only results cross.
+        """
+        wanted: dict[compat.Var, set[int]] = defaultdict(set)
+        after: set[compat.Var] = set()
+        before: list[compat.JaxprEqn] = []
+        for item in self.items:
+            if isinstance(item, Draft):
+                after.update(acc.result for acc in item.partition.accumulators)
+                for v, groups in item.placed(0).needs().items():
+                    wanted[v] |= groups
+            elif any(v in after for v in costs.variables(item.invars)):
+                after.update(item.outvars)
+            else:
+                before.append(item)
+        for eqn in reversed(before):
+            groups = set().union(*(wanted[v] for v in eqn.outvars))
+            if costs.is_heavy(eqn) and groups:
+                groups = {min(groups)}  # it runs once, and its result is sent
+            for v in costs.variables(eqn.invars):
+                if costs.size(v.aval) < 2 * sum(costs.size(o.aval) for o in eqn.outvars):
+                    wanted[v] |= groups
+        for i, v in enumerate(self.invars):
+            if self.in_groups[i] is None and wanted[v] and costs.size(v.aval) > 1:
+                self.in_groups[i] = frozenset(wanted[v])
+
+    def _pin(self):
+        """Forward: the groups that hold an equation's operands, None where any group would do."""
+        for v, groups in zip(self.invars, self.in_groups, strict=True):
+            self.pinned[v] = groups
+        for item in self.items:
+            if isinstance(item, Draft):
+                loop = item.placed(0)
+                for acc in item.partition.accumulators:
+                    self.pinned[acc.result] = frozenset([loop.group(acc.place)])
+                self.pins.append(None)
+                continue
+            held = [(p, v) for v in costs.variables(item.invars) if (p := self.pinned[v]) is not None]
+            pin = None
+            if held:
+                common = frozenset.intersection(*(p for p, _ in held))
+                if not common:
+                    weight: dict[int, int] = defaultdict(int)
+                    for p, v in held:
+                        for g in p:
+                            weight[g] += costs.nbytes(v.aval)
+                    common = frozenset([max(weight, key=lambda g: (weight[g], -g))])
+                pin = common
+            self.pins.append(pin)
+            self.pinned.update((v, pin) for v in item.outvars)
+            made = self.follows.intersection(costs.variables(item.invars))
+            if not costs.is_heavy(item) and (costs.grows(item) or (costs.is_layout(item) and made)):
+                self.follows.update(item.outvars)
+
+    def _demand(self, wish, final: bool):
+        """Backward: the groups that want each variable, hence the groups that run each equation."""
+        wanted: dict[compat.Var, set[int]] = defaultdict(set)
+        for v, groups in zip(self.outvars, wish, strict=True):
+            if not isinstance(v, compat.Literal):
+                wanted[v] |= groups
+        runs: list[Groups] = []
+        for item, pin in zip(reversed(self.items), reversed(self.pins), strict=True):
+            if isinstance(item, Draft):
+                for v, groups in item.placed(0).needs().items():
+                    wanted[v] |= groups
+                runs.append(frozenset())
+                continue
+            here = frozenset().union(*(wanted[v] for v in item.outvars))
+            follows = bool(self.follows.intersection(item.outvars))
+            groups = _where(item, pin, here, follows) if here or item.effects or final else frozenset()
+            runs.append(groups)
+            for v in costs.variables(item.invars):
+                wanted[v] |= groups
+        self.runs = runs[::-1]
+        self.wanted = wanted
+
+    # --- levels: what runs together ---------------------------------------------------------------
+
+    def outline(self) -> Outline:
+        instances, homes, loop_levels = self._levels()
+        self._sink(instances, homes, loop_levels)
+        return self._assemble(instances, homes, loop_levels)
+
+    def _levels(self):
+        """As early as possible: an instance (equation, group) -> level; a variable -> {group: level}."""
+        homes: dict[compat.Var, dict[int, int]] = {
+            v: dict.fromkeys(g, 0) for v, g in zip(self.invars, self.inputs, strict=True)
+        }
+        instances: dict[tuple[int, int], int] = {}
+        loop_levels: dict[int, int] = {}
+        floor = 0
+
+        def ready(v, group):
+            have = homes[v]
+            return have[group] if group in have else have[min(have)] + 1
+
+        for i, item in enumerate(self.items):
+            if isinstance(item, Draft):
+                needs = item.placed(0).needs()
+                level = max([floor, *(ready(v, g) for v, groups in needs.items() for g in groups)]) + 1
+                loop_levels[i], floor = level, level
+                for acc in item.partition.accumulators:
+                    homes[acc.result] = {item.placed(0).group(acc.place): level + 1}
+                continue
+            for g in sorted(self.runs[i]):
+                level = max((ready(v, g) for v in costs.variables(item.invars)), default=0)
+                while level in loop_levels.values():
+                    level += 1
+                instances[i, g] = level
+                for v in item.outvars:
+                    homes.setdefault(v, {})[g] = level
+        return instances, homes, loop_levels
+
+    def _sink(self, instances, homes, loop_levels):
+        """As late as its readers allow, where that does not keep more bytes alive."""
+        latest: dict[tuple[compat.Var, int], int] = {}
+
+        def bound(v, group: int, level: int):
+            have = homes[v]
+            source = group if group in have else min(have)
+            if source != group and level < _END:
+                level -= 1
+            latest[v, source] = min(latest.get((v, source), level), level)
+
+        for v, groups in zip(self.outvars, self.out_placed, strict=True):
+            if not isinstance(v, compat.Literal):
+                for g in groups:
+                    bound(v, g, _END)
+        for i in reversed(range(len(self.items))):
+            item = self.items[i]
+            if isinstance(item, Draft):
+                for v, groups in item.placed(0).needs().items():
+                    for g in groups:
+                        bound(v, g, loop_levels[i] - 1)
+                continue
+            shrinks = sum(costs.nbytes(v.aval) for v in item.outvars) < sum(
+                costs.nbytes(v.aval) for v in costs.variables(item.invars)
+            )
+            for g in self.runs[i]:
+                limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=_END)
+                level = instances[i, g]
+                if level < limit < _END and not (shrinks or costs.is_heavy(item)):
+                    while limit in loop_levels.values():
+                        limit -= 1
+                    level = instances[i, g] = max(level, limit)
+                    for v in item.outvars:
+                        homes[v][g] = level
+                for v in costs.variables(item.invars):
+                    bound(v, g, level)
+
+    def _assemble(self, instances, homes, loop_levels) -> Outline:
+        by_segment: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for (i, g), level in sorted(instances.items()):
+            by_segment[level, g].append(i)
+        readers = self._readers(instances, loop_levels)
+        transfers = self._transfers(homes, readers)
+        sent = {(t.var, t.source) for t in transfers}
+        names = self._names()
+        items: list[Segment | Transfer | Loop] = [t for t in transfers if t.level < 0]
+        levels = sorted(
+            {level for level, _ in by_segment}
+            | {t.level for t in transfers if t.level >= 0}
+            | set(loop_levels.values())
+        )
+        drafts = {level: self.items[i] for i, level in loop_levels.items()}
+        for level in levels:
+            if level in drafts:
+                items.append(drafts[level].placed(level))
+            for g in sorted(self.everywhere):
+                if (level, g) in by_segment:
+                    eqns = tuple(self.items[i] for i in by_segment[level, g])
+                    items.append(self._segment(level, g, eqns, readers, sent))
+            items += [t for t in transfers if t.level == level]
+        for item in items:
+            if isinstance(item, Segment):
+                for v in item.writes:
+                    names.setdefault(v, f"{item.name}.{item.writes.index(v)}")
+            elif isinstance(item, Loop):
+                for k, acc in enumerate(item.partition.accumulators):
+                    names[acc.result] = f"loop{item.number}.{k}"
+        num_consts = len(self.trace.consts)
+        return Outline(
+            self.trace,
+            tuple(self.inputs),
+            tuple(zip(self.outvars, self.out_placed, strict=True)),
+            tuple(items),
+            tuple(d if d is None else d - num_consts for d in self.donors),
+            names,
+        )
+
+    def _names(self):
+        num_consts = len(self.trace.consts)
+        names = {v: f"const{i}" for i, v in enumerate(self.invars[:num_consts])}
+        return names | dict(zip(self.invars[num_consts:], self.trace.in_names, strict=True))
+
+    def _readers(self, instances, loop_levels):
+        """For each variable and group, the levels at which it is read there (outputs: at the very end)."""
+        readers: dict[tuple[compat.Var, int], set[int]] = defaultdict(set)
+        for (i, g), level in instances.items():
+            for v in costs.variables(self.items[i].invars):
+                readers[v, g].add(level)
+        for i, level in loop_levels.items():
+            for v, groups in self.items[i].placed(level).needs().items():
+                for g in groups:
+                    readers[v, g].add(level)
+        for v, groups in zip(self.outvars, self.out_placed, strict=True):
+            if not isinstance(v, compat.Literal):
+                for g in groups:
+                    readers[v, g].add(_END)
+        return readers
+
+    def _transfers(self, homes, readers) -> list[Transfer]:
+        inputs = set(self.invars)
+        found = []
+        for v, g in readers:
+            if g not in homes[v]:
+                source = min(homes[v])
+                level = -1 if v in inputs else homes[v][source]
+                found.append(Transfer(v, source, g, level))
+        order = {v: i for i, v in enumerate(homes)}
+        return sorted(found, key=lambda t: (t.level, t.source, t.target, order[t.var]))
+
+    def _segment(self, level, group, eqns, readers, sent) -> Segment:
+        bound = {v for e in eqns for v in e.outvars}
+        reads = tuple(v for v in costs.variables([v for e in eqns for v in e.invars]) if v not in bound)
+        writes = tuple(
+            v
+            for e in eqns
+            for v in costs.outputs(e)
+            if (v, group) in sent or any(r != level for r in readers.get((v, group), ()))
+        )
+        return Segment(f"segment{level}.{group}", group, level, eqns, reads, writes)
+
+
+def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
+    """The groups that run an equation outside of the loops."""
+    if pin is None:
+        if eqn.effects or costs.is_heavy(eqn):
+            return frozenset([min(here, default=0)])
+        return here or frozenset([0])
+    if eqn.effects:
+        return frozenset([min(pin & here or pin)])
+    if here and not pin & here and follows:
+        return here
+    return pin & here or frozenset([min(pin)])
