@@ -117,6 +117,8 @@ def _number_marks(nodes, forward) -> dict[int, int]:
 
 
 def place_forward(body: Body, marks: Marks):
+    """Tells forward from backward equations, and places the forward ones: after the latest mark that they depend
+    on, or in stage 0. Those without a place by this float."""
     before_forward_marks = body.ancestors(
         v for n in body.nodes if n.eqn.primitive is mark_p and n.eqn.params["kind"] == "forward" for v in n.eqn.invars
     )
@@ -188,6 +190,7 @@ def _parameters_read(body: Body, node, roots) -> frozenset:
 
 
 def place_backward(body: Body, marks: Marks):
+    """Places backward equations: by the backward mark that they depend on, or by the forward values that they read."""
     used_in = defaultdict(set)
     for node in body.nodes:
         if node.place and node.place.kind == "F" and node.eqn.primitive is not mark_p:
