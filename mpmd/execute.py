@@ -42,6 +42,7 @@ class Executor:
             self._template[slot] = value
         self._inputs = build.input_slots
         self._outputs = build.output_slots
+        self._copied = build.copied_outputs()
 
     def __call__(self, arguments):
         """Runs the step once.
@@ -88,7 +89,10 @@ class Executor:
         return slots
 
     def _collect(self, slots):
-        return [{group: slots[slot] for group, slot in where} for where in self._outputs]
+        results = [{group: slots[slot] for group, slot in where} for where in self._outputs]
+        for i in self._copied:
+            results[i] = {g: jax.device_put(x, x.sharding, may_alias=False) for g, x in results[i].items()}
+        return results
 
 
 class _Build:
@@ -140,6 +144,19 @@ class _Build:
         self.output_slots = [
             [(g, self._output_slot(v, g)) for g in sorted(groups)] for v, groups in self.outline.outputs
         ]
+
+    def copied_outputs(self) -> list[int]:
+        """Results that need memory of their own, since a later step may be given it for good: those returned twice,
+        and constants, which the next call needs again."""
+        constants = set(self.outline.trace.jaxpr.invars[: len(self.outline.trace.consts)])
+        seen: set = set()
+        copied = []
+        for i, (v, _) in enumerate(self.outline.outputs):
+            if isinstance(v, compat.Literal) or v in constants or v in seen:
+                copied.append(i)
+            else:
+                seen.add(v)
+        return copied
 
     def _output_slot(self, v, group) -> int:
         if not isinstance(v, compat.Literal):

@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from programs.pipelines import make_mesh
 from programs.program import assert_same_history, pipelined, quickly_compiled
 
-
 # Those in which marks and loops meet something that other programs do not have.
 _QUICK = (
     "untouched_values",
