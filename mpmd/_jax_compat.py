@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import compiler, core, dtypes, source_info_util
+from jax._src import compiler, config, core, dtypes, effects, source_info_util
 from jax._src.core import ClosedJaxpr, Primitive, Tracer, jaxpr_as_fun
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import UnspecifiedValue
@@ -154,6 +154,16 @@ def is_transposed(eqn: JaxprEqn) -> bool:
         if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
             return name == "transpose"
     return False
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether the equation has an effect that must keep its order (an ordered callback)."""
+    return any(effects.ordered_effects.contains(e) for e in eqn.effects)
+
+
+def trace_context():
+    """What else than its arguments a trace depends on: x64 mode, matmul precision and the like. Hashable."""
+    return config.trace_context()
 
 
 def called_from(eqn: JaxprEqn, function_name: str) -> bool:

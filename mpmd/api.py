@@ -21,12 +21,14 @@ from mpmd.arguments import (
     argument_names,
     broadcast,
     check_leaves,
+    check_static,
     consume,
     donated_leaves,
     hint_of,
     layout_of,
     leaf_type,
     mpmd_sharding,
+    named_positions,
     short_type,
     traced_type,
     zeros_of,
@@ -132,8 +134,8 @@ class Jitted:
         self._mesh = mpmd_mesh
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._donate = donate_argnums
-        self._static = static_argnums
+        self._donate, self._donate_names = named_positions(fun, donate_argnums)
+        self._static, self._static_names = named_positions(fun, static_argnums)
         self._cache: dict[Any, list[Compiled]] = {}
 
     def __call__(self, *args, **kwargs):
@@ -160,36 +162,27 @@ class Jitted:
         return jax.tree.unflatten(traced.out_tree, out)
 
     def _read(self, args, kwargs) -> "Call":
-        static = {i % len(args) if args else i for i in self._static}
-        missing = [i for i in static if i >= len(args)]
-        if missing:
-            raise ValueError(
-                f"mpmd.jit: static_argnums has {missing[0]}, but the step was called with {len(args)} arguments."
-            )
-        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-        fixed = tuple((i, args[i]) for i in sorted(static))
-        for i, value in fixed:
-            try:
-                hash(value)
-            except TypeError:
-                raise ValueError(
-                    f"mpmd.jit: static argument {i} is a {type(value).__name__}, which cannot be hashed."
-                ) from None
+        dynamic, fixed = args, ()
+        if self._static:
+            dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
+            named = {k: v for k, v in kwargs.items() if k in self._static_names}
+            kwargs = {k: v for k, v in kwargs.items() if k not in named}
+            found = [(i, a) for i, a in enumerate(args) if i in self._static] + sorted(named.items())
+            fixed = tuple((where, type(value), value) for where, value in found)  # 2, 2.0 and True are equal
+            check_static(fixed)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         explicit = {
             n for n, t in zip(self._mesh.lowering_mesh().axis_names, self._mesh.lowering_mesh().axis_types, strict=True)
             if t == AxisType.Explicit
         } - {self._mesh.mpmd_axis_name}  # fmt: skip
         types = tuple(leaf_type(x, explicit) for x in leaves)
-        return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types))
+        return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
     def _trace(self, call: "Call") -> "Traced":
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
         args_tree, kwargs_tree = call.tree.children()
-        wish = broadcast(
-            self._in_shardings, args_tree, "in_shardings", skip=[i for i, _ in call.fixed], total=call.num_args
-        )
+        wish = broadcast(self._in_shardings, args_tree, "in_shardings", skip=call.static_positions, total=call.num_args)
         wish += [None] * kwargs_tree.num_leaves
         hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wish, call.leaves, names, strict=True)]
         lowering = self._mesh.lowering_mesh()
@@ -199,12 +192,15 @@ class Jitted:
 
         def fun(*dynamic, **kwargs):
             args = list(dynamic)
-            for i, value in call.fixed:
-                args.insert(i, value)
+            for where, _, value in call.fixed:
+                if isinstance(where, int):
+                    args.insert(where, value)
+                else:
+                    kwargs[where] = value
             return self._fun(*args, **kwargs)
 
         trace = trace_step(fun, avals, call.tree, names, self._mesh)
-        donated = donated_leaves(call, self._donate)
+        donated = donated_leaves(call, self._donate, self._donate_names)
         return Traced(trace, self, tuple(hints), donated)
 
 
@@ -238,7 +234,8 @@ class Traced:
             hint_of(w, None, owner._mesh, n) if w is not None else Hint()
             for w, n in zip(wish, trace.out_names, strict=True)
         ]
-        outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs])
+        forwarded = self._donated if all(w is None for w in wish) else frozenset()
+        outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
         return Lowered(outline, owner._mesh, self._hints, tuple(outs), self._donated)
 
     def __str__(self):
@@ -414,7 +411,7 @@ class Compiled:
             results = self._executor(arguments)
         kept = {id(a) for arrays in results for a in arrays.values()} if self._donated else set()
         for i in self._donated:
-            consume(leaves[i], arguments[len(self._consts) + i], kept)
+            consume(leaves[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
         out = [
             MpmdArray._unchecked(arrays, sharding, shape, dtype, weak)
             for arrays, (sharding, shape, dtype, weak) in zip(results, self._outs, strict=True)
@@ -428,6 +425,8 @@ class Compiled:
                 return x._arrays
             x = x._readable()
         if isinstance(x, jax.Array):
+            if isinstance(x, compat.Tracer):
+                check_leaves([x], ["an argument"])
             if not x.is_fully_addressable:
                 raise ValueError(
                     f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"

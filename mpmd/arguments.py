@@ -1,6 +1,7 @@
 """What a step is called with: names, types and layouts of its arguments, and the checks on them."""
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -14,7 +15,7 @@ from mpmd import transfer
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh, MpmdSharding
-from mpmd.stepping import StepPrograms
+from mpmd.stepping import StepPrograms, fit, shortest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,16 @@ class Call:
     """The arguments of one call, flat."""
 
     num_args: int
-    fixed: tuple[tuple[int, Any], ...]
+    fixed: tuple[tuple[Any, type, Any], ...]  # static ones: position or name, type, value
     leaves: list
     tree: Any
     types: tuple
     key: Any
+
+    @property
+    def static_positions(self) -> set[int]:
+        """Positions of the static arguments."""
+        return {where for where, _, _ in self.fixed if isinstance(where, int)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,7 @@ def leaf_type(x, explicit):
     """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
+        _check_is_array("an argument", x)
         aval = compat.shaped_array(x)
         return aval.shape, aval.dtype, aval.weak_type, ()
     sharding = getattr(x, "sharding", None) if explicit else None
@@ -92,6 +99,9 @@ def hint_of(wish, x, mesh: MpmdMesh, name: str) -> Hint:
             wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
         ):
             return Hint()
+        if isinstance(wish, NamedSharding):  # what the array says is a hint: as far as it fits
+            fitted = fit((wish.spec, None), mesh.groups[0], x.shape)
+            return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), transfer.memory_kind(wish)))
     if wish is None:
         return Hint()
     if isinstance(wish, MpmdSharding):
@@ -145,7 +155,7 @@ def argument_names(fun, call: Call):
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
+    positions = [i for i in range(call.num_args) if i not in call.static_positions]
     names = []
     for i, arg in zip(positions, args, strict=True):
         plain = i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL
@@ -163,28 +173,57 @@ def check_leaves(leaves, names):
                 f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
                 "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
             )
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
-            raise TypeError(
-                f"mpmd.jit: {name} is a {type(x).__name__}, not an array."
-                " Name it in static_argnums if it is part of the program."
-            )
+        _check_is_array(name, x)
 
 
-def donated_leaves(call: Call, donate_argnums) -> frozenset[int]:
-    """Flat positions of donated arguments."""
-    args, _ = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
-    positions = [i for i in range(call.num_args) if i not in {i for i, _ in call.fixed}]
-    wanted = {i % call.num_args for i in donate_argnums} if call.num_args else set()
-    return frozenset(
-        leaf for i, arg in zip(positions, args, strict=True) if i in wanted for leaf in jax.tree.leaves(arg)
+def _check_is_array(name, x):
+    if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
+        raise TypeError(
+            f"mpmd.jit: {name} is a {type(x).__name__}, {x!r:.40}, not an array."
+            " Name it in static_argnums if it is part of the program."
+        )
+
+
+def named_positions(fun, argnums) -> tuple[frozenset[int], frozenset[str]]:
+    """Argument numbers (negative ones counted from the end of the signature), and their names as keywords."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positions = frozenset(i + len(plain) if i < 0 else i for i in argnums)
+    return positions, frozenset(
+        plain[i].name for i in positions if 0 <= i < len(plain) and plain[i].kind is not plain[i].POSITIONAL_ONLY
     )
 
 
-def consume(leaf, placed, kept):
+def check_static(fixed):
+    """Static arguments are part of the program's key, so they must be hashable."""
+    for where, kind, value in fixed:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"mpmd.jit: static argument {where!r} is a {kind.__name__}, which cannot be hashed."
+            ) from None
+
+
+def donated_leaves(call: Call, positions, names) -> frozenset[int]:
+    """Flat positions of donated arguments, given by place or by name."""
+    args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
+    given = [i for i in range(call.num_args) if i not in call.static_positions]
+    donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
+    return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
+
+
+def consume(leaf, placed, kept, shared: bool):
     """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
     if isinstance(leaf, MpmdArray):
         leaf._consume()
-    elif isinstance(leaf, jax.Array) and not leaf.is_deleted() and not any(id(a) in kept for a in placed.values()):
+        return
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted() or any(id(a) in kept for a in placed.values()):
+        return
+    if not shared or all(a.is_deleted() for a in placed.values()):  # where groups share devices a result may alias it
         leaf.delete()
 
 
@@ -200,7 +239,9 @@ def layout_of(programs: StepPrograms, v):
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def mpmd_sharding(mesh, groups, layout) -> MpmdSharding:
+    """One object for equal shardings, so that state which comes back is recognised at a glance."""
     spec, kind = layout
     return MpmdSharding(mesh, groups, spec, kind)
 

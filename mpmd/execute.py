@@ -42,7 +42,6 @@ class Executor:
             self._template[slot] = value
         self._inputs = build.input_slots
         self._outputs = build.output_slots
-        self._copied = build.copied_outputs()
 
     def __call__(self, arguments):
         """Runs the step once.
@@ -89,10 +88,7 @@ class Executor:
         return slots
 
     def _collect(self, slots):
-        results = [{group: slots[slot] for group, slot in where} for where in self._outputs]
-        for i in self._copied:
-            results[i] = {g: jax.device_put(x, x.sharding, may_alias=False) for g, x in results[i].items()}
-        return results
+        return [{group: slots[slot] for group, slot in where} for where in self._outputs]
 
 
 class _Build:
@@ -142,29 +138,8 @@ class _Build:
                 else:
                     pending.append(slot)
         self.output_slots = [
-            [(g, self._output_slot(v, g)) for g in sorted(groups)] for v, groups in self.outline.outputs
+            [(g, self.slot(g, self.outer(v))) for g in sorted(groups)] for v, groups in self.outline.outputs
         ]
-
-    def copied_outputs(self) -> list[int]:
-        """Results that need memory of their own, since a later step may be given it for good: those returned twice,
-        and constants, which the next call needs again."""
-        constants = set(self.outline.trace.jaxpr.invars[: len(self.outline.trace.consts)])
-        seen: set = set()
-        copied = []
-        for i, (v, _) in enumerate(self.outline.outputs):
-            if isinstance(v, compat.Literal) or v in constants or v in seen:
-                copied.append(i)
-            else:
-                seen.add(v)
-        return copied
-
-    def _output_slot(self, v, group) -> int:
-        if not isinstance(v, compat.Literal):
-            return self.slot(group, self.outer(v))
-        slot = self.slot(group, ("literal", id(v)))
-        sharding = NamedSharding(self.programs.mesh.groups[group], PartitionSpec())
-        self.constants[slot] = transfer.put(np.asarray(v.val, v.aval.dtype), sharding)
-        return slot
 
     def _add(self, code, fun, ins, outs, text, group, tasks=()):
         self.ops.append([code, fun, ins, outs, ()])

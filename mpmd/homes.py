@@ -13,7 +13,7 @@ from mpmd.trace import Trace
 _END = 1 << 30  # the level of what the step returns
 
 
-def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups) -> Outline:
+def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups, forwarded=frozenset()) -> Outline:
     """Places every equation of a traced step.
 
     Args:
@@ -21,12 +21,13 @@ def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups) -> Ou
       mpmd_mesh: the groups.
       in_groups: per flat argument, the groups that hold it, or None to find out.
       out_groups: per flat result, the groups that shall hold it, or None.
+      forwarded: flat arguments that may be returned as they are (donated ones: nobody else holds them).
 
     Raises:
       StageError: a loop does not fit its schedule or the mesh.
     """
     with jax.sharding.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
-        items, outvars = step_items(trace, mpmd_mesh)
+        items, outvars = step_items(trace, mpmd_mesh, forwarded)
     donors = match_state(trace)
     placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)
     placer.solve()
@@ -206,7 +207,7 @@ class _Placer:
         }
         instances: dict[tuple[int, int], int] = {}
         loop_levels: dict[int, int] = {}
-        floor = 0
+        floor = last_effect = 0
 
         def ready(v, group):
             have = homes[v]
@@ -222,6 +223,8 @@ class _Placer:
                 continue
             for g in sorted(self.runs[i]):
                 level = max((ready(v, g) for v in costs.variables(item.invars)), default=0)
+                if compat.is_ordered(item):
+                    level = last_effect = max(level, last_effect)
                 while level in loop_levels.values():
                     level += 1
                 instances[i, g] = level
@@ -307,9 +310,17 @@ class _Placer:
         )
 
     def _names(self):
+        """Names of the arguments; no two alike, since values go by name in the program."""
         num_consts = len(self.trace.consts)
-        names = {v: f"const{i}" for i, v in enumerate(self.invars[:num_consts])}
-        return names | dict(zip(self.invars[num_consts:], self.trace.in_names, strict=True))
+        names: dict = {}
+        taken: set[str] = set()
+        for i, v in enumerate(self.invars):
+            name = f"const{i}" if i < num_consts else self.trace.in_names[i - num_consts]
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            names[v] = name
+        return names
 
     def _readers(self, instances, loop_levels):
         """For each variable and group, the levels at which it is read there (outputs: at the very end)."""
@@ -352,6 +363,8 @@ class _Placer:
 
 def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     """The groups that run an equation outside of the loops."""
+    if compat.is_ordered(eqn):
+        return frozenset([0])  # in one group they keep their order
     if pin is None:
         if eqn.effects or costs.is_heavy(eqn):
             return frozenset([min(here, default=0)])

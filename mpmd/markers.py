@@ -50,7 +50,15 @@ class Add(Operation):
 
 
 class Mean(Add):
-    """The sum over microbatches divided by their number."""
+    """The sum over microbatches divided by their number. Of booleans: the share of True."""
+
+    @classmethod
+    def init(cls, aval, num_microbatches):
+        return _full(aval, aval.shape, 0, np.int32 if aval.dtype == np.bool_ else None)
+
+    @classmethod
+    def update(cls, acc, x, index):
+        return acc + x
 
     @classmethod
     def finish(cls, acc, num_microbatches):
@@ -90,15 +98,17 @@ class Concat(Operation):
 
     @classmethod
     def update(cls, acc, x, index):
-        return lax.dynamic_update_slice(acc, x[None], (index,) + (np.int32(0),) * x.ndim)
+        x = lax.expand_dims(jnp.asarray(x, acc.dtype), (0,))
+        return lax.dynamic_update_slice(acc, x, (index,) + (np.int32(0),) * (x.ndim - 1))
 
 
-def _full(aval, shape, value):
+def _full(aval, shape, value, dtype=None):
+    dtype = dtype or aval.dtype
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
-        return lax.full(shape, value, aval.dtype)
+        return lax.full(shape, value, dtype)
     spec = (*(None,) * (len(shape) - len(aval.shape)), *sharding.spec)
-    return lax.full(shape, value, aval.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _extreme(dtype, lowest: bool):

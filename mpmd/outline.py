@@ -20,7 +20,7 @@ from mpmd.body import Place
 from mpmd.errors import StageError
 from mpmd.markers import mark_p, treduce_p
 from mpmd.partition import LoopPartition, partition_loop
-from mpmd.trace import Trace
+from mpmd.trace import Trace, copy_equations
 
 Groups = frozenset[int]
 
@@ -133,7 +133,7 @@ class Draft:
         return Loop(self.number, level, self.partition)
 
 
-def step_items(trace: Trace, mpmd_mesh):
+def step_items(trace: Trace, mpmd_mesh, forwarded):
     """Equations and loops in order, with what a loop needs before and after it; dead ones dropped."""
     items: list[compat.JaxprEqn | Draft] = []
     alias: dict = {}
@@ -150,6 +150,14 @@ def step_items(trace: Trace, mpmd_mesh):
         else:
             items.append(eqn)
     outvars = [read(v) for v in trace.jaxpr.outvars]
+    num_consts = len(trace.consts)
+    taken = set(trace.jaxpr.invars) - {trace.jaxpr.invars[num_consts + i] for i in forwarded}
+    for j, v in enumerate(outvars):
+        if isinstance(v, compat.Literal) or v in taken:
+            # Memory of its own: a later step may be given it for good.
+            eqns, (outvars[j],) = copy_equations(v)
+            items += eqns
+        taken.add(outvars[j])
     return _live(items, outvars), outvars
 
 

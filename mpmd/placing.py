@@ -118,7 +118,8 @@ def _number_marks(nodes, forward) -> dict[int, int]:
 
 def place_forward(body: Body, marks: Marks):
     """Tells forward from backward equations, and places the forward ones: after the latest mark that they depend
-    on, or in stage 0. Those without a place by this float."""
+    on, or in stage 0. Those without a place by this float.
+    """
     before_forward_marks = body.ancestors(
         v for n in body.nodes if n.eqn.primitive is mark_p and n.eqn.params["kind"] == "forward" for v in n.eqn.invars
     )

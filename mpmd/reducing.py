@@ -16,7 +16,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.body import Body, Node, Place
 from mpmd.markers import Add, LoopInfo, Mean, Operation
-from mpmd.trace import trace_equations
+from mpmd.trace import copy_equations, trace_equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +269,6 @@ def _bound(fun, atoms, result):
     """Equations of `fun(*atoms)` whose outcome is the variable `result`."""
     eqns, (out,) = trace_equations(fun, *atoms)
     if isinstance(out, compat.Literal) or out in atoms:
-        constant = np.asarray(out.val, out.aval.dtype) if isinstance(out, compat.Literal) else None
-        operands = [] if isinstance(out, compat.Literal) else [out]
-        more, (out2,) = trace_equations(lambda *x: jax.lax.copy_p.bind(x[0] if x else constant), *operands)
+        more, (out2,) = copy_equations(out)
         eqns, out = [*eqns, *more], out2
     return [e.replace(outvars=[result if v is out else v for v in e.outvars]) for e in eqns]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
@@ -272,3 +273,11 @@ def trace_equations(fun, *atoms):
         eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
         env.update(zip(eqn.outvars, fresh, strict=True))
     return eqns, [_read(env, v) for v in flat.outvars]
+
+
+def copy_equations(atom):
+    """The equations that copy a variable or a literal: (eqns, [the copy])."""
+    if isinstance(atom, compat.Literal):
+        constant = np.asarray(atom.val, atom.aval.dtype)
+        return trace_equations(lambda: jax.lax.copy_p.bind(constant))
+    return trace_equations(jax.lax.copy_p.bind, atom)
