@@ -1,6 +1,6 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
-from mpmd.api import Compiled, Lowered, Traced, jit
+from mpmd.api import Compiled, Lowered, Traced, device_get, jit
 from mpmd.array import MpmdArray
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
 from mpmd.markers import Add, Concat, Max, Mean, Min, mark_stage_end, treduce, treduce_i
@@ -22,6 +22,7 @@ __all__ = [
     "ScheduleError",
     "StageError",
     "Traced",
+    "device_get",
     "jit",
     "mark_stage_end",
     "treduce",

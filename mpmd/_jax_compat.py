@@ -448,6 +448,12 @@ def devices(sharding: NamedSharding) -> np.ndarray:
     return sharding.mesh.devices
 
 
+def zero_keys(aval) -> jax.Array:
+    """PRNG keys of a type, of zeros."""
+    impl = aval.dtype._impl
+    return jax.random.wrap_key_data(jax.numpy.zeros((*aval.shape, *impl.key_shape), np.uint32), impl=impl.name)
+
+
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:
     """A function that copies arrays from one mesh to another of the same shape and spec; None where it cannot.
 

@@ -37,7 +37,7 @@ from mpmd.array import MpmdArray
 from mpmd.execute import Executor
 from mpmd.explain import explain, flops_per_step, memory_by_group
 from mpmd.homes import outline_step
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.mesh import MpmdMesh
 from mpmd.outline import Outline
 from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
@@ -134,8 +134,8 @@ class Jitted:
         self._mesh = mpmd_mesh
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._donate, self._donate_names = named_positions(fun, donate_argnums)
-        self._static, self._static_names = named_positions(fun, static_argnums)
+        self._donate, self._donate_names = named_positions(fun, donate_argnums, "donate_argnums")
+        self._static, self._static_names = named_positions(fun, static_argnums, "static_argnums")
         self._cache: dict[Any, list[Compiled]] = {}
 
     def __call__(self, *args, **kwargs):
@@ -146,6 +146,9 @@ class Jitted:
         compiled = self._trace(call).lower().compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled._run(call.leaves)
+
+    def __get__(self, obj, owner=None):
+        return self if obj is None else functools.partial(self, obj)
 
     def trace(self, *args, **kwargs) -> "Traced":
         """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
@@ -231,8 +234,8 @@ class Traced:
         owner, trace = self._owner, self._trace
         wish = broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
         outs = [
-            hint_of(w, None, owner._mesh, n) if w is not None else Hint()
-            for w, n in zip(wish, trace.out_names, strict=True)
+            hint_of(w, None, owner._mesh, n, v.aval) if w is not None else Hint()
+            for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
         outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
@@ -404,12 +407,12 @@ class Compiled:
         return True
 
     def _run(self, leaves):
-        arguments = [*self._consts, *(map(self._place, leaves, self._ins, self._in_avals))]
+        arguments = [*self._consts, *self._arguments(leaves)]
         if self.timing:
             results, self._timed = self._executor.timed(arguments)
         else:
             results = self._executor(arguments)
-        kept = {id(a) for arrays in results for a in arrays.values()} if self._donated else set()
+        kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i in self._donated:
             consume(leaves[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
         out = [
@@ -418,24 +421,61 @@ class Compiled:
         ]
         return jax.tree.unflatten(self._out_tree, out)
 
-    def _place(self, x, sharding: MpmdSharding, aval) -> dict[int, jax.Array]:
-        if type(x) is MpmdArray:
-            x._check_not_gone()
-            if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
-                return x._arrays
-            x = x._readable()
-        if isinstance(x, jax.Array):
-            if isinstance(x, compat.Tracer):
-                check_leaves([x], ["an argument"])
-            if not x.is_fully_addressable:
-                raise ValueError(
-                    f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
-                    "  Bring it into the step's layout first:"
-                    " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
-                )
-        else:
-            x = np.asarray(x, aval.dtype)
-        placed: dict[int, jax.Array] = {}
-        for group in sharding.groups:
-            placed[group] = transfer.put(x, sharding.group_sharding(group))
-        return placed
+    def _arguments(self, leaves) -> list[dict[int, jax.Array]]:
+        """Per leaf, its array in each group that wants it; what has to be moved there goes in one batch."""
+        arguments: list[dict[int, jax.Array]] = []
+        pending: list[tuple[dict[int, jax.Array], int]] = []
+        values, shardings = [], []
+        for x, sharding, aval in zip(leaves, self._ins, self._in_avals, strict=True):
+            if type(x) is MpmdArray:
+                x._check_not_gone()
+                if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
+                    arguments.append(x._arrays)
+                    continue
+                x = x._readable()
+            if isinstance(x, jax.Array):
+                _check_movable(x)
+            else:
+                x = np.asarray(x, aval.dtype)
+            placed: dict[int, jax.Array] = {}
+            arguments.append(placed)
+            for group in sharding.groups:
+                pending.append((placed, group))
+                values.append(x)
+                shardings.append(sharding.group_sharding(group))
+        if pending:
+            for (placed, group), array in zip(pending, jax.device_put(values, shardings), strict=True):
+                placed[group] = array
+        return arguments
+
+
+def _check_movable(x: jax.Array):
+    """An array that is neither traced nor spread over other processes."""
+    if isinstance(x, compat.Tracer):
+        check_leaves([x], ["an argument"])
+    if not x.is_fully_addressable:
+        raise ValueError(
+            f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
+            "  Bring it into the step's layout first:"
+            " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
+        )
+
+
+def device_get(tree):
+    """The values of a tree of MpmdArrays and jax.Arrays on the host.
+
+    Args:
+      tree: a pytree; other leaves are returned as they are.
+
+    Returns:
+      The same tree with numpy arrays. All copies are started before the first is waited for.
+
+    Raises:
+      RuntimeError: an array was deleted, or this process cannot read it.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> mpmd.device_get({"loss": jnp.float32(2.0)})["loss"] + 1
+      np.float32(3.0)
+    """
+    return jax.device_get(jax.tree.map(lambda x: x._host_readable() if isinstance(x, MpmdArray) else x, tree))

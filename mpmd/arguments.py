@@ -83,8 +83,8 @@ def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def hint_of(wish, x, mesh: MpmdMesh, name: str) -> Hint:
-    """What the user's sharding, or else the argument itself, says of its layout."""
+def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
+    """What the user's sharding, or else the argument `x` itself, says of its layout; a result has just its `aval`."""
     if isinstance(x, MpmdArray) and wish is None:
         wish = x.mpmd_sharding
     if (
@@ -104,6 +104,29 @@ def hint_of(wish, x, mesh: MpmdMesh, name: str) -> Hint:
             return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), transfer.memory_kind(wish)))
     if wish is None:
         return Hint()
+    hint = _wished(wish, mesh, name)
+    _check_layout_fits(hint, x if aval is None else aval, mesh, name)
+    return hint
+
+
+def _check_layout_fits(hint: Hint, x, mesh: MpmdMesh, name: str):
+    """A sharding that the user gave must have the rank of the array and divide it, in every group that may hold it."""
+    assert hint.layout is not None
+    spec, kind = hint.layout
+    shape = tuple(getattr(x, "shape", ()))
+    for group in sorted(hint.groups or [0]):
+        try:
+            if len(spec) > len(shape):
+                raise ValueError(f"It names {len(spec)} array axes.")
+            NamedSharding(mesh.groups[group], spec, memory_kind=kind).shard_shape(shape)
+        except (ValueError, IndexError) as e:
+            raise ValueError(
+                f"mpmd.jit: the sharding {spec} of {name} does not fit its shape {shape} in group {group}.\n  {e}"
+            ) from None
+
+
+def _wished(wish, mesh: MpmdMesh, name: str) -> Hint:
+    """The user's sharding of one argument or result."""
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
             raise ValueError(
@@ -184,7 +207,7 @@ def _check_is_array(name, x):
         )
 
 
-def named_positions(fun, argnums) -> tuple[frozenset[int], frozenset[str]]:
+def named_positions(fun, argnums, what: str) -> tuple[frozenset[int], frozenset[str]]:
     """Argument numbers (negative ones counted from the end of the signature), and their names as keywords."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -192,6 +215,9 @@ def named_positions(fun, argnums) -> tuple[frozenset[int], frozenset[str]]:
         parameters = []
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = frozenset(i + len(plain) if i < 0 else i for i in argnums)
+    many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if wrong := [i for i in positions if i < 0 or (i >= len(plain) and not many)]:
+        raise ValueError(f"mpmd.jit: {what} has {wrong[0]}, but the step takes {len(plain)} positional arguments.")
     return positions, frozenset(
         plain[i].name for i in positions if 0 <= i < len(plain) and plain[i].kind is not plain[i].POSITIONAL_ONLY
     )
@@ -223,13 +249,20 @@ def consume(leaf, placed, kept, shared: bool):
         return
     if not isinstance(leaf, jax.Array) or leaf.is_deleted() or any(id(a) in kept for a in placed.values()):
         return
-    if not shared or all(a.is_deleted() for a in placed.values()):  # where groups share devices a result may alias it
-        leaf.delete()
+    if shared and not _buffers([leaf]).isdisjoint(_buffers(kept.values())):
+        return  # where groups share devices, a transfer may have made it part of a result
+    leaf.delete()
+
+
+def _buffers(arrays) -> set[int]:
+    """Addresses of the shards that arrays have here."""
+    live = (a for a in arrays if not a.is_deleted() and not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended))
+    return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}
 
 
 def zeros_of(aval):
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
+        return compat.zero_keys(aval)
     return jnp.zeros(aval.shape, aval.dtype)
 
 

@@ -283,7 +283,7 @@ class MpmdArray(ReadableArray):
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{self!r} cannot be pickled: each process has just its own shards.\n"
-            "  To keep it, use reshard.checkpoint.save; for its values, numpy.asarray(x) or mpmd.device_get(x)."
+            "  For its values, which can be, use numpy.asarray(x), or mpmd.device_get(tree) for a whole tree."
         )
 
     # Reading it as an array.
@@ -330,7 +330,7 @@ class MpmdArray(ReadableArray):
             return mine, theirs
         raise ValueError(
             f"operands are in different groups: {self!r} and {other!r}.\n"
-            "  Move one with mpmd.place(x, group) inside a step, or read both with numpy.asarray(x) or float(x)."
+            "  Compute with them inside a step, or read both with numpy.asarray(x) or float(x)."
         )
 
     def __str__(self) -> str:

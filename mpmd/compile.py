@@ -78,6 +78,10 @@ class Compiler:
         self._kept: list = []
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
+    def close(self):
+        """No more programs will come; those under way are finished."""
+        self._threads.shutdown(wait=False)
+
     def compile(
         self,
         name: str,

@@ -221,7 +221,8 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
       xs: a pytree of arrays, each with the same number of microbatches on axis `axis`.
       schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`, or None.
       axis: the microbatch axis of every leaf of `xs`.
-      operation: `Add`, `Mean`, `Max`, `Min` or `Concat`, or a pytree prefix of those for the outputs of `fun`.
+      operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, or a pytree
+        prefix of those for the outputs of `fun`.
 
     Returns:
       The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.

@@ -145,6 +145,7 @@ class _StepCompiler:
                 loops.append(self._loop(item))
         for v in self.invars:
             self.layouts.setdefault(v, (PartitionSpec(), None))
+        self.compiler.close()
         return StepPrograms(self.outline, self.mesh, self.compiler, segments, donated, tuple(loops), self.layouts)
 
     # --- layouts ----------------------------------------------------------------------------------

@@ -43,5 +43,7 @@ def put(x, sharding: NamedSharding) -> jax.Array:
 def memory_kind(sharding) -> str | None:
     """The memory kind of a sharding where it is not the default one of its devices."""
     kind = sharding.memory_kind
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return None
     device = next(iter(sharding.device_set))
     return None if kind == device.default_memory().kind else kind

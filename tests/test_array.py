@@ -177,7 +177,7 @@ def test_operands_of_two_groups_are_read_where_both_are_or_refused(mesh):
     assert str(error.value) == (
         "operands are in different groups: MpmdArray(float32[], group 0 of 4, P()) and "
         "MpmdArray(float32[], group 1 of 4, P()).\n"
-        "  Move one with mpmd.place(x, group) inside a step, or read both with numpy.asarray(x) or float(x)."
+        "  Compute with them inside a step, or read both with numpy.asarray(x) or float(x)."
     )
 
 
@@ -267,7 +267,7 @@ def test_pickling_is_refused_with_what_to_do_instead(mesh):
         pickle.dumps({"w": put(VALUE, mesh, 1)})
     assert str(error.value) == (
         "MpmdArray(float32[4,2], group 1 of 4, P()) cannot be pickled: each process has just its own shards.\n"
-        "  To keep it, use reshard.checkpoint.save; for its values, numpy.asarray(x) or mpmd.device_get(x)."
+        "  For its values, which can be, use numpy.asarray(x), or mpmd.device_get(tree) for a whole tree."
     )
 
 
