@@ -436,7 +436,7 @@ class Compiled:
             if isinstance(x, jax.Array):
                 _check_movable(x)
             else:
-                x = np.asarray(x, aval.dtype)
+                x = np.array(x, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
             placed: dict[int, jax.Array] = {}
             arguments.append(placed)
             for group in sharding.groups:

@@ -4,6 +4,8 @@ Nothing is looked up by name and no pytree is touched per task; nothing waits fo
 instruction needs is worked out once, when the executor is built.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -100,6 +102,7 @@ class _Build:
         self.program = program
         self.slots: dict = {}
         self.constants: dict[int, object] = {}
+        self.indices: list[tuple[int, np.int32, Any]] = []
         self.ops: list[list] = []
         self.texts: list[str] = []
         self.owners: list[tuple[int, tuple[Task, ...]]] = []
@@ -137,6 +140,9 @@ class _Build:
                     self.ops[-1][4] += (slot,)
                 else:
                     pending.append(slot)
+        if self.indices:
+            slots, values, targets = zip(*self.indices, strict=True)
+            self.constants.update(zip(slots, jax.device_put(list(values), list(targets)), strict=True))
         self.output_slots = [
             [(g, self.slot(g, self.outer(v))) for g in sorted(groups)] for v, groups in self.outline.outputs
         ]
@@ -193,7 +199,8 @@ class _Build:
         slot = self.slot(group, ("index", microbatch))
         if slot not in self.constants:
             sharding = NamedSharding(self.programs.mesh.groups[group], PartitionSpec())
-            self.constants[slot] = jax.device_put(np.int32(microbatch), transfer.target_of(sharding))
+            self.constants[slot] = None  # until all are put at once
+            self.indices.append((slot, np.int32(microbatch), transfer.target_of(sharding)))
         return slot
 
     def _send(self, group, instruction: Send):
