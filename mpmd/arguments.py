@@ -190,6 +190,7 @@ def argument_names(fun, call: Call):
 
 
 def check_leaves(leaves, names):
+    """Every argument is an array (or a number), and none is being traced."""
     for x, name in zip(leaves, names, strict=True):
         if isinstance(x, compat.Tracer):
             raise StageError(
@@ -261,12 +262,14 @@ def _buffers(arrays) -> set[int]:
 
 
 def zeros_of(aval):
+    """Zeros (or keys of zeros) of a type."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return compat.zero_keys(aval)
     return jnp.zeros(aval.shape, aval.dtype)
 
 
 def layout_of(programs: StepPrograms, v):
+    """Spec and memory kind of a variable of a compiled step."""
     return (
         (PartitionSpec(), None) if isinstance(v, compat.Literal) else programs.layouts.get(v, (PartitionSpec(), None))
     )
@@ -280,5 +283,6 @@ def mpmd_sharding(mesh, groups, layout) -> MpmdSharding:
 
 
 def short_type(x) -> str:
+    """A type as messages show it: `float32[2,3]`."""
     shape, dtype, *_ = leaf_type(x, frozenset())
     return f"{dtype}[{','.join(map(str, shape))}]"
