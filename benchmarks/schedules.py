@@ -1,6 +1,6 @@
-"""How the schedules compare with those of the same name in torch, how far a search gets, and how fast the simulator is.
+"""How the schedules compare with those of the same name elsewhere, how far a search gets, how fast the simulator is.
 
-python benchmarks/schedules.py peers     # needs torch: pip install torch
+python benchmarks/schedules.py peers     # with what is installed of: pip install torch dualpipe zbpp_light
 python benchmarks/schedules.py search    # faster and further with: pip install jax-mpmd[search]
 python benchmarks/schedules.py scale     # 1,024 groups, 4,096 microbatches
 """
@@ -8,10 +8,15 @@ python benchmarks/schedules.py scale     # 1,024 groups, 4,096 microbatches
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import io
+import itertools
 import random
 import resource
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +26,19 @@ from scheduler.ordering import order_faults
 from scheduler.simulate import simulate_orders
 from scheduler.task import Orders
 
-TORCH = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved-gpipe": "ScheduleLoopedBFS",
-    "interleaved-1f1b": "ScheduleInterleaved1F1B",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "zb-v": "ScheduleZBVZeroBubble",
-    "dualpipe-v": "ScheduleDualPipeV",
+Orderer = Callable[[str, tuple[int, ...], int, int], Orders]
+PEERS: dict[str, dict[str, str]] = {
+    "torch": {
+        "gpipe": "ScheduleGPipe",
+        "1f1b": "Schedule1F1B",
+        "interleaved-gpipe": "ScheduleLoopedBFS",
+        "interleaved-1f1b": "ScheduleInterleaved1F1B",
+        "interleaved-zb": "ScheduleInterleavedZeroBubble",
+        "zb-v": "ScheduleZBVZeroBubble",
+        "dualpipe-v": "ScheduleDualPipeV",
+    },
+    "zbpp_light": {"zb-h1": "auto_schedule"},
+    "dualpipe": {"dualpipe-v": "DualPipe"},
 }
 
 
@@ -50,41 +60,129 @@ def cost_sets(num_stages: int) -> dict[str, Costs]:
 
 def peers() -> int:
     """Prints both makespans wherever the peer's order is right; returns how often it is shorter at no higher peak."""
-    try:
-        from torch.distributed.pipelining import schedules as torch_schedules  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        print("torch is not installed: nothing to compare with")
-        return 0
-    shorter = 0
-    for p in (4, 8, 16):
-        for m in (p, 2 * p, 4 * p):
-            for name, peer_name in TORCH.items():
-                several = name.startswith("interleaved")
-                schedule = make(name, 2 * p if several else None, p)
-                try:
-                    ours = schedule.orders(m)
-                    theirs = _torch_orders(torch_schedules, peer_name, schedule.placement, p, m)
-                except ValueError as error:
-                    print(f"{name:18} p={p:2} m={m:2}  left out: {str(error).splitlines()[0]}")
-                    continue
-                faults = order_faults(theirs, schedule.placement, m)
-                if faults:
-                    print(
-                        f"{name:18} p={p:2} m={m:2}  torch's order is wrong: {len(faults)} faults, first: {faults[0]}"
-                    )
-                    continue
-                cells = []
-                for setting, costs in cost_sets(schedule.num_stages).items():
-                    one = simulate_orders(ours, schedule.placement, m, costs)
-                    other = simulate_orders(theirs, schedule.placement, m, costs)
-                    fits = all(a <= b for a, b in zip(other.peak_activations, one.peak_activations, strict=True))
-                    lost = fits and other.makespan < one.makespan - 1e-9
-                    shorter += lost
-                    cells.append(f"{setting} {one.makespan:g}/{other.makespan:g}{' SHORTER' if lost else ''}")
-                peaks = f"peak {max(one.peak_activations)}/{max(other.peak_activations)}"
-                print(f"{name:18} p={p:2} m={m:2}  ours/torch: {', '.join(cells)}, {peaks}")
-    print(f"torch is shorter at no higher peak in {shorter} cases")
+    makers: dict[str, Callable[[], Orderer]] = {"torch": _torch, "zbpp_light": _zbpp_light, "dualpipe": _dualpipe}
+    shorter = cases = 0
+    for peer, names in PEERS.items():
+        try:
+            orders_of = makers[peer]()
+        except ImportError:
+            print(f"{peer} is not installed: nothing to compare with")
+            continue
+        for p, factor, (name, peer_name) in itertools.product((4, 8, 16), (1, 2, 4), names.items()):
+            more_cases, lost = _compare(peer, orders_of, name, peer_name, p, factor * p)
+            cases += more_cases
+            shorter += lost
+    print(f"{cases} cases; a peer is shorter at no higher peak in {shorter}")
     return shorter
+
+
+def _compare(peer: str, orders_of: Orderer, name: str, peer_name: str, p: int, m: int) -> tuple[int, int]:
+    """One schedule of one peer under all costs: how many cases that is, and in how many the peer is shorter."""
+    head = f"{peer:10} {name:18} p={p:2} m={m:2} "
+    schedule = make(name, 2 * p if name.startswith("interleaved") else None, p)
+    try:
+        ours = schedule.orders(m)
+        theirs = orders_of(peer_name, tuple(schedule.placement), p, m)
+    except (ValueError, AssertionError) as error:
+        print(f"{head} left out: {str(error).splitlines()[0]}")
+        return 0, 0
+    faults = order_faults(theirs, schedule.placement, m)
+    if faults:
+        print(f"{head} the peer's order is wrong: {len(faults)} faults, first: {faults[0]}")
+        return 0, 0
+    shorter, cells, peaks = 0, [], ""
+    for setting, costs in cost_sets(schedule.num_stages).items():
+        one = simulate_orders(ours, schedule.placement, m, costs)
+        other = simulate_orders(theirs, schedule.placement, m, costs)
+        fits = all(a <= b for a, b in zip(other.peak_activations, one.peak_activations, strict=True))
+        lost = fits and other.makespan < one.makespan - 1e-9
+        shorter += lost
+        cells.append(f"{setting} {one.makespan:g}/{other.makespan:g}{' SHORTER' if lost else ''}")
+        peaks = f"peak {max(one.peak_activations)}/{max(other.peak_activations)}"
+    print(f"{head} ours/theirs: {', '.join(cells)}, {peaks}")
+    return len(cells), shorter
+
+
+def _zbpp_light() -> Orderer:
+    """ZB-H1 of sail-sg's zero-bubble, which calls the input gradient B."""
+    from zbpp_light.auto_schedule import auto_schedule  # pyright: ignore[reportMissingImports]
+
+    def orders_of(_: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
+        with contextlib.redirect_stdout(io.StringIO()):
+            rows = auto_schedule(num_groups, num_microbatches)
+        kinds: dict[str, Any] = {"F": "F", "B": "I", "W": "W"}
+        return tuple(
+            tuple(Task(group, kinds[node.type], node.minibatch) for node in row if node.type in kinds)
+            for group, row in zip(placement, rows, strict=True)
+        )
+
+    return orders_of
+
+
+def _dualpipe() -> Orderer:
+    """DeepSeek's DualPipe, cut in half: its first p of 2p ranks, whose two directions are the two legs of the V.
+
+    The package's own step runs, with chunks that only note that they were called.
+    """
+    import dualpipe  # pyright: ignore[reportMissingImports]
+
+    class Noted(dualpipe.DualPipe):
+        def __init__(self, num_groups: int, group: int) -> None:
+            object.__setattr__(self, "order", [])
+            self.stages = (group, 2 * num_groups - 1 - group)
+            self.next = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0}
+            self.waiting: list[Task] = []
+            self.rank, self.num_ranks, self.batch_dim = group, 2 * num_groups, 0
+            self.is_first_rank = self.is_last_rank = self.is_in_second_half = False
+            self.is_middle_rank = group == num_groups - 1
+
+        def _note(self, kind: Any, phase: int) -> Task:
+            task = Task(self.stages[phase], kind, self.next[kind, phase])
+            self.next[kind, phase] += 1
+            self.order.append(task)
+            return task
+
+        def _forward_chunk(self, phase: int, recv: bool = True, send: bool = True) -> None:
+            self._note("F", phase)
+
+        def _backward_chunk(self, phase: int, enable_zb: bool = False, recv: bool = True, send: bool = True) -> None:
+            task = self._note("I", phase)
+            if enable_zb:
+                self.waiting.append(task._replace(kind="W"))
+            else:
+                self.order[-1] = task._replace(kind="B")
+
+        def _forward_backward_chunk(self, phase0: int, phase1: int, recv0: bool = True) -> None:
+            self._forward_chunk(phase0)
+            self._backward_chunk(phase1)
+
+        def _weight_chunk(self) -> None:
+            self.order.append(self.waiting.pop(0))
+
+        def _nothing(self, *_: Any) -> None:
+            pass
+
+        _recv_forward = _send_forward = _recv_backward = _send_backward = _nothing
+        _commit_and_wait_comm = _nothing
+
+    def orders_of(_: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
+        del placement
+        dualpipe.set_p2p_tensor_shapes([(1,)])
+        dualpipe.set_p2p_tensor_dtype(float)
+        orders = []
+        for group in range(num_groups):
+            noted = Noted(num_groups, group)
+            noted.step(num_chunks=2 * num_microbatches)
+            orders.append(tuple(noted.order))
+        return tuple(orders)
+
+    return orders_of
+
+
+def _torch() -> Orderer:
+    from torch.distributed.pipelining import schedules  # pyright: ignore[reportMissingImports]
+
+    return functools.partial(_torch_orders, schedules)
 
 
 def _torch_orders(module: Any, name: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scheduler.bounds import lower_bound
 from scheduler.catalogue import SCHEDULES, make, on_groups, split_costs
 from scheduler.custom import CustomSchedule
 from scheduler.documents import write_documents
+from scheduler.errors import ScheduleError
 from scheduler.instructions import TaskGraph
 from scheduler.listing import Problem
 from scheduler.lowering import lower
+from scheduler.ordering import order_faults, raise_faults
 from scheduler.search import investigate
 from scheduler.simulate import Costs, Timeline, simulate
 from scheduler.validate import check
@@ -28,18 +31,30 @@ bytes_per_s, activation_bytes, released_at_input_grad; each a number, or a list 
 whose events are named like tasks (2F0) will do too: its medians are taken."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are an error like any other: one line, in JSON if that is asked for."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. See {self.prog} --help.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 1 if the schedule or the arguments are wrong."""
-    options = _parser().parse_args(arguments)
+    """Runs one command; returns the exit status: 0, 1 if a schedule is wrong, 2 if an argument or a file is."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        options = _parser().parse_args(given)
         return options.run(options)
-    except (ValueError, OSError) as error:
-        if getattr(options, "json", False):
-            faults = [line.strip().removesuffix(".") for line in str(error).splitlines()[1:]]
-            print(json.dumps({"right": False, "error": str(error), "faults": faults}))
-        else:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+    except ScheduleError as error:
+        message, faults, status = str(error), list(error.faults), 1
+    except OSError as error:
+        message, faults, status = f"{error.filename}: {error.strerror}.", [], 2
+    except ValueError as error:
+        message, faults, status = str(error), [], 2
+    if "--json" in given:
+        print(json.dumps({"right": False, "error": message, "faults": faults}))
+    else:
+        print(f"error: {message}", file=sys.stderr)
+    return status
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -49,7 +64,7 @@ def _show(options: argparse.Namespace) -> int:
         num_microbatches = schedule.num_microbatches
     else:
         if options.microbatches is None:
-            raise ValueError("show: --microbatches is missing.")
+            raise ValueError("show: --microbatches is missing; give it, or a CSV file of orders.")
         schedule, num_microbatches = make(options.schedule, options.stages, options.groups), options.microbatches
     timeline = simulate(schedule, num_microbatches, _costs(options), fuse=options.fuse)
     _write(options, timeline)
@@ -120,20 +135,13 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     groups = options.groups or (options.stages // 2 if options.placement == "v" else options.stages)
-    placement: Any = options.placement
-    if "," in placement:
-        placement = [int(group) for group in placement.split(",")]
-    memory: Any = None
-    if options.memory is not None:
-        values = [float(value) for value in options.memory.split(",")]
-        memory = values[0] if len(values) == 1 else values
     found = investigate(
         options.stages,
         groups,
         options.microbatches,
         _costs(options),
-        placement=placement,
-        memory_limit=memory,
+        placement=options.placement,
+        memory_limit=options.memory,
         seconds=options.seconds,
         seed=options.seed,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
@@ -160,8 +168,18 @@ def _search(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     schedule = CustomSchedule.from_csv(options.file)
-    forward_only = all(task.kind == "F" for order in schedule.task_orders for task in order)
-    graph = TaskGraph.chain(schedule.num_stages, forward_only=forward_only)
+    for name, found in (
+        ("stages", schedule.num_stages),
+        ("groups", schedule.num_groups),
+        ("microbatches", schedule.num_microbatches),
+    ):
+        wanted = getattr(options, name)
+        if wanted not in (None, found):
+            raise ScheduleError(f"{options.file}: the number of {name} is {found}; expected {wanted}. Is it cut off?")
+    if not options.forward_only:
+        faults = order_faults(schedule.task_orders, schedule.placement, schedule.num_microbatches)
+        raise_faults(ScheduleError, f"{options.file} (--forward-only would do without backward)", faults)
+    graph = TaskGraph.chain(schedule.num_stages, forward_only=options.forward_only)
     report = check(lower(graph, schedule, schedule.num_microbatches))
     if options.json:
         facts = {
@@ -175,8 +193,8 @@ def _check(options: argparse.Namespace) -> int:
         print(json.dumps(facts))
     else:
         print(
-            f"{options.file}: right; {schedule.num_groups} groups, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches, {report.num_transfers} transfers"
+            f"{options.file}: right; groups: {schedule.num_groups}, stages: {schedule.num_stages}, "
+            f"microbatches: {schedule.num_microbatches}, transfers: {report.num_transfers}"
         )
     return 0
 
@@ -208,12 +226,49 @@ def _write(options: argparse.Namespace, timeline: Timeline) -> None:
 
 
 def _costs(options: argparse.Namespace) -> Costs:
-    return Costs.from_json(Path(options.costs).read_text()) if options.costs else Costs()
+    if not options.costs:
+        return Costs()
+    try:
+        return Costs.from_json(Path(options.costs).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"--costs {options.costs}: this is not text; expected JSON.") from None
+    except ValueError as error:
+        raise ValueError(f"--costs {options.costs}: {error}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
+def _numbers(text: str) -> float | list[float]:
+    values = [_number(one) for one in text.split(",")]
+    return values if len(values) > 1 else values[0]
+
+
+def _placement(text: str) -> str | list[int]:
+    groups = text.split(",")
+    if text in ("loop", "v"):
+        return text
+    if not all(group.strip().isdecimal() for group in groups):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither loop nor v nor a group for each stage, as in 0,1,1,0")
+    return [int(group) for group in groups]
 
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m scheduler", description=__doc__, formatter_class=raw)
+    parser = _Parser("python -m scheduler", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
@@ -229,9 +284,9 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     def sizes(one: argparse.ArgumentParser, required: bool) -> None:
-        one.add_argument("--stages", type=int, required=required, metavar="S", help="number of stages")
-        one.add_argument("--groups", type=int, metavar="P", help="number of groups of devices")
-        one.add_argument("--microbatches", type=int, required=required, metavar="M", help="number of microbatches")
+        one.add_argument("--stages", type=_count, required=required, metavar="S", help="number of stages")
+        one.add_argument("--groups", type=_count, metavar="P", help="number of groups of devices")
+        one.add_argument("--microbatches", type=_count, required=required, metavar="M", help="number of microbatches")
         one.add_argument("--costs", metavar="FILE", help="what tasks take and hold (JSON); by default 1 each")
 
     def pictures(one: argparse.ArgumentParser) -> None:
@@ -244,14 +299,14 @@ def _parser() -> argparse.ArgumentParser:
     sizes(one, required=False)
     pictures(one)
     one.add_argument("--fuse", action="store_true", help="count fused pairs as one unit")
-    one.add_argument("--width", type=int, default=150, help="characters for the picture (default 150)")
+    one.add_argument("--width", type=_count, default=150, help="characters for the picture (default 150)")
 
     one = command(
         "compare", _compare, "A table of all built-in schedules.", "compare --stages 8 --microbatches 32 --memory 8"
     )
     sizes(one, required=False)
-    one.add_argument("--stages-per-group", type=int, default=2, metavar="V", help="for looped schedules (default 2)")
-    one.add_argument("--memory", type=float, metavar="X", help="leave out what holds more in some group")
+    one.add_argument("--stages-per-group", type=_count, default=2, metavar="V", help="for looped schedules (default 2)")
+    one.add_argument("--memory", type=_number, metavar="X", help="leave out what holds more in some group")
 
     one = command(
         "search",
@@ -261,13 +316,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes(one, required=True)
     pictures(one)
-    one.add_argument("--placement", default="loop", help="loop (default), v, or groups as 0,1,1,0")
-    one.add_argument("--memory", metavar="X", help="the most a group may hold: one number, or one a group (a,b,…)")
-    one.add_argument("--seconds", type=float, default=10, help="time to spend (default 10)")
+    one.add_argument("--placement", type=_placement, default="loop", help="loop (default), v, or groups as 0,1,1,0")
+    one.add_argument(
+        "--memory", type=_numbers, metavar="X", help="the most a group may hold: one number, or one a group (a,b,…)"
+    )
+    one.add_argument("--seconds", type=_number, default=10, help="time to spend (default 10)")
     one.add_argument("--seed", type=int, default=0, help="for the random choices (default 0)")
 
-    one = command("check", _check, "Prove that orders in a file are right, or list every fault.", "check orders.csv")
+    one = command(
+        "check", _check, "Prove that orders in a file are right, or list the faults.", "check orders.csv --stages 4"
+    )
     one.add_argument("file", help="orders, one row a rank, cells such as 2F0, 1B0, 1I0, 1W0")
+    for name in ("stages", "groups", "microbatches"):
+        one.add_argument(f"--{name}", type=_count, metavar=name[0].upper(), help=f"how many {name} it must be for")
+    one.add_argument("--forward-only", action="store_true", help="the orders have no backward")
 
     one = command("documents", _documents, "Write the guide to all schedules with its pictures.", "documents docs")
     one.add_argument("folder", help="where schedules.md and the folder schedules/ go")

@@ -105,7 +105,13 @@ class CustomSchedule(Schedule):
         Raises:
             ScheduleError: With every cell that cannot be read, or every fault of the orders.
         """
-        rows = [row for row in csv.reader(Path(path).read_text().splitlines()) if row]
+        try:
+            rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()) if row]
+        except (UnicodeDecodeError, csv.Error):
+            raise ScheduleError(
+                f"CustomSchedule.from_csv: {path} is no orders file: it is not text. "
+                "Expected one row a rank, with cells such as 2F0, 1B0."
+            ) from None
         orders: list[list[Task]] = []
         pairs: set[tuple[Task, Task]] = set()
         faults: list[str] = []
@@ -123,11 +129,30 @@ class CustomSchedule(Schedule):
                     else:
                         order.append(Task.parse(text))
                 except ValueError:
-                    faults.append(f"row {rank + 1}, column {column + 1} holds {cell!r}, which is no task such as 2F0")
+                    shown = text if len(text) <= 40 else f"{text[:39]}…"
+                    faults.append(f"row {rank + 1}, column {column + 1} holds {shown!r}, which is no task such as 2F0")
             orders.append(order)
+        if not any(orders):
+            first = f"; {faults[0]}" if faults else ""
+            raise ScheduleError(
+                f"CustomSchedule.from_csv: {path} is no orders file: it holds no task{first}. "
+                "Expected one row a rank, with cells such as 2F0, 1B0."
+            )
+        num_tasks = sum(map(len, orders))
+        stages = 1 + max(task.stage for order in orders for task in order)
+        microbatches = 1 + max(task.microbatch for order in orders for task in order)
+        if stages * microbatches > 10 * num_tasks + 1000:
+            raise ScheduleError(
+                f"CustomSchedule.from_csv: {path} names stage {stages - 1} and microbatch {microbatches - 1}, and "
+                f"holds {num_tasks} tasks; so many stages and microbatches need at least {2 * stages * microbatches}."
+            )
         placement, misplaced = _places(orders)
         raise_faults(ScheduleError, f"CustomSchedule.from_csv: {path}", faults + misplaced)
-        return cls(tuple(map(tuple, orders)), placement, frozenset(pairs))
+        try:
+            return cls(tuple(map(tuple, orders)), placement, frozenset(pairs))
+        except ScheduleError as error:
+            message = str(error).replace("CustomSchedule", f"CustomSchedule.from_csv: {path}", 1)
+            raise ScheduleError(message, error.faults) from None
 
     def to_csv(self, path: str | Path) -> None:
         """Writes the file that :meth:`from_csv` reads, tasks side by side without empty steps."""

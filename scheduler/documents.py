@@ -49,6 +49,18 @@ This page and its pictures are made by `python -m scheduler documents docs`.
   gradients at once is cheaper than two. Measure B against I + W before choosing a schedule with W.
 - **Uneven stages, costly transfers, a memory limit between these**: `search` starts from all of them and gives
   an order that is never longer, with its distance from the lower bound.
+
+## Elsewhere
+
+`python benchmarks/schedules.py peers` takes orders from other packages, as far as they are installed, and times them on
+the same clock: torch.distributed.pipelining, the ZB-H1 of sail-sg (`zbpp_light`), and DeepSeek's DualPipe (`dualpipe`,
+cut in half, which makes it a V). With 4, 8 and 16 groups, 1, 2 and 4 microbatches a group, and four sets of costs (all
+1; transfers of 0.2; a last stage twice as slow; all stages off by up to a fifth) none of them is shorter at peaks
+that are no higher. JaxPP and sail-sg's V-half and V-min come in no package of an index, so this benchmark leaves them
+out. Orders that any other program writes as CSV can be looked at and checked:
+
+    python -m scheduler show orders.csv --costs costs.json
+    python -m scheduler check orders.csv --stages 4 --microbatches 8
 """
 
 

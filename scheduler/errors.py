@@ -1,5 +1,16 @@
 """The one error of this package."""
 
+from collections.abc import Sequence
+
 
 class ScheduleError(ValueError):
-    """A schedule or a program is wrong; the message lists every fault that was found."""
+    """A schedule or a program is wrong; the message lists the faults that were found.
+
+    Attributes:
+        faults: Every fault as a sentence without its full stop, where the message is a list; the message of a long
+            list stops at some number.
+    """
+
+    def __init__(self, message: str, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)

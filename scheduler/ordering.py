@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from scheduler.errors import ScheduleError
 from scheduler.task import Orders, Task
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -155,12 +156,12 @@ def order_faults(
     return faults
 
 
-def raise_faults(error: type[Exception], subject: str, faults: Sequence[str], limit: int = 50) -> None:
-    """Raises one error that lists every fault, if there is any."""
+def raise_faults(error: type[ScheduleError], subject: str, faults: Sequence[str], limit: int = 20) -> None:
+    """Raises one error that lists the faults, if there is any: the first ``limit`` in words, all as its ``faults``."""
     if not faults:
         return
     lines = [f"  {fault}." for fault in faults[:limit]]
     if len(faults) > limit:
         lines.append(f"  … and {len(faults) - limit} more.")
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    raise error(f"{subject}: {count}.\n" + "\n".join(lines))
+    raise error(f"{subject}: {count}.\n" + "\n".join(lines), faults)

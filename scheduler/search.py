@@ -15,10 +15,11 @@ from scheduler.errors import ScheduleError
 from scheduler.exact import can_solve, solve
 from scheduler.generators import ChainSchedule, LoopSchedule
 from scheduler.listing import Problem, list_schedule
+from scheduler.problem import problem_for
 from scheduler.rankings import neighbour, random_genes, ranking_from
 from scheduler.simulate import Costs, Timeline, simulate_orders
-from scheduler.task import Orders, Pairs, check_count
-from scheduler.v_schedules import VSchedule, v_placement
+from scheduler.task import Orders, Pairs
+from scheduler.v_schedules import VSchedule
 
 _CLOSE = 1e-9
 _NOISE = 0.1
@@ -26,7 +27,7 @@ _NOISE = 0.1
 # from these, so that a seed gives the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
 _MOVED_PER_SECOND = 900_000
-_MOVED_PER_SECOND_COMPILED = 70_000_000
+_MOVED_PER_SECOND_COMPILED = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def search(
 
     Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
     as the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by
-    small moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and try some
-    forty times as much; the same extra has OR-tools, which looks for the best order where each group has one stage.
+    small moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and far more are
+    tried then; the same extra has OR-tools, which looks for the best order where each group has one stage.
     :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
@@ -113,7 +114,7 @@ def search(
         placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each
             stage.
         memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
-        seconds: The time to spend; the number of tries follows from it.
+        seconds: The time to spend, at least 0; the number of tries follows from it.
         seed: For the random choices. Equal arguments give equal orders, with the same extras installed.
         progress: Called with a line of text now and then.
 
@@ -154,7 +155,7 @@ def investigate(
     progress: Callable[[str], object] | None = None,
 ) -> Found:
     """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
-    problem = _problem(num_stages, num_groups, num_microbatches, costs, placement, memory_limit)
+    problem = problem_for(num_stages, num_groups, num_microbatches, costs, placement, memory_limit, seconds)
     return _Search(problem, seconds, seed, progress or (lambda line: None)).run()
 
 
@@ -367,41 +368,3 @@ def _least(problem: Problem) -> list[float]:
     return [
         max((need[stage] for stage in problem.stages_of(group)), default=0.0) for group in range(problem.num_groups)
     ]
-
-
-def _problem(
-    num_stages: int,
-    num_groups: int,
-    num_microbatches: int,
-    costs: Costs | None,
-    placement: str | Sequence[int],
-    memory_limit: float | Sequence[float] | None,
-) -> Problem:
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_groups", num_groups),
-        ("num_microbatches", num_microbatches),
-    ):
-        check_count("search", name, value)
-    if placement == "loop":
-        place = tuple(stage % num_groups for stage in range(num_stages))
-    elif placement == "v":
-        if num_stages != 2 * num_groups:
-            raise ValueError(f"search: placement 'v' needs two stages a group; received {num_stages} and {num_groups}.")
-        place = v_placement(num_groups)
-    elif isinstance(placement, str):
-        raise ValueError(f"search: placement is {placement!r}; expected 'loop', 'v', or a group for each stage.")
-    else:
-        place = tuple(placement)
-        if len(place) != num_stages or any(group not in range(num_groups) for group in place):
-            raise ValueError(
-                f"search: placement is {place}; expected {num_stages} groups, each from 0 to {num_groups - 1}."
-            )
-    limits: tuple[float, ...] = ()
-    if memory_limit is not None:
-        limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (float(memory_limit),) * num_groups
-        if len(limits) != num_groups:
-            raise ValueError(
-                f"search: memory_limit has {len(limits)} entries; expected one for each of {num_groups} groups."
-            )
-    return Problem(place, num_groups, num_microbatches, costs or Costs(), limits)

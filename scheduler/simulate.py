@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -56,9 +57,12 @@ class Costs:
                 value = tuple(value)
                 object.__setattr__(self, one.name, value)
             for number in value if isinstance(value, tuple) else (value,):
-                if not isinstance(number, int | float) or math.isnan(number) or number < 0:
+                most = math.inf if one.name == "bytes_per_s" else sys.float_info.max
+                if not isinstance(number, int | float) or not 0 <= number <= most:
                     faults.append(f"{one.name} holds {number!r}")
-        if not self.bytes_per_s:
+        if isinstance(self.bytes_per_s, tuple):
+            faults.append("bytes_per_s is a tuple")
+        elif not self.bytes_per_s:
             faults.append("bytes_per_s is 0")
         if faults:
             raise ValueError(f"Costs: {'; '.join(faults)}. Expected numbers of at least 0, or tuples of them.")
@@ -91,17 +95,27 @@ class Costs:
         return [one + size / self.bytes_per_s for one, size in zip(latency, nbytes, strict=True)]
 
     @classmethod
-    def measured(cls, durations: Iterable[tuple[Task, float]], **others: Any) -> Costs:
+    def measured(cls, durations: Timeline | Iterable[tuple[Task, float]], **others: Any) -> Costs:
         """Costs from what tasks took in a real run: the median for each kind and stage.
 
         Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
 
         Args:
-            durations: Pairs of task and seconds; leave out the first microbatches of a cold run.
+            durations: The timeline of a run, or pairs of task and seconds; leave out the first microbatches of a cold
+                run.
             **others: The costs that a timeline does not show (transfer_s, activation_bytes, …).
+
+        Raises:
+            ValueError: There are no durations.
+
+        Example:
+            >>> seen = [("0F0", 1.0), ("0F1", 1.2), ("0F2", 5.0), ("0B0", 3.0)]
+            >>> costs = Costs.measured((Task.parse(name), seconds) for name, seconds in seen)
+            >>> costs.forward, costs.input_grad, costs.weight_grad
+            ((1.2,), (1.5,), (1.5,))
         """
         seconds: dict[tuple[int, str], list[float]] = {}
-        for task, duration in durations:
+        for task, duration in durations.durations if isinstance(durations, Timeline) else durations:
             seconds.setdefault((task.stage, task.kind), []).append(duration)
         if not seconds:
             raise ValueError("Costs.measured: received no durations; expected pairs of Task and seconds.")
@@ -120,8 +134,15 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks."""
-        data = json.loads(text)
+        """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks.
+
+        Raises:
+            ValueError: The text is not JSON, or neither of these two.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"Costs: this is not JSON: {error}.") from None
         if isinstance(data, dict) and "traceEvents" not in data:
             known = {one.name for one in fields(cls)}
             if unknown := sorted(set(data) - known):
@@ -129,13 +150,18 @@ class Costs:
                     f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace."
                 )
             return cls(**data)
+        events = data["traceEvents"] if isinstance(data, dict) else data
+        if not isinstance(events, list):
+            raise ValueError("Costs: the JSON is neither an object with costs nor a Chrome trace.")
         durations = []
-        for event in data["traceEvents"] if isinstance(data, dict) else data:
-            if event.get("ph") == "X":
+        for event in events:
+            if isinstance(event, dict) and event.get("ph") == "X" and isinstance(event.get("dur"), int | float):
                 try:
-                    durations.append((Task.parse(event["name"]), event["dur"] / 1e6))
+                    durations.append((Task.parse(str(event.get("name"))), event["dur"] / 1e6))
                 except ValueError:
                     continue
+        if not durations:
+            raise ValueError("Costs: the Chrome trace has no complete event (ph X, with dur) named like a task, 2F0.")
         return cls.measured(durations)
 
 
@@ -165,6 +191,13 @@ class Timeline:
     @property
     def num_groups(self) -> int:
         return len(self.orders)
+
+    @property
+    def durations(self) -> Iterator[tuple[Task, float]]:
+        """Each task and how long it took, group by group: what :meth:`Costs.measured` takes."""
+        for order, starts, ends in zip(self.orders, self.starts, self.ends, strict=True):
+            for task, start, end in zip(order, starts, ends, strict=True):
+                yield task, end - start
 
     @cached_property
     def makespan(self) -> float:

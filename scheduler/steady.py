@@ -11,7 +11,7 @@ from scheduler.listing import Problem, Ranking, list_schedule
 from scheduler.task import Kind, Orders, Task
 
 PERIOD = 6
-_Slots = list[dict[int, Task]]
+Slots = list[dict[int, Task]]
 
 
 class Pattern(NamedTuple):
@@ -51,10 +51,10 @@ def half_speed_down(num_groups: int) -> Pattern:
     )
 
 
-def repeat(pattern: Pattern, num_microbatches: int) -> _Slots:
+def repeat(pattern: Pattern, num_microbatches: int) -> Slots:
     """The pattern for all microbatches, with the W that has waited longest in each slot that is left."""
     p = len(pattern.forward_down)
-    slots: _Slots = []
+    slots: Slots = []
     for group in range(p):
         down, up = group, 2 * p - 1 - group
         fixed = {
@@ -62,19 +62,34 @@ def repeat(pattern: Pattern, num_microbatches: int) -> _Slots:
             for first, kind, stage in _parts(pattern, down, up)
             for microbatch in range(num_microbatches)
         }
-        row: dict[int, Task] = {}
-        waiting: list[Task] = []
-        slot, last = 0, max(fixed)
-        while slot <= last or waiting:
-            if slot in fixed:
-                row[slot] = fixed[slot]
-                if fixed[slot].kind == "I":
-                    waiting.append(fixed[slot]._replace(kind="W"))
-            elif waiting:
-                row[slot] = waiting.pop(0)
-            slot += 1
-        slots.append(row)
+        slots.append(_with_weights(fixed))
     return slots
+
+
+def _with_weights(fixed: dict[int, Task], up_first: bool = False) -> dict[int, Task]:
+    """A group's F and I, and in each slot that is left the W that has waited longest, or one of the later stage."""
+    row: dict[int, Task] = {}
+    waiting: list[Task] = []
+    slot, last = 0, max(fixed)
+    while slot <= last or waiting:
+        if slot in fixed:
+            row[slot] = fixed[slot]
+            if fixed[slot].kind == "I":
+                waiting.append(fixed[slot]._replace(kind="W"))
+        elif waiting:
+            latest = max(task.stage for task in waiting) if up_first else waiting[0].stage
+            row[slot] = waiting.pop(next(index for index, task in enumerate(waiting) if task.stage == latest))
+        slot += 1
+    return row
+
+
+def weights_up_first(slots: Slots) -> Slots:
+    """The same slots for F and I, and those of W given to the later stage of a group first."""
+    return [_with_weights(_without_weights(row), up_first=True) for row in slots]
+
+
+def _without_weights(row: dict[int, Task]) -> dict[int, Task]:
+    return {slot: task for slot, task in row.items() if task.kind != "W"}
 
 
 def _parts(pattern: Pattern, down: int, up: int) -> tuple[tuple[tuple[int, ...], Kind, int], ...]:
@@ -86,7 +101,7 @@ def _parts(pattern: Pattern, down: int, up: int) -> tuple[tuple[tuple[int, ...],
     )
 
 
-def squeeze(slots: _Slots, pattern: Pattern, num_microbatches: int, memory: int) -> _Slots:
+def squeeze(slots: Slots, pattern: Pattern, num_microbatches: int, memory: int) -> Slots:
     """The same with both ends drawn together: each task there moves to the first free slot that it can.
 
     The ends are what starts before the first microbatch is back, and what starts after the last one is in. Between
@@ -116,6 +131,56 @@ def squeeze(slots: _Slots, pattern: Pattern, num_microbatches: int, memory: int)
     return slots
 
 
+def settle(slots: Slots, num_microbatches: int, memory: int) -> Slots:
+    """Squeezed slots with both ends drawn together once more, F and I now going before any W.
+
+    W then takes the slots that are left. What moves is what starts before the first microbatch is back in group 0, and
+    what starts after the last one is in.
+    """
+    num_stages = 2 * len(slots)
+    rows = [_without_weights(row) for row in slots]
+    at_first = {task: slot for slot, task in rows[0].items()}
+    back, closed = at_first[Task(0, "I", 0)], at_first[Task(0, "F", num_microbatches - 1)]
+    done: dict[Task, int] = {}
+    for slot, group, task in sorted(
+        (slot, group, task) for group, row in enumerate(rows) for slot, task in row.items()
+    ):
+        row = rows[group]
+        at = slot
+        if slot < back or slot >= closed:
+            first = 1 + max((done[need] for need in _needs(task, num_stages)), default=-1)
+            for free in range(first, slot):
+                if free in row:
+                    continue
+                del row[slot]
+                row[free] = task
+                if _peak(row) <= memory:
+                    at = free
+                    break
+                del row[free]
+                row[slot] = task
+        done[task] = at
+    return [_with_weights(row) for row in rows]
+
+
+def _peak(row: dict[int, Task]) -> int:
+    """The most activations that a group holds if each slot without F and I goes to a W that waits."""
+    most = live = waiting = 0
+    for slot in range(max(row) + 1):
+        task = row.get(slot)
+        if task is None:
+            if waiting:
+                waiting -= 1
+                live -= 1
+        elif task.kind == "F":
+            live += 1
+            if live > most:
+                most = live
+        else:
+            waiting += 1
+    return most
+
+
 def _live(row: dict[int, Task], length: int) -> list[int]:
     """How many activations a group holds after each slot."""
     live, count = [], 0
@@ -138,12 +203,12 @@ def _needs(task: Task, num_stages: int) -> list[Task]:
     return needs + ([Task(stage + 1, "I", microbatch)] if stage + 1 < num_stages else [])
 
 
-def in_order(slots: _Slots, before: int | None = None) -> Orders:
+def in_order(slots: Slots, before: int | None = None) -> Orders:
     """Each group's tasks by slot, or those before a slot."""
     return tuple(tuple(row[slot] for slot in sorted(row) if before is None or slot < before) for row in slots)
 
 
-def let_run_out(slots: _Slots, pattern: Pattern, problem: Problem, start: int) -> Orders | None:
+def let_run_out(slots: Slots, pattern: Pattern, problem: Problem, start: int) -> Orders | None:
     """The slots before ``start``, then whatever the pattern has due first, with W where nothing else can run."""
     p = problem.num_groups
     ranking = Ranking(

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.listing import Problem, Ranking, list_schedule
 from scheduler.simulate import Costs, simulate_orders
-from scheduler.steady import PERIOD, Pattern, half_speed_down, in_order, let_run_out, repeat, squeeze, straight
+from scheduler.steady import (
+    PERIOD,
+    Pattern,
+    Slots,
+    half_speed_down,
+    in_order,
+    let_run_out,
+    repeat,
+    settle,
+    squeeze,
+    straight,
+    weights_up_first,
+)
 from scheduler.task import Orders, check_count
 from scheduler.v_schedules import VSchedule
 
@@ -17,7 +30,7 @@ class _MemoryBound(VSchedule):
     """The best of several orders that all keep to :meth:`memory`.
 
     The best is the shortest on a clock where every F, I and W takes 1; of several such, the one that suffers least from
-    transfers and from a heavier last stage.
+    transfers, from a heavier last stage and from stages that differ by up to a fifth.
     """
 
     def memory(self) -> int:
@@ -28,20 +41,20 @@ class _MemoryBound(VSchedule):
         check_count(type(self).__name__, "num_microbatches", num_microbatches)
         limits = (float(self.memory()),) * self.num_groups
         problem = Problem(self.placement, self.num_groups, num_microbatches, Costs(), limits)
-        last = (*[1.0] * (self.num_stages - 1), 1.5)
-        others = (Costs(1.0, 1.1, 0.8, transfer_s=0.2), Costs(last, last, last))
-        best: tuple[float, float] | None = None
-        chosen: Orders | None = None
-        for orders in self._candidates(problem):
+        shortest, best = math.inf, list[Orders]()
+        for orders in dict.fromkeys(self._candidates(problem)):
             timeline = simulate_orders(orders, self.placement, num_microbatches)
-            if max(timeline.peak_activations) > self.memory() or (best and timeline.makespan > best[0]):
+            if max(timeline.peak_activations) > self.memory() or timeline.makespan > shortest:
                 continue
-            spans = (simulate_orders(orders, self.placement, num_microbatches, costs).makespan for costs in others)
-            score = (timeline.makespan, sum(spans))
-            if best is None or score < best:
-                best, chosen = score, orders
-        assert chosen is not None
-        return chosen
+            if timeline.makespan < shortest:
+                shortest, best = timeline.makespan, []
+            best.append(orders)
+        others = _other_costs(self.num_stages)
+
+        def elsewhere(orders: Orders) -> float:
+            return sum(simulate_orders(orders, self.placement, num_microbatches, costs).makespan for costs in others)
+
+        return min(best, key=elsewhere)
 
     def _candidates(self, problem: Problem) -> Iterator[Orders]:
         for setting in _SETTINGS:
@@ -60,10 +73,28 @@ class _MemoryBound(VSchedule):
         yield in_order(slots)
         slots = squeeze(slots, pattern, m, self.memory())
         yield in_order(slots)
-        for later in sorted({0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2}):
-            orders = let_run_out(slots, pattern, problem, PERIOD * (m - 1) + later)
+        yield from self._run_out(slots, pattern, problem, {0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2})
+        settled = settle(slots, m, self.memory())
+        for others in (weights_up_first(slots), settled, weights_up_first(settled)):
+            yield in_order(others)
+            yield from self._run_out(others, pattern, problem, {max(0, 2 * p - 3), 2 * p, 2 * p + 2})
+
+    def _run_out(self, slots: Slots, pattern: Pattern, problem: Problem, after: set[int]) -> Iterator[Orders]:
+        for later in sorted(after):
+            orders = let_run_out(slots, pattern, problem, PERIOD * (problem.num_microbatches - 1) + later)
             if orders is not None:
                 yield orders
+
+
+def _other_costs(num_stages: int) -> tuple[Costs, ...]:
+    """Slow transfers, a heavier last stage, and six times stages that differ, spread by the golden ratio."""
+    last = (*[1.0] * (num_stages - 1), 1.5)
+
+    def spread(sample: int) -> tuple[float, ...]:
+        return tuple(0.8 + 0.4 * ((stage + 1 + sample * num_stages) * 0.6180339887 % 1) for stage in range(num_stages))
+
+    uneven = (Costs(spread(sample), spread(sample + 1), spread(sample + 2)) for sample in range(0, 18, 3))
+    return Costs(1.0, 1.1, 0.8, transfer_s=0.2), Costs(last, last, last), *uneven
 
 
 @dataclass(frozen=True)
@@ -73,9 +104,10 @@ class VHalf(_MemoryBound):
     Every microbatch follows the one before after 6 tasks' time, in the same pattern: down the groups at half speed,
     up at full speed, and the gradients likewise; a pause of three tasks' time at the turn where p is even; W takes
     the slots that are left. The beginning and the end are drawn together as memory allows. Where a list schedule
-    within the same memory is shorter (few microbatches), that is kept. Where two stages together take 3 a microbatch,
-    the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p, and no group ever holds more than
-    2(⌊p/2⌋ + 1) activations of one stage. Any m.
+    within the same memory is shorter (few microbatches), that is kept; of several orders that are equally short, the
+    one that is shortest on average with slow transfers and uneven stages. Where two stages together take 3 a
+    microbatch, the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p, and no group ever
+    holds more than 2(⌊p/2⌋ + 1) activations of one stage. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 

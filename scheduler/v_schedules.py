@@ -75,9 +75,14 @@ class ZeroBubbleV(VSchedule):
     F up in turn until the forwards are out, and I and W up once more; then the input gradients that are left, down
     and up in turn, with a W in the place of those that are out. With less than 2p - 1 - r microbatches, a group
     postpones as many of its first Ws as it lacks forwards. Where two stages together take 3 a microbatch, the
-    makespan is 3m + (p - 1)/2 for m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task (with
-    fewer microbatches group 0 has too few forwards to fill the wait for its first gradient). Groups hold 2p
-    activations of one stage, which is p of what 1F1B holds. Any m.
+    makespan is 3m + (p - 1)/2 for m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task. Groups
+    hold 2p activations of one stage, which is p of what 1F1B holds. Any m.
+
+    With fewer than 2p - 1 microbatches no order of this placement is without idle time: the last stage lives in group
+    0, and its first F starts when 2p - 1 stages have run theirs, so until then group 0 has but its m forwards of the
+    first stage. It waits for 2p - 1 - m tasks' time at least, and here it waits for no more; group r waits for
+    2p - 1 - r - m. That the groups together cannot wait for less in this makespan and memory is proved by an exact
+    solver for p = 2 to 5 and m = p (``tests/scheduler/test_least_idle.py``).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 

@@ -65,7 +65,7 @@ def check(program: Program) -> Report:
             faults += one.run(written)
         matched = _transfer_faults(program)
         faults += matched
-        faults += _deadlock_faults(program)
+        faults += _deadlock_faults(_only_matched(program) if matched else program)
     else:
         walks = []
     raise_faults(ScheduleError, "check: the program", faults)
@@ -169,18 +169,19 @@ class _Walk:
         self.live = sum(map(self._size, self.state))
         self.peak = self.live
         self.faults: list[str] = []
+        self.index = 0
 
     def run(self, written: dict[Value, int]) -> list[str]:
         for index, instruction in enumerate(self.program.groups[self.group]):
-            where = _at(self.group, index, instruction)
+            self.index = index
             if isinstance(instruction, Run | Call):
-                self._execute(where, instruction, written)
+                self._execute(instruction, written)
             elif isinstance(instruction, Send):
-                self._use(where, "sends", instruction.value, written)
+                self._use("sends", instruction.value, written)
             elif isinstance(instruction, Recv):
-                self._create(where, "receives", instruction.value)
+                self._create("receives", instruction.value)
             else:
-                self._free(where, instruction.value, written)
+                self._free(instruction.value, written)
         outputs = self.program.outputs_of(self.group)
         for value, state in self.state.items():
             if state == "alive" and value not in outputs:
@@ -191,27 +192,31 @@ class _Walk:
                 self.faults.append(f"group {self.group}: output {value} is {state}")
         return self.faults
 
+    def _fault(self, text: str) -> None:
+        where = _at(self.group, self.index, self.program.groups[self.group][self.index])
+        self.faults.append(f"{where}: {text}")
+
     def _size(self, value: Value) -> int:
         return self.program.nbytes.get(value.name, 0)
 
-    def _execute(self, where: str, instruction: Run | Call, written: dict[Value, int]) -> None:
+    def _execute(self, instruction: Run | Call, written: dict[Value, int]) -> None:
         for value in instruction.reads:
-            self._use(where, "reads", value, written)
+            self._use("reads", value, written)
         for value in instruction.donates:
             if value not in instruction.reads:
-                self.faults.append(f"{where}: donates {value}, which it does not read")
+                self._fault(f"donates {value}, which it does not read")
             elif self.state.get(value) == "alive":
                 self.state[value] = "donated"
                 self.live -= self._size(value)
         for value in instruction.writes:
-            self._create(where, "writes", value)
+            self._create("writes", value)
 
-    def _use(self, where: str, verb: str, value: Value, written: dict[Value, int]) -> None:
+    def _use(self, verb: str, value: Value, written: dict[Value, int]) -> None:
         state = self.state.get(value)
         if state is None:
-            self.faults.append(f"{where}: {verb} {value} {self._why_absent(value, written)}")
+            self._fault(f"{verb} {value} {self._why_absent(value, written)}")
         elif state != "alive":
-            self.faults.append(f"{where}: {verb} {value} after it was {state}")
+            self._fault(f"{verb} {value} after it was {state}")
 
     def _why_absent(self, value: Value, written: dict[Value, int]) -> str:
         if value in self.arrives:
@@ -222,22 +227,22 @@ class _Walk:
             return f"which is in group {written[value]} and never arrives here"
         return "which nobody writes"
 
-    def _create(self, where: str, verb: str, value: Value) -> None:
+    def _create(self, verb: str, value: Value) -> None:
         if self.state.get(value) == "alive":
-            self.faults.append(f"{where}: {verb} {value}, which is already there")
+            self._fault(f"{verb} {value}, which is already there")
             return
         self.state[value] = "alive"
         self.live += self._size(value)
         self.peak = max(self.peak, self.live)
 
-    def _free(self, where: str, value: Value, written: dict[Value, int]) -> None:
+    def _free(self, value: Value, written: dict[Value, int]) -> None:
         state = self.state.get(value)
         if state == "freed":
-            self.faults.append(f"{where}: {value} was already freed")
+            self._fault(f"{value} was already freed")
         elif state == "donated":
-            self.faults.append(f"{where}: frees {value} after it was donated")
+            self._fault(f"frees {value} after it was donated")
         elif state is None:
-            self.faults.append(f"{where}: frees {value} {self._why_absent(value, written)}")
+            self._fault(f"frees {value} {self._why_absent(value, written)}")
         else:
             self.state[value] = "freed"
             self.live -= self._size(value)
@@ -278,11 +283,10 @@ def _transfer_faults(program: Program) -> list[str]:
 
 
 def _deadlock_faults(program: Program) -> list[str]:
-    """The circle in which groups wait for each other's transfers, if any. Unmatched transfers wait for nobody."""
-    matched = _only_matched(program)
-    position = walk(matched, lambda group, instruction: None)
+    """The circle in which groups wait for each other's transfers, if any; every transfer has its partner."""
+    position = walk(program, lambda group, instruction: None)
     stuck = {
-        g: matched.groups[g][position[g]] for g in range(program.num_groups) if position[g] < len(matched.groups[g])
+        g: program.groups[g][position[g]] for g in range(program.num_groups) if position[g] < len(program.groups[g])
     }
     if not stuck:
         return []

@@ -84,7 +84,7 @@ def test_search_prints_its_distance_from_the_bound(capsys, tmp_path):
     assert out.startswith("makespan 25, at the bound 25")
     assert err.startswith("best built-in: zb-v with 25")
     status, out, _ = run(capsys, "check", str(path))
-    assert out == f"{path}: right; 2 groups, 4 stages, 4 microbatches, 16 transfers\n"
+    assert out == f"{path}: right; groups: 2, stages: 4, microbatches: 4, transfers: 16\n"
     status, out, _ = run(capsys, *arguments, "--memory", "4,4", "--json")
     assert json.loads(out)["at_bound"] is True
 
@@ -94,22 +94,187 @@ def test_check_lists_every_fault_of_a_file(capsys, tmp_path):
     path.write_text("0F0,0B0,0B0\n1B0,1F0\n")
     status, _, err = run(capsys, "check", str(path))
     assert status == 1
-    assert err == "error: CustomSchedule: 1 fault.\n  task 0B0 runs 2 times; expected once.\n"
+    assert err == f"error: CustomSchedule.from_csv: {path}: 1 fault.\n  task 0B0 runs 2 times; expected once.\n"
     status, out, _ = run(capsys, "check", str(path), "--json")
     assert status == 1
     assert json.loads(out) == {
         "right": False,
-        "error": "CustomSchedule: 1 fault.\n  task 0B0 runs 2 times; expected once.",
+        "error": f"CustomSchedule.from_csv: {path}: 1 fault.\n  task 0B0 runs 2 times; expected once.",
         "faults": ["task 0B0 runs 2 times; expected once"],
     }
 
 
-def test_wrong_arguments_end_with_status_1_and_advice(capsys):
-    status, _, err = run(capsys, "show", "best", "--stages", "2", "--microbatches", "2")
+KNOWN = (
+    "gpipe, 1f1b, eager-1f1b, zb-h1, zb-h2, interleaved-gpipe, interleaved-1f1b, kimi-k2, interleaved-zb, zb-v, v-half"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND. See python -m scheduler --help."),
+        ("check", "the following arguments are required: file. See python -m scheduler check --help."),
+        (
+            "show best --stages 2 --microbatches 2",
+            f"unknown schedule 'best'; expected one of {KNOWN}, v-min, dualpipe-v.",
+        ),
+        (
+            "show zb-v --stages 3 --microbatches 2",
+            "zb-v has two stages a group; num_stages is 3. Use an even number.",
+        ),
+        ("show 1f1b --stages 2", "show: --microbatches is missing; give it, or a CSV file of orders."),
+        ("show 1f1b --microbatches 2", "the number of stages or of groups is needed."),
+        (
+            "show 1f1b --stages 0 --microbatches 2",
+            "argument --stages: '0' is no whole number of at least 1. See python -m scheduler show --help.",
+        ),
+        ("compare --stages 4", "compare: give --stages (or --groups) and --microbatches."),
+        (
+            "compare --stages 4 --microbatches many",
+            "argument --microbatches: 'many' is no whole number of at least 1. See python -m scheduler compare --help.",
+        ),
+        (
+            "search --stages 4 --microbatches 4 --memory abc",
+            "argument --memory: 'abc' is no number of at least 0. See python -m scheduler search --help.",
+        ),
+        (
+            "search --stages 4 --microbatches 4 --memory 4,nan,4,4",
+            "argument --memory: 'nan' is no number of at least 0. See python -m scheduler search --help.",
+        ),
+        (
+            "search --stages 4 --microbatches 4 --memory 4,4",
+            "search: memory_limit has 2 entries; expected one for each of 4 groups.",
+        ),
+        (
+            "search --stages 4 --microbatches 4 --seconds -1",
+            "argument --seconds: '-1' is no number of at least 0. See python -m scheduler search --help.",
+        ),
+        (
+            "search --stages 4 --microbatches 4 --placement 0,a",
+            (
+                "argument --placement: '0,a' is neither loop nor v nor a group for each stage, as in 0,1,1,0. "
+                "See python -m scheduler search --help."
+            ),
+        ),
+        ("check nowhere.csv", "nowhere.csv: No such file or directory."),
+        ("show 1f1b --stages 2 --microbatches 2 --svg no/a.svg", "no/a.svg: No such file or directory."),
+    ],
+)
+def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, *line.split()) == (2, "", f"error: {message}\n")
+    status, out, err = run(capsys, *line.split(), "--json")
+    assert (status, json.loads(out), err) == (2, {"right": False, "error": message, "faults": []}, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"{forward",
+            "Costs: this is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1).",
+        ),
+        (b"\xff\xfe\x00", "this is not text; expected JSON."),
+        (b"3", "Costs: the JSON is neither an object with costs nor a Chrome trace."),
+        (
+            b'{"traceEvents": [{"ph": "X", "name": "0F0"}, 3]}',
+            "Costs: the Chrome trace has no complete event (ph X, with dur) named like a task, 2F0.",
+        ),
+        (
+            b'{"forward": "fast", "bytes_per_s": 0}',
+            "Costs: forward holds 'fast'; bytes_per_s is 0. Expected numbers of at least 0, or tuples of them.",
+        ),
+        (
+            b'{"forwards": 1}',
+            (
+                "Costs: unknown names ['forwards']; expected some of ['activation_bytes', 'bytes_per_s', 'forward', "
+                "'input_grad', 'released_at_input_grad', 'transfer_bytes', 'transfer_s', 'weight_grad'], or a "
+                "Chrome trace."
+            ),
+        ),
+    ],
+)
+def test_costs_that_cannot_be_read_are_refused_with_their_file(capsys, tmp_path, content, message):
+    path = tmp_path / "costs.json"
+    path.write_bytes(content)
+    given = ["show", "1f1b", "--stages", "2", "--microbatches", "2", "--costs", str(path)]
+    assert run(capsys, *given) == (2, "", f"error: --costs {path}: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", " is no orders file: it is not text. Expected one row a rank, with cells such as 2F0, 1B0."),
+        (b"", " is no orders file: it holds no task. Expected one row a rank, with cells such as 2F0, 1B0."),
+        (
+            b"# A heading, and words that go on and on, longer than any task\nmore\n",
+            (
+                " is no orders file: it holds no task; row 1, column 1 holds '# A heading', which is no task such as "
+                "2F0. Expected one row a rank, with cells such as 2F0, 1B0."
+            ),
+        ),
+        (
+            b"0F0,and then a whole sentence that nobody wants to read,0B0\n",
+            (
+                ": 1 fault.\n  row 1, column 2 holds 'and then a whole sentence that nobody w…', "
+                "which is no task such as 2F0."
+            ),
+        ),
+        (
+            b"0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n",
+            ": 1 fault.\n  task 0B1 never runs, nor do its I and W.",
+        ),
+        (
+            b"0F0,0B0,0F123456789\n",
+            (
+                " names stage 0 and microbatch 123456789, and holds 3 tasks; so many stages and microbatches need at "
+                "least 246913580."
+            ),
+        ),
+    ],
+)
+def test_files_that_are_no_right_orders_are_refused_with_their_name(capsys, tmp_path, content, message):
+    path = tmp_path / "orders.csv"
+    path.write_bytes(content)
+    for command in ("check", "show"):
+        assert run(capsys, command, str(path)) == (1, "", f"error: CustomSchedule.from_csv: {path}{message}\n")
+
+
+def test_a_long_list_of_faults_is_cut_short_and_counted_and_whole_in_json(capsys, tmp_path):
+    path = tmp_path / "orders.csv"
+    path.write_text(",".join(f"0F{j}" for j in range(30)) + ",0B0\n")
+    status, _, err = run(capsys, "check", str(path))
+    missing = [f"task 0B{j} never runs, nor do its I and W" for j in range(1, 30)]
+    shown = "".join(f"  {one}.\n" for one in missing[:20])
     assert status == 1
-    assert err.startswith("error: unknown schedule 'best'; expected one of gpipe, 1f1b,")
-    status, _, err = run(capsys, "show", "zb-v", "--stages", "3", "--microbatches", "2")
-    assert err == "error: zb-v has two stages a group; num_stages is 3. Use an even number.\n"
+    assert err == f"error: CustomSchedule.from_csv: {path}: 29 faults.\n{shown}  … and 9 more.\n"
+    _, out, _ = run(capsys, "check", str(path), "--json")
+    assert json.loads(out)["faults"] == missing
+
+
+def test_orders_whose_backward_or_rows_are_cut_off_are_found(capsys, tmp_path):
+    path = tmp_path / "orders.csv"
+    path.write_text("0F0\n1F0\n")
+    assert run(capsys, "check", str(path)) == (
+        1,
+        "",
+        (
+            f"error: {path} (--forward-only would do without backward): 2 faults.\n"
+            "  task 0B0 never runs, nor do its I and W.\n  task 1B0 never runs, nor do its I and W.\n"
+        ),
+    )
+    assert run(capsys, "check", str(path), "--forward-only") == (
+        0,
+        f"{path}: right; groups: 2, stages: 2, microbatches: 1, transfers: 1\n",
+        "",
+    )
+    path.write_text("0F0,0B0\n")
+    for option, found in (("stages", 1), ("groups", 1), ("microbatches", 1)):
+        assert run(capsys, "check", str(path), f"--{option}", "2") == (
+            1,
+            "",
+            f"error: {path}: the number of {option} is {found}; expected 2. Is it cut off?\n",
+        )
 
 
 @pytest.mark.parametrize("command", [[], ["show"], ["compare"], ["search"], ["check"], ["documents"]])

@@ -31,6 +31,8 @@ from scheduler import (
 )
 from scheduler.catalogue import on_groups
 from scheduler.ordering import order_faults
+from scheduler.simulate import simulate_orders
+from scheduler.steady import half_speed_down, in_order, repeat, settle, squeeze, straight, weights_up_first
 
 groups = st.integers(1, 9)
 microbatches = st.integers(1, 30)
@@ -171,6 +173,25 @@ def test_the_closed_forms_hold_when_a_groups_stages_share_its_work(p, rounds):
     half = Costs(0.5, 0.5, 0.5)
     assert simulate(InterleavedZeroBubble(2 * p, p), m, half).makespan == 3 * m + (p - 1) / 2
     assert simulate(ZeroBubbleV(p), m, half).makespan == 3 * m + (p - 1) / 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 9), st.integers(1, 20), st.booleans())
+def test_drawing_a_pattern_together_keeps_it_complete_and_within_its_memory(p, m, half):
+    pattern = half_speed_down(p) if half else straight(p)
+    placement = ZeroBubbleV(p).placement
+    memory = (VHalf if half else VMin)(p).memory()
+    slots = repeat(pattern, m)
+    before = simulate_orders(in_order(slots), placement, m)
+    memory = max(memory, *before.peak_activations)
+    squeezed = squeeze(slots, pattern, m, memory)
+    for changed in (squeezed, settle(squeezed, m, memory)):
+        orders = in_order(changed)
+        assert order_faults(orders, placement, m) == []
+        timeline = simulate_orders(orders, placement, m)
+        assert max(timeline.peak_activations) <= memory
+        assert timeline.makespan <= before.makespan
+        assert order_faults(in_order(weights_up_first(changed)), placement, m) == []
 
 
 def test_placements_go_round_and_fold():

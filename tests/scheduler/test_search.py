@@ -79,6 +79,8 @@ def test_a_limit_that_no_order_keeps_to_is_refused():
         ({"placement": "w"}, "search: placement is 'w'; expected 'loop', 'v', or a group for each stage."),
         ({"placement": (0, 1, 2, 0)}, "search: placement is (0, 1, 2, 0); expected 4 groups, each from 0 to 1."),
         ({"memory_limit": [1, 2, 3]}, "search: memory_limit has 3 entries; expected one for each of 2 groups."),
+        ({"memory_limit": -1}, "search: memory_limit is -1; expected numbers of at least 0."),
+        ({"seconds": -1}, "search: seconds is -1; expected a number of at least 0."),
         ({"num_microbatches": 0}, "search: num_microbatches is 0; expected a whole number of at least 1."),
     ],
 )

@@ -134,6 +134,14 @@ def test_costs_come_from_a_measured_run():
     assert Costs.measured(durations, transfer_s=0.5) == Costs((1.0,), (2.0,), (2.0,), transfer_s=0.5)
 
 
+def test_costs_come_from_the_timeline_of_a_run():
+    costs = Costs((1.0, 2.0), (1.5, 0.5), (0.25, 1.0))
+    timeline = simulate(ZeroBubbleH1(2), 4, costs)
+    again = Costs.measured(timeline)
+    assert simulate(ZeroBubbleH1(2), 4, again).makespan == pytest.approx(timeline.makespan)
+    assert sum(seconds for _, seconds in timeline.durations) == pytest.approx(sum(timeline.busy))
+
+
 def test_costs_come_from_a_chrome_trace_and_give_the_same_timeline_again():
     costs = Costs((1.0, 2.0), (1.5, 0.5), (0.25, 1.0))
     timeline = simulate(ZeroBubbleH1(2), 4, costs)
