@@ -1,8 +1,12 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
-from mpmd.api import Compiled, Lowered, Traced, device_get, jit
+from mpmd.across import cross_mpmd_all_reduce, cross_mpmd_stack, place
+from mpmd.api import Compiled, Lowered, Traced, jit
 from mpmd.array import MpmdArray
+from mpmd.distributed import initialize
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
+from mpmd.fetch import device_get
+from mpmd.foreign import from_exported, from_stablehlo
 from mpmd.markers import Add, Concat, Max, Mean, Min, mark_stage_end, treduce, treduce_i
 from mpmd.mesh import MpmdMesh, MpmdSharding
 
@@ -22,9 +26,15 @@ __all__ = [
     "ScheduleError",
     "StageError",
     "Traced",
+    "cross_mpmd_all_reduce",
+    "cross_mpmd_stack",
     "device_get",
+    "from_exported",
+    "from_stablehlo",
+    "initialize",
     "jit",
     "mark_stage_end",
+    "place",
     "treduce",
     "treduce_i",
 ]

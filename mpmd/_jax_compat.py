@@ -5,16 +5,35 @@ a new JAX release is met by reading one screen. The speed paths (`load_on`, `put
 doing the same beside them; correctness never depends on the private one.
 """
 
+import contextlib
 import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core, dtypes, effects, source_info_util
+from jax._src import (
+    callback,
+    compilation_cache,
+    compiler,
+    config,
+    core,
+    distributed,
+    dtypes,
+    effects,
+    source_info_util,
+    xla_bridge,
+)
+from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import ClosedJaxpr, Primitive, Tracer, jaxpr_as_fun
-from jax._src.lib import xla_client
+from jax._src.export import _export as export_internals
+from jax._src.lib import _jax, xla_client
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.state.types import AbstractRef
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -42,6 +61,7 @@ else:
 __all__ = [
     "ClosedJaxpr",
     "DropVar",
+    "InternalFloatingPointError",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
@@ -198,6 +218,11 @@ def shaped_array(x) -> Any:
     return core.shaped_abstractify(x)
 
 
+def memory_kind(aval) -> str | None:
+    """The memory kind that a type says, None for the default one."""
+    return "pinned_host" if getattr(aval, "memory_space", None) == core.MemorySpace.Host else None
+
+
 def def_effectful_abstract_eval(primitive: Primitive, rule):
     """`rule(*avals, **params)` returns avals and effects."""
     primitive.def_effectful_abstract_eval(rule)
@@ -236,6 +261,8 @@ class _Rebase:
         return self.meshes[mesh]
 
     def aval(self, aval):
+        if isinstance(aval, AbstractRef):  # in the body of a kernel
+            return aval.update(inner_aval=self.aval(aval.inner_aval))
         sharding = getattr(aval, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self.names:
             return aval
@@ -311,6 +338,8 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
         executable: Any = compiled._executable
         unloaded = executable._unloaded_executable
         client = unloaded.backend
+        if client.platform == "cpu" and compilation_cache.is_cache_used(client):
+            return None  # a CPU program that came from JAX's cache has lost its code when it is serialized again
         if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
             return None
         devices = tuple(mesh.devices.flat)
@@ -418,6 +447,13 @@ def use_mesh(mesh: Mesh):
     return jax.set_mesh(mesh)
 
 
+@contextlib.contextmanager
+def use_abstract_mesh(mesh: AbstractMesh):
+    """A context in which `mesh` is the current abstract mesh, whatever the caller had set."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def named_sharding(sharding, mesh: Mesh) -> NamedSharding:
     """A `GSPMDSharding` that XLA reports, as a spec on `mesh`."""
     from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -454,6 +490,16 @@ def zero_keys(aval) -> jax.Array:
     return jax.random.wrap_key_data(jax.numpy.zeros((*aval.shape, *impl.key_shape), np.uint32), impl=impl.name)
 
 
+def key_impl(dtype) -> str:
+    """The name of a PRNG key type's implementation."""
+    return dtype._impl.name
+
+
+def key_shape(dtype) -> tuple[int, ...]:
+    """The axes that the data of one key has."""
+    return dtype._impl.key_shape
+
+
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:
     """A function that copies arrays from one mesh to another of the same shape and spec; None where it cannot.
 
@@ -467,3 +513,177 @@ def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], j
     lists, shardings = [xla_client.DeviceList(tuple(there.flat))], [target]
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT]
     return lambda x: copy([x], lists, shardings, semantics)[0]
+
+
+# --- many processes -------------------------------------------------------------------------------
+
+
+def distributed_client() -> Any | None:
+    """The key-value store of `jax.distributed`, or None where it has not been initialised."""
+    return distributed.global_state.client
+
+
+def coordinator_address() -> str | None:
+    """`host:port` of JAX's coordination service."""
+    return distributed.global_state.coordinator_address
+
+
+def start_coordination_service(
+    address: str, num_processes: int, *, heartbeat_timeout_s: int, shutdown_timeout_s: int
+) -> Any:
+    """The service of `jax.distributed`, listening on `address`, without a client and without any backend.
+
+    `jax.distributed.initialize` starts one in process 0 only. It serves as long as the returned object lives.
+    """
+    from jax._src.lib import _jax
+
+    return _jax.get_distributed_runtime_service(
+        address, num_processes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=shutdown_timeout_s
+    )
+
+
+def backends_are_initialized() -> bool:
+    """Whether some computation or query has made JAX choose its devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def running_callback() -> str:
+    """The user's function that JAX calls on the host in some thread just now, and its line; empty if there is none."""
+    package = os.path.dirname(jax.__file__)
+    for frame in list(sys._current_frames().values()):
+        user = None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file == callback.__file__:
+                if user is not None:
+                    return f"{user.f_code.co_name} ({user.f_code.co_filename}:{user.f_lineno})"
+                break
+            if not file.startswith(package):
+                user = frame
+            frame = frame.f_back
+    return ""
+
+
+def start_transfer_server(address: str, num_transports: int = 2) -> Any:
+    """A server of `jax.experimental.transfer` on a local address; two transports are the fastest."""
+    from jax.experimental import transfer
+
+    client = jax.local_devices()[0].client
+    return transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * num_transports)
+
+
+# --- foreign programs -----------------------------------------------------------------------------
+
+
+def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
+    """A StableHLO module (text, MLIR bytecode or a portable artifact) as an `Exported` without derivatives.
+
+    Shardings of its arguments and results are kept: Shardy ones as `NamedSharding`s on the module's own mesh, and
+    `mhlo.sharding` as they are.
+
+    Raises:
+      ValueError: it is not one StableHLO module with one entry function on arrays of fixed shapes.
+    """
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = _parsed(program)
+        functions: list[Any] = [op for op in module.body.operations if op.operation.name == "func.func"]
+        main = [f for f in functions if f.sym_name.value == "main"] or [f for f in functions if not _is_private(f)]
+        if len(main) != 1:
+            raise ValueError(f"it has {len(main)} public functions and none that is called main; one entry is needed")
+        name = main[0].sym_name.value
+        symbols = ir.SymbolTable(module.operation)
+        if name != "main":
+            symbols.set_symbol_name(main[0], "main")
+            for op in functions:
+                symbols.replace_all_symbol_uses(name, "main", op)
+        in_avals = tuple(_array_type(t, f"argument {i}") for i, t in enumerate(main[0].type.inputs))
+        out_avals = tuple(_array_type(t, f"result {i}") for i, t in enumerate(main[0].type.results))
+        meshes: list[Any] = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
+        read = [_shardings(main[0], which, avals, symbols) for which, avals in (("arg", in_avals), ("res", out_avals))]
+        (in_named, in_hlo), (out_named, out_hlo) = read
+        count = module.operation.attributes.get("mhlo.num_partitions")
+        devices = ir.IntegerAttr(count).value if count is not None else 1
+        sizes = [int(np.prod([a.size for a in _axes(m.mesh)])) for m in meshes]
+        return jax.export.Exported(
+            fun_name=name, in_tree=jax.tree.structure(((0,) * len(in_avals), {})), in_avals=in_avals,
+            out_tree=jax.tree.structure((0,) * len(out_avals)), out_avals=out_avals,
+            _has_named_shardings=bool(meshes), _in_named_shardings=in_named, _out_named_shardings=out_named,
+            in_shardings_hlo=in_hlo, out_shardings_hlo=out_hlo, nr_devices=max([devices, *sizes]),
+            platforms=(jax.default_backend(),), ordered_effects=(), unordered_effects=(),
+            disabled_safety_checks=(jax.export.DisabledSafetyCheck.platform(),),
+            mlir_module_serialized=export_internals._module_to_bytecode(module),
+            calling_convention_version=jax.export.maximum_supported_calling_convention_version,
+            module_kept_var_idx=tuple(range(len(in_avals))), uses_global_constants=False, _get_vjp=None,
+        )  # fmt: skip
+
+
+def _parsed(program: str | bytes):
+    try:
+        if isinstance(program, bytes):
+            try:
+                return _jax.mlir.deserialize_portable_artifact(program)
+            except Exception:  # no artifact with a version: plain bytecode, or text
+                pass
+        return ir.Module.parse(program)
+    except Exception as e:  # the bindings' own error type
+        raise ValueError(f"it cannot be parsed: {str(e).strip().splitlines()[-1]}") from None
+
+
+def _is_private(function) -> bool:
+    visibility = function.operation.attributes.get("sym_visibility")
+    return visibility is not None and ir.StringAttr(visibility).value == "private"
+
+
+def _array_type(t, what: str):
+    if not isinstance(t, ir.RankedTensorType):
+        raise ValueError(f"{what} is {t}, not an array")
+    t = ir.RankedTensorType(t)
+    if not t.has_static_shape:
+        raise ValueError(f"{what} is {t}, whose shape is not fixed")
+    dtypes_by_type = {str(mlir.dtype_to_ir_type(np.dtype(d))): np.dtype(d) for d in _DTYPES}
+    if str(t.element_type) not in dtypes_by_type:
+        raise ValueError(f"{what} has elements of type {t.element_type}, which JAX has not")
+    return core.ShapedArray(tuple(t.shape), dtypes_by_type[str(t.element_type)])
+
+
+_DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128", jax.numpy.bfloat16, jax.numpy.float8_e4m3fn, jax.numpy.float8_e5m2, jax.numpy.int4,
+    jax.numpy.uint4,
+)  # fmt: skip
+
+
+def _shardings(main, which: str, avals, symbols):
+    """The shardings that a function's arguments or results are annotated with: (Shardy ones, HLO ones)."""
+    attributes = main.operation.attributes.get("arg_attrs" if which == "arg" else "res_attrs")
+    named: list = [None] * len(avals)
+    hlo: list = [None] * len(avals)
+    for i, entry in enumerate(ir.ArrayAttr(attributes) if attributes is not None else ()):
+        found = ir.DictAttr(entry)
+        if "sdy.sharding" in found:
+            named[i] = _named_sharding(sdy.TensorShardingAttr(found["sdy.sharding"]), symbols)
+        elif "mhlo.sharding" in found:
+            hlo[i] = xla_client.HloSharding.from_string(ir.StringAttr(found["mhlo.sharding"]).value)
+    return tuple(named), tuple(hlo)
+
+
+def _axes(mesh) -> list:
+    return [sdy.MeshAxisAttr(a) for a in sdy.MeshAttr(mesh).axes]
+
+
+def _named_sharding(attribute, symbols) -> NamedSharding:
+    reference = attribute.mesh_or_ref
+    if isinstance(reference, ir.FlatSymbolRefAttr):
+        reference = symbols[reference.value].mesh
+    axes = _axes(reference)
+    mesh = AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes))
+    entries = []
+    for dimension in map(sdy.DimensionShardingAttr, attribute.dimension_shardings):
+        refs = [sdy.AxisRefAttr(a) for a in dimension.axes]
+        entries.append(tuple(a.name for a in refs) or None)
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+
+
+def exported_specs(exported: jax.export.Exported) -> tuple[jax.sharding.PartitionSpec | None, ...]:
+    """The specs in which an exported program gives its results, where it says so."""
+    return tuple(s if s is None else s.spec for s in exported._out_named_shardings)

@@ -5,7 +5,10 @@
 Each stage can be printed and asked; calling the decorated step runs through them once per set of shapes.
 """
 
+import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -14,7 +17,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 from mpmd import _jax_compat as compat
-from mpmd import transfer
+from mpmd import distributed, transfer
+from mpmd.agreement import agree_on_values
 from mpmd.arguments import (
     Call,
     Hint,
@@ -34,10 +38,13 @@ from mpmd.arguments import (
     zeros_of,
 )
 from mpmd.array import MpmdArray
+from mpmd.closures import surroundings
 from mpmd.execute import Executor
-from mpmd.explain import explain, flops_per_step, memory_by_group
+from mpmd.explain import Roles, explain, flops_per_step, memory_by_group
+from mpmd.fetch import device_get
 from mpmd.homes import outline_step
-from mpmd.mesh import MpmdMesh
+from mpmd.memory import estimate
+from mpmd.mesh import MpmdMesh, MpmdSharding
 from mpmd.outline import Outline
 from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
@@ -82,7 +89,8 @@ def jit(
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
     The step is traced once per set of argument shapes, cut where `mpmd.mark_stage_end` says, and run by the
-    schedules of its loops. It computes what `jax.jit(fun)` computes.
+    schedules of its loops. It computes what `jax.jit(fun)` computes. Under `jax.disable_jit()` it runs `fun` as plain
+    Python, on one device.
 
     Args:
       fun: the step. Without it, a decorator is returned.
@@ -139,11 +147,15 @@ class Jitted:
         self._cache: dict[Any, list[Compiled]] = {}
 
     def __call__(self, *args, **kwargs):
+        if jax.config.values["jax_disable_jit"]:
+            args, kwargs = _on_one_device((args, kwargs))
+            return self._fun(*args, **kwargs)
         call = self._read(args, kwargs)
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
-        compiled = self._trace(call).lower().compile()
+        with distributed.compiling():
+            compiled = self._trace(call).lower().compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled._run(call.leaves)
 
@@ -202,9 +214,31 @@ class Jitted:
                     kwargs[where] = value
             return self._fun(*args, **kwargs)
 
-        trace = trace_step(fun, avals, call.tree, names, self._mesh)
+        fun.__wrapped__ = self._fun
+        known = _traces_of(self._fun)
+        key = call.key, tuple(names), tuple(hints), _shape(self._mesh), surroundings(self._fun)
+        if (trace := known.get(key)) is None:
+            trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
         donated = donated_leaves(call, self._donate, self._donate_names)
         return Traced(trace, self, tuple(hints), donated)
+
+
+_traces: weakref.WeakKeyDictionary[Callable, dict[Any, Trace]] = weakref.WeakKeyDictionary()
+
+
+def _traces_of(fun: Callable) -> dict[Any, Trace]:
+    """What has been traced of a function, for as long as it lives: as under `jax.jit`, a step is traced once for all
+    devices of one shape, however often it is given to `mpmd.jit`.
+    """
+    try:
+        return _traces.setdefault(fun, {})
+    except TypeError:  # no weak references to it
+        return {}
+
+
+def _shape(mesh: MpmdMesh):
+    """All of a mesh that a trace and its partition depend on: everything but the devices."""
+    return mesh.lowering_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -229,20 +263,50 @@ class Traced:
         """The structure of the result."""
         return self._trace.out_tree
 
-    def lower(self) -> "Lowered":
-        """Cuts the step into tasks and places everything on groups."""
+    def lower(self, *, mpmd_mesh: MpmdMesh | None = None) -> "Lowered":
+        """Cuts the step into tasks and places everything on groups.
+
+        Args:
+          mpmd_mesh: other devices than the step was traced for, in a mesh of the same shape.
+
+        Raises:
+          StageError: the step cannot be cut.
+          ValueError: `mpmd_mesh` has another shape.
+        """
         owner, trace = self._owner, self._trace
+        mesh = owner._mesh if mpmd_mesh is None else mpmd_mesh
+        if _shape(mesh) != _shape(owner._mesh):
+            raise ValueError(
+                f"Traced.lower: the step was traced for {owner._mesh}, which has another shape or other axes than"
+                f" {mesh}.\n  Trace it again: mpmd.jit(step, mpmd_mesh=...).trace(*args)."
+            )
         wish = broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
         outs = [
             hint_of(w, None, owner._mesh, n, v.aval) if w is not None else Hint()
             for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
-        outline = outline_step(trace, owner._mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
-        return Lowered(outline, owner._mesh, self._hints, tuple(outs), self._donated)
+        outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
+        return Lowered(outline, mesh, self._hints, tuple(outs), self._donated)
 
     def __str__(self):
         return str(self._trace)
+
+    def __repr__(self):
+        loops = [e.params["info"] for e in self._trace.jaxpr.eqns if e.primitive.name == "treduce"]
+        shown = "; ".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops) or "no loop"
+        return f"Traced({_name(self._owner._fun)}: {len(self._trace.jaxpr.eqns)} equations; {shown})"
+
+
+def _name(fun) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _items(outline: Outline, mesh: MpmdMesh) -> str:
+    """A step in a line: its loops, and what is around them."""
+    loops = [f"{loop.schedule}, {loop.partition.info.num_microbatches} microbatches" for loop in outline.loops]
+    around = len(outline.items) - len(loops)
+    return f"{mesh}; {'; '.join(loops) or 'no loop'}; {around} segments and transfers around"
 
 
 class Lowered:
@@ -261,12 +325,34 @@ class Lowered:
 
     __str__ = as_text
 
+    def __repr__(self):
+        return f"Lowered({_items(self._outline, self._mesh)})"
+
+    def estimate(self) -> dict[int, dict[str, int]]:
+        """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
+        layouts = [h.layout for h in self._ins]
+        return estimate(self._outline, self._mesh, layouts, self._donated, Roles(self._outline).role)
+
     def compile(self) -> "Compiled":
         """Compiles each distinct task once, builds the program and checks it."""
-        programs = compile_step(
-            self._outline, self._mesh, [h.layout for h in self._ins], [h.layout for h in self._outs], self._donated
-        )
-        return Compiled(programs, step_program(programs), self._donated)
+        with distributed.compiling():
+            programs = compile_step(
+                self._outline, self._mesh, [h.layout for h in self._ins], [h.layout for h in self._outs], self._donated
+            )
+            with _without_collection():
+                return Compiled(programs, step_program(programs), self._donated)
+
+
+@contextlib.contextmanager
+def _without_collection():
+    """Pauses Python's garbage collector: a plan is many small objects that stay, which it would look at in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Compiled:
@@ -292,8 +378,8 @@ class Compiled:
             mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
         ]
         self._consts = [
-            {g: transfer.put(c, s.group_sharding(g)) for g in groups}
-            for c, s, groups in zip(trace.consts, in_shardings, outline.inputs, strict=False)
+            {g: transfer.put(c, s.group_sharding(g)) for g in s.groups if g in mesh.local_groups}
+            for c, s in zip(trace.consts, in_shardings, strict=False)
         ]
         self._ins = in_shardings[num_consts:]
         self._in_avals: list[Any] = [v.aval for v in invars[num_consts:]]
@@ -308,6 +394,10 @@ class Compiled:
             for v, groups in outline.outputs
         ]
         self._out_tree = trace.out_tree
+
+    def __repr__(self):
+        compiler = self._programs.compiler
+        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {compiler.num_compiled} programs)"
 
     # --- what it is -------------------------------------------------------------------------------
 
@@ -345,8 +435,10 @@ class Compiled:
         return explain(self._programs, self._program, self._executor, self._in_avals, self._ins)
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
-        """Per group, bytes of arguments and of the largest temporaries of any executable, as XLA reports them."""
-        return memory_by_group(self._programs, self._program, self._in_avals, self._ins)
+        """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
+        the peaks of `gradients` and `activations`, the largest `temporaries` that XLA reports, and the `peak` of all.
+        """
+        return memory_by_group(self._programs, self._program)
 
     def cost_analysis(self) -> dict[str, float]:
         """Floating-point operations of one step, by XLA's cost analysis of each executable."""
@@ -365,7 +457,11 @@ class Compiled:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
             zeros = [
-                {g: jax.jit(functools.partial(zeros_of, v.aval), out_shardings=s.group_sharding(g))() for g in s.groups}
+                {
+                    g: jax.jit(functools.partial(zeros_of, v.aval), out_shardings=s.group_sharding(g))()
+                    for g in s.groups
+                    if g in s.mpmd_mesh.local_groups
+                }
                 for v, s in zip(self._programs.outline.trace.jaxpr.invars[len(self._consts) :], self._ins, strict=True)
             ]
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
@@ -407,6 +503,8 @@ class Compiled:
         return True
 
     def _run(self, leaves):
+        if (job := self._executor.prepare()) is not None:
+            agree_on_values(job, self._programs.outline.trace.in_names, leaves, self._ins, self._executor.ranks)
         arguments = [*self._consts, *self._arguments(leaves)]
         if self.timing:
             results, self._timed = self._executor.timed(arguments)
@@ -434,48 +532,34 @@ class Compiled:
                     continue
                 x = x._readable()
             if isinstance(x, jax.Array):
-                _check_movable(x)
+                _check_movable(x, sharding)
             else:
                 x = np.array(x, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
             placed: dict[int, jax.Array] = {}
             arguments.append(placed)
             for group in sharding.groups:
-                pending.append((placed, group))
-                values.append(x)
-                shardings.append(sharding.group_sharding(group))
+                if group in sharding.mpmd_mesh.local_groups:
+                    pending.append((placed, group))
+                    values.append(x)
+                    shardings.append(sharding.group_sharding(group))
         if pending:
-            for (placed, group), array in zip(pending, jax.device_put(values, shardings), strict=True):
+            for (placed, group), array in zip(pending, transfer.place(values, shardings), strict=True):
                 placed[group] = array
         return arguments
 
 
-def _check_movable(x: jax.Array):
-    """An array that is neither traced nor spread over other processes."""
+def _on_one_device(tree):
+    """MpmdArrays as arrays that plain JAX computes with, wherever the others are."""
+    return jax.tree.map(lambda x: jax.numpy.asarray(device_get(x)) if isinstance(x, MpmdArray) else x, tree)
+
+
+def _check_movable(x: jax.Array, sharding: MpmdSharding):
+    """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
     if isinstance(x, compat.Tracer):
         check_leaves([x], ["an argument"])
-    if not x.is_fully_addressable:
+    if not all(transfer.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
         raise ValueError(
             f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
             "  Bring it into the step's layout first:"
             " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
         )
-
-
-def device_get(tree):
-    """The values of a tree of MpmdArrays and jax.Arrays on the host.
-
-    Args:
-      tree: a pytree; other leaves are returned as they are.
-
-    Returns:
-      The same tree with numpy arrays. All copies are started before the first is waited for.
-
-    Raises:
-      RuntimeError: an array was deleted, or this process cannot read it.
-
-    Example:
-      >>> import jax.numpy as jnp, mpmd
-      >>> mpmd.device_get({"loss": jnp.float32(2.0)})["loss"] + 1
-      np.float32(3.0)
-    """
-    return jax.device_get(jax.tree.map(lambda x: x._host_readable() if isinstance(x, MpmdArray) else x, tree))

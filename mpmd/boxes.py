@@ -117,21 +117,30 @@ class Box:
         The cut is along the leading axes, so that every part is contiguous in memory if the box is; the parts
         of one axis differ in length by at most one.
         """
+        return (box for box, _ in self.split_sized(max_elements))
+
+    def split_sized(self, max_elements: int) -> Iterator[tuple["Box", int]]:
+        """The parts of `split`, each with its number of elements."""
         if max_elements < 1:
             raise ValueError(f"cannot split {self!r} into parts of {max_elements} elements.")
-        if self.size <= max_elements:
-            if self.size:
-                yield self
-            return
         shape = self.shape
+        size = math.prod(shape)
+        if size <= max_elements:
+            if size:
+                yield self, size
+            return
         axis = next(i for i, n in enumerate(shape) if n > 1)
-        row = math.prod(shape[axis + 1 :])
-        num_parts = min(shape[axis], math.ceil(shape[axis] / max(1, max_elements // row)))
+        length, first = shape[axis], self.start[axis]
+        row = size // length
+        num_parts = min(length, math.ceil(length / max(1, max_elements // row)))
         start, stop = list(self.start), list(self.stop)
         for i in range(num_parts):
-            lo = self.start[axis] + shape[axis] * i // num_parts
-            hi = self.start[axis] + shape[axis] * (i + 1) // num_parts
-            yield from _with_axis(start, stop, axis, lo, hi).split(max_elements)
+            lo, hi = length * i // num_parts, length * (i + 1) // num_parts
+            part = _with_axis(start, stop, axis, first + lo, first + hi)
+            if (hi - lo) * row <= max_elements:
+                yield part, (hi - lo) * row
+            else:
+                yield from part.split_sized(max_elements)
 
     def __repr__(self) -> str:
         return f"Box[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
@@ -158,6 +167,9 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
     """
     by_slices: dict[Any, Box] = {}
     boxes: dict[Device, Box] = {}
+    spec = getattr(sharding, "spec", ())
+    if len(spec) > len(shape):
+        raise ValueError(f"spec {spec} has {len(spec)} entries, but the array has {len(shape)} axes")
     try:
         index_map = sharding.devices_indices_map(shape)
     except ValueError:

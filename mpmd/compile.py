@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -34,7 +35,7 @@ class Executable:
         self._compiled = compiled
 
     @property
-    def call(self) -> jax.stages.Compiled:
+    def call(self) -> Any:
         """Takes and returns flat arrays; waits for the compilation."""
         return self._compiled.on(self.mesh)
 
@@ -42,45 +43,98 @@ class Executable:
 class _Distinct:
     """One distinct program: compiled once, on the mesh that asked first, and loaded on the others."""
 
-    def __init__(self, compiler: "Compiler", mesh: Mesh, build: Callable, first: Future):
+    def __init__(self, compiler: "Compiler", build: Callable):
         self.compiler = compiler
         self.build = build
-        self.loaded: dict[Mesh, Future | jax.stages.Compiled] = {mesh: first}
+        self.loaded: dict[Mesh, Any] = {}  # a Future while it is compiled
 
-    def on(self, mesh: Mesh) -> jax.stages.Compiled:
+    def start(self, mesh: Mesh) -> None:
+        """Begins to compile, in a thread, unless it has begun."""
+        if not self.loaded:
+            self.compiler.num_compiled += 1
+            self.loaded[mesh] = self.compiler.submit(self.build(mesh).compile)
+
+    def on(self, mesh: Mesh) -> Any:
+        self.start(mesh)
         found = self.loaded.get(mesh)
         if isinstance(found, Future):
-            found = self.loaded[mesh] = found.result()
+            found = self._callable(found.result(), mesh)
         if found is None:
             origin = next(iter(self.loaded))
-            found = compat.load_on(self.on(origin), mesh)
+            found = compat.load_on(self.compiled_on(origin), mesh)
             if found is None:
                 found = self.build(mesh).compile()
                 self.compiler.num_compiled += 1
             else:
                 self.compiler.num_loaded += 1
-            self.loaded[mesh] = found
+            found = self._callable(found, mesh)
         return found
+
+    def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
+        """As `on`, for everything but calls."""
+        found = self.on(mesh)
+        return found.compiled if isinstance(found, _ByJit) else found
+
+    def _callable(self, compiled, mesh: Mesh):
+        if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
+            compiled = _ByJit(compiled, self.build(mesh, by_jit=True), mesh)
+        self.loaded[mesh] = compiled
+        return compiled
+
+
+class _ByJit:
+    """A program called through `jax.jit`: on CPU devices, compiled ones refuse int4 arguments, theirs among them."""
+
+    def __init__(self, compiled: jax.stages.Compiled, jitted: Callable, mesh: Mesh):
+        self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
+
+    def __call__(self, *args):
+        with compat.use_mesh(self._mesh):
+            return self._jitted(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.compiled, name)
+
+
+def _is_sub_byte(dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
 
 
 class Compiler:
     """Compiles jaxprs for groups, each distinct one once. Counts what it did.
 
     Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled in
-    threads beside each other: XLA does not hold Python's lock.
+    threads beside each other: XLA does not hold Python's lock. What runs in other processes alone is compiled here
+    only where the shardings that it tells are needed.
+
+    Args:
+      traced_on: the abstract mesh that jaxprs come on.
+      own: the meshes of this process's groups.
     """
 
-    def __init__(self, traced_on: AbstractMesh):
+    def __init__(self, traced_on: AbstractMesh, own: Sequence[Mesh]):
         self.traced_on = traced_on
+        self._own = {_shape(mesh): mesh for mesh in reversed(own)}
+        self._is_own = set(own)
         self.num_compiled = 0
         self.num_loaded = 0
         self._distinct: dict = {}
         self._kept: list = []
+        self._closed = False
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def close(self):
         """No more programs will come; those under way are finished."""
         self._threads.shutdown(wait=False)
+        self._closed = True
+
+    def submit(self, fun: Callable) -> Future:
+        """Calls `fun` in a thread; at once where none is left."""
+        if not self._closed:
+            return self._threads.submit(fun)
+        done: Future = Future()
+        done.set_result(fun())
+        return done
 
     def compile(
         self,
@@ -112,28 +166,32 @@ class Compiler:
         if not any(ins) and not any(outs):
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
         key = (
-            compat.jaxpr_key(closed), mesh.axis_names, mesh.devices.shape, mesh.axis_types,
+            compat.jaxpr_key(closed), _shape(mesh),
             tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), mesh.devices.flat[0].platform,
         )  # fmt: skip
         known = all(s is not None for s in (*ins, *outs))
         if key not in self._distinct:
             self._kept.append(closed)  # keys hold identities of its constants
-            self.num_compiled += 1
 
-            def build(mesh: Mesh):
-                return _lowered(name, closed, mesh, ins, outs, donate)
+            def build(mesh: Mesh, by_jit=False):
+                return _lowered(name, closed, mesh, ins, outs, donate, by_jit)
 
-            lowered = build(mesh)
-            first = self._threads.submit(lowered.compile)
-            self._distinct[key] = _Distinct(self, mesh, build, first)
+            self._distinct[key] = _Distinct(self, build)
         distinct = self._distinct[key]
+        if mesh in self._is_own:
+            distinct.start(mesh)
         if not known:
+            distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
             ins, outs = compiled.input_shardings[0], compiled.output_shardings
         return Executable(name, mesh, distinct, (_on(mesh, s) for s in ins), (_on(mesh, s) for s in outs))
 
 
-def _lowered(name, closed, mesh, ins, outs, donate):
+def _shape(mesh: Mesh):
+    return mesh.axis_names, mesh.devices.shape, mesh.axis_types
+
+
+def _lowered(name, closed, mesh, ins, outs, donate, by_jit):
     fun = compat.jaxpr_as_fun(closed)
 
     def program(*args):
@@ -145,7 +203,8 @@ def _lowered(name, closed, mesh, ins, outs, donate):
     args = [_abstract(v.aval, s) for v, s in zip(closed.jaxpr.invars, ins, strict=True)]
     with compat.use_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
+        jitted = jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True)
+        return jitted if by_jit else jitted.lower(*args)
 
 
 def _abstract(aval, sharding):
@@ -154,11 +213,12 @@ def _abstract(aval, sharding):
 
 def _typed(aval, mesh: Mesh) -> NamedSharding | None:
     """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
+    kind = compat.memory_kind(aval)
     if mesh.size == 1 or costs.size(aval) <= 1:
-        return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     typed = getattr(aval, "sharding", None)
     if typed is not None and all(t == AxisType.Explicit for t in mesh.axis_types):
-        return NamedSharding(mesh, typed.spec)
+        return NamedSharding(mesh, typed.spec, memory_kind=kind)
     return None
 
 

@@ -12,6 +12,7 @@ _HEAVY = {
     "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
+    "foreign",
 }  # fmt: skip
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
@@ -50,13 +51,20 @@ def outputs(eqn) -> list[compat.Var]:
 def is_heavy(eqn) -> bool:
     """Whether the equation should run in one place only."""
     name = eqn.primitive.name
-    if name in _HEAVY or eqn.effects:
+    if name in _HEAVY or eqn.effects or changes_memory(eqn):
         return True
     out = sum(size(v.aval) for v in eqn.outvars)
     if name in _RANDOM:
         return out > _SMALL_RANDOM
     read = sum(size(v.aval) for v in eqn.invars)
     return name.startswith(("reduce", "arg")) and read > _LARGE_REDUCTION * max(out, 1)
+
+
+def changes_memory(eqn) -> bool:
+    """Whether the equation moves its operand between memories, as an offload to the host does."""
+    return eqn.primitive.name == "device_put" and any(
+        a.aval.memory_space != b.aval.memory_space for a, b in zip(eqn.invars, eqn.outvars, strict=True)
+    )
 
 
 def is_layout(eqn) -> bool:

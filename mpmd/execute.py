@@ -4,6 +4,7 @@ Nothing is looked up by name and no pytree is touched per task; nothing waits fo
 instruction needs is worked out once, when the executor is built.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,30 +13,42 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import scheduler
 from mpmd import _jax_compat as compat
-from mpmd import transfer
+from mpmd import distributed, nans, transfer
+from mpmd.agreement import agree, plan_of, warm_up
 from mpmd.body import Place
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
-from mpmd.timing import Timed, run_timed
-from scheduler import Call, Free, Program, Run, Send, Task, Value
+from mpmd.timing import Timed, as_text, of_text, run_timed
+from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
 
-_RUN, _MOVE, _ALIAS = 0, 1, 2
+_RUN, _MOVE, _ALIAS, _SEND, _RECV = range(5)
+# Pieces of all steps of a program are numbered from its own number, shifted so far.
+NUMBER_BITS = 44
 
 
 class Executor:
-    """Runs a checked program in this process.
+    """Runs this process's part of a checked program.
 
     Attributes:
       num_calls: executables called per step.
-      num_moves, bytes_moved: transfers between groups per step.
+      num_moves, bytes_moved: transfers per step that this process has to do with.
+      ranks: the processes of all groups.
     """
 
     def __init__(self, programs: StepPrograms, program: Program):
-        build = _Build(programs, program)
+        self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
+        job = distributed.current() if len(self.ranks) > 1 else None
+        self._job = job if job is not None and job.rank in self.ranks else None
+        build = _Build(programs, program, self._job)
         build.run()
         self.num_calls = sum(op[0] == _RUN for op in build.ops)
-        self.num_moves = sum(op[0] == _MOVE for op in build.ops)
+        self.num_moves = sum(op[0] in (_MOVE, _SEND, _RECV) for op in build.ops)
         self.bytes_moved = build.bytes_moved
+        self._num_pieces = build.num_pieces
+        self._next_piece: int | None = None
+        self._mesh = programs.mesh
+        self._plan = functools.partial(plan_of, programs, program)
+        self.position = 0
         self._ops = [tuple(op) for op in build.ops]
         self._texts = build.texts
         self._owners = build.owners
@@ -55,6 +68,10 @@ class Executor:
           Per flat result, `{group: array}`.
         """
         slots = self._fill(arguments)
+        if nans.are_errors():
+            return self._run_checked(slots)
+        if self._job is not None:
+            return self._run_in_job(slots, self._job)
         position = -1
         try:
             for code, fun, ins, outs, frees in self._ops:
@@ -73,13 +90,88 @@ class Executor:
             raise
         return self._collect(slots)
 
+    def _run_in_job(self, slots, job: distributed.Job):
+        """The same loop beside other processes: with their sends and receives, under the watchdog's eyes."""
+        base = self._begin()
+        job.watchdog.enter_step(self)
+        try:
+            for position, op in enumerate(self._ops):
+                self.position = position
+                _step(slots, op, base)
+                for slot in op[4]:
+                    slots[slot] = None
+        except Exception as e:
+            e.add_note(f"jax-mpmd: while it ran {self._texts[self.position]}")
+            raise
+        finally:
+            job.watchdog.leave_step()
+        return self._collect(slots)
+
+    def prepare(self) -> distributed.Job | None:
+        """Before the first step, lets the processes agree on the plan and meet; the job if this has just been done."""
+        if self._job is None or self._next_piece is not None:
+            return None
+        self._next_piece = agree(self._job, self._plan(), self.ranks) << NUMBER_BITS
+        warm_up(self._job, self._mesh, self.ranks)
+        return self._job
+
+    def _begin(self) -> int:
+        """The number of the step's first piece."""
+        self.prepare()
+        assert self._next_piece is not None
+        base = self._next_piece
+        self._next_piece += self._num_pieces
+        return base
+
+    @property
+    def transport(self) -> str:
+        """How values go between groups, for `explain()`."""
+        between = "" if self._job is None else " in this process, between processes by jax.experimental.transfer"
+        return f"by jax.device_put{between}"
+
+    def text(self, position: int) -> str:
+        """An instruction in words, for the watchdog."""
+        return self._texts[position] if position < len(self._texts) else ""
+
+    def peers(self, position: int) -> tuple[int, ...]:
+        """The other ranks whose part in an instruction it may wait for."""
+        code, *_ = self._ops[position]
+        others = self._mesh.processes[self._owners[position][0]] if code == _RUN else ()
+        return tuple(r for r in others if r != self._job.rank) if self._job is not None and len(others) > 1 else ()
+
+    def _run_checked(self, slots):
+        """The same loop, looking at what each executable returns (`jax_debug_nans`, `jax_debug_infs`)."""
+        base = 0 if self._job is None else self._begin()
+        for op, text in zip(self._ops, self._texts, strict=True):
+            try:
+                _step(slots, op, base)
+                if op[0] == _RUN and op[2]:  # accumulators start from nothing, perhaps at infinity
+                    nans.check([slots[i] for i in op[3]], text)
+            except Exception as e:
+                e = nans.translated(e, text)
+                e.add_note(f"jax-mpmd: while it ran {text}")
+                raise e from None
+            for slot in op[4]:
+                slots[slot] = None
+        return self._collect(slots)
+
     def timed(self, arguments) -> tuple[list, list[Timed]]:
         """Runs the step once under a clock: results as by a call, and when each task of its loops ran."""
         slots = self._fill(arguments)
-        ops = []
-        for (code, fun, ins, outs, _), (group, tasks) in zip(self._ops, self._owners, strict=True):
-            ops.append((group, tasks, code == _RUN, (lambda x: x) if code == _ALIAS else fun, ins, outs))
+        base = 0 if self._job is None else self._begin()
+        mixed = any(op[0] == _RECV and op[2] is not None for op in self._ops)  # reads what another local group sends
+        ops = [
+            (0 if mixed else group, tasks, op[0] == _RUN, functools.partial(_step, slots, op, base), op[2], op[3])
+            for op, (group, tasks) in zip(self._ops, self._owners, strict=True)
+        ]
+        if self._job is not None:
+            self._job.exchange("starting the clock of a timed step", "", self.ranks)
+            self._job.watchdog.enter_step(self)
         records = run_timed(slots, ops)
+        if self._job is not None:
+            self._job.watchdog.leave_step()
+            said = self._job.exchange("gathering a timed step", as_text(records), self.ranks)
+            records = sorted({r for text in said.values() for r in of_text(text)}, key=lambda r: r.start)
         return self._collect(slots), records
 
     def _fill(self, arguments) -> list:
@@ -93,10 +185,31 @@ class Executor:
         return [{group: slots[slot] for group, slot in where} for where in self._outputs]
 
 
+def _step(slots: list, op, base: int) -> None:
+    """Does one instruction."""
+    code, fun, ins, outs, _ = op
+    if code == _RUN:
+        for slot, value in zip(outs, fun(*[slots[i] for i in ins]), strict=False):
+            slots[slot] = value
+    elif code == _MOVE:
+        slots[outs] = fun(slots[ins])
+    elif code == _ALIAS:
+        slots[outs] = slots[ins]
+    elif code == _SEND:
+        fun(slots[ins], base)
+    else:
+        slots[outs] = fun(None if ins is None else slots[ins], base)
+
+
 class _Build:
     """Works out slots and bound arguments for one process's instructions."""
 
-    def __init__(self, programs: StepPrograms, program: Program):
+    def __init__(self, programs: StepPrograms, program: Program, job: distributed.Job | None):
+        self.job = job
+        self.local = set(programs.mesh.local_groups)
+        self.num_pieces = 0
+        self.routes: dict = {}
+        self.ways: dict = {}
         self.programs = programs
         self.outline = programs.outline
         self.program = program
@@ -123,17 +236,21 @@ class _Build:
     def run(self):
         names = self.outline.trace.jaxpr.invars
         self.input_slots = [
-            [(g, self.slot(g, self.outer(v))) for g in sorted(groups)]
+            [(g, self.slot(g, self.outer(v))) for g in sorted(groups) if g in self.local]
             for v, groups in zip(names, self.outline.inputs, strict=True)
         ]
         pending: list[int] = []
-        for group, instruction in scheduler.merge(self.program):
-            if isinstance(instruction, Run):
+        for group, instruction in scheduler.merge(self.program) if self.local else ():
+            if isinstance(instruction, Send):
+                self._send(group, instruction)
+            elif group not in self.local:
+                continue
+            elif isinstance(instruction, Run):
                 self._run(group, instruction.tasks, self.programs.loops[instruction.loop])
             elif isinstance(instruction, Call):
                 self._call(group, instruction)
-            elif isinstance(instruction, Send):
-                self._send(group, instruction)
+            elif isinstance(instruction, Recv):
+                self._receive(group, instruction)
             elif isinstance(instruction, Free):
                 slot = self.slot(group, instruction.value)
                 if self.ops:
@@ -142,10 +259,14 @@ class _Build:
                     pending.append(slot)
         if self.indices:
             slots, values, targets = zip(*self.indices, strict=True)
-            self.constants.update(zip(slots, jax.device_put(list(values), list(targets)), strict=True))
+            self.constants.update(zip(slots, self._placed(list(values), list(targets)), strict=True))
         self.output_slots = [
-            [(g, self.slot(g, self.outer(v))) for g in sorted(groups)] for v, groups in self.outline.outputs
+            [(g, self.slot(g, self.outer(v))) for g in sorted(groups) if g in self.local]
+            for v, groups in self.outline.outputs
         ]
+
+    def _placed(self, values, targets) -> list:
+        return jax.device_put(values, targets) if self.job is None else transfer.place(values, targets)
 
     def _add(self, code, fun, ins, outs, text, group, tasks=()):
         self.ops.append([code, fun, ins, outs, ()])
@@ -200,18 +321,59 @@ class _Build:
         if slot not in self.constants:
             sharding = NamedSharding(self.programs.mesh.groups[group], PartitionSpec())
             self.constants[slot] = None  # until all are put at once
-            self.indices.append((slot, np.int32(microbatch), transfer.target_of(sharding)))
+            target = transfer.target_of(sharding) if self.job is None else sharding
+            self.indices.append((slot, np.int32(microbatch), target))
         return slot
 
     def _send(self, group, instruction: Send):
         value, target = instruction.value, instruction.to_group
-        v = self.loop_vars[value.name] if value.microbatch is not None else self.vars[value.name]
-        source = self.programs.sharding(v, group)
-        wanted = self.programs.sharding(v, target)
-        ins, outs = self.slot(group, value), self.slot(target, value)
+        code, fun, source, wanted = self._way(value.name, value.microbatch is not None, group, target)
         text = f"the transfer of {value} from group {group} to {target}"
-        if transfer.is_alias(source, wanted, len(v.aval.shape)):
-            self._add(_ALIAS, None, ins, outs, text, group)
-        else:
-            self._add(_MOVE, transfer.mover(source, wanted, v.aval.dtype), ins, outs, text, group)
+        if code == _SEND:
+            self._send_away(group, instruction, fun, source, wanted, text)
+        elif group in self.local:
+            self._add(code, fun, self.slot(group, value), self.slot(target, value), text, group)
+            self.bytes_moved += self.program.nbytes.get(value.name, 0) if code == _MOVE else 0
+
+    def _way(self, name, in_loop, group, target):
+        """How a value goes from group to group, for all microbatches alike."""
+        found = self.ways.get((name, group, target))
+        if found is None:
+            v = self.loop_vars[name] if in_loop else self.vars[name]
+            source, wanted = self.programs.sharding(v, group), self.programs.sharding(v, target)
+            mesh = self.programs.mesh
+            if transfer.is_alias(source, wanted, len(v.aval.shape)):
+                found = _ALIAS, None, source, wanted
+            elif len({*mesh.processes[group], *mesh.processes[target]}) > 1:
+                found = _SEND, v.aval, source, wanted
+            else:
+                here = group in self.local
+                found = _MOVE, transfer.mover(source, wanted, v.aval.dtype) if here else None, source, wanted
+            self.ways[name, group, target] = found
+        return found
+
+    def _send_away(self, group, instruction: Send, aval, source, wanted, text):
+        """Offers pieces to other processes; every process counts them alike, also those that have no part in them."""
+        value, target = instruction.value, instruction.to_group
+        assert self.job is not None
+        first = self.num_pieces
+        self.num_pieces += len(transfer.pieces(source, wanted, tuple(aval.shape)))
+        if group not in self.local and target not in self.local:
+            return
+        route = transfer.Route(self.job, source, wanted, aval, first, self._is_the_users(group, value), text)
+        self.routes[group, target, value] = route
+        if group in self.local and route.outgoing:
+            self._add(_SEND, route.send, self.slot(group, value), None, text, group)
             self.bytes_moved += self.program.nbytes.get(value.name, 0)
+
+    def _receive(self, group, instruction: Recv):
+        value, source = instruction.value, instruction.from_group
+        route = self.routes.pop((source, group, value), None)
+        if route is not None:
+            ins = self.slot(source, value) if source in self.local else None
+            self._add(_RECV, route.receive, ins, self.slot(group, value), route.what, group)
+            self.bytes_moved += 0 if source in self.local else self.program.nbytes.get(value.name, 0)
+
+    def _is_the_users(self, group, value) -> bool:
+        """Whether the user gets to hold an array, and so may delete it or donate it while it is on its way."""
+        return value in self.program.inputs_of(group) or value in self.program.outputs_of(group)

@@ -1,11 +1,13 @@
 """What a compiled step is, in words and numbers: what runs where, what is sent, what it costs."""
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 
 import scheduler
 from mpmd import costs
 from mpmd.body import Place
-from mpmd.outline import Segment
+from mpmd.memory import measured
+from mpmd.outline import Outline, Segment
 from mpmd.stepping import StepPrograms
 from scheduler import Program, Run, Send
 
@@ -13,18 +15,17 @@ from scheduler import Program, Run, Send
 def explain(programs: StepPrograms, program: Program, executor, in_avals, in_shardings) -> str:
     """A table per group and stage, and the step's totals."""
     lines = [f"step on {programs.mesh}"]
-    memory = memory_by_group(programs, program, in_avals, in_shardings)
+    memory = memory_by_group(programs, program)
     sends = _sends(program)
-    roles = _Roles(programs)
+    roles = Roles(programs.outline)
     for group, mesh in enumerate(programs.mesh.groups):
-        m = memory[group]
+        m = memory.get(group)
         devices = list(mesh.devices.flat)
         shown = ", ".join(map(str, devices[:4])) + (" …" if len(devices) > 4 else "")
         held = roles.bytes_in(group)
         lines.append(
             f"group {group} on {shown}: parameters {_bytes(held['parameters'])}, optimizer and other state"
-            f" {_bytes(held['state'])}, data {_bytes(held['data'])}; per device: arguments {_bytes(m['arguments'])},"
-            f" activations in flight {_bytes(m['activations'])} (peak), temporaries {_bytes(m['temporaries'])}"
+            f" {_bytes(held['state'])}, data {_bytes(held['data'])}{'' if m is None else _per_device(m)}"
         )
         for loop in programs.loops:
             lines += _stages(loop, group, roles)
@@ -37,21 +38,73 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
             f"loop {loop.loop.number}: {info.schedule}, {info.num_microbatches} microbatches,"
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"
         )
+    if not programs.loops and (marks := programs.outline.trace.num_marks):
+        lines.append(
+            f"no pipelined loop: {marks} stage ends stand outside of a treduce with a schedule and mark nothing"
+        )
+    lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = sum(1 for _ in executables(programs))
     lines.append(
         f"{in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
         f" {executor.num_calls} calls and {executor.num_moves} transfers ({_bytes(executor.bytes_moved)}) a step;"
-        f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers by jax.device_put"
+        f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {executor.transport}"
     )
     return "\n".join(lines)
 
 
-class _Roles:
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
+    """How often each collective of XLA stands in each program that this process runs: `{"B0": {"all-reduce": 1}}`.
+
+    A gradient that is summed over devices once a step has its `all-reduce` in a segment after the loop; in a backward
+    task it runs once a microbatch. See docs/compatibility.md for how to write the former.
+    """
+    local = [programs.mesh.groups[g] for g in programs.mesh.local_groups]
+    named = [(name, e) for name, e in programs.segments.items()]
+    for loop in programs.loops:
+        prefix = f"loop{loop.loop.number}:" if len(programs.loops) > 1 else ""
+        named += [(f"{prefix}{p}", t.executable) for p, t in loop.tasks.items() if t.executable is not None]
+    found = {}
+    for name, executable in named:
+        if executable.mesh in local and executable.mesh.size > 1:
+            count = Counter(_COLLECTIVE.findall(executable.call.as_text()))
+            if count:
+                found[name] = dict(sorted(count.items()))
+    return found
+
+
+def _collective_lines(programs: StepPrograms):
+    """Collectives inside of groups: those of tasks run once a microbatch, the others once a step."""
+    found = collectives(programs)
+    for where, chosen in (
+        ("a step, around the loops", {n: c for n, c in found.items() if n in programs.segments}),
+        ("a microbatch, in tasks", {n: c for n, c in found.items() if n not in programs.segments}),
+    ):
+        if chosen:
+            each = ", ".join(f"{name} {_counted(count)}" for name, count in chosen.items())
+            yield f"collectives {where}: {_counted(sum(map(Counter, chosen.values()), Counter()))} ({each})"
+
+
+def _counted(count) -> str:
+    return ", ".join(f"{n} {name}" for name, n in count.items())
+
+
+def _per_device(m: dict[str, int]) -> str:
+    in_host = f", in host memory {_bytes(m['host'])}" if m["host"] else ""
+    return (
+        f"; per device: arguments {_bytes(m['arguments'])}, gradients {_bytes(m['gradients'])}, activations in flight"
+        f" {_bytes(m['activations'])} (peak), temporaries {_bytes(m['temporaries'])}, at most {_bytes(m['peak'])}"
+        f"{in_host}"
+    )
+
+
+class Roles:
     """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data."""
 
-    def __init__(self, programs: StepPrograms):
-        outline = programs.outline
+    def __init__(self, outline: Outline):
         num_consts = len(outline.trace.consts)
         self.args = outline.trace.jaxpr.invars[num_consts:]
         self.groups = outline.inputs[num_consts:]
@@ -82,7 +135,7 @@ class _Roles:
         return held
 
 
-def _stages(loop, group, roles: _Roles):
+def _stages(loop, group, roles: Roles):
     placement = loop.loop.schedule.placement
     for stage in (s for s in range(len(placement)) if placement[s] == group):
         bodies = [t for p, t in loop.tasks.items() if p.stage == stage]
@@ -103,24 +156,9 @@ def _stages(loop, group, roles: _Roles):
                 yield f"    W keeps {_bytes(kept)} a microbatch"
 
 
-def memory_by_group(programs: StepPrograms, program: Program, in_avals, in_shardings) -> dict[int, dict[str, int]]:
-    """Per group and device: bytes of arguments, of activations at their peak, of the largest temporaries."""
-    found = {}
-    report = scheduler.check(program)
-    for group, mesh in enumerate(programs.mesh.groups):
-        arguments = sum(
-            _shard_bytes(aval, s, group) for aval, s in zip(in_avals, in_shardings, strict=True) if group in s.groups
-        )
-        resident = sum(costs.nbytes(aval) for aval, s in zip(in_avals, in_shardings, strict=True) if group in s.groups)
-        temporaries = [
-            getattr(e.call.memory_analysis(), "temp_size_in_bytes", 0) for e in executables(programs) if e.mesh == mesh
-        ]
-        found[group] = {
-            "arguments": arguments,
-            "activations": max(0, report.peak_bytes[group] - resident) // mesh.size,
-            "temporaries": max(temporaries, default=0),
-        }
-    return found
+def memory_by_group(programs: StepPrograms, program: Program) -> dict[int, dict[str, int]]:
+    """Per group of this process, bytes on each device; see `mpmd.memory.measured`."""
+    return measured(programs, program, Roles(programs.outline).role)
 
 
 def executables(programs: StepPrograms):
@@ -148,15 +186,6 @@ def flops_per_step(programs: StepPrograms, program: Program) -> float:
 def _flops(executable) -> float:
     analysis = executable.call.cost_analysis() or {}
     return max(0.0, float(analysis.get("flops", 0.0))) * executable.mesh.size
-
-
-def _shard_bytes(aval, sharding, group) -> int:
-    shape = sharding.group_sharding(group).shard_shape(aval.shape)
-    whole = costs.size(aval)
-    part = 1
-    for n in shape:
-        part *= n
-    return costs.nbytes(aval) * part // whole if whole else 0
 
 
 def _sends(program: Program):

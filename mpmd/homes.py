@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 
-import jax
-
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.across import SMALL, across_p, place_p
+from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
 from mpmd.trace import Trace
@@ -26,7 +26,7 @@ def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups, forwa
     Raises:
       StageError: a loop does not fit its schedule or the mesh.
     """
-    with jax.sharding.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
+    with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
         items, outvars = step_items(trace, mpmd_mesh, forwarded)
     donors = match_state(trace)
     placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)
@@ -50,12 +50,16 @@ class _Placer:
         self.pinned: dict[compat.Var, Groups | None] = {}
         self.pins: list[Groups | None] = []
         self.follows: set[compat.Var] = set()  # made larger than what they are made of: sent before, not after
+        self.placed: dict[compat.Var, Groups] = {}  # by the user
         self.runs: list[Groups] = []
         self.out_placed: list[Groups] = []
         self.wanted: dict[compat.Var, set[int]] = {}
         self.inputs: list[Groups] = []
 
     def solve(self):
+        for item in self.items:
+            if not isinstance(item, Draft) and item.primitive is place_p:
+                self.placed[item.outvars[0]] = _checked_groups(item, self.everywhere)
         self._pin_loop_arguments()
         self._pin()
         wish = [g or frozenset() for g in self.out_groups]
@@ -75,6 +79,8 @@ class _Placer:
                     wider.append(self.out_groups[j])
                 elif donor is not None:
                     wider.append(self.inputs[donor])
+                elif not isinstance(v, compat.Literal) and v in self.placed:
+                    wider.append(self.placed[v])
                 elif not getattr(v.aval, "shape", ()):
                     wider.append(self.everywhere)
                 else:
@@ -134,7 +140,9 @@ class _Placer:
                 before.append(item)
         for eqn in reversed(before):
             groups = set().union(*(wanted[v] for v in eqn.outvars))
-            if costs.is_heavy(eqn) and groups:
+            if eqn.primitive is place_p:
+                groups = set(self.placed[eqn.outvars[0]])
+            elif _runs_once(eqn) and groups:
                 groups = {min(groups)}  # it runs once, and its result is sent
             for v in costs.variables(eqn.invars):
                 if costs.size(v.aval) < 2 * sum(costs.size(o.aval) for o in eqn.outvars):
@@ -156,7 +164,11 @@ class _Placer:
                 continue
             held = [(p, v) for v in costs.variables(item.invars) if (p := self.pinned[v]) is not None]
             pin = None
-            if held:
+            if item.primitive is place_p:
+                pin = self.placed[item.outvars[0]]
+            elif item.primitive is across_p and costs.nbytes(item.outvars[0].aval) <= SMALL:
+                pin = None  # where it is wanted: each group gets all the parts
+            elif held:
                 common = frozenset.intersection(*(p for p, _ in held))
                 if not common:
                     weight: dict[int, int] = defaultdict(int)
@@ -168,7 +180,7 @@ class _Placer:
             self.pins.append(pin)
             self.pinned.update((v, pin) for v in item.outvars)
             made = self.follows.intersection(costs.variables(item.invars))
-            if not costs.is_heavy(item) and (costs.grows(item) or (costs.is_layout(item) and made)):
+            if not _runs_once(item) and (costs.grows(item) or (costs.is_layout(item) and made)):
                 self.follows.update(item.outvars)
 
     def _demand(self, wish, final: bool):
@@ -260,7 +272,7 @@ class _Placer:
             for g in self.runs[i]:
                 limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=_END)
                 level = instances[i, g]
-                if level < limit < _END and not (shrinks or costs.is_heavy(item)):
+                if level < limit < _END and not (shrinks or _runs_once(item)):
                     while limit in loop_levels.values():
                         limit -= 1
                     level = instances[i, g] = max(level, limit)
@@ -361,12 +373,25 @@ class _Placer:
         return Segment(f"segment{level}.{group}", group, level, eqns, reads, writes)
 
 
+def _checked_groups(eqn, everywhere: Groups) -> Groups:
+    """The groups that a `place` names."""
+    groups = eqn.params["groups"]
+    if groups is None:
+        return everywhere
+    if wrong := sorted(groups - everywhere):
+        raise StageError(
+            f"place at {compat.source_line(eqn)}: group {wrong[0]} is not there; the mesh has groups"
+            f" 0..{len(everywhere) - 1}."
+        )
+    return groups
+
+
 def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     """The groups that run an equation outside of the loops."""
     if compat.is_ordered(eqn):
         return frozenset([0])  # in one group they keep their order
     if pin is None:
-        if eqn.effects or costs.is_heavy(eqn):
+        if eqn.effects or _runs_once(eqn):
             return frozenset([min(here, default=0)])
         return here or frozenset([0])
     if eqn.effects:
@@ -374,3 +399,8 @@ def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     if here and not pin & here and follows:
         return here
     return pin & here or frozenset([min(pin)])
+
+
+def _runs_once(eqn) -> bool:
+    """Whether an equation should run in one group, early; moves between memories are each group's own, and late."""
+    return costs.is_heavy(eqn) and not costs.changes_memory(eqn)

@@ -62,6 +62,10 @@ class Mean(Add):
 
     @classmethod
     def finish(cls, acc, num_microbatches):
+        sharding = explicit_sharding(jax.typeof(acc))
+        if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
+            share = jnp.asarray(1 / num_microbatches, acc.dtype)
+            return acc * jax.reshard(share, PartitionSpec(reduced=sharding.spec.unreduced))
         return acc / num_microbatches
 
 
@@ -102,13 +106,21 @@ class Concat(Operation):
         return lax.dynamic_update_slice(acc, x, (index,) + (np.int32(0),) * (x.ndim - 1))
 
 
+def explicit_sharding(aval):
+    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
+    sharding = getattr(aval, "sharding", None)
+    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
+
+
 def _full(aval, shape, value, dtype=None):
     dtype = dtype or aval.dtype
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
+    sharding = explicit_sharding(aval)
+    if sharding is None:
         return lax.full(shape, value, dtype)
-    spec = (*(None,) * (len(shape) - len(aval.shape)), *sharding.spec)
-    return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    old = sharding.spec
+    entries = (*(None,) * (len(shape) - len(aval.shape)), *old.partitions)
+    spec = PartitionSpec(*entries, unreduced=old.unreduced, reduced=old.reduced)
+    return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _extreme(dtype, lowest: bool):
@@ -300,6 +312,8 @@ def _slice(x, index, axis):
 
 def _treduce(take, num_microbatches, schedule, operation, name):
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
+    if jax.config.values["jax_disable_jit"]:
+        return _eager_loop(take, num_microbatches, operation, name)
     out_tree: Any = None
     frozen: dict[int, np.ndarray] = {}
 
@@ -321,6 +335,30 @@ def _treduce(take, num_microbatches, schedule, operation, name):
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
     return jax.tree.unflatten(out_tree, leaves)
+
+
+def _eager_loop(take, num_microbatches, operation, name):
+    """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
+    accs: list = []
+    operations: tuple = ()
+    tree: Any = None
+    for i in range(num_microbatches):
+        leaves, tree = jax.tree.flatten(take(jnp.int32(i)))
+        leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
+        if i == 0:
+            operations = _broadcast_operation(operation, tree, name)
+            moving = [(op, jax.typeof(x)) for op, x in zip(operations, leaves, strict=True) if not _is_float0(x)]
+            _check_operations([op for op, _ in moving], [aval for _, aval in moving], name)
+            accs = [
+                x if _is_float0(x) else op.init(jax.typeof(x), num_microbatches)
+                for op, x in zip(operations, leaves, strict=True)
+            ]
+        accs = [
+            acc if _is_float0(x) else op.update(acc, x, np.int32(i))
+            for op, acc, x in zip(operations, accs, leaves, strict=True)
+        ]
+    done = [a if _is_float0(a) else op.finish(a, num_microbatches) for op, a in zip(operations, accs, strict=True)]
+    return jax.tree.unflatten(tree, done)
 
 
 def _is_float0(x) -> bool:

@@ -313,7 +313,7 @@ def _as_spec(spec: SpecLike) -> PartitionSpec:
 def _without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
     """The spec with one mesh axis dropped, and each entry in its shortest form."""
     entries: list[Any] = []
-    for entry in spec:
+    for entry in spec.partitions:
         if isinstance(entry, (tuple, list)):
             names = tuple(name for name in entry if name != axis_name)
             entries.append(names[0] if len(names) == 1 else names or None)
@@ -333,9 +333,9 @@ def _check_mesh_ids(mesh: MpmdMesh, mesh_ids: frozenset[int]) -> None:
 def _checked_group_shardings(sharding: MpmdSharding) -> dict[int, NamedSharding]:
     """The sharding in each group that holds the array; raises one error for all groups where there is none."""
     mesh, spec = sharding.mpmd_mesh, sharding.spec
-    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+    if PartitionSpec.UNCONSTRAINED in spec.partitions:
         raise ValueError(f"MpmdSharding: spec={spec} is unconstrained; where an array lies must be said in full.")
-    named = {n for e in spec for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
+    named = {n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
     faults: list[str] = []
     shardings: dict[int, NamedSharding] = {}
     for group in sharding.groups:

@@ -153,16 +153,24 @@ def place_forward(body: Body, marks: Marks):
 
 
 def _place_stage_zero(body: Body, marks: Marks, unmarked):
-    """The implied entry mark: what mark 0 needs and reads a parameter, and what reads that, is stage 0's."""
+    """The implied entry mark: what mark 0 needs and reads a parameter, and what reads that, is stage 0's. So is what
+    only mark 0 needs of heavy work on the microbatch alone, such as a frozen encoder.
+    """
     needed = body.ancestors(marks.first.eqn.invars)
     roots = _parameter_roots(body)
     in_stage_zero: set[compat.Var] = set()
     parameters: set[compat.Var] = set()
+    heavy: set[compat.Var] = set()
     for node in unmarked:
+        if id(node) not in needed:
+            continue
         reads = _parameters_read(body, node, roots)
-        if id(node) in needed and (reads or any(v in in_stage_zero for v in body.inputs(node))):
+        if reads or any(v in in_stage_zero for v in body.inputs(node)):
             parameters |= reads
             in_stage_zero.update(node.eqn.outvars)
+        elif costs.is_heavy(node.eqn) or any(v in heavy for v in body.inputs(node)):
+            heavy.update(node.eqn.outvars)
+            node.place = Place(0, "F")
     for node in unmarked:
         reads = _parameters_read(body, node, roots)
         if reads & parameters or any(v in in_stage_zero for v in node.eqn.outvars + body.inputs(node)):

@@ -74,7 +74,7 @@ def fit(layout: Layout, mesh: Mesh, shape) -> NamedSharding:
         if _divides(sharding, shape):
             return sharding
     entries = []
-    for size, entry in itertools.zip_longest(shape, spec[: len(shape)], fillvalue=None):
+    for size, entry in itertools.zip_longest(shape, spec.partitions[: len(shape)], fillvalue=None):
         names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.shape)
         total = functools.reduce(lambda a, n: a * mesh.shape[n], names, 1)
         entries.append(names if names and size % total == 0 else None)
@@ -83,7 +83,7 @@ def fit(layout: Layout, mesh: Mesh, shape) -> NamedSharding:
 
 def shortest(spec: PartitionSpec) -> PartitionSpec:
     """The spec without trailing Nones."""
-    entries = list(spec)
+    entries = list(spec.partitions)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
@@ -98,7 +98,7 @@ def _divides(sharding, shape) -> bool:
 
 
 def _axes(spec):
-    return [n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]
+    return [n for entry in spec.partitions for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]
 
 
 def compile_step(
@@ -113,11 +113,22 @@ def compile_step(
     return _StepCompiler(outline, mesh, in_layouts, out_layouts, donated_args).run()
 
 
+def donations(outline: Outline, mesh: MpmdMesh, donated_args: frozenset[int]) -> dict[str, frozenset[compat.Var]]:
+    """What each segment's executable may take over, told without compiling."""
+    nothing = [None] * len(outline.trace.in_avals), [None] * len(outline.outputs)
+    step = _StepCompiler(outline, mesh, *nothing, donated_args)
+    step.compiler.close()
+    last_use = step._last_use()
+    segments = [(i, item) for i, item in enumerate(outline.items) if isinstance(item, Segment)]
+    return {item.name: step._donatable(item, i, last_use) for i, item in segments}
+
+
 class _StepCompiler:
     def __init__(self, outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args):
         self.outline = outline
         self.mesh = mesh
-        self.compiler = Compiler(mesh.groups[0].abstract_mesh)
+        own = [mesh.groups[g] for g in mesh.local_groups]
+        self.compiler = Compiler(mesh.groups[0].abstract_mesh, own)
         self.layouts: dict[compat.Var, Layout] = {}
         self.wanted: dict[compat.Var, Layout] = {}
         num_consts = len(outline.trace.consts)
@@ -191,16 +202,21 @@ class _StepCompiler:
     def _donatable(self, item: Segment, position, last_use) -> frozenset:
         """Arguments that nothing reads afterwards and whose memory a result can use."""
         shared = set()
-        if self.mesh.groups_share_devices:  # there a transfer is an alias
+        # Where groups share devices, a transfer is an alias; between processes, what is sent stays until it is taken.
+        if self.mesh.groups_share_devices or len({p for ps in self.mesh.processes for p in ps}) > 1:
             shared = {t.var for t in self.outline.items if isinstance(t, Transfer)}
             shared |= {v for v, g in zip(self.invars, self.outline.inputs, strict=True) if len(g) > 1}
-        room: list = [(v.aval.shape, str(v.aval.dtype)) for v in item.writes if not isinstance(v, compat.Literal)]
+        room: list = [
+            (v.aval.shape, str(v.aval.dtype), compat.memory_kind(v.aval))
+            for v in item.writes
+            if not isinstance(v, compat.Literal)
+        ]
         inputs = set(self.invars)
         found = []
         for v in item.reads:
             if v in shared or last_use[v, item.group] != position or (v in inputs and v not in self.donated_vars):
                 continue
-            kind = (getattr(v.aval, "shape", None), str(v.aval.dtype))
+            kind = (getattr(v.aval, "shape", None), str(v.aval.dtype), compat.memory_kind(v.aval))
             if kind in room:
                 room.remove(kind)
                 found.append(v)
@@ -288,7 +304,7 @@ class _StepCompiler:
         return executable
 
     def _jaxpr(self, partition: LoopPartition, body: TaskBody):
-        with jax.sharding.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
+        with compat.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             return task_jaxpr(partition, body)
 
     def _zeros(self, partition: LoopPartition, own, group) -> Executable:
@@ -299,7 +315,7 @@ class _StepCompiler:
         def start():
             return [a.operation.init(a.value.aval, n) for a in accs]
 
-        with jax.sharding.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
+        with compat.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(start)()
         return self.compiler.compile("zeros", closed, mesh, [], [self._known(a.result, mesh) for a in accs])
 

@@ -4,6 +4,7 @@ Slower than the ordinary executor (it waits for every task), so it is asked for.
 as they do otherwise, so starts and ends are those of a real pipeline.
 """
 
+import json
 import threading
 import time
 from typing import NamedTuple
@@ -27,7 +28,7 @@ def run_timed(slots: list, ops) -> list[Timed]:
 
     Args:
       slots: the values of the step, inputs filled in; results are left in them.
-      ops: `(group, tasks, is_run, function, input slots, output slots)` in one global order.
+      ops: `(group, tasks, is_run, act, input slots, output slots)` in one global order; `act()` does it on `slots`.
     """
     arrived = {op[5]: threading.Event() for op in ops if not op[2]}
     records: list[Timed] = []
@@ -36,11 +37,11 @@ def run_timed(slots: list, ops) -> list[Timed]:
 
     def walk(group):
         try:
-            for owner, tasks, is_run, fun, ins, outs in ops:
+            for owner, tasks, is_run, act, ins, outs in ops:
                 if owner != group or failures:
                     continue
                 if not is_run:
-                    slots[outs] = fun(slots[ins])
+                    act()
                     arrived[outs].set()
                     continue
                 for i in ins:
@@ -48,10 +49,9 @@ def run_timed(slots: list, ops) -> list[Timed]:
                         arrived[i].wait()
                 jax.block_until_ready([slots[i] for i in ins])
                 start = time.perf_counter() - begin
-                values = jax.block_until_ready(fun(*[slots[i] for i in ins]))
+                act()
+                jax.block_until_ready([slots[i] for i in outs])
                 end = time.perf_counter() - begin
-                for slot, value in zip(outs, values, strict=False):
-                    slots[slot] = value
                 if tasks:
                     records.append(Timed(group, tasks, start, end))
         except BaseException as e:
@@ -67,6 +67,16 @@ def run_timed(slots: list, ops) -> list[Timed]:
     if failures:
         raise failures[0]
     return records
+
+
+def as_text(records: list[Timed]) -> str:
+    """Records as they are sent to other processes."""
+    return json.dumps([[r.group, [list(t) for t in r.tasks], r.start, r.end] for r in records])
+
+
+def of_text(text: str) -> list[Timed]:
+    """The inverse of `as_text`."""
+    return [Timed(group, tuple(Task(*t) for t in tasks), start, end) for group, tasks, start, end in json.loads(text)]
 
 
 def timeline(records: list[Timed], placement) -> Timeline:

@@ -7,7 +7,11 @@ loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
 
 import dataclasses
 import functools
+import inspect
+import os
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +19,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.across import place_p
 from mpmd.errors import StageError
-from mpmd.markers import mark_p, scan_loop, treduce_p
+from mpmd.markers import explicit_sharding, mark_p, scan_loop, treduce_p
 from mpmd.mesh import MpmdMesh
 
 
@@ -43,6 +48,11 @@ class Trace:
         """Types of the arguments, without the captured constants."""
         return [v.aval for v in self.jaxpr.invars[len(self.consts) :]]
 
+    @property
+    def num_marks(self) -> int:
+        """How many stage ends stand outside of loops, where they mark nothing."""
+        return sum(e.primitive is mark_p and e.params["kind"] == "forward" for e in self.jaxpr.eqns)
+
     def __str__(self):
         return str(self.jaxpr)
 
@@ -66,16 +76,52 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
         out = fun(*args, **kwargs)
         paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
         out_names = tuple("result" + jax.tree_util.keystr(path) for path, _ in paths)
+        _check_results(fun, out_names, [x for _, x in paths])
         return [x for _, x in paths]
 
-    with jax.sharding.use_abstract_mesh(mpmd_mesh.lowering_mesh().abstract_mesh):
-        closed = jax.make_jaxpr(flat)(*avals)
+    with compat.use_abstract_mesh(mpmd_mesh.lowering_mesh().abstract_mesh):
+        try:
+            closed = jax.make_jaxpr(flat)(*avals)
+        except _NEEDS_A_VALUE as e:
+            raise StageError(
+                f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
+                f"  {str(e).splitlines()[0]}\n"
+                "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+            ) from e
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
     jaxpr, _ = compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     _check_axis(jaxpr, mpmd_mesh.mpmd_axis_name)
     whole = mpmd_mesh.lowering_mesh()
     jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole.abstract_mesh).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
+
+
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _users_line(error: BaseException) -> str:
+    """`file:line (function)` of the innermost frame that is neither JAX's nor ours."""
+    ours = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, compat) if module.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
+
+
+def _check_results(fun, names, leaves):
+    """Everything that a step returns is an array or a number."""
+    for name, x in zip(names, leaves, strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+            step = inspect.unwrap(fun)
+            code = getattr(step, "__code__", None)
+            where = "" if code is None else f", defined at {code.co_filename}:{code.co_firstlineno},"
+            raise StageError(
+                f"mpmd.jit: the step {getattr(step, '__name__', step)}{where} returns {name}, a {type(x).__name__},"
+                f" {x!r:.40}, which is no array.\n"
+                "  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."
+            )
 
 
 def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
@@ -100,6 +146,9 @@ def _inline_into(out, env, eqns, outer):
             eqn = _plain_loop(eqn)
         if outer is not None:
             eqn = compat.within(eqn, outer)
+        if len(eqn.invars) > 1 and eqn.primitive.name in _SEVERAL_AT_ONCE:
+            _inline_into(out, env, _one_by_one(eqn), outer)
+            continue
         called = compat.called_jaxpr(eqn)
         if (
             called is None
@@ -115,6 +164,7 @@ def _inline_into(out, env, eqns, outer):
             continue
         if eqn.primitive is treduce_p:
             body = eqn.params["jaxpr"]
+            _check_no_place_inside("treduce", body.jaxpr)
             flat = compat.ClosedJaxpr(inline(body.jaxpr), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
         else:
@@ -126,6 +176,17 @@ def _inline_into(out, env, eqns, outer):
         out.append(eqn)
 
 
+# Equations that do the same to each of their operands; these may live in different groups.
+_SEVERAL_AT_ONCE = {"device_put", "optimization_barrier"}
+
+
+def _one_by_one(eqn):
+    """The equation on each of its operands alone."""
+    for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        params = {k: p[i : i + 1] if isinstance(p, (tuple, list)) else p for k, p in eqn.params.items()}
+        yield eqn.replace(invars=[x], outvars=[y], params=params)
+
+
 def _plain_loop(eqn):
     """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
     body = compat.ClosedJaxpr(without_marks(eqn.params["jaxpr"].jaxpr), eqn.params["jaxpr"].consts)
@@ -134,20 +195,14 @@ def _plain_loop(eqn):
     return compat.call(eqn, closed)
 
 
-def explicit_sharding(aval):
-    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
-    sharding = getattr(aval, "sharding", None)
-    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
-
-
 def without_marks(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
-    """A flat jaxpr with its marks taken for the identities that they are."""
+    """A flat jaxpr with its marks (and `place`) taken for the identities that they are."""
     flat = inline(jaxpr)
     alias: dict = {}
     eqns = []
     for eqn in flat.eqns:
         eqn = eqn.replace(invars=[_read(alias, v) for v in eqn.invars])
-        if eqn.primitive is mark_p:
+        if eqn.primitive in (mark_p, place_p):
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         else:
             eqns.append(eqn)
@@ -175,8 +230,20 @@ _REMEDY = {
 }
 
 
+def _check_no_place_inside(name, jaxpr):
+    if contains(jaxpr, (place_p,)):
+        why = (
+            "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
+        )
+        raise StageError(
+            f"place or a cross_mpmd function inside {name}, at {compat.source_line(_first(jaxpr, place_p))}: {why}.\n"
+            f"  Use it outside of {name}, on values that go in or come out."
+        )
+
+
 def _check_no_marks_inside(eqn):
     for jaxpr in compat.jaxprs_in(eqn.params):
+        _check_no_place_inside(str(eqn.primitive.name), jaxpr)
         if contains(jaxpr, (treduce_p,)):
             raise StageError(
                 f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}:"
@@ -244,13 +311,18 @@ def _names_axis(eqn, axis) -> bool:
     for key, value in eqn.params.items():
         if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
             return True
-        if isinstance(value, jax.sharding.NamedSharding) and _mentions(tuple(value.spec), axis):
+        if isinstance(value, jax.sharding.NamedSharding) and _mentions(_names(value.spec), axis):
             return True
         if key in ("in_specs", "out_specs", "out_sharding"):
             specs = (value,) if isinstance(value, PartitionSpec) else value if isinstance(value, (tuple, list)) else ()
-            if any(isinstance(spec, PartitionSpec) and _mentions(tuple(spec), axis) for spec in specs):
+            if any(isinstance(spec, PartitionSpec) and _mentions(_names(spec), axis) for spec in specs):
                 return True
     return False
+
+
+def _names(spec: PartitionSpec) -> tuple:
+    """All that a spec names: axes of dimensions, and those over which values are (un)reduced."""
+    return (*spec.partitions, *spec.unreduced, *spec.reduced)
 
 
 def _mentions(value, axis) -> bool:

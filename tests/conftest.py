@@ -6,3 +6,5 @@ os.environ.pop("XLA_FLAGS", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+collect_ignore_glob = ["multiprocess/programs/*"]  # run by ranks, not imported

@@ -478,3 +478,44 @@ def test_wrong_marks_are_refused_before_anything_runs():
         mpmd.jit(step, mpmd_mesh=shared_device(3), donate_argnums=(0,))(params, regression_batch(jax.random.key(1)))
     assert len(calls) == 1
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+# --- results and values ---
+
+
+def _returns_a_string(params, xs):
+    return {"loss": jnp.sum(xs["x"]), "note": "done"}
+
+
+def test_a_step_that_returns_a_string_is_refused_with_its_line():
+    args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
+    line = inspect.getsourcelines(_returns_a_string)[1]
+    assert _refusal_of(_returns_a_string, *args, mpmd_mesh=shared_device(2)) == (
+        f"mpmd.jit: the step _returns_a_string, defined at {__file__}:{line}, returns result['note'], a str, 'done',"
+        " which is no array.\n"
+        "  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."
+    )
+
+
+def test_an_if_on_a_traced_value_is_refused_with_its_line():
+    def loss(params, microbatch):
+        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+        if jnp.sum(x) > 0:  # here
+            x = -x
+        return squared_error(residual(params[1], x), microbatch["y"])
+
+    message = _refusal(loss, num_stages=2)
+    assert message == (
+        f"mpmd.jit: the step needs the value of an array while it is traced, at {_here(loss)} (loss).\n"
+        "  Attempted boolean conversion of traced array with shape bool[].\n"
+        "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+    )
+
+
+def test_explain_says_that_marks_outside_of_a_loop_mark_nothing():
+    def step(params, xs):
+        return squared_error(chain(MARK_ONLY, params, xs["x"]), xs["y"])
+
+    args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
+    text = mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(*args).compile().explain()
+    assert "no pipelined loop: 1 stage ends stand outside of a treduce with a schedule and mark nothing" in text

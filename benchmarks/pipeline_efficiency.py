@@ -1,0 +1,114 @@
+"""Measured step times of a pipeline over four processes, against the simulated schedule.
+
+    python benchmarks/pipeline_efficiency.py
+
+Accelerators are emulated: each task calls back to the host and sleeps for a time that is known, as a device computes
+while its host is free; so two cores can stand for four devices. The step is an ordinary one, run by `mpmd.jit` in
+four processes of one CPU device each, transfers included. Prints for each schedule the measured time of a step, what
+`scheduler.simulate` says for the same task times, and the efficiency, simulated / measured (aim: 0.97).
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+NUM_STAGES = 4
+TARGET = 0.97
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--task-ms", type=float, default=20.0, help="of a forward task; a backward takes twice as long")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kbytes", type=int, default=256, help="of one microbatch's activations")
+    args = parser.parse_args()
+    if "MPMD_PROCESS_ID" in os.environ:
+        run(args)
+        return 0
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = os.environ | {
+        "MPMD_COORDINATOR": f"127.0.0.1:{port}", "MPMD_NUM_PROCESSES": str(NUM_STAGES), "MPMD_LOCAL_ONLY": "1",
+        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
+    }  # fmt: skip
+    command = [sys.executable, *sys.argv]
+    processes = [subprocess.Popen(command, env=environment | {"MPMD_PROCESS_ID": str(i)}) for i in range(NUM_STAGES)]
+    return max(p.wait() for p in processes)
+
+
+def run(args) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import mpmd
+    import scheduler
+
+    mpmd.initialize()
+    seconds = args.task_ms / 1000
+    mesh = mpmd.MpmdMesh(jax.make_mesh((NUM_STAGES,), ("stage",)), "stage")
+
+    def work(x, duration):
+        """`x`, `duration` seconds later."""
+
+        def wait(x):
+            time.sleep(duration)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def stage(w, x):
+        return work(x, seconds) * w
+
+    def stage_forward(w, x):
+        return stage(w, x), (w, x)
+
+    def stage_backward(residuals, dy):
+        # The gradient of x needs the first wait alone, the gradient of w the second: a schedule may split them.
+        w, x = residuals
+        return jnp.vdot(work(dy, seconds), x), work(dy * 1.0, seconds) * w
+
+    stage.defvjp(stage_forward, stage_backward)
+
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            x = stage(w, x)
+            if i < NUM_STAGES - 1:
+                x = mpmd.mark_stage_end(x)
+        return x.mean()
+
+    for name in ("OneFOneB", "ZeroBubbleH1"):
+        schedule = getattr(scheduler, name)(NUM_STAGES)
+
+        @mpmd.jit(mpmd_mesh=mesh)
+        def step(ws, xs, schedule=schedule):
+            return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule=schedule)
+
+        ws = [np.float32(1.0)] * NUM_STAGES
+        xs = np.ones((args.microbatches, args.kbytes << 8), np.float32)
+        compiled = step.lower(ws, xs).compile()
+        times = []
+        for _ in range(args.steps + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(jax.tree.map(lambda a: a.to_mpmd_local_array, compiled(ws, xs)))
+            times.append(time.perf_counter() - start)
+        costs = scheduler.Costs(forward=seconds, input_grad=seconds, weight_grad=seconds)
+        simulated = scheduler.simulate(schedule, args.microbatches, costs).makespan
+        measured = statistics.median(times[1:])
+        if jax.process_index() == 0:
+            print(
+                f"{name:14} measured {measured * 1e3:7.1f} ms, simulated {simulated * 1e3:7.1f} ms, "
+                f"efficiency {simulated / measured:.3f} (aim {TARGET})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What a function reads besides its arguments: two traces of it are alike only where this is.
+
+A step is traced once for all devices of one shape, however often it is given to `mpmd.jit`. A step that reads a
+variable of its surroundings (a schedule, a flag, a size), which has another value by then, is another step.
+"""
+
+import dis
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class _Same:
+    """Equal to itself alone; keeps the object alive, so that its identity is not given to another."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.x is self.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
+def surroundings(fun: Callable) -> tuple:
+    """The values of the variables that `fun`, and functions that it reads so, find in their surroundings.
+
+    Numbers, strings and the like by value, everything else by identity. A variable that the function itself assigns
+    (a counter) does not count.
+    """
+    return tuple(_values(fun, set()))
+
+
+def _values(fun: Any, seen: set[int]) -> Iterator[Any]:
+    if id(fun) in seen:
+        return
+    seen.add(id(fun))
+    fun = getattr(fun, "__func__", fun)
+    if not isinstance(fun, types.FunctionType):
+        inner = getattr(fun, "__wrapped__", getattr(fun, "func", None))  # of jax.jit, functools.partial and the like
+        if callable(inner):
+            yield from _values(inner, seen)
+        return
+    written = set(_assigned(fun.__code__))
+    cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True)
+    read = [(name, cell.cell_contents) for name, cell in cells if name not in written and _is_bound(cell)]
+    read += [(name, fun.__globals__[name]) for name in _globals(fun.__code__) if name in fun.__globals__]
+    for name, x in [*read, *enumerate(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).items()]:
+        if name in written:
+            continue
+        yield name, x if isinstance(x, (bool, int, float, complex, str, bytes, type(None))) else _Same(x), type(x)
+        if callable(x) and getattr(x, "__module__", None) == fun.__module__:
+            yield from _values(x, seen)
+
+
+def _is_bound(cell) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _assigned(code: types.CodeType) -> Iterator[str]:
+    for inner in _codes(code):
+        for i in dis.get_instructions(inner):
+            if i.opname in ("STORE_DEREF", "STORE_GLOBAL"):
+                yield i.argval
+
+
+def _globals(code: types.CodeType) -> list[str]:
+    found = (i.argval for c in _codes(code) for i in dis.get_instructions(c) if i.opname == "LOAD_GLOBAL")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,71 @@
+"""JAX's coordination service as a process of its own: `python -m mpmd.coordinator PORT NUM [--bind ADDRESS]`.
+
+`jax.distributed.initialize` has process 0 serve, so that the death of that process ends all others at once, before
+they can say who died. The launcher starts this process instead (`MPMD_SERVICE=external`), and the death of process 0
+is as orderly as any other. It prints `ready` when it listens, and ends with SIGTERM or when its stdin does, which is
+when the launcher is gone. It computes nothing and touches no device.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+
+from mpmd import _jax_compat as compat
+
+# The watchdog acts long before; JAX's own verdict ends processes without a word.
+_HEARTBEAT_TIMEOUT_S = 24 * 3600
+# How long a process that leaves waits for the others.
+_SHUTDOWN_TIMEOUT_S = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves until stdin ends or SIGTERM comes; the exit status is 69 if the port cannot be had."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        _check_free(options.bind, options.port)
+    except OSError as error:
+        print(f"port {options.port} on {options.bind} cannot be used: {error.strerror or error}", file=sys.stderr)
+        return 69
+    service = compat.start_coordination_service(
+        f"{options.bind}:{options.port}",
+        options.num_processes,
+        heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+    )
+    print("ready", flush=True)
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    del service
+    # Clients that are still connected are no reason to stay.
+    os._exit(0)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mpmd.coordinator", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("port", type=int, metavar="PORT")
+    parser.add_argument("num_processes", type=int, metavar="NUM", help="how many processes the job has")
+    parser.add_argument("--bind", default="[::]", metavar="ADDRESS", help="where to listen (default: everywhere)")
+    options = parser.parse_args(arguments)
+    if not 0 < options.port < 65536:
+        parser.error(f"PORT is {options.port}, expected 1 to 65535")
+    if options.num_processes < 1:
+        parser.error(f"NUM is {options.num_processes}, expected 1 or more")
+    return options
+
+
+def _check_free(bind: str, port: int) -> None:
+    """Raises OSError where somebody listens: gRPC would share the port with another service, and mix two jobs up."""
+    host = bind.strip("[]")
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # as gRPC does
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        probe.listen()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

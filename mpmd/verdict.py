@@ -1,0 +1,276 @@
+"""Which rank is to blame when the others wait: a pure function from what every rank last said.
+
+Every rank publishes a `Board`; every rank reads all of them and comes to the same verdict. A rank that waits is
+not to blame, the one at the end of the chain is: it died, left, stopped, or does not move although others wait for it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
+SILENT_S = 20.0
+# A rank that has ended its program for so long gives nothing any more to one that still waits for it.
+LEFT_S = 5.0
+# After so long without a movement a rank looks closer at what it is at.
+STILL_S = 2.0
+# Ranks may compile for unequal times before a step's first run; so many times the limit is allowed for that.
+COMPILING_FACTOR = 10
+_MAX_CELL = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """What a rank waits for, and for how many seconds.
+
+    Attributes:
+      what: a value, an agreement or an instruction.
+      ranks: who must give it; none if this rank's own devices have to compute it.
+      number: of a value, known to the rank that sends it.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    for_s: float
+    number: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """What a rank says of itself, four times a second.
+
+    Attributes:
+      rank, host, pid: who it is.
+      machine: the same for processes that see each other's pids.
+      started: the process's start, in the kernel's ticks; tells a pid that is used again.
+      phase: idle (in the user's code), compiling, agreeing, step, reading, finished, failed.
+      step, position: the step and the instruction in it that were dispatched last.
+      doing: that instruction in words, or the error of a failed rank.
+      still_s: seconds since anything moved here: an instruction, a value that came, a value that was computed.
+      wait: what it waits for.
+      sent: numbers of values that others wait for although this rank has sent them.
+      callback: the user's function that JAX has been calling on the host for a while.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    machine: str = ""
+    started: int = 0
+    phase: str = "idle"
+    step: int = 0
+    position: int = 0
+    doing: str = ""
+    still_s: float = 0.0
+    wait: Wait | None = None
+    sent: tuple[int, ...] = ()
+    callback: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for the key-value store."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Board":
+        """The inverse of `to_json`."""
+        wait = data.get("wait")
+        fields = dict(data, sent=tuple(data.get("sent", ())))
+        fields["wait"] = Wait(**wait | {"ranks": tuple(wait["ranks"])}) if wait else None
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A board as another rank sees it.
+
+    Attributes:
+      silent_s: seconds since it last changed.
+      process: what the kernel says of it: running, stopped, gone, or unknown (another machine).
+    """
+
+    board: Board
+    silent_s: float = 0.0
+    process: str = "unknown"
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since anything moved there, as far as we know."""
+        return self.board.still_s + self.silent_s
+
+    @property
+    def wait(self) -> Wait | None:
+        """What it waits for, up to now."""
+        wait = self.board.wait
+        return None if wait is None else dataclasses.replace(wait, for_s=wait.for_s + self.silent_s)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it is for others to go on, and not for its own devices, a host callback, or who stopped it."""
+        return bool(self.wait is not None and self.wait.ranks) and not self.board.callback and self.process != "stopped"
+
+    @property
+    def where(self) -> str:
+        """`step 3, in 1F2 in group 1`."""
+        b = self.board
+        if b.phase == "idle":
+            return "between steps" if not b.step else f"after step {b.step}"
+        return f"step {b.step}, in {b.doing}" if b.phase == "step" else b.doing or b.phase
+
+
+def diagnose(views: Mapping[int, View], me: int) -> tuple[int, str] | None:
+    """The rank that died, failed or left, and how; None while all are there.
+
+    Args:
+      views: every rank that has said something.
+      me: the rank that asks.
+    """
+    return _failed(views) or _dead(views) or _left(views, me)
+
+
+def suspect(views: Mapping[int, View], hang_timeout_s: float | None) -> tuple[int, str] | None:
+    """The rank that seems to hold up others, and how; None while all moves.
+
+    What the ranks say is of different moments, so that one can seem to wait for what has come since: only what is found
+    again when all have spoken once more is true.
+    """
+    return _stuck(views, hang_timeout_s)
+
+
+def _failed(views) -> tuple[int, str] | None:
+    failed = [v for v in views.values() if v.board.phase == "failed"]
+    if not failed:
+        return None
+    first = max(failed, key=lambda v: (v.still_s, -v.board.rank))
+    return first.board.rank, first.board.doing
+
+
+def _dead(views) -> tuple[int, str] | None:
+    for rank, v in sorted(views.items()):
+        if v.board.phase in ("finished", "failed"):
+            continue
+        if v.process == "gone":
+            return rank, f"died: process {v.board.pid} on {v.board.host} is gone ({v.where})"
+        if v.process == "unknown" and v.silent_s > SILENT_S:
+            return rank, (
+                f"no sign of life from {v.board.host} for {v.silent_s:.0f} s: process {v.board.pid} died, or its"
+                f" machine cannot be reached ({v.where})"
+            )
+    return None
+
+
+def _left(views, me: int) -> tuple[int, str] | None:
+    """Just the rank that waits can say so: what others know of its waiting is old."""
+    wait = views[me].wait if me in views else None
+    if wait is None or wait.for_s < LEFT_S:
+        return None
+    for other in wait.ranks:
+        seen = views.get(other)
+        if seen is not None and seen.board.phase == "finished" and seen.still_s > LEFT_S:
+            return other, f"left the program after step {seen.board.step}, while rank {me} waits for {wait.what}"
+    return None
+
+
+def _stuck(views, hang_timeout_s) -> tuple[int, str] | None:
+    if not hang_timeout_s:
+        return None
+    for rank, v in sorted(views.items()):
+        if v.wait is None or not v.wait.ranks or v.wait.for_s < hang_timeout_s:
+            continue
+        chain, lost = _chain(views, rank)
+        guilty, waiting = views[chain[-1]], views[chain[-2]] if len(chain) > 1 else v
+        compiles = guilty.board.phase == "compiling" and guilty.process != "stopped"
+        limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
+        what = _held_up(guilty, waiting, lost, limit)
+        if what is not None:
+            return guilty.board.rank, what
+    return None
+
+
+def _held_up(guilty: View, waiting: View, lost: Wait | None, limit: float) -> str | None:
+    """What the guilty rank does while another waits for it; None if it may still come."""
+    wait, rank = waiting.wait, waiting.board.rank
+    if lost is not None:
+        text = f"sent {lost.what}, which did not reach rank {rank} for {lost.for_s:.0f} s ({guilty.where})"
+        return text if lost.for_s >= limit else None
+    if guilty.still_s >= limit:
+        return _what(guilty) + ("" if wait is None or waiting is guilty else f"; rank {rank} waits for {wait.what}")
+    if wait is not None and wait.for_s >= limit and guilty.board.step > waiting.board.step + 1:
+        here, there = f"went on to step {guilty.board.step}", f"of step {waiting.board.step} for {wait.for_s:.0f} s"
+        return f"{here}, while rank {rank} waits for {wait.what} {there}"
+    return None  # it moves: a slow step is no hang
+
+
+def _what(v: View) -> str:
+    board, wait = v.board, v.wait
+    if v.process == "stopped":
+        return f"process {board.pid} on {board.host} is stopped for {v.silent_s:.0f} s ({v.where})"
+    if v.silent_s > SILENT_S:
+        return f"no sign of life from {board.host} for {v.silent_s:.0f} s ({v.where})"
+    if board.phase == "agreeing":
+        return f"is at a point where others do not come: {board.doing}, for {v.still_s:.0f} s"
+    if board.callback:
+        return f"is in the host callback {board.callback} for {v.still_s:.0f} s ({v.where})"
+    if wait is not None and not wait.ranks:
+        return f"its devices have not computed {wait.what} for {wait.for_s:.0f} s ({v.where})"
+    if wait is not None:
+        return f"waits in a circle for {wait.what} for {wait.for_s:.0f} s ({v.where})"
+    if board.phase == "idle":
+        return f"did not come to the next step for {v.still_s:.0f} s ({v.where})"
+    return f"no progress for {v.still_s:.0f} s ({v.where})"
+
+
+def _chain(views, rank: int) -> tuple[list[int], Wait | None]:
+    """From a rank that waits to the one that waits for no other, or that was met before.
+
+    Returns:
+      The ranks, and the value that the last of them has sent to the one before it, if it got lost on the way.
+    """
+    chain = [rank]
+    while views[chain[-1]].waits_for_others:
+        wait = views[chain[-1]].wait
+        assert wait is not None
+        known = [r for r in wait.ranks if r in views]
+        if not known:
+            break
+        free = [r for r in known if not views[r].waits_for_others] or known
+        behind = min(free, key=lambda r: (views[r].board.step, views[r].board.position, r))
+        if wait.number in views[behind].board.sent and views[behind].process != "stopped":
+            return [*chain, behind], wait
+        if behind in chain:
+            return [*chain, _odd_one(views)], None
+        chain.append(behind)
+    return chain, None
+
+
+def _odd_one(views) -> int:
+    """Where ranks wait in a circle (perhaps through a collective on their devices): the one that differs.
+
+    Some are about to run a program that the others are not: the fewer. Else the one that is furthest behind.
+    """
+    running = {r for r, v in views.items() if v.board.phase not in ("finished", "failed")}
+    agreeing = {r for r in running if views[r].board.phase == "agreeing"}
+    others = running - agreeing
+    some = min((agreeing, others), key=len) if agreeing and others else running
+
+    def progress(rank):
+        board = views[rank].board
+        return board.step, board.wait is not None, board.position, rank
+
+    return min(some, key=progress)
+
+
+def table(views: Mapping[int, View], rank: int, what: str) -> str:
+    """The report: the guilty rank in the first line, then a row for each rank."""
+    head = ("rank", "host", "pid", "step", "at", "waits for", "from", "seconds")
+    rows: list[tuple[str, ...]] = [head]
+    for r, v in sorted(views.items()):
+        b, wait = v.board, v.wait
+        at = v.process if v.process == "stopped" or (v.process == "gone" and r == rank) else b.phase
+        doing = f"{at}: {b.doing}" if b.doing and b.phase != "idle" else at
+        doing = doing if len(doing) <= _MAX_CELL else doing[: _MAX_CELL - 1] + "…"
+        who = "" if wait is None else ",".join(map(str, wait.ranks))
+        seconds = f"{wait.for_s:.1f}" if wait is not None else f"{v.still_s:.1f}"
+        rows.append((str(r), b.host, str(b.pid), str(b.step), doing, wait.what if wait else "", who, seconds))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"jax-mpmd: rank {rank}: {what}", *(f"  {line}" for line in lines)])

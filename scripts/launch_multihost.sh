@@ -1,0 +1,984 @@
+#!/usr/bin/env bash
+# Starts one command as many processes that find each other through mpmd.initialize(): on this machine, on hosts over
+# ssh, or in a Slurm allocation. `--help` says how; docs/multihost.md says more.
+#
+# It needs bash 4.4, coreutils, grep, sed, setsid (util-linux) and ssh, and can be copied alone to any machine.
+#
+# How it works. The launcher sends its own text to one agent per host (per task under Slurm) through ssh, srun or a pipe.
+# An agent starts its ranks, each in a session of its own. Their lines come on the agent's stdout and stderr, each with its
+# rank in front; among them, on stderr, lines with "@C" say what happened. Commands come on stdin; when it ends (the
+# launcher is gone, the connection dropped) the agent ends its ranks. A rank's processes are found by a mark in their
+# environment, whatever sessions they moved to.
+
+# shellcheck disable=SC2015 # `a && b || c` is meant as it reads: c also if b fails
+set -uf # globbing off: messages are split into words
+
+# Our variables are in lower case. The caller's that are too (http_proxy) are set aside, and given to the ranks.
+# shellcheck disable=SC2016 # evaluated later, here and in the agents
+readonly set_aside='own_words=() && while IFS= read -r name; do
+  [[ ! $name =~ ^[a-z_][a-z_0-9]*$ || $name == _ ]] || { own_words+=("$name=${!name}") && unset "$name"; }
+done < <(compgen -e)'
+
+readonly grace_s=8       # for the victims of a failure to print their table and leave
+readonly term_s=5        # between SIGTERM and SIGKILL
+readonly beat_s=5        # the launcher's sign of life to agents on other hosts
+readonly silence_s=30    # after which such an agent takes the launcher for dead
+readonly connect_s=60    # for a host to answer
+readonly num_last_lines=20
+readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
+  MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB)
+readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
+
+usage() {
+  cat <<'END'
+usage: launch_multihost.sh [options] -- command...
+
+Starts the command once per process, with everything that mpmd.initialize() needs in its environment.
+
+  -n, --procs-per-host N    processes on each host (default 1; under Slurm what the allocation says)
+  -H, --hosts h1,h2:4,...   over ssh, in this order; h:K overrides -n; user@h is understood; `localhost` is this
+                            machine, without ssh (default: this machine)
+      --cpu-devices K       each process sees K CPU devices and no GPU
+      --gpus-per-process K  each process sees K GPUs of its own
+      --port P              port of the coordination service (default: a free one)
+      --hang-timeout S      seconds without progress after which the watchdog ends the job (0: never)
+      --restarts R          start over after a failure, up to R times
+      --log-dir DIR         also write each rank's output to DIR/rank-N.log
+      --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
+      --env NAME[=VALUE]    set or forward one more variable (may be repeated)
+      --dry-run             print what would run where, and start nothing
+  -h, --help                this text
+
+Inside a Slurm allocation and without -H the processes are tasks of one srun step (options: $MPMD_SRUN).
+
+examples:
+  launch_multihost.sh -n 4 --cpu-devices 1 -- python examples/train_gpt.py
+  launch_multihost.sh -n 8 --gpus-per-process 1 --log-dir logs -- python train.py
+  launch_multihost.sh -H node1,node2:4 -n 8 --gpus-per-process 1 --port 5000 -- python train.py
+  launch_multihost.sh -H ann@10.0.0.1,ann@10.0.0.2 --ssh "ssh -p 2222 -i key" -- python train.py
+  sbatch --nodes 2 --ntasks-per-node 4 --wrap "scripts/launch_multihost.sh -- python train.py"
+
+exit status: 0 when all ranks end with 0; else that of the rank that failed first (128 + N when signal N ended it);
+75 when the watchdog ended the job; 2 for a wrong option; 126 or 127 for a command that cannot be run or is not found;
+69 for a host or port that cannot be used; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
+END
+}
+
+say() { printf 'jax-mpmd: %s\n' "$1" >&2; }
+die() { say "$2" && exit "$1"; }
+option_error() { die 2 "$1 (see --help)"; }
+
+# --- what both sides know ---------------------------------------------------------------------------------------------
+
+# The variables of one rank, in rank_environment: rank, index on its host, address, "yes" if the launcher serves, status folder.
+set_rank_environment() {
+  rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_processes" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
+  [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
+  [[ $4 != yes ]] || rank_environment+=("MPMD_SERVICE=external")
+  rank_environment+=("MPMD_STATUS_DIR=$5")
+  [[ $local_only != yes ]] || rank_environment+=("MPMD_LOCAL_ONLY=1")
+  rank_environment+=("MPMD_ATTEMPT=$attempt")
+  if [[ -n $cpu_devices ]]; then
+    rank_environment+=("JAX_PLATFORMS=cpu" "JAX_NUM_CPU_DEVICES=$cpu_devices" "CUDA_VISIBLE_DEVICES=")
+  elif [[ -n $gpus_per_process ]]; then
+    rank_environment+=("CUDA_VISIBLE_DEVICES=$(gpus_of "$2")")
+  fi
+}
+
+# The GPUs of the process with this index on its host: a slice of CUDA_VISIBLE_DEVICES, or of 0, 1, 2, ...
+gpus_of() {
+  local -a visible=() own=()
+  local i gpu
+  IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-}"
+  # srun --gpus-per-task already shows each task its own.
+  [[ $transport != slurm ]] || ((${#visible[@]} != gpus_per_process)) || { printf '%s' "$CUDA_VISIBLE_DEVICES" && return; }
+  for ((i = $1 * gpus_per_process; i < ($1 + 1) * gpus_per_process; i++)); do
+    gpu=$i
+    ((${#visible[@]} == 0)) || gpu=${visible[i]:-}
+    own+=("$gpu")
+  done
+  (IFS=, && printf '%s' "${own[*]}")
+}
+
+command_line() { # words, quoted only where a shell needs it
+  local word
+  for word; do
+    [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || printf -v word %q "$word"
+    printf '%s ' "$word"
+  done
+}
+
+# --- the agent: one per host, or per Slurm task ---------------------------------------------------------------------
+
+tell() { printf '@C %s\n' "$*" >&2; }                     # to the launcher
+fail() { tell error "$@" && exit 0; }                 # status and text, before any rank is started
+event() { printf '%s\n' "$*" >&"$events"; }           # to the agent's own loop
+
+agent() {
+  service_pid='' service_life='' stopping='' hurry='' finished='' failed_at='' num_running=0 num_open=0 pumps=()
+  trap '' PIPE
+  trap 'event signal TERM' TERM
+  trap 'event signal HUP' HUP
+  trap 'event signal INT' INT
+  exec {commands}<&0 </dev/null
+  work=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || fail 69 "no temporary folder in ${TMPDIR:-/tmp}"
+  trap 'rm -rf "$work"' EXIT
+  mkdir "$work/status"
+  mkfifo "$work/events" "$work/life" && exec {events}<>"$work/events" {life}<>"$work/life"
+  if [[ $transport == slurm ]]; then
+    agent_index=$SLURM_PROCID ranks=("$SLURM_PROCID") local_ids=("$SLURM_LOCALID")
+  fi
+  mark="MPMD_JOB=$job.$agent_index"
+  prepare
+  listen >/dev/null 2>&1 &
+  guard >/dev/null 2>&1 &
+  local port=-
+  if ((agent_index == 0)); then
+    port=$(choose_port) || fail 69 "port $wanted_port is in use"
+    [[ $serve == no ]] || ! find_service_python || start_service "$port"
+  fi
+  tell ready "$agent_index" "$(agent_address)" "$port" "${service_pid:+yes}"
+  while [[ -z $finished ]]; do wait_for_event 60; done
+}
+
+agent_address() { printf '%s' "${SLURMD_NODENAME:-$(hostname 2>/dev/null || cat /proc/sys/kernel/hostname)}"; }
+
+# Moves to the folder, takes the environment over, and checks that the command is there.
+prepare() {
+  local assignment
+  for assignment in "${environment[@]}"; do
+    [[ $transport != ssh || $assignment != PATH=* ]] || assignment+=:$PATH # the other machine's own comes second
+    [[ $assignment =~ ^[a-z_0-9]+= ]] && own_words+=("$assignment") || export "${assignment?}"
+  done
+  cd -- "$folder" 2>/dev/null || fail 69 "no folder $folder, in which the command would start"
+  unset "${contract[@]}"
+  export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}       # the last lines before a crash are those that matter
+  local name=${command[0]}
+  if [[ $name == */* ]]; then
+    [[ -e $name ]] || fail 127 "command not found: $name"
+    [[ -x $name && ! -d $name ]] || fail 126 "not an executable file: $name"
+  else
+    type -P -- "$name" >/dev/null || fail 127 "command not found: $name (PATH=$PATH)"
+  fi
+  [[ -z $gpus_per_process ]] || check_gpus
+  [[ -z $log_dir ]] || { mkdir -p -- "$log_dir" && [[ -w $log_dir ]]; } 2>/dev/null || fail 69 "cannot write to --log-dir $log_dir"
+}
+
+check_gpus() {
+  local -a visible=()
+  local have needed=$(((local_ids[-1] + 1) * gpus_per_process)) from
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+    have=${#visible[@]} from=" (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)"
+    [[ $transport != slurm ]] || ((have != gpus_per_process)) || return 0
+  else
+    have=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') from=
+    type -P nvidia-smi >/dev/null || have=0
+  fi
+  ((have >= needed)) || fail 69 "$have GPUs$from, but ${#local_ids[@]} processes with $gpus_per_process each need $needed"
+}
+
+# Copies the launcher's commands into the loop. Without a sign of life (other hosts) or at the end of stdin, the launcher is gone.
+listen() {
+  trap '' TERM HUP INT
+  trap - EXIT
+  exec {life}<&-
+  local line limit=()
+  [[ $transport == local ]] || limit=(-t "$silence_s")
+  while IFS= read -r "${limit[@]}" -u "$commands" line; do
+    [[ $line == alive ]] || event "$line"
+  done
+  event gone
+}
+
+# Outlives the agent, however that ends, and leaves nothing behind.
+guard() {
+  trap '' TERM HUP INT
+  trap - EXIT
+  exec {commands}<&- {events}<&-
+  exec {watched}<"$work/life" {life}<&-
+  local -a pids
+  read -r -u "$watched"
+  while members; do
+    kill -KILL "${pids[@]}" 2>/dev/null
+    sleep 0.1
+  done
+  rm -rf "$work"
+}
+
+# The processes of this agent's ranks, into the caller's `pids`; false when there is none.
+members() {
+  local -a found
+  mapfile -t found < <(exec 2>/dev/null && set +f && grep -lzxF -- "$mark" /proc/[0-9]*/environ)
+  pids=("${found[@]//[!0-9]/}")
+  ((${#pids[@]}))
+}
+
+handle() { # an event, or a command of the launcher
+  local kind=$1
+  shift
+  case $kind in
+    start) start_ranks "$@" ;;
+    started) rank_pid[$1]=$2 pumps+=("$3" "$4") ;;
+    exited)
+      tell exited "$1" "$2" "${rank_pid[$1]}" "$(have_status && echo yes || echo no)" "$(blamed_by "$1")"
+      num_running=$((num_running - 1))
+      ;;
+    flushed) num_open=$((num_open - 1)) ;;
+    serving) service_pid=$1 ;;
+    service)
+      [[ -n $stopping ]] || tell service "$1" "$(tail -n 5 "$work/service.err" | tr '\n' ' ' | cut -c 1-1500)"
+      service_pid=
+      ;;
+    failed) note_failure "$@" ;;
+    signal)
+      tell signal "$1"
+      stop
+      ;;
+    stop) stop ;;
+    now) hurry=yes ;;
+    quit)
+      last_lines "$1"
+      finished=yes
+      ;;
+    gone) # where telling fails, too
+      stop
+      finished=yes
+      ;;
+  esac
+}
+
+have_status() { compgen -G "$work/status/rank-*.json" >/dev/null; }
+
+blamed_by() { # the rank that this rank's verdict names, if it ended the job
+  local file=$work/status/rank-$1.json
+  [[ -s $file && $(json_value verdict "$(<"$file")") =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && echo "${BASH_REMATCH[1]}"
+}
+
+# Tells the watchdogs of this host who failed first, which they would otherwise have to find out.
+note_failure() { # rank status text...
+  failed_at=$(date +%s)
+  printf '{"rank": %s, "status": %s, "what": "%s"}\n' "$1" "$2" "${*:3}" >"$work/failed.json"
+  mv "$work/failed.json" "$work/status/failed.json"
+}
+
+start_ranks() { # address, "yes" if the launcher serves
+  local i
+  [[ -z $stopping ]] || return 0
+  num_running=${#ranks[@]} num_open=${#ranks[@]}
+  for i in "${!ranks[@]}"; do
+    run_rank "${ranks[i]}" "${local_ids[i]}" "$1" "$2" &
+  done
+}
+
+# Runs one rank to its end, with its output on the way to the launcher and its last lines kept.
+run_rank() {
+  trap '' TERM HUP INT
+  trap - EXIT
+  exec {commands}<&- {life}<&-
+  [[ -z $service_life ]] || exec {service_life}<&-
+  local rank=$1 copy out err pid status
+  local -a rank_environment
+  mkfifo "$work/out.$rank" "$work/err.$rank" "$work/tail.$rank"
+  exec {hold}<>"$work/tail.$rank"
+  if [[ -n $log_dir ]]; then
+    cat <"$work/tail.$rank" >"$(log_file "$rank")" {hold}<&- {events}<&- &
+  else
+    tail -n "$num_last_lines" <"$work/tail.$rank" >"$work/last.$rank" {hold}<&- {events}<&- &
+  fi
+  copy=$!
+  pump "$rank" <"$work/out.$rank" {hold}<&- {events}<&- &
+  out=$!
+  pump "$rank" <"$work/err.$rank" >&2 {hold}<&- {events}<&- &
+  err=$!
+  set_rank_environment "$rank" "$2" "$3" "$4" "$work/status"
+  (
+    trap - TERM HUP INT QUIT PIPE
+    export "${rank_environment[@]}" "${mark?}"
+    ((${#own_words[@]} == 0)) || exec setsid env "${own_words[@]}" "${command[@]}"
+    exec setsid "${command[@]}"
+  ) </dev/null >"$work/out.$rank" 2>"$work/err.$rank" {hold}<&- {events}<&- &
+  pid=$!
+  event started "$rank" "$pid" "$out" "$err"
+  wait "$pid" 2>/dev/null
+  status=$?
+  event exited "$rank" "$status"
+  wait "$out" "$err"
+  exec {hold}<&-
+  wait "$copy"
+  event flushed "$rank"
+}
+
+# Sends a stream's lines with their rank, each with one write, and without it to the copy. Long lines are broken, \r ends
+# one, and the last one is ended: a byte \001 behind the stream makes it a line, and goes.
+pump() { # rank
+  # shellcheck disable=SC2016 # for the inner shell to expand
+  exec setsid bash -c '{ stdbuf -oL tr "\r" "\n" | stdbuf -oL fold -b -w "$1"; printf "\001\n"; } | LC_ALL=C exec stdbuf -oL -eL \
+    sed -e "/^\x01$/d" -e "s/\x01$//" -e "w /dev/stderr" -e "s/^/[$2] /" 2>"$3"' pump "$line_width" "$1" "$work/tail.$1"
+}
+
+log_file() { printf '%s/rank-%s%s.log' "$log_dir" "$1" "$( ((attempt == 0)) || echo ".restart-$attempt")"; }
+
+# TERM, then KILL, until no process with the mark is left; then reports and tells so.
+stop() {
+  [[ -z $stopping ]] || return 0
+  stopping=yes
+  local signal deadline line pid
+  local -a pids
+  local -A told=()
+  for signal in TERM KILL; do
+    deadline=$((SECONDS + 1 + term_s))
+    while members || ((num_running > 0)) && ((SECONDS < deadline)); do # a rank may just be starting
+      [[ $signal == KILL || -z $hurry ]] || break
+      for pid in "${pids[@]}"; do
+        [[ $signal == TERM && -n ${told[$pid]:-} ]] || kill -"$signal" "$pid"
+        told[$pid]=yes
+        kill -CONT "$pid"
+      done 2>/dev/null
+      wait_for_event 0.1
+    done
+  done
+  ! members || tell "left $(printf '%s ' "${pids[@]}")"
+  deadline=$((SECONDS + 1 + term_s))
+  while ((num_open > 0 && SECONDS < deadline)); do wait_for_event 0.1; done
+  ((num_open <= 0)) || for pid in "${pumps[@]}"; do kill -KILL -- "-$pid" 2>/dev/null; done
+  stop_service
+  report_status
+  tell stopped "$agent_index"
+}
+
+wait_for_event() {
+  local line
+  # shellcheck disable=SC2086 # events are words
+  ! IFS= read -r -t "$1" -u "$events" line || handle $line
+}
+
+# What each rank was doing, from the files that its watchdog wrote.
+report_status() {
+  local rank file text now=${failed_at:-$(date +%s)} waiting seconds doing
+  for rank in "${ranks[@]}"; do
+    file=$work/status/rank-$rank.json
+    [[ -s $file ]] || continue
+    text=$(tr '\n' ' ' <"$file")
+    waiting=
+    [[ ! $text =~ \"waiting_for\":\ *(\{[^}]*\}) ]] || waiting=${BASH_REMATCH[1]}
+    text=${text/"$waiting"/}
+    doing=$(json_value doing "$text")
+    seconds=$(json_value since "$text")
+    if [[ -n $waiting ]]; then
+      [[ $waiting =~ \"ranks\":\ *\[([^]]*)\] ]]
+      doing+="${doing:+, }waits for $(json_value value "$waiting") from rank ${BASH_REMATCH[1]:-?}"
+      seconds=$(json_value since "$waiting")
+    fi
+    [[ ! $seconds =~ ^([0-9]+) ]] || seconds=$((now > BASH_REMATCH[1] ? now - BASH_REMATCH[1] : 0))
+    tell "$(printf 'doing %s %s %s %s' "$rank" "$(json_value step "$text")" "${seconds:--}" "${doing:--}" | cut -c 1-800)"
+    text=$(json_value verdict "$text" | cut -c 1-2000)
+    [[ -z $text ]] || tell verdict "$text"
+  done
+}
+
+json_value() { # name, text: a string or number; nothing for null
+  local pattern="\"$1\": *(\"(([^\"\\\\]|\\\\.)*)\"|[-+.0-9eE]+)"
+  [[ $2 =~ $pattern ]] || return 0
+  local value=${BASH_REMATCH[1]} backslash=\\
+  [[ $value != \"* ]] || value=${BASH_REMATCH[2]:-}
+  value=${value//"$backslash"\"/\"}
+  printf '%s' "${value//"$backslash$backslash"/"$backslash"}"
+}
+
+last_lines() {
+  local line file=$work/last.$1
+  [[ -z $log_dir ]] || file=$(log_file "$1")
+  [[ " ${ranks[*]} " == *" $1 "* && -f $file ]] || return 0
+  while IFS= read -r line; do tell "last |$line"; done < <(tail -n "$num_last_lines" "$file")
+}
+
+# --- the coordination service: a child of the first agent ---------------------------------------------------------------
+
+# A port that nobody listens on; below the range from which the system takes ports for outgoing connections.
+choose_port() {
+  local port=$wanted_port
+  [[ -z $port ]] || { ! listens "$port" && echo "$port"; return; }
+  while port=$((20000 + RANDOM % 10000)) && listens "$port"; do :; done
+  echo "$port"
+}
+
+listens() { # state 0A is LISTEN; columns: number, local address:port, remote, state
+  grep -qiE "^ *[0-9]+: [0-9A-F]+:$(printf '%04X' "$1") [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 2>/dev/null
+}
+
+find_service_python() {
+  service_python=python3
+  [[ ! ${command[0]##*/} =~ ^python[0-9.]*$ ]] || service_python=${command[0]}
+  "$service_python" -c '
+import importlib.util, os, sys
+spec = importlib.util.find_spec("mpmd")
+places = list(spec.submodule_search_locations or []) if spec else []
+sys.exit(not any(os.path.exists(os.path.join(p, "coordinator.py")) for p in places))' 2>/dev/null
+}
+
+start_service() { # port
+  local address='[::]'
+  [[ $local_only != yes ]] || address=127.0.0.1
+  mkfifo "$work/service.in" && exec {service_life}<>"$work/service.in"
+  {
+    trap '' TERM HUP INT
+    trap - EXIT
+    exec {commands}<&- {life}<&- 2>/dev/null
+    (
+      trap - TERM HUP INT QUIT PIPE
+      exec {service_life}<&- {events}<&-
+      exec setsid "$service_python" -m mpmd.coordinator "$1" "$num_processes" --bind "$address"
+    ) <"$work/service.in" >/dev/null 2>"$work/service.err" &
+    exec {service_life}<&-
+    event serving $!
+    wait $!
+    event service $?
+  } >/dev/null 2>&1 &
+  while [[ -z $service_pid ]]; do wait_for_event 1; done
+}
+
+stop_service() {
+  [[ -n $service_pid ]] || return 0
+  exec {service_life}<&-
+  local signal pid=$service_pid deadline=$((SECONDS + 3))
+  for signal in TERM KILL; do
+    [[ -z $service_pid ]] || kill -"$signal" "$pid" 2>/dev/null
+    while [[ -n $service_pid ]] && ((SECONDS < deadline)); do wait_for_event 0.2; done
+  done
+}
+
+# --- the launcher ---------------------------------------------------------------------------------------------------
+
+parse() {
+  procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0
+  log_dir='' dry_run='' ssh=${MPMD_SSH:-ssh} added=() command=()
+  local name value
+  while (($#)); do
+    name=$1
+    shift
+    case $name in
+      -h | --help) usage && exit 0 ;;
+      --dry-run) dry_run=yes && continue ;;
+      --) command=("$@") && break ;;
+      --*=*) value=${name#*=} name=${name%%=*} ;;
+      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --log-dir | --ssh | --env)
+        (($#)) && [[ $1 != -- ]] || option_error "$name needs a value"
+        value=$1
+        shift
+        ;;
+      -*) option_error "unknown option $name" ;;
+      *) option_error "'$name' is not an option; the command goes after --" ;;
+    esac
+    case $name in
+      -n | --procs-per-host) check_number "$name" "$value" 1 && procs_per_host=$value ;;
+      -H | --hosts) hosts=$value ;;
+      --cpu-devices) check_number "$name" "$value" 1 && cpu_devices=$value ;;
+      --gpus-per-process) check_number "$name" "$value" 1 && gpus_per_process=$value ;;
+      --port) check_number "$name" "$value" 1 65535 && wanted_port=$value ;;
+      --hang-timeout)
+        [[ $value =~ ^[0-9]+(\.[0-9]+)?$ ]] || option_error "--hang-timeout: '$value' is not a number of seconds"
+        hang_timeout_s=$value
+        ;;
+      --restarts) check_number "$name" "$value" 0 && restarts=$value ;;
+      --log-dir) log_dir=$value ;;
+      --ssh) ssh=$value ;;
+      --env)
+        [[ $value =~ ^[A-Za-z_][A-Za-z_0-9]*(=.*)?$ ]] || option_error "--env: '$value' is neither NAME nor NAME=VALUE"
+        [[ $value == *=* || -n ${!value+set} ]] || option_error "--env: $value is not set here"
+        [[ $value == *=* ]] && added+=("$value") || added+=("$value=${!value}")
+        ;;
+      *) option_error "unknown option $name" ;;
+    esac
+  done
+  ((${#command[@]})) || option_error "no command; it goes after --"
+  [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process exclude each other"
+  [[ $log_dir != *$'\n'* ]] || option_error "--log-dir: a newline in the name"
+}
+
+check_number() { # option, value, smallest, largest
+  [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= ${4:-999999999})) ||
+    option_error "$1: '$2' is not a whole number from $3 on${4:+ to $4}"
+}
+
+# Who runs where, into host_names (as ssh takes them), host_counts and first_ranks; under Slurm one entry for the whole step.
+plan() {
+  transport=ssh
+  host_names=() host_counts=() first_ranks=() num_processes=0
+  local step=${SLURM_STEP_ID:-none} entry name count
+  local -A seen=()
+  if [[ -z $hosts ]]; then
+    # A batch script is in no step; an interactive salloc shell is in a special one from which srun works too.
+    if [[ -n ${SLURM_JOB_ID:-} ]] && type -P srun >/dev/null && [[ $step == none || $step == 4294967290 ]]; then
+      transport=slurm
+      num_nodes=${SLURM_JOB_NUM_NODES:-1}
+      count=${procs_per_host:-${SLURM_NTASKS_PER_NODE:-}}
+      if [[ -z $count && -n ${SLURM_NTASKS:-} && ${SLURM_TASKS_PER_NODE:-} =~ ^([0-9]+)(\(x[0-9]+\))?$ ]]; then
+        count=${BASH_REMATCH[1]}
+      fi
+      procs_per_host=${count:-1} count=${count:-1}
+      host_names=(srun) host_counts=($((num_nodes * count))) first_ranks=(0)
+      num_processes=$((num_nodes * count))
+      ((num_nodes > 1)) && local_only=no || local_only=yes
+      return
+    fi
+    hosts=localhost
+  fi
+  [[ $hosts != *[[:space:]]* && $hosts != ,* && $hosts != *, && $hosts != *,,* ]] ||
+    option_error "--hosts: '$hosts' is not a list of hosts between commas"
+  local -a entries
+  IFS=, read -ra entries <<<"$hosts"
+  for entry in "${entries[@]}"; do
+    name=$entry count=${procs_per_host:-1}
+    if [[ $entry =~ ^(.*[^:]|\[.*\]):([^:]*)$ ]]; then # not inside an IPv6 address
+      name=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
+      check_number "--hosts: $name" "$count" 1
+    fi
+    [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && $name != -* ]] || option_error "--hosts: '$name' is not the name of a host"
+    [[ -z ${seen[$name]:-} ]] || option_error "--hosts: $name is named twice; write $name:K for K processes"
+    seen[$name]=yes
+    host_names+=("$name") host_counts+=("$count") first_ranks+=("$num_processes")
+    num_processes=$((num_processes + count))
+  done
+  ((${#host_names[@]} > 1)) && local_only=no || local_only=yes
+}
+
+is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
+
+# What the program in each agent needs to know, as bash text; then this script.
+agent_program() { # host
+  local h=$1 i agent_index=$1
+  local -a ranks=() local_ids=() environment=("${own_words[@]}" "${added[@]}")
+  [[ $transport == slurm ]] || for ((i = 0; i < host_counts[h]; i++)); do
+    ranks+=("$((first_ranks[h] + i))") local_ids+=("$i")
+  done
+  if [[ $transport == ssh ]]; then
+    local transport=ssh name
+    if is_here "${host_names[h]}"; then
+      transport=local
+    else
+      environment=("${added[@]}")
+      while IFS= read -r name; do
+        [[ ! $name =~ $forwarded ]] || environment+=("$name=${!name}")
+      done < <(compgen -e)
+    fi
+  fi
+  printf '%s\n' "$set_aside"
+  declare -p command environment ranks local_ids num_processes cpu_devices gpus_per_process hang_timeout_s \
+    wanted_port local_only transport agent_index job attempt serve folder line_width log_dir
+  printf '%s' "$script_text"
+}
+
+# The command that runs an agent with its program on stdin, into agent_command.
+# shellcheck disable=SC2016 # for the other shell to expand
+readonly bootstrap='IFS= read -r -d "" program && eval "$program"'
+set_agent_command() { # host
+  local name=${host_names[$1]}
+  local -a words
+  if [[ $transport == slurm ]]; then
+    read -ra words <<<"${MPMD_SRUN:-srun}"
+    agent_command=("${words[@]}" --kill-on-bad-exit=1 "--nodes=$num_nodes" "--ntasks=$num_processes"
+      "--ntasks-per-node=$procs_per_host" --distribution=block --input=all)
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || agent_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+    agent_command+=(bash -c "$bootstrap" jax-mpmd-agent)
+  elif is_here "$name"; then
+    agent_command=(bash -c "$bootstrap" jax-mpmd-agent)
+  else
+    read -ra words <<<"$ssh"
+    agent_command=("${words[@]}" -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5
+      -o ServerAliveCountMax=3 "$name" "exec bash -c '$bootstrap' jax-mpmd-agent")
+  fi
+}
+
+# The name by which other hosts reach the first one.
+first_address() { # the first agent's own host name
+  local name=${host_names[0]} line
+  local -a words
+  [[ $local_only != yes ]] || { echo 127.0.0.1 && return; }
+  if [[ $transport == slurm ]] || is_here "$name"; then
+    name=$1
+  else
+    read -ra words <<<"$ssh" # an alias of the ssh configuration is not known elsewhere
+    line=$("${words[@]}" -G "$name" 2>/dev/null | sed -n 's/^hostname //p')
+    name=${line:-${name#*@}}
+  fi
+  [[ $name != *:* || $name == \[* ]] || name="[$name]"
+  printf '%s' "$name"
+}
+
+print_dry_run() {
+  local h rank i name address
+  local -a rank_environment agent_command
+  address=$(first_address "$(hostname)"):${wanted_port:-PORT}
+  if [[ $transport == slurm ]]; then
+    ((num_nodes == 1)) || address=FIRST_NODE:${wanted_port:-PORT}
+    set_agent_command 0
+    printf 'tasks: %s\n' "$(command_line "${agent_command[@]::${#agent_command[@]}-4}" | sed 's/ $//')"
+  fi
+  [[ $serve == no ]] || printf 'coordination service on %s: %s\n' "$([[ $transport == slurm ]] && echo 'the first node' || echo "${host_names[0]}")" \
+    "python -m mpmd.coordinator ${wanted_port:-PORT} $num_processes, where mpmd can be imported; else in rank 0"
+  for h in "${!host_names[@]}"; do
+    for ((i = 0; i < host_counts[h]; i++)); do
+      rank=$((first_ranks[h] + i)) name=${host_names[h]}
+      if [[ $transport == slurm ]]; then
+        name="node $((rank / procs_per_host))"
+        set_rank_environment "$rank" "$((rank % procs_per_host))" "$address" "$serve" DIR
+      else
+        set_rank_environment "$rank" "$i" "$address" "$serve" DIR
+      fi
+      printf '[%s] %s: %s&& %s\n' "$rank" "$name" "$(command_line cd "$folder")" \
+        "$(command_line "${added[@]}" "${rank_environment[@]}" "${command[@]}")"
+    done
+  done | sed 's/ $//'
+}
+
+# Writes an agent's program and commands, with signs of life between them, until the launcher is gone.
+feed() { # host
+  trap '' TERM HUP INT
+  trap - PIPE EXIT
+  exec {events}<&- {lines}<"$tmp/command.$1" # does not wait for a writer, as this process still is one
+  local fd line
+  for fd in "${command_fds[@]}"; do exec {fd}>&-; done
+  agent_program "$1"
+  printf '\0'
+  while true; do
+    if IFS= read -r -t "$beat_s" -u "$lines" line; then
+      printf '%s\n' "$line"
+    elif (($? > 128)); then
+      echo alive
+    else
+      break
+    fi
+  done
+}
+
+# An agent's lines, whole, to the launcher's stdout.
+pass_output() {
+  trap '' TERM HUP INT
+  trap - PIPE EXIT
+  exec {events}<&-
+  LC_ALL=C exec stdbuf -oL sed ''
+}
+
+# Sorts an agent's stderr: the ranks' lines to our own, the rest (what ssh itself says too) into the launcher's loop.
+sort_errors() { # host
+  trap '' TERM HUP INT
+  trap - PIPE EXIT
+  exec {events}<&-
+  LC_ALL=C exec stdbuf -oL -eL sed -n -e '/^\[[0-9]*\] /{w /dev/stderr' -e 'd}' \
+    -e 's/^@C //;t ours' -e 's/^/transport /' -e ':ours' -e "s/^/$1 /p" >"$tmp/events"
+}
+
+# One host's agent from start to end; says so in the loop when all its output is through.
+connect() { # host
+  trap '' TERM HUP INT
+  trap - PIPE EXIT
+  local h=$1 fd sorter
+  local -a agent_command status
+  set_agent_command "$h"
+  mkfifo "$tmp/stdin.$h" "$tmp/stderr.$h"
+  feed "$h" >"$tmp/stdin.$h" &
+  for fd in "${command_fds[@]}"; do exec {fd}>&-; done
+  sort_errors "$h" <"$tmp/stderr.$h" &
+  sorter=$!
+  (
+    printf '%s\n' "$h pid $BASHPID" >&"$events"
+    exec {events}<&-
+    ! is_here "${host_names[h]}" || trap - TERM HUP INT QUIT # they come as messages to the launcher alone
+    exec setsid "${agent_command[@]}"
+  ) <"$tmp/stdin.$h" 2>"$tmp/stderr.$h" | pass_output
+  status=("${PIPESTATUS[@]}")
+  wait "$sorter"
+  printf '%s\n' "$h closed ${status[0]}" >&"$events"
+  kill -0 "$$" 2>/dev/null || rm -rf "$tmp"
+}
+
+command_all() { # a line to every agent that is still connected
+  local h
+  for h in "${!command_fds[@]}"; do printf '%s\n' "$*" >&"${command_fds[h]}"; done 2>/dev/null
+}
+
+ended_text() { # an exit status in words
+  local name
+  (($1 > 128)) && name=$(kill -l $(($1 - 128)) 2>/dev/null) && [[ -n $name ]] && echo "killed by SIG$name" || echo "exit status $1"
+}
+
+# One attempt, from the agents' start until nothing is left. The result is in job_status and job_text (first line of the summary).
+run_job() {
+  tmp=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || die 69 "no temporary folder in ${TMPDIR:-/tmp}"
+  mkfifo "$tmp/events" && exec {events}<>"$tmp/events"
+  job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
+  command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=()
+  first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
+  phase=connecting num_ready=() num_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
+  deadline=$((SECONDS + connect_s))
+  [[ $transport != slurm ]] || deadline=
+  local h fd line kind rest started=$SECONDS
+  for h in "${!host_names[@]}"; do
+    mkfifo "$tmp/command.$h"
+    exec {fd}<>"$tmp/command.$h"
+    command_fds[h]=$fd
+    connect "$h" &
+  done
+  num_open=${#host_names[@]}
+  [[ -z $interrupted ]] || begin_stop
+  while ((num_open > 0)); do
+    if IFS= read -r -t 1 -u "$events" line; then
+      read -r h kind rest <<<"$line"
+      on_message "$h" "$kind" "$rest"
+    elif [[ -n $deadline ]] && ((SECONDS >= deadline)); then
+      on_deadline
+    fi
+  done
+  conclude $((SECONDS - started))
+  exec {events}<&-
+  rm -rf "$tmp"
+}
+
+on_message() { # host, kind, text
+  local h=$1 kind=$2 text=$3
+  # shellcheck disable=SC2086 # most messages are words
+  set -- $3
+  case $kind in
+    pid) transport_pid[h]=$1 ;;
+    ready) on_ready "$h" "$@" ;;
+    error)
+      [[ -n $job_error ]] || { error_status=$1 && job_error="$(place "$h")${text#* }"; }
+      begin_stop
+      ;;
+    exited) on_exit "$@" ;;
+    service)
+      [[ $phase == stopping ]] || service_failure="$1 $(ended_text "$1")${2:+: ${text#* }}"
+      [[ $phase != running ]] || begin_grace yes
+      [[ $phase != connecting ]] || begin_stop
+      ;;
+    signal)
+      [[ $phase == stopping ]] || signalled="$1 on ${agent_host[h]:-${host_names[h]}}"
+      begin_stop
+      ;;
+    launcher_signal)
+      [[ $phase != stopping ]] || command_all now
+      interrupted=$1
+      begin_stop
+      ;;
+    doing) doing[$1]=${text#* } ;;
+    verdict) verdicts+=("$text") ;;
+    left) left+=("${host_names[h]}: $*") ;;
+    stopped)
+      num_stopped[h]=$((${num_stopped[h]:-0} + 1))
+      ! all_stopped || begin_quit
+      ;;
+    last) printf '%s\n' "${text#|}" >>"$tmp/last" ;;
+    transport)
+      transport_text[h]=${text%$'\r'}
+      [[ $transport != slurm ]] || printf '%s\n' "$text" >&2
+      ;;
+    closed) on_closed "$h" "$1" ;;
+  esac
+}
+
+place() { # where a message comes from, unless that is clear
+  [[ $transport != slurm ]] || { echo 'srun: ' && return; }
+  is_here "${host_names[$1]}" && ((${#host_names[@]} == 1)) || printf 'host %s: ' "${host_names[$1]}"
+}
+
+on_ready() { # host, agent, its host name, port, service
+  local rank
+  if [[ $transport == slurm ]]; then
+    host_of[$2]=$3
+  else
+    for ((rank = first_ranks[$1]; rank < first_ranks[$1] + host_counts[$1]; rank++)); do host_of[rank]=$3; done
+  fi
+  agent_host[$1]=$3
+  if (($2 == 0)); then
+    address=$(first_address "$3"):$4 served=${5:-no}
+  fi
+  num_ready[$1]=$((${num_ready[$1]:-0} + 1))
+  [[ $phase == connecting ]] && ((${#host_of[@]} == num_processes)) || return 0
+  phase=running deadline=
+  command_all "start $address $served"
+}
+
+on_exit() { # rank, status, pid, whether a watchdog runs, whom it blames
+  local rank=$1
+  statuses[rank]=$2 rank_pids[rank]=$3
+  num_exited=$((num_exited + 1))
+  [[ $phase != stopping ]] || return 0
+  order+=("$rank")
+  if (($2 != 0)) && [[ -z $first_failure ]]; then
+    first_failure=$rank
+    command_all "failed $rank $2 $(ended_text "$2")"
+    begin_grace "$4"
+  fi
+  blamed=${5:-$blamed}
+  ((num_exited < num_processes)) || begin_stop
+  # All but the one that they blame have left: it hangs, and there is nobody to wait for.
+  [[ -z $blamed ]] || ((num_exited < num_processes - 1)) || [[ -n ${statuses[blamed]:-} ]] || begin_stop
+}
+
+begin_grace() { # the victims print their own table, if they have a watchdog
+  [[ $phase == running ]] || return 0
+  phase=grace deadline=$SECONDS
+  [[ $1 != yes ]] || deadline=$((SECONDS + grace_s))
+  ((deadline > SECONDS)) || begin_stop
+}
+
+begin_stop() {
+  [[ $phase != stopping && $phase != quitting ]] || return 0
+  phase=stopping deadline=$((SECONDS + 5 * term_s))
+  command_all stop
+  ! all_stopped || begin_quit
+}
+
+# Agents that are not ready yet have no ranks, and see the end of their stdin.
+all_stopped() {
+  local h
+  for h in "${!transport_pid[@]}"; do ((${num_stopped[h]:-0} >= ${num_ready[h]:-0})) || return 1; done
+}
+
+# The agents have stopped and said all that they know: find the guilty rank, ask for its last lines.
+begin_quit() {
+  [[ $phase != quitting ]] || return 0
+  phase=quitting deadline=$((SECONDS + 2 * term_s))
+  find_guilty
+  command_all "quit ${guilty:--}"
+  local fd
+  for fd in "${command_fds[@]}"; do exec {fd}>&-; done
+  command_fds=()
+}
+
+on_deadline() {
+  local h
+  deadline=
+  case $phase in
+    connecting)
+      error_status=69 job_error="host $(for h in "${!host_names[@]}"; do [[ -n ${agent_host[h]:-} ]] || { echo "${host_names[h]}" && break; }; done)"
+      job_error+=": no answer within $connect_s s"
+      begin_stop
+      ;;
+    grace) begin_stop ;;
+    stopping) begin_quit ;;
+    quitting) for h in "${transport_pid[@]}"; do kill -KILL "$h"; done 2>/dev/null ;;
+  esac
+}
+
+on_closed() { # host, status of ssh, srun or the local agent
+  local h=$1 why fd=${command_fds[$1]:-}
+  local -a agent_command
+  set_agent_command "$h"
+  num_open=$((num_open - 1))
+  unset "transport_pid[h]" "command_fds[h]"
+  [[ -z $fd ]] || exec {fd}>&-
+  [[ $phase != quitting ]] || return 0
+  why=${transport_text[h]:-}
+  [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
+  if [[ $phase == connecting && -z $job_error ]]; then
+    error_status=69 job_error="$(place "$h")$why"
+  elif [[ $phase == running || $phase == grace ]] && [[ -z $lost ]]; then
+    lost="$h $why"
+  fi
+  begin_stop
+  ! all_stopped || begin_quit
+}
+
+# Sets guilty (a rank, or nothing), job_status and job_text.
+find_guilty() {
+  local rank
+  job_text=
+  if [[ -n $interrupted ]]; then
+    job_status=$((128 + $(kill -l "$interrupted"))) job_text="ended by SIG$interrupted"
+  elif [[ -n $job_error ]]; then
+    job_status=$error_status job_text=$job_error
+  elif [[ -n $signalled ]]; then
+    job_status=$((128 + $(kill -l "${signalled%% *}"))) job_text="ended by SIG$signalled"
+  elif [[ -n $service_failure ]]; then
+    job_status=${service_failure%% *} job_text="coordination service: ${service_failure#* }"
+    ((job_status)) || job_status=69
+  elif [[ -n $lost && -z $first_failure ]]; then
+    guilty=${first_ranks[${lost%% *}]} job_status=69
+    job_text="rank $guilty: its host ${host_names[${lost%% *}]} was lost: ${lost#* }"
+  elif [[ -n $first_failure ]]; then
+    guilty=$first_failure
+    if ((statuses[guilty] == 75 && ${#verdicts[@]})); then
+      # The watchdog ended the job, so it knows whose fault it was.
+      job_text=${verdicts[0]#jax-mpmd: }
+      [[ ! $job_text =~ ^rank\ ([0-9]+): ]] || guilty=${BASH_REMATCH[1]}
+    elif ((statuses[guilty] == 75)); then
+      for rank in "${order[@]}"; do
+        ((statuses[rank] == 75 || statuses[rank] == 0)) || { guilty=$rank && break; }
+      done
+    elif [[ ${verdicts[0]:-} =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && ((BASH_REMATCH[1] == guilty && statuses[guilty] < 128)); then
+      job_text=${verdicts[0]#jax-mpmd: } # says more than the status
+    fi
+    job_status=${statuses[guilty]:-75}
+    [[ -z $job_text ]] || ! was_ended_by_us "$guilty" || job_status=75
+    ((job_status)) || job_status=75
+    [[ -n $job_text ]] || job_text="rank $guilty: $(ended_text "$job_status")"
+  else
+    job_status=0
+  fi
+}
+
+was_ended_by_us() { # the rank was still there when the launcher began to stop the job
+  local rank
+  for rank in "${order[@]}"; do ((rank != $1)) || return 1; done
+}
+
+# The summary, after everything that the ranks printed.
+conclude() { # seconds
+  ((${#left[@]} == 0)) || printf 'jax-mpmd: these processes do not end: %s\n' "${left[@]}" >&2
+  ((job_status)) || return 0
+  {
+    printf 'jax-mpmd: %s\n' "$job_text"
+    if [[ -n $guilty ]]; then
+      printf '  on %s%s, %s s after the start' "${host_of[guilty]:-?}" "${rank_pids[guilty]:+, pid ${rank_pids[guilty]}}" "$1"
+      [[ -s $tmp/last ]] && printf '; its last lines:\n' && sed 's/^/  | /' "$tmp/last" || printf '; it printed nothing\n'
+    fi
+    [[ -n $interrupted || -n $job_error ]] || print_table
+  } >&2
+}
+
+print_table() {
+  local rank ended step seconds what
+  ((${#doing[@]})) || return 0
+  for rank in "${!statuses[@]}"; do ((statuses[rank] != 75)) || return 0; done # a victim has printed its own
+  printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' rank host pid ended step for doing
+  for ((rank = 0; rank < num_processes; rank++)); do
+    ended='no answer'
+    [[ -z ${statuses[rank]:-} ]] || ended=$(was_ended_by_us "$rank" && echo 'by the launcher' || ended_text "${statuses[rank]}")
+    read -r step seconds what <<<"${doing[rank]:-- - -}"
+    printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' "$rank" "${host_of[rank]:--}" "${rank_pids[rank]:--}" "$ended" \
+      "$step" "$seconds s" "$what"
+  done
+}
+
+main() {
+  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die 69 "bash 4.4 or later is needed; this is $BASH_VERSION"
+  eval "$set_aside"
+  parse "$@"
+  plan
+  folder=$PWD attempt=0 interrupted=
+  script_text=$(<"${BASH_SOURCE[0]}")
+  line_width=3900 # a pipe takes up to 4096 bytes in one piece
+  [[ $transport != slurm ]] || line_width=900 # and srun 1024
+  ((num_processes > 1)) && serve=yes || serve=no
+  [[ -z $dry_run ]] || { print_dry_run && exit 0; }
+  [[ $log_dir == /* || -z $log_dir ]] || log_dir=$PWD/$log_dir
+  trap '' PIPE
+  local signal
+  # shellcheck disable=SC2064 # the name of the signal is meant now
+  for signal in INT TERM HUP; do trap "printf '%s\n' '- launcher_signal $signal' >&\"\$events\" 2>/dev/null; interrupted=$signal" "$signal"; done
+  for ((attempt = 0; ; attempt++)); do
+    order=()
+    run_job
+    ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled && -z $job_error ]] || break
+    say "starts over (restart $((attempt + 1)) of $restarts)"
+  done
+  exit "$job_status"
+}
+
+if [[ $0 == jax-mpmd-agent ]]; then
+  agent
+else
+  main "$@"
+fi

@@ -1,0 +1,319 @@
+"""Other transformations and switches of JAX, in stages and around the step."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs.parts import (
+    WIDTH,
+    chain,
+    dense,
+    momentum_state,
+    regression_batch,
+    residual,
+    squared_error,
+    stages_params,
+    train,
+)
+from programs.pipelines import make_mesh, make_schedule, pipeline, shared_device
+from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop, quickly_compiled
+
+import mpmd
+import scheduler
+
+RUNS = [("OneFOneB", "auto"), ("ZeroBubbleH1", "shared")]
+
+
+def _two_stages(key):
+    return momentum_state(stages_params(key, 2))
+
+
+def _stages(apply):
+    """The builder of a training step whose stages are `apply(params, x, stage)`."""
+
+    def build(tools):
+        def loss(params, m):
+            x = m["x"]
+            for stage, p in enumerate(params):
+                x = apply(p, x if stage == 0 else tools.mark(x), stage)
+            return squared_error(x, m["y"])
+
+        return train(tools, loss)
+
+    return build
+
+
+def _check(program, schedule, where):
+    with quickly_compiled():
+        assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
+
+
+def _transposed(p, x, stage):
+    """Each stage applies a linear map and, by `jax.linear_transpose`, its transpose."""
+
+    def spread(x):
+        return jnp.cumsum(x @ p["w"], axis=-1)
+
+    (back,) = jax.linear_transpose(spread, x)(jnp.tanh(spread(x) + p["b"]))
+    return x + 0.05 * back
+
+
+def _twice_differentiated(p, x, stage):
+    """A Hessian-vector product in each stage, forward over reverse, and a third derivative in the backward."""
+
+    def energy(x):
+        return jnp.sum(jnp.cos(dense(p, x)))
+
+    return x + 0.1 * jax.jvp(jax.grad(energy), (x,), (jnp.ones_like(x),))[1]
+
+
+@jax.custom_vjp
+def _scaled(x, by):
+    return x * by
+
+
+_scaled.defvjp(lambda x, by: (x * by, (x, by)), lambda kept, g: (g * kept[1], jnp.sum(g * kept[0])))
+
+
+def _custom_inside(p, x, stage):
+    """A custom derivative inside a checkpoint inside a jitted function, in each stage."""
+    block = jax.jit(jax.checkpoint(lambda p, x: _scaled(residual(p, x), 0.5) + x))
+    return block(p, x)
+
+
+def _weakly_typed(p, x, stage):
+    """Python scalars, and scalars that are weakly typed, in float16 arithmetic."""
+    half = jnp.asarray(1.0) * 0.5 if stage == 0 else 0.5
+    return (residual(p, x).astype(jnp.float16) * 2.0).astype(jnp.float32) * half
+
+
+PROGRAMS = [
+    Program("linear_transpose", _two_stages, regression_batch, _stages(_transposed), num_stages=2),
+    Program("gradients_of_gradients", _two_stages, regression_batch, _stages(_twice_differentiated), num_stages=2),
+    Program("custom_vjp_in_checkpoint_in_jit", _two_stages, regression_batch, _stages(_custom_inside), num_stages=2),
+    Program("weak_types", _two_stages, regression_batch, _stages(_weakly_typed), num_stages=2, rtol=2e-3),
+]
+
+
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_transformation_in_a_stage_equals_plain_jax(program, schedule, where):
+    _check(program, schedule, where)
+
+
+def _pipelined_step(apply, schedule="OneFOneB", mesh=None):
+    step = _stages(apply)(pipelined(make_schedule(schedule, 2)))
+    return mpmd.jit(step, mpmd_mesh=mesh or shared_device(2))
+
+
+def _arguments(seed=1):
+    return _two_stages(jax.random.key(0)), regression_batch(jax.random.key(seed))
+
+
+# --- prints and callbacks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd):
+    def apply(p, x, stage):
+        jax.debug.print("stage {s} sum {v:.6f}", s=stage, v=jnp.sum(x))
+        return residual(p, x)
+
+    state, batch = _arguments()
+    _pipelined_step(apply, schedule)(state, batch)
+    jax.effects_barrier()
+    printed = sorted(capfd.readouterr().out.splitlines())
+    jax.jit(_stages(apply)(plain_loop()))(state, batch)
+    jax.effects_barrier()
+    assert len(printed) == 2 * 4
+
+    def numbers(lines):
+        return np.array([[float(n) for n in re.findall(r"-?\d+\.?\d*", line)] for line in lines])
+
+    np.testing.assert_allclose(numbers(printed), numbers(sorted(capfd.readouterr().out.splitlines())), rtol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule):
+    seen = []
+
+    def apply(p, x, stage):
+        jax.debug.callback(lambda v, stage: seen.append((stage, float(v))), x[0, 0], stage, ordered=True)
+        return residual(p, x)
+
+    state, batch = _arguments()
+    _pipelined_step(apply, schedule)(state, batch)
+    jax.effects_barrier()
+    expected, seen = seen, []
+    jax.jit(_stages(apply)(plain_loop()))(state, batch)
+    jax.effects_barrier()
+    for stage in (0, 1):
+        got, wanted = ([v for s, v in run if s == stage] for run in (expected, seen))
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        assert len(got) == 4
+
+
+def test_a_pure_callback_in_a_stage_runs_on_the_host():
+    def apply(p, x, stage):
+        table = jax.pure_callback(
+            lambda v: np.sign(v), jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)
+        )
+        return residual(p, x) + 0.1 * table
+
+    for schedule, where in RUNS:
+        _check(Program("pure_callback", _two_stages, regression_batch, _stages(apply), num_stages=2), schedule, where)
+
+
+def test_named_scopes_are_in_the_programs_that_run():
+    def apply(p, x, stage):
+        with jax.named_scope(f"my_stage_{stage}"):
+            return residual(p, x)
+
+    compiled = _pipelined_step(apply).lower(*_arguments()).compile()
+    for place, task in compiled._programs.loops[0].tasks.items():
+        text = task.executable.call.as_text()
+        assert f"my_stage_{place.stage}" in text and f"my_stage_{1 - place.stage}" not in text
+
+
+# --- switches -------------------------------------------------------------------------------------
+
+
+def test_without_jit_the_step_runs_as_plain_python_with_values_to_look_at():
+    sums = []
+
+    def apply(p, x, stage):
+        sums.append(float(jax.lax.stop_gradient(x).sum()))  # a value: not possible while tracing
+        return residual(p, x)
+
+    def evaluate(tools):
+        def step(params, batch):
+            return tools.reduce(
+                lambda m: squared_error(apply(params[1], tools.mark(apply(params[0], m["x"], 0)), 1), m["y"]),
+                batch, operation=mpmd.Mean,
+            )  # fmt: skip
+
+        return step
+
+    state, batch = _arguments()
+    step = mpmd.jit(evaluate(pipelined(scheduler.OneFOneB(2))), mpmd_mesh=shared_device(2))
+    with jax.disable_jit():
+        value = step(state["params"], batch)
+    assert len(sums) == 2 * 4
+    expected = evaluate(plain_loop())(state["params"], batch)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_without_jit_a_whole_training_step_and_its_own_results_are_taken():
+    apply = lambda p, x, stage: residual(p, x)  # noqa: E731
+    step, (state, batch) = _pipelined_step(apply), _arguments()
+    state, _ = step(state, batch)
+    expected = step(state, batch)
+    with jax.disable_jit():
+        actual = step(state, batch)
+    assert_same(host(actual), host(expected), 2e-5)
+
+
+def test_debug_nans_names_stage_and_microbatch():
+    def apply(p, x, stage):
+        return jnp.log(x) if stage == 1 else residual(p, x)
+
+    state, batch = _arguments()
+    batch["x"] = jnp.abs(batch["x"])
+    state["params"][0] = jax.tree.map(jnp.zeros_like, state["params"][0])
+    batch["x"] = batch["x"].at[2, 0, 0].set(-1.0)
+    step = _pipelined_step(apply)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError) as raised:
+            jax.block_until_ready(step(state, batch)[1]["loss"]._arrays)
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    assert str(raised.value) == (
+        "invalid value (nan) in what 1F2 in group 1 returned.\n"
+        "  2F0 is the forward of stage 2 for microbatch 0, B a backward; under jax.disable_jit() the step runs one"
+        " operation at a time, and the first that makes it is named."
+    )
+
+
+def test_x64_is_a_program_of_its_own():
+    apply = lambda p, x, stage: residual(p, x)  # noqa: E731
+    step = _pipelined_step(apply)
+    with quickly_compiled():
+        single = step(*_arguments())
+        with jax.enable_x64(True):
+            state, batch = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, _arguments())
+            double = step(state, batch)
+            expected = jax.jit(_stages(apply)(plain_loop()))(state, batch)
+            assert double[1]["loss"].dtype == jnp.float64
+            assert_same(host(double), host(expected), 1e-12)
+    assert single[1]["loss"].dtype == jnp.float32
+
+
+# --- around the step ------------------------------------------------------------------------------
+
+
+def _gradient(step):
+    return jax.grad(lambda params, batch: step({"params": params}, batch)[1]["loss"])
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, _gradient])
+def test_transforming_a_pipelined_step_is_refused(transform):
+    def step(state, batch):
+        loss = lambda p, m: squared_error(chain(pipelined(None), p, m["x"]), m["y"])  # noqa: E731
+        total = mpmd.treduce(lambda m: loss(state["params"], m), batch, schedule=scheduler.GPipe(2))
+        return state, {"loss": total}
+
+    state, batch = _arguments()
+    params = jax.tree.map(lambda x: jnp.stack([x] * 4), state["params"]) if transform is jax.vmap else state["params"]
+    with pytest.raises(mpmd.StageError) as raised:
+        transform(mpmd.jit(step, mpmd_mesh=shared_device(2)))(
+            params if transform is _gradient else {"params": params}, batch
+        )
+    assert str(raised.value) == (
+        "mpmd.jit: state['params'][0]['b'] is being traced, so the step was called inside jax.jit, jax.grad or"
+        " jax.vmap.\n"
+        "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
+    )
+
+
+def test_static_arguments_and_keywords_are_those_of_jax_jit():
+    def step(params, batch, scale, *, shift):
+        def loss(p, m):
+            return squared_error(scale * chain(pipelined(None), p, m["x"]) + shift, m["y"])
+
+        return mpmd.treduce(lambda m: jax.grad(loss)(params, m), batch, schedule=scheduler.ZeroBubbleH1(2))
+
+    state, batch = _arguments()
+    jitted = mpmd.jit(step, mpmd_mesh=shared_device(2), static_argnums=(2,))
+    for scale, shift in ((2, 0.5), (3, -0.5)):
+        expected = jax.jit(step, static_argnums=(2,))(state["params"], batch, scale, shift=shift)
+        assert_same(host(jitted(state["params"], batch, scale, shift=shift)), host(expected), 2e-5)
+
+
+# --- the user's mesh ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type):
+    mesh = make_mesh(2, axis_type, ("data",))
+    constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
+
+    def apply(p, x, stage):
+        y = constrain(residual(p, x), NamedSharding(mesh, P(None, "data")))
+        total = jax.shard_map(lambda y: jax.lax.psum(y, "data"), mesh=mesh, in_specs=P(None, "data"), out_specs=P())(y)
+        return x + jnp.concatenate([total, total], -1)
+
+    def plain(p, x, stage):
+        y = residual(p, x)
+        total = y[:, : WIDTH // 2] + y[:, WIDTH // 2 :]
+        return x + jnp.concatenate([total, total], -1)
+
+    state, batch = _arguments()
+    expected = jax.jit(_stages(plain)(plain_loop()))(state, batch)
+    for schedule in ("OneFOneB", "ZeroBubbleH1"):
+        step = _pipelined_step(apply, schedule, mpmd.MpmdMesh(mesh, "stage"))
+        assert_same(host(step(state, batch)), host(expected), 2e-5)

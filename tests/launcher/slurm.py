@@ -1,0 +1,131 @@
+"""A Slurm cluster of one node, this machine: munged, slurmctld and slurmd in a folder of their own, ended by pid."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from launching import alive, until
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "scancel", "sinfo")
+
+
+def missing() -> str | None:
+    """Why a cluster cannot be had here, or None."""
+    if os.geteuid() != 0:
+        return "slurmd needs root"
+    programs = [p for p in _PROGRAMS if shutil.which(p) is None and not Path(f"/usr/sbin/{p}").exists()]
+    if programs:
+        return f"not installed: {', '.join(programs)} (Debian: slurmctld slurmd slurm-client munge)"
+    return None
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Cluster:
+    """The daemons, and the variables that make Slurm's commands find them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "SLURM_OVERCOMMIT": "1"}
+        self._daemons: list[subprocess.Popen] = []
+
+    def start(self) -> None:
+        os.chmod(self.folder, 0o755)
+        for name in ("state", "spool", "munge"):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        munge_socket = self.folder / "munge" / "socket"
+        self._spawn(
+            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
+            f"--pid-file={self.folder}/munge/pid", f"--log-file={self.folder}/munge/log",
+            f"--seed-file={self.folder}/munge/seed", "--num-threads=1",
+        )  # fmt: skip
+        until(munge_socket.exists, "munged", 30)
+        name = socket.gethostname().split(".")[0]
+        (self.folder / "slurm.conf").write_text(f"""\
+ClusterName=test
+SlurmctldHost={name}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={_free_port()}
+SlurmdPort={_free_port()}
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+CredType=cred/munge
+StateSaveLocation={self.folder}/state
+SlurmdSpoolDir={self.folder}/spool
+SlurmctldPidFile={self.folder}/slurmctld.pid
+SlurmdPidFile={self.folder}/slurmd.pid
+SlurmctldLogFile={self.folder}/slurmctld.log
+SlurmdLogFile={self.folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+KillWait=30
+NodeName={name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+PartitionName=all Nodes={name} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
+""")
+        self._spawn("slurmctld", "-D", "-i", "-f", str(self.folder / "slurm.conf"))
+        self._spawn("slurmd", "-D", "-f", str(self.folder / "slurm.conf"))
+        until(lambda: self.command("sinfo", "--noheader", "--format=%t").stdout.strip() == "idle", self._why(), 60)
+
+    def _why(self) -> str:
+        return f"an idle node (logs in {self.folder})"
+
+    def _spawn(self, name: str, *arguments: str) -> None:
+        path = shutil.which(name) or f"/usr/sbin/{name}"
+        log = (self.folder / f"{name}.out").open("w")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | self.environment
+        self._daemons.append(
+            subprocess.Popen(
+                [path, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                start_new_session=True,
+            )
+        )  # fmt: skip
+
+    def command(self, *words: str) -> subprocess.CompletedProcess:
+        """Runs one of Slurm's commands."""
+        return subprocess.run(words, env=os.environ | self.environment, capture_output=True, text=True, timeout=60)
+
+    def jobs(self) -> list[str]:
+        """The jobs that are in the queue."""
+        return self.command("squeue", "--noheader", "--format=%i").stdout.split()
+
+    def stop(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            for job in self.jobs():
+                self.command("scancel", job)
+            with contextlib.suppress(AssertionError):
+                until(lambda: not self.jobs(), "an empty queue", 20)
+        for daemon in reversed(self._daemons):
+            for name in (signal.SIGTERM, signal.SIGKILL):
+                if daemon.poll() is None:
+                    daemon.send_signal(name)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        daemon.wait(10)
+            assert not alive(daemon.pid)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """A cluster that is gone at the end."""
+    one = Cluster(folder)
+    try:
+        one.start()
+        yield one
+    finally:
+        one.stop()

@@ -1,0 +1,560 @@
+"""The launcher on one machine: what the ranks get, how their output comes, and how the job ends."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from launching import PATIENCE_S, PYTHON, ROOT, alive, launch, python, run, shell, until
+
+SAY_VARIABLES = (
+    "for v in COORDINATOR NUM_PROCESSES PROCESS_ID LOCAL_ID LOCAL_ONLY HANG_TIMEOUT_S SERVICE; do"
+    ' n=MPMD_$v; echo "$n=${!n-unset}"; done; ls -d "$MPMD_STATUS_DIR"'
+)
+
+# A rank in its place in a mesh of all processes; uses JAX alone.
+JAX_PROGRAM = """
+import os
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+e = os.environ
+jax.config.update("jax_enable_preemption_service", False)
+jax.distributed.initialize(
+    e["MPMD_COORDINATOR"], int(e["MPMD_NUM_PROCESSES"]), int(e["MPMD_PROCESS_ID"]),
+    coordinator_bind_address="127.0.0.1:0" if e.get("MPMD_SERVICE") == "external" else None,
+)
+n = jax.device_count()
+mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+x = jax.make_array_from_callback((n,), split, lambda i: np.arange(n, dtype=np.float32)[i])
+total = jax.jit(lambda x: x.sum(), out_shardings=whole)(x)
+print("sum", float(total), "local", jax.local_device_count(), "service", e.get("MPMD_SERVICE"))
+"""
+
+
+def test_one_process_gets_the_contract_and_no_service():
+    status, job = run("--hang-timeout", "7.5", *shell(SAY_VARIABLES))
+    assert status == 0, job.err
+    lines = [line.removeprefix("[0] ") for line in job.out.splitlines()]
+    assert re.fullmatch(r"MPMD_COORDINATOR=127\.0\.0\.1:2\d{4}", lines[0])
+    assert lines[1:7] == [
+        "MPMD_NUM_PROCESSES=1", "MPMD_PROCESS_ID=0", "MPMD_LOCAL_ID=0", "MPMD_LOCAL_ONLY=1", "MPMD_HANG_TIMEOUT_S=7.5",
+        "MPMD_SERVICE=unset",
+    ]  # fmt: skip
+    assert not os.path.exists(lines[7])  # it was there for the rank, and is gone
+    assert job.err == ""
+
+
+def test_four_processes_have_ranks_of_their_own_and_one_coordinator():
+    status, job = run("-n", 4, "--port", 23987, *shell('echo "$MPMD_PROCESS_ID $MPMD_LOCAL_ID $MPMD_COORDINATOR"'))
+    assert status == 0, job.err
+    assert sorted(job.out.splitlines()) == [f"[{r}] {r} {r} 127.0.0.1:23987" for r in range(4)]
+
+
+def test_gpus_are_dealt_out_in_order_and_from_the_visible_ones():
+    command = shell('echo "gpus=$CUDA_VISIBLE_DEVICES"')
+    status, job = run("-n", 2, "--gpus-per-process", 2, *command, CUDA_VISIBLE_DEVICES="7,5,3,1")
+    assert status == 0, job.err
+    assert sorted(job.out.splitlines()) == ["[0] gpus=7,5", "[1] gpus=3,1"]
+
+
+def test_too_few_gpus_are_one_clear_line():
+    status, job = run("-n", 2, "--gpus-per-process", 2, *shell("true"), CUDA_VISIBLE_DEVICES="7,5,3")
+    assert (status, job.out) == (69, "")
+    assert job.err == "jax-mpmd: 3 GPUs (CUDA_VISIBLE_DEVICES=7,5,3), but 2 processes with 2 each need 4\n"
+
+
+def test_the_environment_is_the_callers_with_names_that_the_launcher_uses_itself():
+    names = {"http_proxy": "a b", "job": "mine", "ranks": "1 2", "QUOTED": "'\"$x`\n*"}
+    program = f"import os; print(*(repr(os.environ[n]) for n in {list(names)}), repr(os.environ['added']))"
+    status, job = run("--env", "added=x=*", *python(program), **names)
+    assert status == 0, job.err
+    assert job.out == "[0] " + " ".join(map(repr, [*names.values(), "x=*"])) + "\n"
+
+
+def test_variables_of_a_job_outside_do_not_come_through():
+    status, job = run(*shell("env | grep -c -e SERVICE -e 4711"), MPMD_SERVICE="external", MPMD_COORDINATOR="x:4711")
+    assert (status, job.out) == (1, "[0] 0\n")
+
+
+def test_arguments_arrive_as_they_were_given():
+    words = ["two words", "*", "$HOME", "", "it's", '"', "new\nline", "\\", "-n", "--", "é"]
+    status, job = run(*python("import sys; print(sys.argv[1:])"), *words)
+    assert (status, job.out) == (0, f"[0] {words}\n")
+
+
+def test_a_rank_starts_with_stdin_at_its_end_default_signals_and_no_other_files():
+    program = (
+        "import os, signal; print(repr(os.read(0, 1)), os.getsid(0) == os.getpid(),"
+        " signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM).name,"
+        " *sorted(n for n in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + n)))"
+    )
+    status, job = run("-n", 2, *python(program))
+    assert status == 0, job.err
+    assert sorted(job.out.splitlines()) == [f"[{r}] b'' True True SIG_DFL 0 1 2" for r in range(2)]
+
+
+def test_an_open_line_is_ended_and_a_carriage_return_ends_a_line():
+    status, job = run(*shell(r"printf 'one\rtwo\n\n  three'; printf 'four' >&2"))
+    assert (status, job.out, job.err) == (0, "[0] one\n[0] two\n[0] \n[0]   three\n", "[0] four\n")
+
+
+def test_a_line_comes_when_it_is_written(tmp_path):
+    go = tmp_path / "go"
+    with launch(*shell(f'echo first; echo other >&2; until [[ -e "{go}" ]]; do sleep 0.05; done')) as job:
+        job.wait_for_line(r"^\[0\] first$")
+        until(lambda: job.err == "[0] other\n", "the line on stderr")
+        go.touch()
+        assert job.finish() == 0
+
+
+def test_lines_stay_whole_under_load():
+    program = (
+        "import os, sys\nr = os.environ['MPMD_PROCESS_ID']\n"
+        "for i in range(20_000):\n"
+        "    stream = sys.stderr if i % 10 == 0 else sys.stdout\n"
+        "    stream.write(f'{r} {i} ' + r * (i % 300) + f' {i}\\n')\n"
+    )
+    status, job = run("-n", 4, *python(program), PYTHONUNBUFFERED="")
+    assert status == 0
+    seen = {"0": 0, "1": 0, "2": 0, "3": 0}
+    for line in [*job.out.splitlines(), *job.err.splitlines()]:
+        rank, i = re.match(r"\[(\d)\] \d (\d+) ", line).groups()
+        assert line == f"[{rank}] {rank} {i} " + rank * (int(i) % 300) + f" {i}"
+        seen[rank] += 1
+    assert seen == dict.fromkeys(seen, 20_000)
+
+
+def test_a_very_long_line_is_broken_into_prefixed_ones():
+    status, job = run("-n", 2, *python("import os; print(os.environ['MPMD_PROCESS_ID'] * 100_000)"))
+    assert status == 0
+    for rank in "01":
+        pieces = [line for line in job.out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert "".join(piece.removeprefix(f"[{rank}] ") for piece in pieces) == rank * 100_000
+        assert max(map(len, pieces)) <= 3904
+
+
+def test_log_files_hold_each_ranks_lines_without_prefix(tmp_path):
+    logs = tmp_path / "deep" / "my logs"
+    program = shell('echo "out $MPMD_PROCESS_ID"; echo "err $MPMD_PROCESS_ID" >&2')
+    status, job = run("-n", 2, "--log-dir", logs, *program)
+    assert status == 0, job.err
+    assert sorted(p.name for p in logs.iterdir()) == ["rank-0.log", "rank-1.log"]
+    for rank in range(2):
+        assert sorted((logs / f"rank-{rank}.log").read_text().splitlines()) == [f"err {rank}", f"out {rank}"]
+        assert f"[{rank}] out {rank}" in job.out and f"[{rank}] err {rank}" in job.err
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def failing(how: str, others: str = "exec sleep 1000") -> tuple[str, ...]:
+    """Rank 1 fails in this way; the others would go on for ever."""
+    return shell(f"if [[ $MPMD_PROCESS_ID == 1 ]]; then {how}; else {others}; fi")
+
+
+@pytest.mark.parametrize(
+    "how, status, text",
+    [
+        ("exit 3", 3, "exit status 3"),
+        ("kill -9 $$", 137, "killed by SIGKILL"),
+        ("kill -SEGV $$", 139, "killed by SIGSEGV"),
+        ("kill -ABRT $$", 134, "killed by SIGABRT"),
+        (f"exec {PYTHON} -c 'raise SystemExit(5)'", 5, "exit status 5"),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_shown_last(how, status, text):
+    got, job = run("-n", 3, *failing(f"printf '  before\\n'; {how}"))
+    assert got == status
+    summary = job.summary()
+    assert summary[0] == f"jax-mpmd: rank 1: {text}"
+    assert re.fullmatch(r"  on \S+, pid \d+, \d+ s after the start; its last lines:", summary[1])
+    assert summary[2:] == ["  |   before"]
+
+
+def test_an_exceptions_traceback_is_in_the_summary():
+    program = "import os\nif os.environ['MPMD_PROCESS_ID'] == '1':\n    raise ValueError('bad * data')\n"
+    status, job = run("-n", 2, *python(program + "import time; time.sleep(1000)"))
+    assert status == 1
+    summary = job.summary()
+    assert summary[0] == "jax-mpmd: rank 1: exit status 1"
+    assert [summary[2], summary[-1]] == ["  | Traceback (most recent call last):", "  | ValueError: bad * data"]
+
+
+def test_only_the_last_twenty_lines_are_repeated(tmp_path):
+    for options in ((), ("--log-dir", tmp_path)):
+        status, job = run("-n", 2, *options, *failing("seq 1 100; exit 1"))
+        assert status == 1
+        assert job.summary()[2:] == [f"  | {i}" for i in range(81, 101)]
+
+
+def test_a_rank_that_prints_nothing_is_said_to():
+    status, job = run("-n", 2, *failing("exit 9"))
+    assert status == 9
+    assert re.fullmatch(r"  on \S+, pid \d+, \d+ s after the start; it printed nothing", job.summary()[1])
+
+
+def test_ranks_that_end_early_with_success_do_not_end_the_others():
+    status, job = run("-n", 3, *shell("sleep 0.$MPMD_PROCESS_ID; echo done"))
+    assert (status, len(job.out.splitlines()), job.err) == (0, 3, "")
+
+
+def test_a_stopped_rank_is_ended_too():
+    with launch("-n", 3, *failing("echo pid=$$; kill -STOP $$", "sleep 0.5; exit 4")) as job:
+        assert job.finish() == 4
+
+
+def test_ranks_that_ignore_sigterm_are_killed():
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); "
+    with launch("-n", 2, *python(program + "import time; time.sleep(1000)")) as job:
+        pids = job.wait_for_line(r"^\[\d\] ready")
+        job.wait_for_line(r"^\[\d\] ready", 2)
+        assert pids
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.finish() == 143
+
+
+# Each rank has a child in a session of its own, which ignores what it can and would live for ever.
+FAMILY = shell(
+    "setsid bash -c 'trap \"\" INT TERM HUP; sleep 1000 & wait; sleep 1000' & echo \"child=$!\";"
+    " echo \"pid=$$\"; wait; sleep 1000"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, status", [("INT", 130), ("TERM", 143), ("HUP", 129)])
+def test_a_signal_to_the_launcher_leaves_no_process_behind(name, status):
+    with launch("-n", 2, *FAMILY) as job:
+        pids = [int(p) for p in job.wait_for_line(r"^\[\d\] (?:pid|child)=(\d+)", 4)]
+        assert all(map(alive, pids))
+        os.kill(job.process.pid, getattr(signal, f"SIG{name}"))
+        assert job.finish() == status
+        assert job.summary() == [f"jax-mpmd: ended by SIG{name}"]
+        assert not any(map(alive, pids))
+
+
+def test_ctrl_c_reaches_the_whole_foreground_group_and_output_still_comes_through():
+    program = "trap 'echo leaving; exit 0' TERM; echo ready; sleep 1000 & wait"
+    with launch("-n", 2, *shell(program)) as job:
+        job.wait_for_line("ready", 2)
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+        assert job.finish() == 130
+        assert sorted(job.matches(r"^\[\d\] leaving")) == ["[0] leaving", "[1] leaving"]
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    program = "trap 'echo told' TERM; echo ready; while true; do sleep 0.1; done"
+    with launch("-n", 2, *shell(program)) as job:
+        job.wait_for_line("ready", 2)
+        os.kill(job.process.pid, signal.SIGINT)
+        job.wait_for_line("told", 2)
+        start = time.monotonic()
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.finish() == 130
+        assert time.monotonic() - start < 60
+
+
+def test_nothing_outlives_a_launcher_that_is_killed():
+    with launch("-n", 2, *FAMILY) as job:
+        job.wait_for_line(r"^\[\d\] child=", 2)
+        os.kill(job.process.pid, signal.SIGKILL)
+        assert job.process.wait(PATIENCE_S) == -signal.SIGKILL
+        job.check_nothing_left(PATIENCE_S)
+
+
+def test_nothing_outlives_an_agent_that_is_killed():
+    with launch("-n", 2, *FAMILY) as job:
+        job.wait_for_line(r"^\[\d\] child=", 2)
+        agents = [p for p in job.left() if is_session_leader(p) and b"jax-mpmd-agent" in command_line(p)]
+        assert len(agents) == 1
+        os.kill(agents[0], signal.SIGKILL)
+        assert job.finish() == 69
+        assert job.summary()[0] == "jax-mpmd: rank 0: its host localhost was lost: bash: killed by SIGKILL"
+
+
+def is_session_leader(pid: int) -> bool:
+    return alive(pid) and os.getsid(pid) == pid
+
+
+def command_line(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+
+
+def test_what_ranks_leave_behind_is_ended_after_success():
+    status, job = run("-n", 2, *shell("setsid sleep 1000 & echo done"))
+    assert (status, job.err) == (0, "")
+
+
+# --- victims and status files ---------------------------------------------------------------------
+
+# A rank with a watchdog, as the launcher sees it: a status file, and status 75 for a victim.
+WATCHED = """
+import json, os, pathlib, sys, time
+rank = int(os.environ["MPMD_PROCESS_ID"])
+folder = pathlib.Path(os.environ["MPMD_STATUS_DIR"])
+def status(verdict=None, waiting_for=None, doing="1F0 in group 1"):
+    data = {"rank": rank, "host": "h", "pid": os.getpid(), "phase": "step", "step": 7, "doing": doing,
+            "since": time.time() - 40, "waiting_for": waiting_for, "verdict": verdict}
+    (folder / "tmp").write_text(json.dumps(data)); (folder / "tmp").rename(folder / f"rank-{rank}.json")
+def wait_for_failure():
+    while not (folder / "failed.json").exists():
+        time.sleep(0.02)
+    return json.loads((folder / "failed.json").read_text())
+"""
+
+
+def test_victims_have_time_to_print_their_table_and_the_guilty_rank_is_named():
+    program = """
+if rank == 1:
+    status(); print("boom"); sys.exit(3)
+status()
+print("told", sorted(wait_for_failure().items()), file=sys.stderr)
+time.sleep(1); print("my table", file=sys.stderr); os._exit(75)
+"""
+    status, job = run("-n", 3, *python(WATCHED + program))
+    assert status == 3
+    assert job.err.count("told [('rank', 1), ('status', 3), ('what', 'exit status 3')]") == 2
+    assert job.err.count("my table") == 2
+    summary = job.summary()
+    assert (summary[0], summary[2:]) == ("jax-mpmd: rank 1: exit status 3", ["  | boom"])
+
+
+def test_when_all_are_victims_the_watchdogs_verdict_counts():
+    program = """
+if rank == 1:
+    status(doing="2B3"); print("stuck"); time.sleep(1000)
+verdict = 'jax-mpmd: rank 1: does not move in "2B3" for 40 s'
+time.sleep(rank); status(verdict); os._exit(75)
+"""
+    status, job = run("-n", 3, *python(WATCHED + program))
+    assert status == 75
+    summary = job.summary()
+    assert (summary[0], summary[2:]) == ('jax-mpmd: rank 1: does not move in "2B3" for 40 s', ["  | stuck"])
+
+
+def test_a_rank_that_left_with_success_can_be_the_guilty_one():
+    program = """
+if rank == 0:
+    print("bye"); status(); sys.exit(0)
+while not os.path.exists(os.environ["MPMD_STATUS_DIR"] + "/rank-0.json"):
+    time.sleep(0.01)
+status("jax-mpmd: rank 0: left the program after step 7"); os._exit(75)
+"""
+    status, job = run("-n", 3, *python(WATCHED + program))
+    assert status == 75
+    assert job.summary()[0] == "jax-mpmd: rank 0: left the program after step 7"
+    assert job.summary()[2:] == ["  | bye"]
+
+
+def test_the_launcher_prints_the_table_when_no_rank_could():
+    program = """
+if rank == 1:
+    status(doing="in user code"); os.kill(os.getpid(), 9)
+status(waiting_for={"value": "the output of 1F0", "ranks": [1], "since": time.time() - 100})
+time.sleep(1000)
+"""
+    status, job = run("-n", 2, *python(WATCHED + program))
+    assert status == 137
+    lines = job.summary()
+    assert lines[0] == "jax-mpmd: rank 1: killed by SIGKILL"
+    assert lines[2].split() == ["rank", "host", "pid", "ended", "step", "for", "doing"]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[3:]]
+    assert [row[3] for row in rows] == ["by the launcher", "killed by SIGKILL"]
+    assert [row[4] for row in rows] == ["7", "7"]
+    assert re.fullmatch(r"1\d\d s", rows[0][5]) and re.fullmatch(r"\d\d s", rows[1][5])
+    assert [row[6] for row in rows] == [
+        "1F0 in group 1, waits for the output of 1F0 from rank 1",
+        "in user code",
+    ]
+
+
+# --- starting over --------------------------------------------------------------------------------
+
+
+def test_restarts_begin_anew_with_another_port_and_say_so(tmp_path):
+    program = shell(
+        'echo "try $MPMD_ATTEMPT $MPMD_COORDINATOR"; [[ $MPMD_ATTEMPT == 2 || $MPMD_PROCESS_ID == 0 ]] || exit 6'
+    )
+    status, job = run("-n", 2, "--restarts", 3, "--log-dir", tmp_path, *program)
+    assert status == 0
+    said = [line for line in job.err.splitlines() if line.startswith("jax-mpmd: ")]
+    assert said == [
+        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over (restart 1 of 3)",
+        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over (restart 2 of 3)",
+    ]  # fmt: skip
+    ports = {m[1] for m in re.finditer(r"try \d 127\.0\.0\.1:(\d+)", job.out)}
+    assert len(ports) == 3
+    names = ["rank-0.log", "rank-0.restart-1.log", "rank-0.restart-2.log"]
+    assert sorted(p.name for p in tmp_path.glob("rank-0*")) == names
+
+
+def test_restarts_have_an_end():
+    status, job = run("-n", 2, "--restarts", 1, *shell("exit 6"))
+    assert status == 6
+    assert job.err.count("starts over") == 1
+
+
+def test_ctrl_c_is_no_reason_to_start_over():
+    with launch("--restarts", 5, *shell("echo ready; sleep 1000")) as job:
+        job.wait_for_line("ready")
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.finish() == 130
+        assert job.summary() == ["jax-mpmd: ended by SIGINT"]
+
+
+# --- the coordination service ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_jax_runs_on_two_processes_with_two_devices_each():
+    status, job = run("-n", 2, "--cpu-devices", 2, *python(JAX_PROGRAM))
+    assert status == 0, job.err
+    assert sorted(job.matches(r"^.*sum.*$")) == [f"[{r}] sum 6.0 local 2 service external" for r in range(2)]
+
+
+# On PYTHONPATH, it makes an installed package impossible to import.
+HIDE_MPMD = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpmd":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+@pytest.mark.slow
+def test_rank_0_serves_where_mpmd_cannot_be_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDE_MPMD)
+    status, job = run("-n", 2, "--cpu-devices", 1, *python(JAX_PROGRAM), PYTHONPATH=str(tmp_path))
+    assert status == 0, job.err
+    assert sorted(job.matches(r"^.*sum.*$")) == [f"[{r}] sum 1.0 local 1 service None" for r in range(2)]
+
+
+@pytest.mark.slow
+def test_the_death_of_the_coordination_service_is_said():
+    with launch("-n", 2, *python("print('ready'); import time; time.sleep(1000)")) as job:
+        job.wait_for_line("ready", 2)
+        until(lambda: service_of(job), "the coordination service")
+        os.kill(service_of(job)[0], signal.SIGKILL)
+        assert job.finish() == 137
+        assert job.summary() == ["jax-mpmd: coordination service: killed by SIGKILL"]
+
+
+def service_of(job) -> list[int]:
+    return [p for p in job.left() if b"mpmd.coordinator" in command_line(p) and is_session_leader(p)]
+
+
+def test_two_jobs_at_once_do_not_meet():
+    with launch("-n", 2, *shell("echo $MPMD_COORDINATOR; sleep 1")) as one, launch("-n", 2, *shell("exit 1")) as two:
+        assert two.finish() == 1
+        assert one.finish() == 0
+        assert one.err == ""
+
+
+# --- what can be said before anything starts ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--"], "no command; it goes after --"),
+        (["-n", "2"], "no command; it goes after --"),
+        (["-n", "0", "--", "x"], "-n: '0' is not a whole number from 1 on"),
+        (["-n", "two", "--", "x"], "-n: 'two' is not a whole number from 1 on"),
+        (["-n", "--", "x"], "-n needs a value"),
+        (["--port", "70000", "--", "x"], "--port: '70000' is not a whole number from 1 on to 65535"),
+        (["--bogus", "--", "x"], "unknown option --bogus"),
+        (["--bogus=1", "--", "x"], "unknown option --bogus"),
+        (["python", "x.py"], "'python' is not an option; the command goes after --"),
+        (["--hang-timeout", "-1", "--", "x"], "--hang-timeout: '-1' is not a number of seconds"),
+        (["-H", "a,,b", "--", "x"], "--hosts: 'a,,b' is not a list of hosts between commas"),
+        (["-H", "a:x", "--", "x"], "--hosts: a: 'x' is not a whole number from 1 on"),
+        (["-H", "a,b,a", "--", "x"], "--hosts: a is named twice; write a:K for K processes"),
+        (["-H", "a;b", "--", "x"], "--hosts: 'a;b' is not the name of a host"),
+        (["--env", "NOT_SET_ANYWHERE", "--", "x"], "--env: NOT_SET_ANYWHERE is not set here"),
+        (["--env", "1=2", "--", "x"], "--env: '1=2' is neither NAME nor NAME=VALUE"),
+        (
+            ["--cpu-devices", "1", "--gpus-per-process", "1", "--", "x"],
+            "--cpu-devices and --gpus-per-process exclude each other",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(arguments, message):
+    status, job = run(*arguments)
+    assert (status, job.out, job.err) == (2, "", f"jax-mpmd: {message} (see --help)\n")
+
+
+def test_a_command_that_is_not_there_or_cannot_run_is_one_clear_line(tmp_path):
+    status, job = run("-n", 2, "--", "no-such-command-here", PATH="/usr/bin:/bin")
+    assert (status, job.err) == (127, "jax-mpmd: command not found: no-such-command-here (PATH=/usr/bin:/bin)\n")
+    status, job = run("-n", 2, "--restarts", 3, "--", tmp_path / "missing.py")
+    assert (status, job.err) == (127, f"jax-mpmd: command not found: {tmp_path}/missing.py\n")
+    (tmp_path / "plain.txt").touch()
+    status, job = run("--", tmp_path / "plain.txt")
+    assert (status, job.err) == (126, f"jax-mpmd: not an executable file: {tmp_path}/plain.txt\n")
+
+
+def test_a_port_in_use_is_one_clear_line():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        status, job = run("--port", port, *shell("true"))
+    assert (status, job.err) == (69, f"jax-mpmd: port {port} is in use\n")
+
+
+def test_a_log_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
+    (tmp_path / "file").touch()
+    status, job = run("--log-dir", tmp_path / "file", *shell("true"))
+    assert (status, job.err) == (69, f"jax-mpmd: cannot write to --log-dir {tmp_path}/file\n")
+
+
+def test_the_help_shows_every_option_and_examples():
+    status, job = run("--help")
+    assert (status, job.err) == (0, "")
+    for option in (
+        "-n, --procs-per-host N", "-H, --hosts", "--cpu-devices K", "--gpus-per-process K", "--port P",
+        "--hang-timeout S", "--restarts R", "--log-dir DIR", "--dry-run", "examples:",
+    ):  # fmt: skip
+        assert option in job.out
+    assert run("-h")[1].out == job.out
+
+
+# --- a dry run ------------------------------------------------------------------------------------
+
+LOCAL_DRY_RUN = f"""\
+coordination service on localhost: python -m mpmd.coordinator PORT 2, where mpmd can be imported; else in rank 0
+[0] localhost: cd {ROOT} && MPMD_COORDINATOR=127.0.0.1:PORT MPMD_NUM_PROCESSES=2 MPMD_PROCESS_ID=0 MPMD_LOCAL_ID=0 \
+MPMD_HANG_TIMEOUT_S=60 MPMD_SERVICE=external MPMD_STATUS_DIR=DIR MPMD_LOCAL_ONLY=1 MPMD_ATTEMPT=0 JAX_PLATFORMS=cpu \
+JAX_NUM_CPU_DEVICES=4 CUDA_VISIBLE_DEVICES= python train.py a\\ b
+[1] localhost: cd {ROOT} && MPMD_COORDINATOR=127.0.0.1:PORT MPMD_NUM_PROCESSES=2 MPMD_PROCESS_ID=1 MPMD_LOCAL_ID=1 \
+MPMD_HANG_TIMEOUT_S=60 MPMD_SERVICE=external MPMD_STATUS_DIR=DIR MPMD_LOCAL_ONLY=1 MPMD_ATTEMPT=0 JAX_PLATFORMS=cpu \
+JAX_NUM_CPU_DEVICES=4 CUDA_VISIBLE_DEVICES= python train.py a\\ b
+"""
+
+HOSTS_DRY_RUN = f"""\
+coordination service on ann@h1: python -m mpmd.coordinator 5000 3, where mpmd can be imported; else in rank 0
+[0] ann@h1: cd {ROOT} && A=1 MPMD_COORDINATOR=h1:5000 MPMD_NUM_PROCESSES=3 MPMD_PROCESS_ID=0 MPMD_LOCAL_ID=0 \
+MPMD_SERVICE=external MPMD_STATUS_DIR=DIR MPMD_ATTEMPT=0 CUDA_VISIBLE_DEVICES=0,1 train
+[1] h2: cd {ROOT} && A=1 MPMD_COORDINATOR=h1:5000 MPMD_NUM_PROCESSES=3 MPMD_PROCESS_ID=1 MPMD_LOCAL_ID=0 \
+MPMD_SERVICE=external MPMD_STATUS_DIR=DIR MPMD_ATTEMPT=0 CUDA_VISIBLE_DEVICES=0,1 train
+[2] h2: cd {ROOT} && A=1 MPMD_COORDINATOR=h1:5000 MPMD_NUM_PROCESSES=3 MPMD_PROCESS_ID=2 MPMD_LOCAL_ID=1 \
+MPMD_SERVICE=external MPMD_STATUS_DIR=DIR MPMD_ATTEMPT=0 CUDA_VISIBLE_DEVICES=2,3 train
+"""
+
+
+def test_a_dry_run_prints_what_would_run_where():
+    options = ["--dry-run", "-n", 2, "--cpu-devices", 4, "--hang-timeout", 60]
+    status, job = run(*options, "--", "python", "train.py", "a b")
+    assert (status, job.err) == (0, "")
+    assert job.out == LOCAL_DRY_RUN
+
+
+def test_a_dry_run_over_hosts_needs_no_host():
+    options = ["--dry-run", "-n", 1, "-H", "ann@h1,h2:2", "--gpus-per-process", 2, "--port", 5000, "--env", "A=1"]
+    status, job = run(*options, "--", "train")
+    assert (status, job.err) == (0, "")
+    assert job.out == HOSTS_DRY_RUN

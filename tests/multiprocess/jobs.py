@@ -1,0 +1,256 @@
+"""Jobs of real processes: each rank runs one file of `programs/`, in the environment that the launcher gives.
+
+    with Job("training.py", "1f1b", processes=2, devices=2) as job:
+        ended = job.wait(limit_s=60)
+
+What a rank prints goes to files, so that none can block on a full pipe. Processes are ended by their process id.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = Path(__file__).parent / "programs"
+VICTIM_STATUS = 75
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+      status: its exit status; minus the signal's number where one killed it.
+      out, err: what it printed.
+      ended_at: on `time.monotonic`'s clock.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    out: str
+    err: str
+    ended_at: float
+
+    @property
+    def verdict(self) -> str | None:
+        """The first line `jax-mpmd: rank N: …`."""
+        return next((line for line in self.err.splitlines() if line.startswith("jax-mpmd: rank ")), None)
+
+    @property
+    def table(self) -> list[str]:
+        """The lines under the verdict, one for each rank after the head."""
+        lines = self.err.splitlines()
+        if self.verdict is None:
+            return []
+        rows = lines[lines.index(self.verdict) + 1 :]
+        return rows[: next((i for i, row in enumerate(rows) if not row.startswith("  ")), len(rows))]
+
+    @property
+    def result(self) -> Any:
+        """The last line of its output, which is JSON."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+class Job:
+    """A number of processes that run one program together.
+
+    Args:
+      program: a file of `programs/`.
+      *arguments: of the program.
+      processes, devices: how many, and CPU devices of each.
+      external: the coordination service is a process of its own; else rank 0 serves it.
+      hang_timeout_s: as `--hang-timeout` of the launcher; None leaves it to the program.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *arguments: Any,
+        processes: int,
+        devices: int = 1,
+        external: bool = True,
+        hang_timeout_s: float | None = None,
+    ):
+        self.num_ranks = processes
+        self.folder = Path(tempfile.mkdtemp(prefix="mpmd-job-"))
+        self._ended: dict[int, Ended] = {}
+        self.ranks: list[subprocess.Popen] = []
+        self.service: subprocess.Popen | None = None
+        self.port = port = free_port()
+        try:
+            while external and self.service is None:
+                self.port = port = free_port()  # another test may have taken the last one
+                self.service = _start_service(port, processes, self.folder / "service.err")
+            command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
+            for rank in range(processes):
+                environment = _environment(port, processes, rank, devices, external, hang_timeout_s)
+                with open(self._file(rank, "out"), "wb") as out, open(self._file(rank, "err"), "wb") as err:
+                    self.ranks.append(
+                        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def wait(self, limit_s: float, but: int | None = None) -> list[Ended]:
+        """How all ranks ended, or all `but` one.
+
+        Raises:
+          AssertionError: one has not, within the limit; it says what each printed.
+        """
+        ranks = [rank for rank in range(self.num_ranks) if rank != but]
+        self._until(lambda: all(rank in self._ended for rank in ranks), limit_s, "the end of the ranks")
+        return [self._ended[rank] for rank in ranks]
+
+    def wait_for(self, text: str, limit_s: float, ranks: tuple[int, ...] | None = None) -> None:
+        """Returns when all ranks (or these) have printed a text."""
+        ranks = tuple(range(self.num_ranks)) if ranks is None else ranks
+        self._until(lambda: all(text in self.output(r) for r in ranks), limit_s, f"{text!r} from ranks {ranks}")
+
+    def output(self, rank: int, stream: str = "out") -> str:
+        """What a rank has printed so far."""
+        return self._file(rank, stream).read_text(errors="replace")
+
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        self._poll()
+        return [rank for rank in range(self.num_ranks) if rank not in self._ended]
+
+    def signal(self, rank: int, number: int) -> float:
+        """Sends a signal to a rank; when."""
+        self.ranks[rank].send_signal(number)
+        return time.monotonic()
+
+    def kill_service(self) -> float:
+        """Ends the coordination service by force; when."""
+        assert self.service is not None
+        self.service.kill()
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Ends what is left, by process id."""
+        for process in (*self.ranks, *([self.service] if self.service is not None else [])):
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+            if process.stdout is not None:
+                process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def report(self) -> str:
+        """What every rank has printed, for a failed test."""
+        parts = []
+        for rank in range(self.num_ranks):
+            ended = self._ended.get(rank)
+            parts.append(f"--- rank {rank}: {'still runs' if ended is None else f'status {ended.status}'}")
+            parts += [self.output(rank)[-2000:], self.output(rank, "err")[-5000:]]
+        return "\n".join(parts)
+
+    def _file(self, rank: int, stream: str) -> Path:
+        return self.folder / f"rank-{rank}.{stream}"
+
+    def _poll(self) -> None:
+        for rank, process in enumerate(self.ranks):
+            if rank not in self._ended and process.poll() is not None:
+                out, err = self.output(rank), self.output(rank, "err")
+                self._ended[rank] = Ended(rank, process.pid, process.returncode, out, err, time.monotonic())
+
+    def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        end = time.monotonic() + limit_s
+        while True:
+            self._poll()
+            if condition():
+                return
+            ended_early = len(self._ended) == self.num_ranks
+            if time.monotonic() > end or ended_early:
+                raise AssertionError(f"waited {limit_s} s in vain for {what}\n{self.report()}")
+            time.sleep(0.02)
+
+
+def results(program: str, *arguments: Any, processes: int, limit_s: float = 120, **options: Any) -> list[Any]:
+    """Runs a program to its end; what each rank printed last, as JSON."""
+    with Job(program, *arguments, processes=processes, **options) as job:
+        ended = job.wait(limit_s)
+        assert [e.status for e in ended] == [0] * processes, job.report()
+        return [e.result for e in ended]
+
+
+def is_free(port: int) -> bool:
+    """Whether one can listen on a port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _start_service(port: int, processes: int, err: Path) -> subprocess.Popen | None:
+    """The coordination service, listening; None if somebody else listens on that port."""
+    with open(err, "wb") as stream:
+        service = subprocess.Popen(
+            [sys.executable, "-m", "mpmd.coordinator", str(port), str(processes), "--bind", "127.0.0.1"],
+            env=_kept() | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream,
+        )  # fmt: skip
+    assert service.stdout is not None
+    first = service.stdout.readline()
+    if first != b"ready\n":
+        service.kill()
+        service.wait()
+        if "already in use" in err.read_text():
+            return None
+        raise AssertionError(f"the coordination service did not start: {first!r}\n{err.read_text()}")
+    return service
+
+
+def _environment(port: int, processes: int, rank: int, devices: int, external: bool, hang_timeout_s) -> dict[str, str]:
+    environment = _kept() | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}",
+        "PYTHONUNBUFFERED": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "MPMD_COORDINATOR": f"127.0.0.1:{port}",
+        "MPMD_NUM_PROCESSES": str(processes),
+        "MPMD_PROCESS_ID": str(rank),
+        "MPMD_LOCAL_ID": str(rank),
+        "MPMD_LOCAL_ONLY": "1",
+    }
+    if external:
+        environment["MPMD_SERVICE"] = "external"
+    if hang_timeout_s is not None:
+        environment["MPMD_HANG_TIMEOUT_S"] = str(hang_timeout_s)
+    return environment
+
+
+def _kept() -> dict[str, str]:
+    """This process's environment without what another test or job has set."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "MPMD_"))}

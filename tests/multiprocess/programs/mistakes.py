@@ -1,0 +1,43 @@
+"""What people get wrong in one rank of two, or in both.
+
+mistakes.py WHAT
+"""
+
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpmd
+import scheduler
+
+
+def main(what: str) -> None:
+    if what == "alone":
+        jax.config.update("jax_num_cpu_devices", 2)
+    else:
+        mpmd.initialize()
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+
+    @mpmd.jit(mpmd_mesh=mesh)
+    def step(ws, tied, xs):
+        def loss(params, x):
+            ws, tied = params
+            y = mpmd.mark_stage_end(jnp.tanh(x @ ws[0] @ tied))
+            return jnp.sum((y @ ws[1] @ tied) ** 2)
+
+        grads = mpmd.treduce(lambda x: jax.grad(loss)((ws, tied), x), xs, schedule=scheduler.OneFOneB(2))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (ws, tied), grads)
+
+    rank = int(os.environ["MPMD_PROCESS_ID"])
+    ws, tied, xs = [np.eye(4, dtype=np.float32)] * 2, np.eye(4, dtype=np.float32), np.ones((2, 3, 4), np.float32)
+    if what == "values":
+        tied = tied * (1 + rank)  # used by both
+    for _ in range(3 if what == "extra" and rank == 0 else 2):
+        ws, tied = step(ws, tied, xs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

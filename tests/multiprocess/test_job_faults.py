@@ -1,0 +1,181 @@
+"""When one rank goes wrong, the others end in time, and say who it was and what it did."""
+
+import re
+import signal
+import socket
+import time
+
+import jobs
+import pytest
+
+HANG_TIMEOUT_S = 4
+DEATH_LIMIT_S = 30
+STALL_LIMIT_S = HANG_TIMEOUT_S + 15
+START_LIMIT_S = 120
+HOST = re.escape(socket.gethostname())
+WHERE = r"\((after step \d+|between steps|step \d+, in .*|.*)\)"
+
+# fault: (what the verdict says of the guilty rank, its exit status)
+DEATHS = {
+    "kill": (rf"died: process PID on {HOST} is gone {WHERE}", -signal.SIGKILL),
+    "os_exit": (rf"died: process PID on {HOST} is gone {WHERE}", 7),
+    "segfault": (rf"died: process PID on {HOST} is gone {WHERE}", -signal.SIGSEGV),
+    "exception": (r"ValueError: a bad batch \(after step 4\)", 1),
+    "memory": (r"MemoryError: no room for the batch \(after step 4\)", 1),
+    "exit0": (r"left the program after step 4, while rank \d waits for the transfer of .*", 75),
+    "exit3": (r"left the program after step 4, while rank \d waits for the transfer of .*", 75),
+}
+CALLBACK = r"is in the host callback on_host \(.*/faults\.py:\d+\) for \d+ s " + WHERE
+STALLS = {
+    "stop": rf"process PID on {HOST} is stopped for \d+ s {WHERE}(; rank \d waits for .*)?",
+    "absent": r"did not come to the next step for \d+ s \(after step 4\); rank \d waits for the transfer of .*",
+    "lost": rf"sent the transfer of F\d\.0\[0\] from group \d to \d, which did not reach rank \d for \d+ s {WHERE}",
+    "callback": CALLBACK + r"(; rank \d waits for .*)?",
+    "collective": CALLBACK + r"(; rank \d waits for .*)?",
+}
+
+
+def repeated(cases):
+    """Each case three times; the first of a few cases is quick enough to run always."""
+    always = {("kill", 1), ("exception", 2), ("absent", 1)}
+    return [
+        pytest.param(
+            *case, id="-".join(map(str, (*case, i))), marks=() if case in always and not i else pytest.mark.slow
+        )
+        for case in cases
+        for i in range(3)
+    ]
+
+
+def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
+    """Every rank that could speak says the same of the same rank, over a table with a row for each."""
+    line = rf"jax-mpmd: rank {guilty}: {pattern.replace('PID', str(pid))}"
+    verdicts = {e.rank: e.verdict for e in ended if e.status == jobs.VICTIM_STATUS}
+    assert verdicts
+    for rank, verdict in verdicts.items():
+        assert verdict is not None, f"rank {rank} ended without a word"
+        assert re.fullmatch(line, verdict), verdict
+    assert len(set(verdicts.values())) == 1, verdicts
+    for e in ended:
+        if e.rank in verdicts:
+            head, *rows = e.table
+            assert head.split() == ["rank", "host", "pid", "step", "at", "waits", "for", "from", "seconds"]
+            by_rank = {int(row.split()[0]): row.split() for row in rows}
+            assert by_rank.keys() == {*range(len(ended))}
+            assert all(by_rank[other.rank][2] == str(other.pid) for other in ended)
+
+
+@pytest.mark.parametrize(
+    ("fault", "guilty"),
+    repeated([("kill", 0), ("kill", 1), ("kill", 2), ("os_exit", 1), ("segfault", 2), ("exception", 0),
+              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2)]),
+)  # fmt: skip
+def test_a_death_ends_all(fault, guilty):
+    pattern, status = DEATHS[fault]
+    with jobs.Job("faults.py", fault, guilty, processes=3, hang_timeout_s=300) as job:
+        job.wait_for(f"about to {fault}", START_LIMIT_S, (guilty,))
+        start = time.monotonic()
+        ended = job.wait(DEATH_LIMIT_S + 10)
+        assert max(e.ended_at for e in ended) - start < DEATH_LIMIT_S
+        assert [e.status for e in ended] == [status if e.rank == guilty else jobs.VICTIM_STATUS for e in ended]
+        check_verdicts(ended, guilty, ended[guilty].pid, pattern)
+
+
+@pytest.mark.parametrize(
+    ("fault", "guilty"),
+    repeated([("stop", 0), ("stop", 1), ("stop", 2), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
+              ("callback", 2), ("collective", 1)]),
+)  # fmt: skip
+def test_a_stall_ends_all(fault, guilty):
+    processes = 4 if fault == "collective" else 3
+    with jobs.Job("faults.py", fault, guilty, processes=processes, hang_timeout_s=HANG_TIMEOUT_S) as job:
+        job.wait_for(f"about to {fault}", START_LIMIT_S, (guilty,))
+        start = time.monotonic()
+        victims = job.wait(STALL_LIMIT_S + 10, but=guilty if fault == "stop" else None)
+        assert max(e.ended_at for e in victims) - start < STALL_LIMIT_S
+        if fault == "stop":
+            job.signal(guilty, signal.SIGKILL)
+        ended = job.wait(5)
+        assert [e.status for e in victims] == [jobs.VICTIM_STATUS] * len(victims)
+        check_verdicts(ended, guilty, ended[guilty].pid, STALLS[fault])
+        if fault != "stop":
+            stacks = ended[guilty].err
+            assert f"Rank {guilty}, MainThread (most recent call last):" in stacks
+            where = {"absent": "in go_wrong", "lost": "in main"}.get(fault, "in on_host")
+            assert re.search(rf'faults\.py", line \d+,? {where}$', stacks, re.MULTILINE), stacks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "guilty"), [("exception", 0), ("exception", 2), ("kill", 1), ("exit0", 0)])
+def test_verdicts_reach_all_where_rank_0_serves(fault, guilty):
+    """The rank that serves the key-value store leaves last: JAX ends the others when it goes."""
+    pattern, status = DEATHS[fault]
+    with jobs.Job("faults.py", fault, guilty, processes=3, external=False, hang_timeout_s=300) as job:
+        job.wait_for(f"about to {fault}", START_LIMIT_S, (guilty,))
+        ended = job.wait(DEATH_LIMIT_S)
+        assert [e.status for e in ended] == [status if e.rank == guilty else jobs.VICTIM_STATUS for e in ended]
+        check_verdicts(ended, guilty, ended[guilty].pid, pattern)
+    assert jobs.is_free(job.port)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repetition", range(3))
+@pytest.mark.parametrize("external", [True, False], ids=["service", "rank-0"])
+def test_the_death_of_the_coordinator_ends_all(external, repetition):
+    """JAX ends the processes from C++ then, without a word; the launcher has to speak."""
+    with jobs.Job("faults.py", "absent", 0, processes=3, external=external, hang_timeout_s=300) as job:
+        job.wait_for("step 4", START_LIMIT_S)
+        start = job.kill_service() if external else job.signal(0, signal.SIGKILL)
+        ended = job.wait(DEATH_LIMIT_S + 10)
+        assert max(e.ended_at for e in ended) - start < DEATH_LIMIT_S
+        assert all(e.status != 0 for e in ended)
+    assert jobs.is_free(job.port)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "difference"),
+    [
+        ("shape", ("arguments", "xs: float32[4,2,4] in groups [0]", "xs: float32[4,4,4] in groups [0]")),
+        ("schedule", ("loops", "OneFOneB(num_stages=3), 4 microbatches", "GPipe(num_stages=3), 4 microbatches")),
+    ],
+)
+def test_ranks_with_another_program_are_told_so_before_the_first_step(fault, difference):
+    what, of_0, of_1 = difference
+    with jobs.Job("faults.py", fault, 1, processes=3, hang_timeout_s=300) as job:
+        ended = job.wait(START_LIMIT_S)
+        for e in ended:
+            assert e.status == 1
+            assert e.out.splitlines()[-1] in ("step 0", "about to " + fault)
+            assert (
+                "ScheduleError: the processes are about to run different programs:"
+                f" {what} of rank 1 differ from those of rank 0.\n  rank 0: {of_0}\n  rank 1: {of_1}\n"
+                "  Every process must call the same step with arguments of the same shapes, in the same order"
+                " (a different seed, data shape, option or code version makes another program).\n"
+            ) in e.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seconds", "options"),
+    [
+        ("slow", 2.5 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+        ("idle", 2 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+        ("late", 0.6 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+        ("late", 10, {"hang_timeout_s": 0}),
+        ("late", 10, {"timeout": "None"}),
+        ("long_trace", 3 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+    ],
+    ids=["slow", "idle", "late", "no-limit-0", "no-limit-None", "long-trace"],
+)
+def test_what_is_slow_is_no_hang(fault, seconds, options):
+    timeout = options.get("timeout", "300")
+    with jobs.Job(
+        "faults.py", fault, 1, "--seconds", seconds, "--timeout", timeout, processes=3,
+        hang_timeout_s=options.get("hang_timeout_s"),
+    ) as job:  # fmt: skip
+        ended = job.wait(START_LIMIT_S)
+        assert [e.status for e in ended] == [0, 0, 0], job.report()
+        assert len({e.out.splitlines()[-1] for e in ended}) == 1
+        assert ended[0].out.splitlines()[-1].startswith("done 0.")
+        assert all(e.verdict is None for e in ended)

@@ -1,0 +1,39 @@
+"""Mistakes that would otherwise pass without a word."""
+
+import jobs
+
+
+def ended(what: str) -> list[jobs.Ended]:
+    with jobs.Job("mistakes.py", what, processes=2, hang_timeout_s=20) as job:
+        return job.wait(limit_s=120)
+
+
+def test_processes_that_do_not_join_are_told_to():
+    for rank in ended("alone"):
+        assert rank.status == 1
+        assert rank.err.splitlines()[-1] == (
+            "RuntimeError: mpmd: the launcher has started 2 processes, but this one is alone."
+            " Call mpmd.initialize() first, before any other use of JAX."
+        )
+
+
+def test_a_host_array_that_two_processes_use_is_the_same_in_both():
+    message = (
+        "scheduler.errors.ScheduleError: the processes gave different host arrays to the step:\n"
+        "  tied: ranks 0 and 1 have different values\n"
+        "  Host arrays are given alike in every process. What each has a part of is an MpmdArray, or a jax.Array"
+        " made by jax.make_array_from_process_local_data.\n"
+    )
+    both = ended("values")
+    assert all(rank.status in (1, jobs.VICTIM_STATUS) for rank in both)
+    assert any(message in rank.err for rank in both)
+
+
+def test_a_step_that_just_one_rank_takes_does_not_end_with_success():
+    first, second = ended("extra")
+    assert (first.status, second.status) == (jobs.VICTIM_STATUS, jobs.VICTIM_STATUS)
+    for rank in (first, second):
+        assert rank.verdict is not None
+        assert rank.verdict.startswith(
+            "jax-mpmd: rank 1: left the program after step 2, while rank 0 waits for the transfer"
+        )
