@@ -4,17 +4,20 @@
     python examples/train_gpt.py --text book.txt --steps 1000
     python examples/train_gpt.py --schedule interleaved-1f1b --stages 8 --layers 8 --data-parallel 2
     python examples/train_gpt.py --steps 20 --check-against-jit
+    python examples/train_gpt.py --checkpoint-dir run --save-every 50 --resume     # goes on where it was stopped
 
 A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs the groups are CPU devices
 that this script makes itself; where there are fewer devices than groups, groups share them.
 
 The pipeline shows in four places: `mark_stage_end` in `GPT.logits`, `treduce` in the step, the mesh of groups with
 `mpmd.jit`, and `init` straight into the layout that the step wants. The rest is what it would be for one device.
+Checkpoints know nothing of it: a run goes on with other stages, groups and schedules, or evaluates on one device.
 """
 
 import argparse
 import dataclasses
 import importlib.util
+import os
 import sys
 import sysconfig
 import time
@@ -26,9 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
+import reshard.checkpoint  # makes Orbax take the arrays of a pipeline
 from scheduler import catalogue
 
 # The model: pure functions of a dict of parameters.
@@ -243,13 +248,13 @@ def sample(
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def write_plot(path: str, losses: Sequence[float]) -> None:
+def write_plot(path: str, losses: Sequence[float], first_step: int = 0) -> None:
     """The loss of each step as a picture, in the format that the file's name asks for (.svg, .png)."""
     from matplotlib.figure import Figure  # only for those who want a picture
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)")
-    axes.plot(range(1, len(losses) + 1), losses)
+    axes.plot(range(first_step + 1, first_step + len(losses) + 1), losses)
     axes.grid(alpha=0.3)
     figure.savefig(path)
 
@@ -257,32 +262,71 @@ def write_plot(path: str, losses: Sequence[float]) -> None:
 class Progress:
     """A line that shows how far the run is; in a log, one line every twentieth of the run."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int):
-        self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
+    def __init__(self, num_steps: int, tokens_per_step: int, first_step: int = 0):
+        self.num_steps, self.tokens_per_step, self.first_step = num_steps, tokens_per_step, first_step
         self.live = sys.stderr.isatty()
+        self.silent = jax.process_index() != 0
         self.started = 0.0
 
     def show(self, step: int, loss: float) -> None:
         """Says that `step` is done. Speed is counted from the first call on, so that it leaves compilation out."""
         self.started = self.started or time.perf_counter()
-        if not self.live and step % max(1, self.num_steps // 20) and step not in (1, self.num_steps):
+        if self.silent:
+            return
+        done = step - self.first_step
+        if not self.live and step % max(1, self.num_steps // 20) and done != 1 and step != self.num_steps:
             return
         elapsed = time.perf_counter() - self.started
-        speed = f"{(step - 1) * self.tokens_per_step / elapsed:,.0f} tokens/s" if step > 1 else "compiled"
+        speed = f"{(done - 1) * self.tokens_per_step / elapsed:,.0f} tokens/s" if done > 1 else "first step done"
         filled = 24 * step // self.num_steps
         line = f"{'━' * filled}{'─' * (24 - filled)} step {step}/{self.num_steps}  loss {loss:.3f}  {speed}"
         end = "" if self.live and step < self.num_steps else "\n"
         print(f"\r{line}\x1b[K" if self.live else line, end=end, file=sys.stderr, flush=True)
 
 
+class Checkpoints:
+    """The last few states of a run, kept by Orbax's own manager in one folder.
+
+    Saving goes on behind the training. Batches and dropout keys follow from seed and step, so the state is all there
+    is to save.
+    """
+
+    def __init__(self, folder: str, every: int, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, save_interval_steps=every)
+        self.manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
+
+    def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
+        """Saves the state after `step` steps if it is the turn of this step, or the last one."""
+        if self.manager.should_save(step) or last:
+            # Processes meet in Orbax by a collective on all devices, which must not come in between a step's own work.
+            jax.block_until_ready(state)
+            self.manager.save(step, args=ocp.args.StandardSave(state), force=last)
+
+    def restore(self, abstract_state: TrainState, shardings: Any) -> Any:
+        """The last state that was saved, in whatever layout, in the layout that is wanted now."""
+        target = reshard.checkpoint.abstract(abstract_state, shardings)
+        return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(target))
+
+
 # The run.
+
+
+def say(text: str) -> None:
+    """Tells the user; of several processes, the first one speaks."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
     """One group of `data_parallel` devices for each group of the schedule. Too few devices are shared by groups."""
-    devices = np.array(jax.devices())
-    if len(devices) >= num_groups * data_parallel:
-        grid = devices[: num_groups * data_parallel].reshape(num_groups, data_parallel)
+    wanted = num_groups * data_parallel
+    per_process = max(1, wanted // jax.process_count())
+    chosen = [jax.devices()[:wanted]] if jax.process_count() == 1 else [
+        [d for d in jax.devices() if d.process_index == p][:per_process] for p in range(jax.process_count())
+    ]  # fmt: skip
+    devices = np.array([d for ds in chosen for d in ds])
+    if len(devices) >= wanted:
+        grid = devices[:wanted].reshape(num_groups, data_parallel)
         return mpmd.MpmdMesh(Mesh(grid, ("stage", "data")), "stage")
     num_meshes = len(devices) // data_parallel
     if num_meshes == 0:
@@ -292,13 +336,15 @@ def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
 
 
 class Reference:
-    """The same step under plain `jax.jit`, run beside the pipeline from the same state on one group's devices.
+    """The same step under plain `jax.jit`, run beside the pipeline from the same state, on as many devices as a
+    group has, in every process.
 
     Both go their own way: what differs is rounding, which grows with the steps as training itself magnifies it.
     """
 
-    def __init__(self, train_step: Callable, state: TrainState, group: Mesh):
-        self.train_step, self.state, self.group = jax.jit(train_step), host_copy(state), group
+    def __init__(self, train_step: Callable, state: TrainState, data_parallel: int):
+        self.train_step, self.state = jax.jit(train_step), host_copy(state)
+        self.group = Mesh(np.array(jax.local_devices()[:data_parallel]), ("data",))
         self.loss_difference = 0.0
 
     def step(self, tokens: np.ndarray, loss: Any) -> None:
@@ -310,20 +356,19 @@ class Reference:
 
     def agrees(self, state: TrainState, tolerance: float = 2e-5) -> bool:
         """Prints the largest differences; whether those of the losses are within `tolerance`, relatively."""
-        worst, difference = max(relative_differences(state, self.state).items(), key=lambda item: item[1])
+        worst, difference = max(relative_differences(host_copy(state), self.state).items(), key=lambda item: item[1])
         agrees = self.loss_difference <= tolerance
-        print(
+        say(
             f"against plain jax.jit: losses differ by at most {self.loss_difference:.1e} of their value "
             f"({'within' if agrees else 'MORE THAN'} {tolerance:.0e}); the state after the last step by at most "
-            f"{difference:.1e} of a leaf's largest entry ({worst})",
-            file=sys.stderr,
+            f"{difference:.1e} of a leaf's largest entry ({worst})"
         )
         return agrees
 
 
 def host_copy(tree: Any) -> Any:
     """The values of a tree of arrays, as numpy arrays."""
-    return jax.tree.map(np.asarray, tree)
+    return mpmd.device_get(tree)
 
 
 def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
@@ -361,6 +406,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="for parameters, batches, dropout and the sample (default 0)"
     )
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="save the training state in this folder")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between saves (default 100)")
+    parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default 3)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --checkpoint-dir, if there is one"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (.svg or .png; needs matplotlib)")
     parser.add_argument("--check-against-jit", action="store_true", help="run plain jax.jit beside it and compare")
     args = parser.parse_args(argv)
@@ -371,9 +422,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_args(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("stages", "microbatches", "data_parallel", "steps", "batch", "seq_len"):
+    sizes = ("stages", "microbatches", "data_parallel", "steps", "batch", "seq_len", "layers", "save_every", "keep")
+    for name in (*sizes, *["groups"] * (args.groups is not None)):
         if getattr(args, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1"
+    if not 0 < args.lr < float("inf"):
+        yield f"--lr is {args.lr}; it must be positive"
+    if args.seed < 0:
+        yield f"--seed is {args.seed}; it must not be negative"
     try:
         catalogue.make(args.schedule, args.stages, args.groups).orders(args.microbatches)
     except ValueError as error:
@@ -394,6 +450,12 @@ def _check_args(args: argparse.Namespace) -> Iterator[str]:
         yield f"--dropout {args.dropout} is not in [0, 1)"
     if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
         yield f"--plot {args.plot} ends in neither .svg nor .png"
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        yield f"--plot {args.plot}: there is no folder {Path(args.plot).absolute().parent}"
+    if args.resume and not args.checkpoint_dir:
+        yield "--resume needs --checkpoint-dir, the folder to go on from"
+    if args.checkpoint_dir and Path(args.checkpoint_dir).exists() and not Path(args.checkpoint_dir).is_dir():
+        yield f"--checkpoint-dir {args.checkpoint_dir} is not a folder"
     if args.plot and not importlib.util.find_spec("matplotlib"):
         yield "--plot needs matplotlib: pip install matplotlib"
 
@@ -402,8 +464,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, reports and samples. Returns the exit status: 1 if `--check-against-jit` found a difference."""
     args = parse_args(argv)
     schedule = catalogue.make(args.schedule, args.stages, args.groups)
-    # How many devices the CPU is to be; takes effect because nothing has used JAX yet, and does nothing to GPUs.
-    jax.config.update("jax_num_cpu_devices", schedule.num_groups * args.data_parallel)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        # How many devices the CPU is to be; takes effect because nothing has used JAX yet, and does nothing to GPUs.
+        jax.config.update("jax_num_cpu_devices", schedule.num_groups * args.data_parallel)
+    mpmd.initialize()  # finds the other processes, if there are any
+    is_first = jax.process_index() == 0
     mesh = make_mesh(schedule.num_groups, args.data_parallel)
 
     text = read_text(args.text)
@@ -419,33 +484,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = jax.random.key(args.seed)
     abstract_state = jax.eval_shape(init, key)
     abstract_tokens = jax.ShapeDtypeStruct((args.batch, length), text.dtype)
-    step = mpmd.jit(train_step, mpmd_mesh=mesh, donate_argnums=0).lower(abstract_state, abstract_tokens).compile()
-    state = mpmd.jit(init, mpmd_mesh=mesh, out_shardings=step.input_shardings[0][0])(key)
-
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_state.params))
-    print(
+    say(
         f"{num_params:,} parameters in {args.stages} stages on {schedule.num_groups} groups of {args.data_parallel} "
         f"{mesh.groups[0].devices.flat[0].platform} device(s); {args.schedule}, {args.microbatches} microbatches; "
-        f"{len(text):,} bytes of text",
-        file=sys.stderr,
+        f"{len(text):,} bytes of text"
     )
+    checkpoints = Checkpoints(args.checkpoint_dir, args.save_every, args.keep) if args.checkpoint_dir else None
+    last_step = None if checkpoints is None else checkpoints.manager.latest_step()
+    if last_step is not None and not args.resume:
+        sys.exit(f"{args.checkpoint_dir} has checkpoints up to step {last_step}: add --resume, or give another folder")
 
-    reference = Reference(train_step, state, mesh.groups[0]) if args.check_against_jit else None
-    progress = Progress(args.steps, args.batch * args.seq_len)
+    say("compiling ...")
+    started = time.perf_counter()
+    step = mpmd.jit(train_step, mpmd_mesh=mesh, donate_argnums=0).lower(abstract_state, abstract_tokens).compile()
+    say(f"compiled in {time.perf_counter() - started:.1f} s")
+    first_step, layout = last_step or 0, step.input_shardings[0][0]
+    if checkpoints is not None and last_step is not None:
+        state = checkpoints.restore(abstract_state, layout)
+        say(f"going on after step {last_step} of {args.checkpoint_dir}")
+    else:
+        state = mpmd.jit(init, mpmd_mesh=mesh, out_shardings=layout)(key)
+
+    reference = Reference(train_step, state, args.data_parallel) if args.check_against_jit else None
+    progress = Progress(args.steps, args.batch * args.seq_len, first_step)
     losses = []
-    for index in range(args.steps):
+    for index in range(first_step, args.steps):
         tokens = batch_at(text, args.seed, index, args.batch, length)
         state, metrics = step(state, tokens)
         if reference is not None:
             reference.step(tokens, metrics["loss"])
         losses.append(metrics["loss"])
-        if index:  # a loss is read while the next step runs, so that the devices never wait for this loop
+        if checkpoints is not None:
+            checkpoints.save(index + 1, state, last=index + 1 == args.steps)
+        if index > first_step:  # a loss is read while the next step runs, so that the devices never wait for this loop
             progress.show(index, float(losses[-2]))
-    progress.show(args.steps, float(losses[-1]))
+    if losses:
+        progress.show(args.steps, float(losses[-1]))
+    if checkpoints is not None:
+        checkpoints.manager.close()  # the last save is finished then
 
-    if args.plot:
-        write_plot(args.plot, [float(loss) for loss in losses])
-    print(sample(model, host_copy(state.params), b"def ", 300, args.seq_len, args.seed))
+    if args.plot and is_first:
+        write_plot(args.plot, [float(loss) for loss in losses], first_step)
+    params = host_copy(state.params)
+    if is_first:
+        print(sample(model, params, b"def ", 300, args.seq_len, args.seed))
     return 0 if reference is None or reference.agrees(state) else 1
 
 

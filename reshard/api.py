@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mpmd import _jax_compat as compat
+from mpmd import distributed
 from mpmd.array import MpmdArray
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard.devices import HostMemory, is_local
+from reshard.devices import EveryHost, HostMemory, is_local
 from reshard.execute import ProgressCallback, Stats, execute, print_bar
 from reshard.plan import describe, plan_leaves, raise_faults, sharding_of
 from reshard.tree import broadcast, flatten, is_sharding
+from reshard.wire import agree
 
 _last_stats: Stats | None = None
 
@@ -147,28 +150,40 @@ def _reshard(
 ) -> Any:
     global _last_stats
     paths, sources, treedef = flatten(tree)
-    sources = [_as_jax_would(source) for source in sources]
+    job = distributed.current()
+    sources = [_as_jax_would(source, job) for source in sources]
     targets = [
         target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
         for target in broadcast(shardings, tree, name)
     ]
     if threshold is not None and threshold < 1:
         raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
+
+    def fault_of(source: Any, target: Any) -> str | None:
+        return _fault_of_source(source, job) or check(source, target) or _fault_of_place(target, job)
+
     raise_faults(
         [
             f"{path or 'the array'}: {fault}"
             for path, source, target in zip(paths, sources, targets, strict=True)
-            if (fault := _fault_of_source(source) or check(source, target) or _fault_of_place(target)) is not None
+            if (fault := fault_of(source, target)) is not None
         ]
     )
-    leaves = describe(paths, sources, [sharding_of(source) for source in sources], targets)
-    plan = plan_leaves(leaves, default_threshold() if threshold is None else threshold)
-    impls = [jax.random.key_impl(_any_array(s)) if _is_key(s) else None for s in sources]
-    data = [s if impl is None else _each(jax.random.key_data, s) for s, impl in zip(sources, impls, strict=True)]
+    places = [
+        EveryHost(job.num_ranks) if job is not None and _is_everywhere(source) else sharding_of(source)
+        for source in sources
+    ]
+    leaves = describe(paths, sources, places, targets)
+    threshold = default_threshold() if threshold is None else threshold
+    if job is not None:
+        threshold = agree(job, leaves, threshold)
+    plan = plan_leaves(leaves, threshold)
+    impls = [compat.key_impl(s.dtype) if _is_key(s) else None for s in sources]
+    data = [s if impl is None else _key_data(s, job) for s, impl in zip(sources, impls, strict=True)]
     bar = print_bar if progress is True else progress or None
-    moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar)
+    moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
     results = [
-        x if impl is None else _each(lambda a, impl=impl: jax.random.wrap_key_data(a, impl=impl), x, target, source)
+        x if impl is None else _as_keys(x, impl, target, source)
         for x, impl, target, source in zip(moved, impls, targets, sources, strict=True)
     ]
     if donate:
@@ -178,27 +193,32 @@ def _reshard(
     return jax.tree.unflatten(treedef, results)
 
 
-def _as_jax_would(source: Any) -> Any:
-    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled)."""
+def _as_jax_would(source: Any, job: distributed.Job | None) -> Any:
+    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
+
+    Beside other processes an array on this one's devices alone is a host value too: each has its own.
+    """
+    if job is not None and isinstance(source, jax.Array) and source.is_fully_addressable and not source.is_deleted():
+        return source if _is_key(source) else np.asarray(source)
     if isinstance(source, (np.ndarray, np.generic, bool, int, float, complex)):
         array = np.asarray(source)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     return source
 
 
-def _fault_of_source(source: Any) -> str | None:
+def _fault_of_source(source: Any, job: distributed.Job | None) -> str | None:
     if isinstance(source, np.ndarray):
         return None
     if not isinstance(source, (jax.Array, MpmdArray)) or not hasattr(source, "is_deleted"):
         return f"is a {type(source).__name__}, not an array"
     if source.is_deleted():
         return "has been deleted"
-    if not source.is_fully_addressable:
+    if not source.is_fully_addressable and job is None:
         return "has shards in other processes"
     return None
 
 
-def _fault_of_place(target: Any) -> str | None:
+def _fault_of_place(target: Any, job: distributed.Job | None) -> str | None:
     if isinstance(target, MpmdSharding):
         devices = {d for group in target.groups for d in target.mpmd_mesh.groups[group].devices.flat}
     elif isinstance(target, HostMemory):
@@ -207,6 +227,9 @@ def _fault_of_place(target: Any) -> str | None:
         devices = target.device_set
     else:
         return f"goes to {target!r}, which is a {type(target).__name__}, not a sharding"
+    if job is not None:
+        exist = all(0 <= d.process_index < job.num_ranks for d in devices)
+        return None if exist else "goes to devices that do not exist"
     elsewhere = sum(not is_local(d) for d in devices)
     return f"goes to {elsewhere} devices of other processes" if elsewhere else None
 
@@ -215,20 +238,28 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _any_array(x: Any) -> jax.Array:
-    return x.array_in(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x
+def _is_everywhere(x: Any) -> bool:
+    """Whether each process has a host array, or keys on a device of its own."""
+    return isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and x.is_fully_addressable)
 
 
-def _each(fun: Callable[[Any], Any], x: Any, sharding: Any = None, like: Any = None) -> Any:
-    """`fun` of an array, or of the array in each group; keys to key data or back."""
+def _key_data(x: Any, job: distributed.Job | None) -> Any:
+    """The data of keys, in each group."""
     if not isinstance(x, MpmdArray):
-        return fun(x)
-    arrays = {group: fun(x.array_in(group)) for group in x.mpmd_sharding.groups}
-    if sharding is not None:
-        return MpmdArray(arrays, sharding)
-    first = next(iter(arrays.values()))
-    spec = PartitionSpec(*x.spec, *[None] * (first.ndim - len(x.spec)))
-    return MpmdArray(arrays, x.mpmd_sharding.replace(spec=spec))
+        data = jax.random.key_data(x)
+        return np.asarray(data) if job is not None and _is_everywhere(x) else data
+    arrays = {group: jax.random.key_data(array) for group, array in x._arrays.items()}
+    aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    spec = PartitionSpec(*x.spec, *[None] * (aval.ndim - len(x.spec)))
+    return MpmdArray(arrays, x.mpmd_sharding.replace(spec=spec), aval.shape, aval.dtype)
+
+
+def _as_keys(data: Any, impl: str, target: Any, source: Any) -> Any:
+    """The inverse of `_key_data`, under the sharding that was asked for."""
+    if not isinstance(data, MpmdArray):
+        return jax.random.wrap_key_data(data, impl=impl)
+    arrays = {group: jax.random.wrap_key_data(array, impl=impl) for group, array in data._arrays.items()}
+    return MpmdArray(arrays, target, source.shape, source.dtype)
 
 
 def _same_for_same(data: Sequence[Any], sources: Sequence[Any]) -> list[Any]:

@@ -163,12 +163,12 @@ class Packer:
             if at_level > level:
                 level, after = at_level, last
             whole = Box(tuple(starts[piece]), tuple(stops[piece]))
-            parts = [whole] if whole_source and whole_target else list(whole.split(most))
+            parts = [(whole, whole.size)] if whole_source and whole_target else list(whole.split_sized(most))
             uncut = len(parts) == 1
             cuts = moves and not (uncut and whole_source)
             waits = not (uncut and whole_target)
-            for box in parts:
-                nbytes = box.size * itemsize
+            for box, size in parts:
+                nbytes = size * itemsize
                 number = places.add(sender, nbytes if cuts else 0, receiver, nbytes if waits else 0, after)
                 last = max(last, number)
                 if number in chunks:

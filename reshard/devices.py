@@ -83,6 +83,21 @@ class HostMemory:
         return f"HostMemory(process {self.process_index})"
 
 
+@dataclasses.dataclass(frozen=True)
+class EveryHost:
+    """The memory of every process's host: where host arrays are that all processes were given alike."""
+
+    num_processes: int
+
+    @property
+    def memories(self) -> tuple[HostMemory, ...]:
+        """One for each process."""
+        return tuple(map(HostMemory, range(self.num_processes)))
+
+    def __repr__(self) -> str:
+        return f"EveryHost({self.num_processes} processes)"
+
+
 def host_of(device: Any) -> Hashable:
     """The host of a device. JAX does not tell hosts apart, so each process counts as a host of its own unless said."""
     return getattr(device, "host", ("process", device.process_index))

@@ -15,12 +15,14 @@ import numpy as np
 
 from mpmd.array import MpmdArray
 from mpmd.boxes import Box
+from mpmd.distributed import Job
 from mpmd.mesh import MpmdSharding
 from reshard.chunk import Batch
-from reshard.devices import HostMemory
+from reshard.devices import HostMemory, is_local
 from reshard.kept import Kept, take_over
 from reshard.plan import PlannedArray, ReshardPlan
 from reshard.transport import LocalCarrier, Sink, open_sink
+from reshard.wire import WireCarrier
 
 # How much may be under way before what has left is freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
@@ -71,6 +73,7 @@ def execute(
     donate: bool,
     progress: ProgressCallback | None = None,
     num_threads: int | None = None,
+    job: Job | None = None,
 ) -> tuple[list[Any], Stats]:
     """Moves the arrays as planned.
 
@@ -79,11 +82,12 @@ def execute(
         sources: jax.Array, MpmdArray or numpy arrays; typed keys as their key data.
         donate: whether to free the sources on the way; afterwards they are deleted.
         progress: called after each round, and when enough has been moved in between.
+        job: the processes that all carry out this plan, each its own part of it.
 
     Raises:
         RuntimeError: something failed on the way; says which sources are still valid.
     """
-    run = _Run(plan, sources, donate, progress, num_threads or min(8, os.cpu_count() or 1))
+    run = _Run(plan, sources, donate, progress, num_threads or min(8, os.cpu_count() or 1), job)
     try:
         return run(), run.stats
     except Exception as error:
@@ -138,7 +142,10 @@ class _Run:
         donate: bool,
         progress: ProgressCallback | None,
         num_threads: int,
+        job: Job | None,
     ):
+        self.rank = 0 if job is None else job.rank
+        self.wire = None if job is None else WireCarrier(job)
         self.plan = plan
         self.donate = donate
         self.progress = progress
@@ -149,7 +156,7 @@ class _Run:
             for planned, source in zip(plan.arrays, sources, strict=True)
         ]
         self._started_at = time.perf_counter()
-        self._under_way = 0
+        self._under_way: dict[int, int] = {}
         self._done_bytes = 0
         self._reads: dict[tuple[int, int], int] = {}
         self._users: dict[int, int] = {}
@@ -177,7 +184,7 @@ class _Run:
                         self._settle()
                     level = at
                     self._carry(moving, piece, box, working)
-                if self._under_way >= _WINDOW_BYTES:
+                if max(self._under_way.values(), default=0) >= _WINDOW_BYTES:
                     self._settle()
             self._settle()
             self.stats.peak_working_bytes = max(self.stats.peak_working_bytes, *working.values(), 0)
@@ -192,6 +199,9 @@ class _Run:
         self._finished = len(self.moving)
         self._report()
         return results
+
+    def _rank_of(self, device: Any) -> int:
+        return 0 if self.wire is None else device.process_index
 
     def _count(self, batch: Batch) -> int:
         if batch.chunks:
@@ -229,30 +239,44 @@ class _Run:
         self._consumed.add(id(moving.source))
         data = moving.source_shards[shard]
         moving.source_shards[shard] = None
-        if not data.is_deleted():
+        if data is not None and not data.is_deleted():
             data.delete()
 
     def _carry(self, moving: _Moving, piece: int, box: Box, working: dict[Any, int]) -> None:
         route = moving.planned.route
         sender, receiver = int(route.sender[piece]), int(route.receiver[piece])
-        into = box.relative_to(moving.scaled(route.target.boxes[receiver]))
+        is_first = route.level[piece] == 0
+        from_device = (route.source if is_first else route.target).devices[sender]
         to_device = route.target.devices[receiver]
-        if route.level[piece] == 0:
-            data, box = moving.source_shards[sender], box.relative_to(moving.scaled(route.source.boxes[sender]))
-            from_device = route.source.devices[sender]
+
+        def source() -> tuple[Any, Box]:
+            if is_first:
+                return moving.source_shards[sender], box.relative_to(moving.scaled(route.source.boxes[sender]))
+            return moving.sink(sender).contents, box.relative_to(moving.scaled(route.target.boxes[sender]))
+
+        def sink() -> tuple[Sink, Box, Any, np.dtype]:
+            into = box.relative_to(moving.scaled(route.target.boxes[receiver]))
+            return moving.sink(receiver), into, to_device, moving.planned.leaf.dtype
+
+        sender_rank, receiver_rank = self._rank_of(from_device), self._rank_of(to_device)
+        if sender_rank != receiver_rank:
+            assert self.wire is not None
+            sent, received = self.wire.carry(sender_rank, receiver_rank, source, sink)
+        elif sender_rank == self.rank:
+            sent, received = self.carrier.carry(*source(), *sink()[:2])
         else:
-            data, box = moving.sink(sender).contents, box.relative_to(moving.scaled(route.target.boxes[sender]))
-            from_device = route.target.devices[sender]
-        sent, received = self.carrier.carry(data, box, moving.sink(receiver), into)
+            sent = received = 0
         working[from_device] = working.get(from_device, 0) + sent
         working[to_device] = working.get(to_device, 0) + received
         nbytes = box.nbytes(moving.planned.leaf.dtype.itemsize)
-        if from_device == to_device:
-            self.stats.bytes_copied_on_device += nbytes
-        else:
-            self.stats.bytes_moved += nbytes
-            self.stats.num_transfers += 1
-        self._under_way += nbytes
+        if receiver_rank == self.rank:
+            if from_device == to_device:
+                self.stats.bytes_copied_on_device += nbytes
+            else:
+                self.stats.bytes_moved += nbytes
+                self.stats.num_transfers += 1
+        for rank in {sender_rank, receiver_rank}:
+            self._under_way[rank] = self._under_way.get(rank, 0) + nbytes
         self._done_bytes += nbytes
         if route.level[piece] == 0:
             self._leaving.append((moving, sender))
@@ -263,7 +287,9 @@ class _Run:
     def _settle(self) -> None:
         """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""
         self.carrier.wait()
-        self._under_way = 0
+        if self.wire is not None:
+            self.wire.settle()
+        self._under_way.clear()
         for moving, shard in self._leaving:
             key = (id(moving.source), shard)
             self._reads[key] -= 1
@@ -298,6 +324,8 @@ class _Run:
             frees = self._frees(moving)
             for t, s in moving.kept.items():
                 data = moving.source_shards[s]
+                if data is None:
+                    continue
                 if frees:
                     taken.append(Kept(data, moving.planned.route.target.devices[t], moving.parts, t))
                 elif isinstance(data, np.ndarray):
@@ -310,19 +338,23 @@ class _Run:
 
     def _assemble(self, moving: _Moving) -> Any:
         leaf, target = moving.planned.leaf, moving.planned.route.target
-        for t in range(len(target.devices)):
-            if t not in moving.parts:  # an array without elements
+        for t, device in enumerate(target.devices):
+            if t not in moving.parts and self._rank_of(device) == self.rank:  # an array without elements
                 moving.parts[t] = moving.sink(t).finish()
         if isinstance(leaf.target, HostMemory):
-            return moving.parts[0]
+            return moving.parts.get(0)
         arrays: dict[int, jax.Array] = {}
         made: dict[Any, jax.Array] = {}
         for group, shards in target.groups.items():
             is_mpmd = isinstance(leaf.target, MpmdSharding)
             sharding = leaf.target.group_sharding(group) if is_mpmd else leaf.target
+            parts = [moving.parts[t] for t in shards if t in moving.parts]
+            if is_mpmd and not parts:
+                continue
             if (sharding, shards) not in made:
-                parts = [moving.parts[t] for t in shards]
-                made[sharding, shards] = jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+                made[sharding, shards] = jax.make_array_from_single_device_arrays(
+                    leaf.shape, sharding, parts, dtype=leaf.dtype
+                )
             arrays[group] = made[sharding, shards]
         if isinstance(leaf.target, MpmdSharding):
             return MpmdArray._unchecked(arrays, leaf.target, leaf.shape, leaf.dtype)
@@ -339,17 +371,17 @@ class _Run:
 
 
 def _shards(source: Any, planned: PlannedArray) -> list[Any]:
-    """The single-device arrays of the source, in the order of its layout."""
+    """The single-device arrays of the source, in the order of its layout; None for those of other processes."""
     layout = planned.route.source
     if isinstance(source, np.ndarray):
-        return [source]
+        return [source if is_local(memory) else None for memory in layout.devices]
     shards: list[Any] = [None] * len(layout.devices)
     for group, indices in layout.groups.items():
-        array = source.array_in(group) if isinstance(source, MpmdArray) else source
-        by_device = {s.device: s.data for s in array.addressable_shards}
+        array = source._arrays.get(group) if isinstance(source, MpmdArray) else source
+        by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
         for i in indices:
             if shards[i] is None:
-                shards[i] = by_device[layout.devices[i]]
+                shards[i] = by_device.get(layout.devices[i])
     return shards
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mpmd.boxes import Box, device_boxes
 from mpmd.mesh import MpmdSharding
-from reshard.devices import HostMemory
+from reshard.devices import EveryHost, HostMemory
 
 Shape = tuple[int, ...]
 
@@ -61,7 +61,7 @@ class Layout:
 
 def cuts(sharding: Any, shape: Shape) -> Shape | None:
     """Into how many parts each axis is cut (the least common multiple over groups), None if it is not regular."""
-    if isinstance(sharding, (HostMemory, SingleDeviceSharding)):
+    if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
         return (1,) * len(shape)
     if isinstance(sharding, MpmdSharding):
         parts = [cuts(sharding.group_sharding(group), shape) for group in sharding.groups]
@@ -96,6 +96,8 @@ def layout(sharding: Any, shape: Shape) -> Layout:
     """
     if isinstance(sharding, HostMemory):
         by_group, memory_kind = {0: {sharding: Box.whole(shape)}}, None
+    elif isinstance(sharding, EveryHost):
+        by_group, memory_kind = {0: dict.fromkeys(sharding.memories, Box.whole(shape))}, None
     elif isinstance(sharding, MpmdSharding):
         by_group = {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
         memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind

@@ -35,6 +35,10 @@ class Sink(Protocol):
         """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
         ...
 
+    def takes(self, data: jax.Array) -> bool:
+        """Whether an array can become the shard as it is."""
+        ...
+
     @property
     def contents(self) -> Any:
         """What has been written so far, to be read before the next `write`."""
@@ -51,16 +55,25 @@ class HostSink:
     def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None):
         self._place = None if isinstance(device, HostMemory) else SingleDeviceSharding(device, memory_kind=memory_kind)
         self._buffer = aligned_empty(shape, dtype)
+        self._taken: jax.Array | None = None
 
-    def write(self, box: Box, data: np.ndarray) -> bool:
-        self._buffer[box.slices] = data
+    def write(self, box: Box, data: np.ndarray | jax.Array) -> bool:
+        if isinstance(data, jax.Array) and self.takes(data):
+            self._taken, self._buffer = data, np.empty(0)
+            return True
+        self._buffer[box.slices] = np.asarray(data)
         return False
+
+    def takes(self, data: jax.Array) -> bool:
+        return self._place is not None and data.shape == self._buffer.shape and data.sharding == self._place
 
     @property
     def contents(self) -> np.ndarray:
-        return self._buffer
+        return self._buffer if self._taken is None else np.asarray(self._taken)
 
     def finish(self) -> Any:
+        if self._taken is not None:
+            return self._taken
         buffer, self._buffer = self._buffer, np.empty(0)
         return buffer if self._place is None else jax.device_put(buffer, self._place, may_alias=True)
 
@@ -76,6 +89,9 @@ class DeviceSink:
     @property
     def place(self) -> SingleDeviceSharding:
         return self._place
+
+    def takes(self, data: jax.Array) -> bool:
+        return data.shape == self._shape
 
     def is_beside(self, source: Any) -> bool:
         """Whether a source shard is in the same memory."""

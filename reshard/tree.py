@@ -8,11 +8,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd.array import MpmdArray
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
-from reshard.devices import HostMemory
+from reshard.devices import EveryHost, HostMemory
 
 
 def is_sharding(x: Any) -> bool:
-    return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory))
+    return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
@@ -36,7 +36,7 @@ def broadcast(shardings: Any, tree: Any, name: str) -> list[Any]:
 
 def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
     """Why an array of this shape cannot lie under this sharding; None if it can."""
-    if isinstance(sharding, HostMemory):
+    if isinstance(sharding, (HostMemory, EveryHost)):
         return None
     if not is_sharding(sharding):
         return f"{sharding!r} is a {type(sharding).__name__}, not a sharding"

@@ -1,0 +1,310 @@
+"""What is in a checkpoint, what a layout would read of it, and checkpoints made of others: ``python -m reshard``."""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.errors import ReshardError
+from reshard import inspection, retree
+from reshard.convert import convert, plan_conversion
+from reshard.copying import Progress, Stopped, human
+from reshard.layoutfile import nbytes_of, read_layout
+from reshard.paths import compiled
+from reshard.reading import plan_reading
+from reshard.stored import find
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_FOLDERS = """\
+DIR is what was given to Orbax's `save`, a CheckpointManager's folder (its latest step, or --step), or one of its steps.
+"""
+_PATTERNS = """\
+Paths are written params/layers/3/w. In a pattern, * stays within one part of a path, ** stands for any number of parts,
+{layer} for one that is a number. Quote patterns, so that the shell leaves them alone.
+"""
+_EXAMPLES = {
+    "inspect": "python -m reshard inspect run/checkpoints --step 1000",
+    "plan": "python -m reshard plan run/checkpoints --to layout.yaml",
+    "convert": """\
+python -m reshard convert run/checkpoints/1000 layers --unstack '**/layers' --verify
+  python -m reshard convert layers stacked --stack '**/layers' --chunk 'params/layers/w=1,-1,-1'
+  python -m reshard convert run/checkpoints weights --only params --dtype bfloat16
+  python -m reshard convert theirs ours --rename 'params/(.*)_(\\d+)/(.*)=params/\\1/\\2/\\3' --stack params/layers""",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 if something is wrong, 2 (by `argparse`) for wrong usage."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ReshardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (Stopped, KeyboardInterrupt):
+        print("error: stopped; nothing was kept.", file=sys.stderr)
+        return 1
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    checkpoint = find(options.folder, options.step, options.item)
+    print(json.dumps(inspection.to_json(checkpoint)) if options.json else inspection.to_text(checkpoint))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    layout = read_layout(options.to)
+    plan = plan_reading(find(options.folder, options.step, options.item), layout)
+    print(json.dumps(plan.to_json()) if options.json else plan)
+    if not plan.too_large:
+        return 0
+    needed = max(p.largest_device_bytes for p in plan.processes)
+    assert layout.device_memory is not None
+    print(
+        f"error: {len(plan.too_large)} of {layout.mesh.size} devices cannot hold their part: "
+        f"up to {human(needed)} of {human(layout.device_memory)}.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _convert(options: argparse.Namespace) -> int:
+    conversion = plan_conversion(
+        options.source,
+        options.target,
+        [retree.select(options.only, options.drop), *(options.changes or [])],
+        step=options.step,
+        item=options.item,
+        dtypes=options.dtype,
+        chunks=options.chunk,
+        threshold=options.threshold,
+        zarr3=options.format == "zarr3",
+    )
+    if options.dry_run:
+        print(conversion)
+        return 0
+    for note in conversion.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with _stoppable() as stopped, _bar() as bar:
+        report = convert(conversion, verify=options.verify, progress=bar, should_stop=stopped)
+    verified = ", verified" if report.verified else ""
+    print(f"{conversion.target}: {inspection.counted(report.num_arrays, 'array')}, {human(report.nbytes)}{verified}")
+    return 0
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar if somebody is there to see it."""
+    if not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    try:
+        yield lambda progress: print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
+    finally:
+        print(file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM stop the work between two batches; a second one stops it at once."""
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+        yield lambda: False
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _dtype(text: str) -> tuple[str | None, np.dtype]:
+    pattern, _, name = text.rpartition("=")
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{name!r} is no dtype; write it like bfloat16 or 'opt/**=float32'") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise argparse.ArgumentTypeError(f"{name} is no floating-point dtype; other arrays are not cast")
+    return (_pattern(pattern) if pattern else None), dtype
+
+
+def _chunk(text: str) -> tuple[str, tuple[int, ...]]:
+    pattern, _, sizes = text.rpartition("=")
+    try:
+        chunk = tuple([int(size) for size in sizes.split(",")])
+    except ValueError:
+        chunk = (0,)
+    if not pattern or not all(size > 0 or size == -1 for size in chunk):
+        raise argparse.ArgumentTypeError(f"{text!r} is not written like 'params/layers/w=1,-1,-1' (-1: the whole axis)")
+    return _pattern(pattern), chunk
+
+
+def _pattern(text: str) -> str:
+    try:
+        compiled(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _rename(text: str) -> retree.Change:
+    pattern, equals, replacement = text.partition("=")
+    if not equals or not pattern or not replacement:
+        raise argparse.ArgumentTypeError(f"{text!r} is not written like 'params/(.*)=model/\\1'")
+    try:
+        return retree.rename(pattern, replacement)
+    except ReshardError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _unstack(text: str) -> retree.Change:
+    pattern, equals, kind = text.partition("=")
+    if equals and kind not in ("list", "dict"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not written like '**/layers', '**/layers=list' or '**/layers=dict'"
+        )
+    return retree.unstack(_pattern(pattern), as_list=kind != "dict")
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m reshard",
+        description=(__doc__ or "").partition(":")[0] + ".",
+        epilog="examples:\n  " + "\n  ".join(_EXAMPLES.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="inspect|plan|convert")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, more: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"{more}\nexamples:\n  {_EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    inspect = command("inspect", _inspect, "print the tree, shapes, dtypes, bytes and chunks of a checkpoint", _FOLDERS)
+    inspect.add_argument("folder", metavar="DIR")
+    plan = command("plan", _plan, "print what each process of a layout would read of a checkpoint", _FOLDERS)
+    plan.add_argument("folder", metavar="DIR")
+    plan.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
+    for made in (inspect, plan):
+        made.add_argument("--json", action="store_true", help="print a JSON document")
+    convert_ = command(
+        "convert",
+        _convert,
+        "make a checkpoint of another one, which is not touched",
+        _FOLDERS.replace("DIR", "SRC")
+        + _PATTERNS
+        + "--rename, --stack and --unstack are done in the order given, after --only and --drop, before the rest.\n",
+    )
+    convert_.add_argument("source", metavar="SRC")
+    convert_.add_argument("target", metavar="DST", help="the folder to make; it must not exist")
+    for made in (inspect, plan, convert_):
+        made.add_argument(
+            "--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest"
+        )
+        made.add_argument("--item", metavar="NAME", help="which item of a step that has several trees")
+    add = convert_.add_argument
+    add(
+        "--unstack",
+        dest="changes",
+        type=_unstack,
+        action="append",
+        metavar="NODE[=list|dict]",
+        help="cut the arrays below these nodes along axis 0: layers/w[L, …] becomes layers/3/w",
+    )
+    add(
+        "--stack",
+        dest="changes",
+        type=lambda text: retree.stack(_pattern(text)),
+        action="append",
+        metavar="NODE",
+        help="stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]",
+    )
+    add(
+        "--rename",
+        dest="changes",
+        type=_rename,
+        action="append",
+        metavar="REGEX=PATH",
+        help=r"give paths that match all of a regular expression another one; \1 is its first group",
+    )
+    add("--only", type=_pattern, action="append", default=[], metavar="PATTERN", help="keep these leaves or nodes")
+    add("--drop", type=_pattern, action="append", default=[], metavar="PATTERN", help="leave these leaves or nodes out")
+    add(
+        "--dtype",
+        type=_dtype,
+        action="append",
+        default=[],
+        metavar="[PATTERN=]DTYPE",
+        help="cast floating-point arrays; numbers, counters and keys stay as they are; the last that matches counts",
+    )
+    add(
+        "--chunk",
+        type=_chunk,
+        action="append",
+        default=[],
+        metavar="PATTERN=SIZES",
+        help="chunk sizes, one an axis, -1 for all of it; default: as before, a layer of a stack, at most 64 MiB",
+    )
+    add("--format", choices=("zarr", "zarr3"), default="zarr", help="default: zarr (version 2), Orbax's own default")
+    add(
+        "--threshold",
+        type=_nbytes,
+        metavar="BYTES",
+        help="memory for array data, as in 64MiB; default: 256 MiB more than it takes to read each chunk once",
+    )
+    add("--verify", action="store_true", help="read both again and compare them bit by bit, then put DST in place")
+    add("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    return parser
+
+
+def _own_process() -> None:
+    """What suits a process that does nothing else: no accelerator, no warnings to users of Orbax's API, and memory
+    that goes back to the system when it is freed. glibc keeps it otherwise, in an arena for each of the threads that
+    read and write, and `--threshold` would bound what is used but not what is held.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+
+
+if __name__ == "__main__":
+    _own_process()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

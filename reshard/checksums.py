@@ -1,0 +1,72 @@
+"""Sums of what was written, so that a damaged file is an error and not a wrong number.
+
+Neither Zarr 2 nor OCDBT stores a checksum of the data, and a compressor notices just some of the bits that flip. So
+beside the arrays, in a folder that other readers of the checkpoint do not look into, each process leaves the sums of
+the boxes that it wrote. A box is checked whenever it is read as a whole.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpmd.boxes import Box
+
+FOLDER = "reshard_checksums"
+ROW_WORDS = 512
+
+Sums = Mapping[str, Sequence[tuple[Box, int]]]
+
+
+def checksum(array: np.ndarray) -> int:
+    """A 64-bit sum of an array's bytes that changes with any of them and with the order of 4 KiB rows.
+
+    It is meant for accidents, not for attacks, and costs about as much as reading the memory.
+    """
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    rows = data.size // (8 * ROW_WORDS)
+    whole = data[: rows * 8 * ROW_WORDS].view(np.uint64).reshape(rows, ROW_WORDS)
+    sums = np.add.reduce(whole, axis=1, dtype=np.uint64)
+    weights = np.arange(1, 2 * rows + 1, 2, dtype=np.uint64)
+    rest = data[rows * 8 * ROW_WORDS :].astype(np.uint64)
+    rest_weights = np.arange(1, 2 * rest.size + 1, 2, dtype=np.uint64) << np.uint64(7)
+    total = int(np.dot(sums, weights)) + int(np.dot(rest, rest_weights))
+    return (total + data.size) % 2**64
+
+
+async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:
+    """Leaves the sums of what a process writes of each array."""
+    found = await asyncio.to_thread(
+        lambda: {
+            name: [[*zip(box.start, box.stop, strict=True), checksum(x)] for box, x in boxes] for name, boxes in parts
+        }
+    )
+    directory = folder / FOLDER
+    await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
+    await asyncio.to_thread((directory / f"process_{process}.json").write_text, json.dumps(found))
+
+
+async def read(folder: Any) -> Sums:
+    """The sums that all processes left, by the names of the arrays; nothing for a checkpoint without them."""
+
+    def load() -> Sums:
+        sums: dict[str, list[tuple[Box, int]]] = {}
+        directory = folder / FOLDER
+        for file in sorted(directory.glob("process_*.json")) if directory.exists() else ():
+            for name, entries in json.loads(file.read_text()).items():
+                for *ends, total in entries:
+                    box = Box(tuple([a for a, _ in ends]), tuple([b for _, b in ends]))
+                    sums.setdefault(name, []).append((box, total))
+        return sums
+
+    return await asyncio.to_thread(load)
+
+
+def damaged(data: np.ndarray, box: Box, sums: Iterable[tuple[Box, int]]) -> Box | None:
+    """The first box inside of what was read that is not what was written."""
+    for part, total in sums:
+        if part in box and checksum(data[part.relative_to(box).slices]) != total:
+            return part
+    return None

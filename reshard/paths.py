@@ -1,0 +1,85 @@
+"""Paths of a checkpoint's leaves as text, and the patterns that pick some of them.
+
+A path is written with slashes, `params/layers/3/w`. A pattern is matched against the whole path: `*` and `?` stay
+within one part of it, `**` stands for any number of parts, and `{layer}` for one part that is a number.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """One part of a path: the name of a dict's entry (or an attribute), or the index of a list's or tuple's."""
+
+    name: str
+    sequence: bool = False
+
+
+Path = tuple[Key, ...]
+
+
+def show(path: Iterable[Key]) -> str:
+    """The path as text; a slash within a name is written %2F, and the root is a dot.
+
+    Example:
+        >>> show((Key("params"), Key("enc/w"), Key("0", sequence=True)))
+        'params/enc%2Fw/0'
+    """
+    return "/".join(key.name.replace("/", "%2F") for key in path) or "."
+
+
+def parts_of(text: str) -> list[str]:
+    """The names of a path that is written as text."""
+    return [] if text == "." else [part.replace("%2F", "/") for part in text.split("/")]
+
+
+@functools.lru_cache(maxsize=4096)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern.
+
+    Raises:
+        ValueError: the pattern is empty or has an empty part.
+    """
+    parts = pattern.split("/")
+    if not all(parts):
+        raise ValueError(f"pattern {pattern!r} has an empty part; write it like 'params/layers/**'.")
+    text, separator = "", ""
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        if part != "**":
+            text, separator = text + separator + _part(part), "/"
+        elif last:
+            text += r".*" if not index else r"(?:/.*)?" if separator else ""
+        else:
+            text, separator = text + separator + r"(?:[^/]+/)*", ""
+    return re.compile(text)
+
+
+def _part(part: str) -> str:
+    regex = {"*": "[^/]*", "?": "[^/]", "{layer}": r"(?P<layer>\d+)"}
+    pieces = re.split(r"(\*|\?|\{layer\})", part)
+    return "".join(regex.get(piece, re.escape(piece)) for piece in pieces)
+
+
+def matches(pattern: str, path: Iterable[Key]) -> re.Match[str] | None:
+    """Whether the pattern is that of this path, with its `{layer}` as group "layer".
+
+    Example:
+        >>> path = (Key("opt"), Key("mu"), Key("layers"), Key("3"), Key("w"))
+        >>> [bool(matches(p, path)) for p in ("opt/**", "**/w", "opt/*", "**/layers/{layer}/*")]
+        [True, True, False, True]
+    """
+    return compiled(pattern).fullmatch(show(path))
+
+
+def within(pattern: str, path: Path) -> bool:
+    """Whether the pattern is that of this path or of a node above it.
+
+    Example:
+        >>> within("opt/*", (Key("opt"), Key("mu"), Key("w")))
+        True
+    """
+    return any(matches(pattern, path[:depth]) for depth in range(len(path), -1, -1))

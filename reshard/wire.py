@@ -1,0 +1,130 @@
+"""Pieces that go between processes: offered by the sender's process, pulled by the receiver's.
+
+All processes walk the same plan and number its pieces alike. What was offered must stay until it has been taken, so
+at every settling the receivers say that they have all, by a message to each sender.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.boxes import Box
+from mpmd.distributed import Job
+from mpmd.errors import ReshardError
+from mpmd.execute import NUMBER_BITS
+from reshard.devices import HostMemory
+from reshard.transport import Sink, aligned_empty, cut, is_host_memory
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_RECEIPT = np.zeros(1, np.uint8)
+
+
+class WireCarrier:
+    """Carries pieces to and from other processes during one reshard."""
+
+    def __init__(self, job: Job):
+        ranks = range(job.num_ranks)
+        self.rank = job.rank
+        self._job = job
+        self._next = job.new_number(ranks, "a reshard, which every process must call") << NUMBER_BITS
+        self._coming: list[tuple[jax.Array, Sink, Box]] = []
+        self._pairs: set[tuple[int, int]] = set()
+
+    def carry(
+        self,
+        sender: int,
+        receiver: int,
+        source: Callable[[], tuple[Any, Box]],
+        sink: Callable[[], tuple[Sink, Box, Any, np.dtype]],
+    ) -> tuple[int, int]:
+        """One piece from rank to rank; every process calls it for every such piece, in the same order.
+
+        Args:
+          source: gives the source shard and what of it goes; called on the sender.
+          sink: gives the target shard, where in it, its device and its dtype; called on the receiver.
+
+        Returns:
+          The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
+        """
+        number = self._next
+        self._next += 1
+        self._pairs.add((sender, receiver))
+        if sender == self.rank:
+            shard, at = source()
+            data, nbytes = _part(shard, at)
+            self._job.wire.offer(number, data)
+            return nbytes, 0
+        if receiver == self.rank:
+            shard, into, device, dtype = sink()
+            home = jax.local_devices()[0] if isinstance(device, HostMemory) else device
+            data = self._job.wire.pull(sender, number, into.shape, dtype, home)
+            self._job.watchdog.expect(data, "a piece of a reshard", (sender,))
+            self._coming.append((data, shard, into))
+            return 0, 0 if shard.takes(data) else into.nbytes(dtype.itemsize)
+        return 0, 0
+
+    def settle(self) -> None:
+        """Returns when all pieces so far are where they belong, as far as this process has to do with them."""
+        for data, sink, into in self._coming:
+            data.block_until_ready()
+            sink.write(into, data)
+        self._coming.clear()
+        receipts = []
+        for sender, receiver in sorted(self._pairs):
+            number = self._next
+            self._next += 1
+            if receiver == self.rank:
+                self._job.wire.offer(number, jax.device_put(_RECEIPT, jax.local_devices()[0]))
+            elif sender == self.rank:
+                receipt = self._job.wire.pull(receiver, number, (1,), np.uint8, jax.local_devices()[0])
+                self._job.watchdog.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
+                receipts.append(receipt)
+        self._pairs.clear()
+        jax.block_until_ready(receipts)
+
+
+def _part(source: Any, box: Box) -> tuple[jax.Array, int]:
+    """A box of a shard as an array of its own or the shard itself, and the bytes that it took."""
+    whole = box.shape == tuple(source.shape)
+    if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == _default_kind(source):
+        return source, 0
+    device = jax.local_devices()[0] if isinstance(source, np.ndarray) else next(iter(source.sharding.device_set))
+    nbytes = box.nbytes(source.dtype.itemsize)
+    if isinstance(source, np.ndarray) or is_host_memory(device):
+        data = aligned_empty(box.shape, source.dtype)
+        data[...] = np.asarray(source)[box.slices]
+        return jax.device_put(data, device, may_alias=True), nbytes
+    return jax.device_put(cut(source, box), device), nbytes
+
+
+def _default_kind(x: jax.Array) -> str:
+    return next(iter(x.sharding.device_set)).default_memory().kind
+
+
+def agree(job: Job, leaves: Sequence[Any], threshold: int) -> int:
+    """Makes sure that all processes move the same; returns the least threshold that any of them has.
+
+    Raises:
+      ReshardError: they differ; in every process.
+    """
+    lines = [_ADDRESS.sub("0x", str(leaf)) for leaf in leaves]
+    hashes = [zlib.crc32(line.encode()) for line in lines]
+    said = job.exchange("comparing reshards", json.dumps([threshold, hashes]), range(job.num_ranks))
+    told = {rank: json.loads(text) for rank, text in said.items()}
+    different = next((rank for rank, (_, theirs) in told.items() if theirs != told[0][1]), None)
+    if different is None:
+        return min(least for least, _ in told.values())
+    theirs = told[different][1]
+    at = next((i for i, (a, b) in enumerate(zip(told[0][1], theirs, strict=False)) if a != b), len(theirs))
+    mine = lines[at] if at < len(lines) else "nothing"
+    texts = job.exchange("saying how reshards differ", mine, range(job.num_ranks))
+    raise ReshardError(
+        f"the processes are about to move different arrays; array {at} differs:\n"
+        f"  rank 0: {texts[0]}\n  rank {different}: {texts[different]}\n"
+        "  Every process must call the reshard with the same tree, shapes, dtypes and shardings."
+    )

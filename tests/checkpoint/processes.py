@@ -1,0 +1,65 @@
+"""Real processes for the tests: each runs one function of `scenarios.py`, and prints what it found as JSON."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+SCENARIOS = Path(__file__).parent / "scenarios.py"
+LIMIT_S = 150
+
+
+def environment(num_devices: int = 1) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    return kept | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{SCENARIOS.parent}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+
+
+def start(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -> list[subprocess.Popen]:
+    """Starts the processes; the caller ends them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SCENARIOS), scenario, address, str(num_processes), str(i), json.dumps(arguments)],
+            env=environment(devices),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(num_processes)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of each; kills what is left at the time limit."""
+    end = time.monotonic() + limit_s
+    found: list[tuple[int, str, str]] = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            found.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return found
+
+
+def run(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -> list[Any]:
+    """Runs a scenario to its end; what each process found."""
+    found = finish(start(scenario, num_processes, devices, **arguments))
+    for i, (status, _, err) in enumerate(found):
+        assert status == 0, f"process {i} of {scenario} ended with {status}:\n{err[-4000:]}"
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in found]

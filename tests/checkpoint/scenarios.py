@@ -1,0 +1,214 @@
+"""What single processes of the tests do: `python scenarios.py NAME COORDINATOR NUM_PROCESSES PROCESS_ID ARGUMENTS`."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+
+SCENARIOS: dict[str, Any] = {}
+
+
+def scenario(fun: Any) -> Any:
+    SCENARIOS[fun.__name__] = fun
+    return fun
+
+
+@scenario
+def save(path: str, groups: int, seed: int = 0, zarr3: bool = False, data: str | None = "data", scale: int = 1) -> Any:
+    from layouts import mesh_of, place_all, shardings_for
+
+    import reshard.checkpoint
+
+    mesh = mesh_of(groups)
+    tree = place_all(random_values(seed, scale), shardings_for(mesh, data))
+    reshard.checkpoint.save(path, tree, use_zarr3=zarr3)
+    return {"groups": mesh.local_groups}
+
+
+@scenario
+def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", scale: int = 1) -> Any:
+    from layouts import bytes_read, check_equal, mesh_of, shardings_for
+
+    import reshard.checkpoint
+
+    mesh, values = mesh_of(groups), random_values(seed, scale)
+    before = bytes_read()
+    tree = reshard.checkpoint.restore(path, values, shardings_for(mesh, data))
+    shards = jax.tree.map(check_equal, tree, values)
+    held = {
+        (name, str(shard.index)): shard.data.nbytes  # a part that several devices have counts once
+        for name, array in enumerate(jax.tree.leaves(tree))
+        for shard in array.addressable_shards
+    }
+    return {"shards": sum(jax.tree.leaves(shards)), "read": bytes_read() - before, "held": sum(held.values())}
+
+
+@scenario
+def save_stock(path: str, scale: int = 1) -> Any:
+    """Stock Orbax over all processes, each array sharded over all devices; this library is never imported."""
+    import numpy as np
+    import orbax.checkpoint as ocp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    values = random_values(scale=scale)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def place(x: Any) -> jax.Array:
+        spec = PartitionSpec("x") if x.ndim else PartitionSpec()
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, jax.tree.map(place, values))
+    assert not {"mpmd", "reshard"} & set(sys.modules)
+    return None
+
+
+@scenario
+def manager(path: str, groups: int, steps: int, scale: int = 1, restore: bool = False, named: bool = False) -> Any:
+    """Saves steps with Orbax's CheckpointManager and prints each that is finished; or restores the last one."""
+    import orbax.checkpoint as ocp
+    from layouts import check_equal, mesh_of, place_all, shardings_for
+
+    import reshard.checkpoint
+
+    mesh = mesh_of(groups)
+    options = ocp.CheckpointManagerOptions(max_to_keep=None)
+    if named:
+        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+        options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes)
+    with ocp.CheckpointManager(path, options=options) as checkpoints:
+        if restore:
+            step = checkpoints.latest_step()
+            values = random_values(step, scale)
+            target = reshard.checkpoint.abstract(values, shardings_for(mesh))
+            tree = checkpoints.restore(step, args=ocp.args.StandardRestore(target))
+            jax.tree.map(check_equal, tree, values)
+            return {"step": step, "steps": checkpoints.all_steps()}
+        first = (checkpoints.latest_step() or 0) + 1
+        for step in range(first, first + steps):
+            tree = place_all(random_values(step, scale), shardings_for(mesh))
+            checkpoints.save(step, args=ocp.args.StandardSave(tree))
+            checkpoints.wait_until_finished()
+            print(json.dumps({"finished": step}), flush=True)
+        return {"steps": checkpoints.all_steps()}
+
+
+@scenario
+def mixed(path: str, groups: int) -> Any:
+    """Keys, an SPMD array over all processes, host values and arrays of other processes, in one tree and back."""
+    import numpy as np
+    import orbax.checkpoint as ocp
+    from jax.sharding import NamedSharding, PartitionSpec
+    from layouts import check_equal, mesh_of, place
+
+    import reshard.checkpoint
+    from mpmd.array import MpmdArray
+    from mpmd.mesh import MpmdSharding
+
+    mesh = mesh_of(groups)
+    data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(5), 4)))
+
+    def keys(sharding: MpmdSharding) -> MpmdArray:
+        integers = place(data, sharding)
+        arrays = {g: jax.random.wrap_key_data(integers.array_in(g)) for g in sharding.groups if g in mesh.local_groups}
+        return MpmdArray(arrays, sharding, (4,), jax.random.key(0).dtype)
+
+    values = np.arange(64, dtype=np.int32).reshape(8, 8)
+    tree = {
+        "keys": keys(MpmdSharding(mesh, groups - 1, PartitionSpec("data"))),
+        "spmd": place(values, NamedSharding(mesh.jax_mesh, PartitionSpec(("stage", "data")))),
+        "first": place(values, MpmdSharding(mesh, 0, PartitionSpec(None, "data"))),
+        "bf16": place(values.astype(jax.numpy.bfloat16), MpmdSharding(mesh, range(groups))),
+        "host": values,
+        "epoch": 3,
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+        checkpointer.wait_until_finished()
+        standard = checkpointer.restore(path, tree)
+    shards = 0
+    for found in (standard, reshard.checkpoint.restore(path, tree)):
+        for name in ("spmd", "first", "host"):
+            shards += check_equal(found[name], values)
+        assert found["epoch"] == 3
+        assert found["keys"].dtype == tree["keys"].dtype
+        assert found["keys"].shape == (4,)
+        for shard in found["keys"].addressable_shards:
+            np.testing.assert_array_equal(jax.random.key_data(shard.data), data[shard.index[0]])
+    return {"shards": shards, "keys": len(tree["keys"].addressable_shards)}
+
+
+@scenario
+def save_local_array(path: str) -> Any:
+    """A jax.Array that each process has for itself cannot be saved; all processes say so."""
+    import jax.numpy as jnp
+    from layouts import mesh_of, place
+
+    import reshard.checkpoint
+    from mpmd.errors import ReshardError
+    from mpmd.mesh import MpmdSharding
+
+    mesh = mesh_of(jax.process_count())
+    tree = {"w": place([1.0, 2.0], MpmdSharding(mesh, 0)), "step": jnp.int32(3)}
+    try:
+        reshard.checkpoint.save(path, tree)
+    except ReshardError as error:
+        return str(error)
+    return None
+
+
+@scenario
+def save_without_last(path: str, timeout_s: int) -> Any:
+    """The last process never comes."""
+    import time
+
+    from layouts import mesh_of, place
+
+    import reshard.checkpoint
+    from mpmd.mesh import MpmdSharding
+
+    mesh = mesh_of(jax.process_count())
+    if jax.process_index() == jax.process_count() - 1:
+        time.sleep(2 * timeout_s)
+        return None
+    started = time.monotonic()
+    try:
+        reshard.checkpoint.save(path, {"w": place([1.0, 2.0], MpmdSharding(mesh, 0))}, timeout_s=timeout_s)
+    except TimeoutError as error:
+        return {"error": str(error), "waited": time.monotonic() - started, "exists": os.path.exists(path)}
+    return None
+
+
+def random_values(seed: int = 0, scale: int = 1) -> Any:
+    """A small state that no compression shrinks: per-stage arrays, a stack of layers, a tied array, a counter."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+
+    def noise(*shape: int) -> Any:
+        return rng.integers(0, 2**32, shape, np.uint32).view(np.int32)
+
+    return {
+        "layers": [{"w": noise(64, 32 * scale), "b": noise(64)} for _ in range(4)],
+        "stack": noise(8, 32, 64 * scale),
+        "tied": noise(128, 16 * scale),
+        "step": np.int32(17),
+    }
+
+
+def main() -> None:
+    name, coordinator, num_processes, process_id, arguments = sys.argv[1:]
+    if int(num_processes) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(coordinator, int(num_processes), int(process_id))
+    result = SCENARIOS[name](**json.loads(arguments))
+    print(json.dumps(result, default=str), flush=True)
+    if int(num_processes) > 1:
+        jax.distributed.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

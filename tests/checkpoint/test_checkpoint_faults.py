@@ -1,0 +1,289 @@
+"""What goes wrong leaves the last finished checkpoint as it was, and is said with the path."""
+
+import errno
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
+from processes import environment, run, start
+
+from mpmd.errors import ReshardError
+from mpmd.mesh import MpmdSharding
+from reshard.checkpoint import Part, restore, save
+
+MESH = mesh_of(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_whenever_a_process_is_killed_the_last_finished_step_restores_and_no_other_is_listed(tmp_path, seed):
+    choose = random.Random(seed)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    workers = start("manager", 2, path=str(folder), groups=2, steps=1000, scale=32)
+    try:
+        lines = iter(workers[0].stdout.readline, "")
+        finished = next(json.loads(line)["finished"] for line in lines if line.startswith("{"))
+        time.sleep(choose.uniform(0, 1.0))
+        victim = choose.choice(workers)
+        victim.send_signal(signal.SIGKILL)
+        time.sleep(choose.uniform(0, 0.5))
+    finally:
+        for worker in workers:
+            worker.kill()
+        printed, *_ = [worker.communicate()[0] for worker in workers]
+    later = [json.loads(line)["finished"] for line in printed.splitlines() if line.startswith("{")]
+    finished = max([finished, *later])
+    left = sorted(path.name for path in folder.iterdir())
+    with ocp.CheckpointManager(folder) as manager:
+        steps = manager.all_steps()
+    assert steps == list(range(1, steps[-1] + 1))
+    assert steps[-1] >= finished, left
+    for step in steps[-2:]:
+        values = random_values(step, 32)
+        found = restore(folder / str(step), values, shardings_for(MESH))
+        jax.tree.map(check_equal, found, values)
+    if seed == 0:  # and the run goes on from there
+        saved = run("manager", 2, path=str(folder), groups=2, steps=1, scale=32)
+        assert saved[0]["steps"] == [*steps, steps[-1] + 1]
+
+
+def test_an_unfinished_save_is_not_taken_for_a_checkpoint(tmp_path):
+    save(tmp_path / "state", {"w": np.arange(3.0)})
+    unfinished = tmp_path / "state.orbax-checkpoint-tmp"
+    (tmp_path / "state").rename(unfinished)
+    assert message_of(FileNotFoundError, tmp_path / "state") == (
+        f"there is no checkpoint at {tmp_path / 'state'}.\n"
+        "  A save that was not finished has left state.orbax-checkpoint-tmp beside it."
+    )
+    assert message_of(FileNotFoundError, unfinished) == (
+        f"{unfinished} is what an unfinished save has left; it is not a checkpoint."
+    )
+
+
+def message_of(kind, path, like=None, shardings=None) -> str:
+    with pytest.raises(kind) as caught:
+        restore(path, {"w": np.zeros(3)} if like is None else like, shardings)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path):
+    assert message_of(FileNotFoundError, tmp_path / "none") == f"there is no checkpoint at {tmp_path / 'none'}."
+    (tmp_path / "file").write_text("")
+    assert message_of(FileNotFoundError, tmp_path / "file") == (
+        f"{tmp_path / 'file'} is a file; a checkpoint is a folder."
+    )
+    (tmp_path / "empty").mkdir()
+    assert message_of(FileNotFoundError, tmp_path / "empty") == (
+        f"{tmp_path / 'empty'} is not a checkpoint: it has no file _METADATA."
+    )
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (5, 10):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+    assert message_of(FileNotFoundError, tmp_path / "run") == (
+        f"{tmp_path / 'run'} is not a checkpoint: it is a CheckpointManager's folder with steps 5, 10; "
+        f"give {tmp_path / 'run' / '10'}."
+    )
+
+
+def test_saving_never_replaces_what_is_there(tmp_path):
+    save(tmp_path / "state", {"w": np.arange(3.0)})
+    with pytest.raises(FileExistsError) as caught:
+        save(tmp_path / "state", {"w": np.zeros(3)})
+    assert str(caught.value) == (
+        f"[Errno {errno.EEXIST}] save: there is something already; give another path, or delete it first: "
+        f"'{tmp_path / 'state'}'"
+    )
+    np.testing.assert_array_equal(restore(tmp_path / "state", {"w": np.zeros(3)})["w"], np.arange(3.0))
+
+
+def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
+    gone = place(np.zeros(4, np.float32), MpmdSharding(MESH, 1))
+    gone.delete()
+    with pytest.raises(ReshardError) as caught:
+        save(tmp_path / "state", {"a": [gone, np.zeros((0, 3))], "b": object(), "c": np.zeros(2)})
+    assert str(caught.value) == (
+        "save: the tree cannot be saved:\n"
+        "  a/0: float32[4] has been deleted, or donated to a step: save what the step returned\n"
+        "  a/1: float64[0,3] has no elements, and Orbax stores no empty arrays\n"
+        "  b: an object is no array, number or string"
+    )
+    with pytest.raises(ReshardError) as caught:
+        save(tmp_path / "state", {})
+    assert str(caught.value) == "save: the tree cannot be saved:\n  it has no leaves"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_orbax_checkpointers_name_the_arrays_that_cannot_be_saved(tmp_path):
+    gone = place(np.zeros(4, np.float32), MpmdSharding(MESH, 1))
+    tree = {"w": place(np.zeros(4, np.float32), MpmdSharding(MESH, 1)), "gone": gone}
+    gone.delete()
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ReshardError) as caught:
+        checkpointer.save(tmp_path / "state", tree)
+    assert str(caught.value) == (
+        "the tree cannot be saved:\n"
+        "  gone: float32[4] has been deleted, or donated to a step: save what the step returned"
+    )
+
+
+def test_every_difference_between_what_is_wanted_and_what_is_there_is_named_at_once(tmp_path):
+    key = jax.random.key(0)
+    save(
+        tmp_path / "state",
+        {
+            "a": np.zeros((4, 3), np.float32),
+            "b": np.zeros(4, np.float32),
+            "key": place_key(key),
+            "n": 3,
+            "name": "x",
+            "more": {"w": np.zeros(2)},
+        },
+    )
+    like = {
+        "a": jax.ShapeDtypeStruct((3, 4), np.float32),
+        "b": jax.ShapeDtypeStruct((4,), np.int32),
+        "key": jax.ShapeDtypeStruct((2,), np.uint32),
+        "n": "three",
+        "name": 3,
+        "new": [jax.ShapeDtypeStruct((4,), np.int32), Part("a", 9, np.zeros(3, np.float32))],
+    }
+    assert message_of(ReshardError, tmp_path / "state", like) == (
+        f"restore: the checkpoint at {tmp_path / 'state'} is not what was expected:\n"
+        "  a: expected float32[3,4], but the checkpoint has float32[4,3]\n"
+        "  b: expected int32[4], but the checkpoint has float32[4]\n"
+        "  key: expected uint32[2], but the checkpoint has key<fry>[]\n"
+        "  n: expected a str, but the checkpoint has int64[]\n"
+        "  name: expected an int, but the checkpoint has a string\n"
+        "  new/0: expected int32[4], but the checkpoint has nothing there\n"
+        "  new/1: expected float32[3] at a[9], but the checkpoint has float32[4,3]\n"
+        "  more/w: expected nothing, but the checkpoint has float64[2]\n"
+        "  To restore some of its leaves alone, give partial=True."
+    )
+
+
+def place_key(key):
+    from mpmd.array import MpmdArray
+
+    sharding = MpmdSharding(MESH, 2)
+    return MpmdArray([jax.device_put(key, sharding.group_sharding(2))], sharding)
+
+
+def test_a_layout_that_does_not_fit_an_array_is_refused_before_anything_is_read(tmp_path):
+    save(tmp_path / "state", {"w": np.zeros((3, 4), np.float32)})
+    like = {"w": jax.ShapeDtypeStruct((3, 4), np.float32)}
+    message = message_of(ReshardError, tmp_path / "state", like, MpmdSharding(MESH, 0, P("data")))
+    head, _, fault = message.partition("\n")
+    assert head == f"restore: the checkpoint at {tmp_path / 'state'} is not what was expected:"
+    assert fault.startswith("  w: ")
+    assert "should evenly divide the shape" in fault
+    message = message_of(ReshardError, tmp_path / "state", like, {"v": MpmdSharding(MESH, 0)})
+    assert message.startswith("restore: shardings: its structure is not that of the arrays, nor a prefix of it.")
+
+
+def test_orbaxs_own_restore_names_an_array_of_another_shape(tmp_path):
+    from reshard.checkpoint import abstract
+
+    save(tmp_path / "state", {"w": np.zeros((3, 4), np.float32)})
+    like = abstract({"w": jax.ShapeDtypeStruct((4, 4), np.float32)}, MpmdSharding(MESH, 0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        with pytest.raises(ReshardError) as caught:
+            checkpointer.restore(tmp_path / "state", like)
+        assert str(caught.value) == "w: expected shape (4, 4), but the checkpoint has (3, 4)."
+        padded = checkpointer.restore(tmp_path / "state", like, strict=False)["w"]
+    assert np.asarray(padded).shape == (4, 4)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "missing"])
+def test_a_damaged_data_file_is_an_error_that_names_the_array(tmp_path, damage):
+    values = random_values(scale=8)
+    save(tmp_path / "state", place_all(values, shardings_for(MESH)))
+    data = max((tmp_path / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    whole = data.read_bytes()
+    if damage == "cut":
+        data.write_bytes(whole[:1000])
+    elif damage == "zeros":
+        data.write_bytes(bytes(len(whole)))
+    else:
+        data.unlink()
+    message = message_of(ReshardError, tmp_path / "state", values, shardings_for(MESH))
+    assert str(tmp_path / "state") in message
+    assert "damaged" in message
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_is_an_error_though_no_decompressor_notices_it(tmp_path, position):
+    values = random_values(scale=8)
+    save(tmp_path / "state", place_all(values, shardings_for(MESH)))
+    data = max((tmp_path / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    flipped = bytearray(data.read_bytes())
+    flipped[int(len(flipped) * position)] ^= 4
+    data.write_bytes(flipped)
+    message = message_of(ReshardError, tmp_path / "state", values, shardings_for(MESH))
+    assert str(tmp_path / "state") in message
+    assert "the checkpoint is damaged" in message
+
+
+def test_a_damaged_description_is_an_error_that_names_the_checkpoint(tmp_path):
+    save(tmp_path / "state", {"w": np.zeros(3)})
+    (tmp_path / "state" / "_METADATA").write_text("{")
+    assert message_of(ReshardError, tmp_path / "state").startswith(
+        f"the checkpoint at {tmp_path / 'state'} is damaged: "
+    )
+
+
+FULL = """
+import sys, numpy as np
+from pathlib import Path
+from reshard.checkpoint import restore, save
+folder = Path(sys.argv[1])
+if sys.argv[2] == "full":
+    save(folder / "good", {"w": np.arange(1000.0)})
+try:
+    save(folder / "state", {"w": np.random.default_rng(0).normal(size=1_000_000)})
+except OSError as error:
+    print(error)
+print(sorted(path.name for path in folder.iterdir()))
+if sys.argv[2] == "full":
+    print(restore(folder / "good", {"w": np.zeros(1000)})["w"].sum())
+"""
+
+
+@pytest.mark.parametrize(("options", "name"), [("size=2m", "full"), ("ro", "read-only")])
+def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_path, options, name):
+    (tmp_path / "mount").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(FULL)
+    mount = f"mount -t tmpfs -o {options} tmpfs {tmp_path / 'mount'}"
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of their own")
+    command = f"{mount} && {sys.executable} {script} {tmp_path / 'mount'} {name}"
+    done = subprocess.run(
+        [*inside, command], env=environment(), text=True, capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    code, what, left = {
+        "full": (errno.ENOSPC, "the disk is full", ["['good']", "499500.0"]),
+        "read-only": (errno.EROFS, "the file system is read-only", ["[]"]),
+    }[name]
+    unchanged = "nothing was saved, and what was saved before is untouched"
+    assert lines == [f"[Errno {code}] save: {what}; {unchanged}: '{tmp_path / 'mount' / 'state'}'", *left]
+
+
+def test_paths_of_all_kinds_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("relative", Path("deep") / "er" / "state", str(tmp_path / "absolute")):
+        save(path, {"w": np.arange(3.0)})
+        np.testing.assert_array_equal(restore(path, {"w": np.zeros(3)})["w"], np.arange(3.0))

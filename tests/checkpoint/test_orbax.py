@@ -1,0 +1,324 @@
+"""Orbax's own checkpointers take trees with MpmdArrays, and what they write is a checkpoint like any other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import bytes_read, check_equal, mesh_of, nbytes, place, place_all, random_values, shardings_for
+from processes import environment
+
+from mpmd.array import MpmdArray
+from mpmd.mesh import MpmdMesh, MpmdSharding
+from reshard.checkpoint import Part, abstract, restore, save
+
+MESH = mesh_of(4)
+
+
+def mixed_tree():
+    """What a training state may hold: arrays in one or several groups, SPMD arrays, keys, host values."""
+    values = random_values()
+    return {
+        "params": place_all(values, shardings_for(MESH)),
+        "spmd": place(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(MESH.jax_mesh, P("data"))),
+        "bf16": place(np.arange(32, dtype=jnp.bfloat16), MpmdSharding(MESH, 2, P("data"))),
+        "flag": place(np.array([True, False, True]), MpmdSharding(MESH, 1)),
+        "key": keys(MpmdSharding(MESH, {1, 2})),
+        "keys": keys(MpmdSharding(MESH, 3, P("data")), 4),
+        "spmd_key": jax.random.key(5),
+        "position": np.array([3, 1, 4], np.int64),
+        "epoch": 7,
+        "rate": 0.125,
+    }
+
+
+def keys(sharding, number=None):
+    values = jax.random.key(11) if number is None else jax.random.split(jax.random.key(11), number)
+    return MpmdArray({g: jax.device_put(values, sharding.group_sharding(g)) for g in sharding.groups}, sharding)
+
+
+def plain(leaf):
+    """Any leaf as numpy."""
+    if isinstance(leaf, (MpmdArray, jax.Array)) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf.array_in(leaf.mpmd_idxs[0]) if isinstance(leaf, MpmdArray) else leaf)
+    return np.asarray(leaf)
+
+
+def check_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(plain(a), plain(b))
+        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
+        if isinstance(b, MpmdArray):
+            assert isinstance(a, MpmdArray)
+            assert a.mpmd_sharding == b.mpmd_sharding
+            for group in b.mpmd_idxs:
+                np.testing.assert_array_equal(plain_in(a, group), plain_in(b, group))
+
+
+def plain_in(array, group):
+    return plain(array.array_in(group))
+
+
+def test_the_standard_checkpointer_saves_and_restores_a_mixed_tree(tmp_path):
+    tree = mixed_tree()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        checkpointer.wait_until_finished()
+        check_same(checkpointer.restore(tmp_path / "state", tree), tree)
+        check_same(checkpointer.restore(tmp_path / "state", abstract(tree)), tree)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_pytree_save_and_restore_take_it(tmp_path, asynchronous):
+    tree = mixed_tree() | {"name": "a run"}
+    kind = ocp.AsyncCheckpointer if asynchronous else ocp.Checkpointer
+    with kind(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "state", args=ocp.args.PyTreeSave(tree))
+        if asynchronous:
+            checkpointer.wait_until_finished()
+        target = abstract(tree)
+        found = checkpointer.restore(
+            tmp_path / "state",
+            args=ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)),
+        )
+    check_same(found, tree)
+
+
+def test_a_checkpoint_manager_saves_restores_and_keeps_the_last_steps(tmp_path):
+    tree = mixed_tree()
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, args=ocp.args.StandardSave(tree | {"epoch": step}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        assert manager.latest_step() == 3
+        found = manager.restore(3, args=ocp.args.StandardRestore(abstract(tree)))
+    check_same(found, tree | {"epoch": 3})
+    check_same(restore(tmp_path / "run" / "2", tree), tree | {"epoch": 2})
+
+
+def test_items_of_a_composite_checkpoint_go_each_to_its_layout(tmp_path):
+    tree = {"w": place(np.arange(8.0, dtype=np.float32), MpmdSharding(MESH, 1, P("data")))}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(
+            4, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), data=ocp.args.JsonSave({"position": 9}))
+        )
+        manager.wait_until_finished()
+        found = manager.restore(
+            4, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(tree)), data=ocp.args.JsonRestore())
+        )
+    check_same(found["state"], tree)
+    assert found["data"] == {"position": 9}
+
+
+def test_restoring_to_other_groups_reads_no_more_than_the_arrays(tmp_path):
+    values = random_values(scale=8)
+    save(tmp_path / "state", place_all(values, shardings_for(MESH)))
+    for groups in (1, 2, 8):
+        mesh = mesh_of(groups)
+        before = bytes_read()
+        tree = restore(tmp_path / "state", values, shardings_for(mesh))
+        assert bytes_read() - before < nbytes(values) * 1.05 + 50_000
+        jax.tree.map(check_equal, tree, values)
+
+
+def test_every_byte_is_written_once_whatever_the_replicas(tmp_path):
+    values = random_values(scale=8)
+    everywhere = jax.tree.map(lambda _: MpmdSharding(MESH, range(4)), values)
+    save(tmp_path / "state", place_all(values, everywhere))
+    written = sum(file.stat().st_size for file in (tmp_path / "state").rglob("*") if file.is_file())
+    assert nbytes(values) <= written < nbytes(values) * 1.05 + 50_000
+
+
+def test_what_is_on_disk_has_no_trace_of_groups(tmp_path):
+    tree = mixed_tree()
+    save(tmp_path / "state", tree)
+    metadata = json.loads((tmp_path / "state" / "_METADATA").read_text())
+    kinds = {entry["value_metadata"]["value_type"] for entry in metadata["tree_metadata"].values()}
+    assert kinds == {"jax.Array", "np.ndarray", "scalar"}
+    assert not (tmp_path / "state" / "_sharding").exists()
+    text = "".join(p.read_text() for p in (tmp_path / "state").iterdir() if p.is_file() and p.name[0] == "_")
+    assert "mpmd" not in text.lower()
+    assert "group" not in text.lower()
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_stock_orbax_that_never_saw_this_library_restores_it_on_any_mesh(tmp_path, zarr3):
+    tree = mixed_tree()
+    save(tmp_path / "state", tree, use_zarr3=zarr3)
+    np.savez(tmp_path / "expected.npz", **{f"{i}": plain(x) for i, x in enumerate(jax.tree.leaves(tree))})
+    run_stock("check_on_one_device_and_on_a_mesh", tmp_path)
+
+
+def test_stock_orbax_restores_what_its_own_checkpointers_wrote_for_us(tmp_path):
+    tree = mixed_tree()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+    np.savez(tmp_path / "expected.npz", **{f"{i}": plain(x) for i, x in enumerate(jax.tree.leaves(tree))})
+    run_stock("check_on_one_device_and_on_a_mesh", tmp_path)
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_a_stock_checkpoint_restores_straight_into_stages(tmp_path, zarr3):
+    values = random_values(scale=4)
+    np.savez(tmp_path / "expected.npz", **{f"{i}": x for i, x in enumerate(jax.tree.leaves(values))})
+    run_stock("save_sharded", tmp_path, str(int(zarr3)))
+    before = bytes_read()
+    tree = restore(tmp_path / "state", values, shardings_for(MESH))
+    assert bytes_read() - before < nbytes(values) * 1.05 + 50_000
+    jax.tree.map(check_equal, tree, values)
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "state", abstract(values, shardings_for(MESH)))
+    jax.tree.map(check_equal, tree, values)
+
+
+def run_stock(what: str, folder: Path, *arguments: str) -> None:
+    script = Path(__file__).parent / "stock.py"
+    command = [sys.executable, str(script), what, str(folder), *arguments]
+    done = subprocess.run(command, env=environment(4), text=True, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "without this library"
+
+
+def test_a_layer_of_a_stack_is_restored_alone_and_costs_just_its_bytes(tmp_path):
+    rng = np.random.default_rng(0)
+    stack = rng.integers(0, 2**32, (16, 128, 256), np.uint32).view(np.int32)
+    save(tmp_path / "state", {"layers": {"w": place(stack, MpmdSharding(MESH, 0, P(None, "data")))}})
+    layer = jax.ShapeDtypeStruct((128, 256), np.int32)
+    like = {"stage": [Part("layers/w", 3, layer), Part("layers/w", 12, layer)]}
+    before = bytes_read()
+    tree = restore(tmp_path / "state", like, {"stage": [MpmdSharding(MESH, 1, P("data")), MpmdSharding(MESH, 3)]})
+    read = bytes_read() - before
+    check_equal(tree["stage"][0], stack[3])
+    check_equal(tree["stage"][1], stack[12])
+    assert 2 * layer.size * 4 <= read < 2 * layer.size * 4 + 30_000
+
+
+def test_any_part_of_a_stored_array_can_be_asked_for(tmp_path):
+    values = np.arange(6 * 8 * 10).reshape(6, 8, 10)
+    save(tmp_path / "state", {"x": values})
+    parts = {
+        "rows": Part("x", slice(1, 4), np.zeros((3, 8, 10), values.dtype)),
+        "last": Part("x", -1, np.zeros((8, 10), values.dtype)),
+        "inner": Part("x", (slice(None), 2, slice(-3, None)), np.zeros((6, 3), values.dtype)),
+        "one": Part("x", (5, 7, 9), np.zeros((), values.dtype)),
+    }
+    found = restore(tmp_path / "state", parts)
+    np.testing.assert_array_equal(found["rows"], values[1:4])
+    np.testing.assert_array_equal(found["last"], values[-1])
+    np.testing.assert_array_equal(found["inner"], values[:, 2, -3:])
+    assert found["one"] == values[5, 7, 9]
+
+
+def test_some_leaves_are_restored_without_the_others(tmp_path):
+    values = random_values(scale=8)
+    save(tmp_path / "state", {"params": place_all(values, shardings_for(MESH)), "opt": np.zeros((1000, 100))})
+    before = bytes_read()
+    found = restore(tmp_path / "state", {"params": {"tied": values["tied"]}}, partial=True)
+    assert bytes_read() - before < values["tied"].nbytes + 30_000
+    np.testing.assert_array_equal(found["params"]["tied"], values["tied"])
+
+
+def test_groups_on_one_device_share_what_was_read(tmp_path):
+    mesh = MpmdMesh.from_groups([Mesh(np.array(jax.devices()[:1]), ("data",))] * 4)
+    values = np.random.default_rng(0).integers(0, 2**32, (256, 256), np.uint32)
+    save(tmp_path / "state", {"w": place(values, MpmdSharding(mesh, {0, 3}))})
+    before = bytes_read()
+    found = restore(tmp_path / "state", {"w": values}, MpmdSharding(mesh, {1, 2, 3}))["w"]
+    assert bytes_read() - before < values.nbytes + 30_000
+    assert found.mpmd_idxs == (1, 2, 3)
+    check_equal(found, values)
+
+
+def test_groups_of_different_shapes_restore_one_array(tmp_path):
+    devices = np.array(jax.devices())
+    mesh = MpmdMesh.from_groups([Mesh(devices[:4], ("data",)), Mesh(devices[4:6], ("data",))])
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    sharding = MpmdSharding(mesh, {0, 1}, P("data"))
+    save(tmp_path / "state", {"w": place(values, sharding)})
+    check_equal(restore(tmp_path / "state", {"w": values}, sharding)["w"], values)
+
+
+def test_without_ocdbt_there_is_a_file_for_each_chunk(tmp_path):
+    tree = {"w": place(np.arange(64.0, dtype=np.float32).reshape(8, 8), MpmdSharding(MESH, 2, P("data")))}
+    with ocp.StandardCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        checkpointer.wait_until_finished()
+    assert sorted(p.name for p in (tmp_path / "state" / "w").iterdir()) == [".zarray", "0.0", "1.0"]
+    check_same(restore(tmp_path / "state", tree), tree)
+
+
+def test_the_users_options_for_single_arrays_are_kept(tmp_path):
+    tree = {"w": place(np.arange(4096.0, dtype=np.float32).reshape(64, 64), MpmdSharding(MESH, 2, P("data")))}
+    save_args = {"w": ocp.SaveArgs(dtype=np.dtype(jnp.bfloat16), chunk_byte_size=1024)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "state", args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        meta = checkpointer.metadata(tmp_path / "state").item_metadata["w"]
+    assert meta.dtype == jnp.bfloat16
+    assert np.prod(meta.storage.chunk_shape) * 2 <= 1024
+    found = restore(tmp_path / "state", {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)})
+    np.testing.assert_array_equal(
+        found["w"].astype(np.float32), plain(tree["w"]).astype(jnp.bfloat16).astype(np.float32)
+    )
+
+
+def test_buffers_that_are_donated_right_after_an_async_save_are_saved_as_they_were(tmp_path):
+    values = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
+    tree = {"w": place(values, MpmdSharding(MESH, 1, P("data")))}
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        array = tree["w"].array_in(1)
+        for _ in range(20):
+            array = overwrite(array)
+        array.block_until_ready()
+        checkpointer.wait_until_finished()
+        np.testing.assert_array_equal(checkpointer.restore(tmp_path / "state")["w"], values)
+
+
+def test_an_async_save_returns_before_the_checkpoint_is_written(tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**32, (4096, 4096), np.uint32)
+    tree = {"w": place(values, MpmdSharding(MESH, 1, P("data")))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        assert not (tmp_path / "state").exists()  # 64 MiB are not on disk yet
+        checkpointer.wait_until_finished()
+        assert (tmp_path / "state").exists()
+
+
+@pytest.mark.slow
+def test_saving_and_restoring_need_little_memory_beyond_the_arrays(tmp_path):
+    benchmark = Path(__file__).parent.parent.parent / "benchmarks" / "checkpoint.py"
+    command = [sys.executable, str(benchmark), "--one", "reshard.checkpoint, stages", "--mib", "640"]
+    env = environment() | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)], env=env, text=True, capture_output=True, check=True, timeout=300
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["save_peak"] < 420 << 20
+    assert found["restore_peak"] < 320 << 20
+
+
+def test_importing_a_second_time_changes_nothing():
+    from reshard import _orbax
+
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    check = ocp.StandardCheckpointHandler._validate_save_state
+    _orbax.register()
+    assert ocp.type_handlers.get_type_handler(jax.Array) is before
+    assert ocp.type_handlers.get_type_handler(MpmdArray) is before
+    assert ocp.StandardCheckpointHandler._validate_save_state is check
+
+
+def test_importing_reshard_leaves_orbax_alone():
+    script = "import sys, reshard; sys.exit('orbax.checkpoint' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True)

@@ -1,0 +1,106 @@
+"""Real processes: each writes what it owns and reads what it needs, whatever groups and processes come next."""
+
+import jax
+import numpy as np
+import pytest
+from layouts import check_equal, mesh_of, nbytes, random_values, shardings_for
+from processes import run
+
+from reshard.checkpoint import restore
+from reshard.saving import Leaf, plan_writing
+
+
+def on_disk(folder) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+# (processes, devices in each, groups): one group a process, several in one, one over two.
+LAYOUTS = {"a group each": (2, 2, 2), "several groups each": (2, 2, 4), "a group over two": (4, 1, 2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_of_many_processes_is_written_once_and_restored_by_one(tmp_path, layout):
+    num_processes, devices, groups = LAYOUTS[layout]
+    values = random_values(scale=8)
+    run("save", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8)
+    assert nbytes(values) <= on_disk(tmp_path / "state") < nbytes(values) * 1.05 + 80_000
+    mesh = mesh_of(4)
+    found = restore(tmp_path / "state", values, shardings_for(mesh))
+    for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves(values), strict=True):
+        check_equal(array, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("a group each", "a group over two"), ("a group over two", "a group each")]
+)
+def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after):
+    num_processes, devices, groups = LAYOUTS[before]
+    run("save", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8)
+    num_processes, devices, groups = LAYOUTS[after]
+    found = run("restore", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8)
+    total = nbytes(random_values(scale=8))
+    for one in found:
+        assert one["shards"] > 0
+        # Chunks of the stack and of the tied array may be wider than what a process needs of them.
+        assert one["held"] <= one["read"] < 1.5 * one["held"] + 60_000
+        assert one["held"] < total
+
+
+def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
+    run("save_stock", 2, 2, path=str(tmp_path / "state"), scale=64)
+    found = run("restore", 2, 2, path=str(tmp_path / "state"), groups=4, data=None, scale=64)
+    for one in found:
+        assert one["held"] > 500_000
+        assert one["held"] <= one["read"] < one["held"] * 1.02 + 80_000
+
+
+def test_a_checkpoint_manager_of_many_processes_keeps_steps_that_others_restore(tmp_path):
+    saved = run("manager", 2, 2, path=str(tmp_path / "run"), groups=2, steps=2)
+    assert [one["steps"] for one in saved] == [[1, 2], [1, 2]]
+    for num_processes, devices, groups in ((2, 2, 4), (1, 4, 2)):
+        found = run("manager", num_processes, devices, path=str(tmp_path / "run"), groups=groups, steps=0, restore=True)
+        assert [one["step"] for one in found] == [2] * num_processes
+
+
+def test_a_manager_that_is_told_its_processes_waits_for_them_without_a_computation(tmp_path):
+    (tmp_path / "run").mkdir()
+    saved = run("manager", 2, 2, path=str(tmp_path / "run"), groups=2, steps=2, named=True)
+    assert [one["steps"] for one in saved] == [[1, 2], [1, 2]]
+    values = random_values(2)
+    jax.tree.map(check_equal, restore(tmp_path / "run" / "2", values, shardings_for(mesh_of(4))), values)
+
+
+@pytest.mark.parametrize("layout", ["several groups each", "a group over two"])
+def test_keys_spmd_arrays_and_host_values_are_saved_beside_arrays_of_groups(tmp_path, layout):
+    num_processes, devices, groups = LAYOUTS[layout]
+    found = run("mixed", num_processes, devices, path=str(tmp_path / "state"), groups=groups)
+    holders = [one["keys"] for one in found]
+    assert holders == {"several groups each": [0, 1], "a group over two": [0, 0, 1, 1]}[layout]
+
+
+def test_every_process_plans_alike_and_replicas_spread_the_writing():
+    mesh = mesh_of(2)
+    values = random_values(scale=8)
+    leaves = tuple(
+        Leaf(np.shape(x), np.asarray(x).dtype.itemsize, s)
+        for x, s in zip(jax.tree.leaves(values), jax.tree.leaves(shardings_for(mesh)), strict=True)
+    )
+    assert {process for plan in plan_writing(leaves) for process in plan.boxes} == {0}
+
+
+def test_an_array_that_each_process_has_for_itself_is_refused_in_all_of_them(tmp_path):
+    found = run("save_local_array", 2, path=str(tmp_path / "state"))
+    assert found == [
+        "save: the tree cannot be saved:\n"
+        f"  step: int32[] is a jax.Array of process {i} alone, and others have their own; make it an MpmdArray, "
+        "a global array, or a numpy array (of which process 0's is saved)"
+        for i in range(2)
+    ]
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_process_that_does_not_come_is_waited_for_no_longer_than_was_said(tmp_path):
+    (found, _) = run("save_without_last", 2, path=str(tmp_path / "state"), timeout_s=4)
+    assert found["error"].startswith(f"save: after 4 s, not all processes had come to save {tmp_path / 'state'}")
+    assert 3 < found["waited"] < 8
+    assert not found["exists"]
