@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import torchax  # pyright: ignore[reportMissingImports]
 from jax.sharding import Mesh
 

@@ -412,8 +412,8 @@ find_service_python() {
   [[ ! ${command[0]##*/} =~ ^python[0-9.]*$ ]] || service_python=${command[0]}
   "$service_python" -c '
 import importlib.util, os, sys
-spec = importlib.util.find_spec("mpmd")
-places = list(spec.submodule_search_locations or []) if spec else []
+specs = [importlib.util.find_spec(name) for name in ("mpmd", "jax")]
+places = list(specs[0].submodule_search_locations or []) if all(specs) else []
 sys.exit(not any(os.path.exists(os.path.join(p, "coordinator.py")) for p in places))' 2>/dev/null
 }
 
