@@ -1,7 +1,7 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
 from mpmd.across import cross_mpmd_all_reduce, cross_mpmd_stack, place
-from mpmd.api import Compiled, Lowered, Traced, jit
+from mpmd.api import jit
 from mpmd.array import MpmdArray
 from mpmd.distributed import initialize
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
@@ -9,6 +9,7 @@ from mpmd.fetch import device_get
 from mpmd.foreign import from_exported, from_stablehlo
 from mpmd.markers import Add, Concat, Max, Mean, Min, mark_stage_end, treduce, treduce_i
 from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.stages import Compiled, Lowered, Traced
 
 __all__ = [
     "Add",

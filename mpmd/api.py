@@ -5,52 +5,34 @@
 Each stage can be printed and asked; calling the decorated step runs through them once per set of shapes.
 """
 
-import contextlib
 import functools
-import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-import numpy as np
 from jax.sharding import AxisType
 
 from mpmd import _jax_compat as compat
-from mpmd import distributed, transfer
-from mpmd.agreement import agree_on_values
+from mpmd import distributed
 from mpmd.arguments import (
     Call,
-    Hint,
     argument_names,
     broadcast,
     check_leaves,
     check_static,
-    consume,
     donated_leaves,
     hint_of,
-    layout_of,
     leaf_type,
-    mpmd_sharding,
     named_positions,
-    short_type,
     traced_type,
-    zeros_of,
 )
 from mpmd.array import MpmdArray
 from mpmd.closures import surroundings
-from mpmd.execute import Executor
-from mpmd.explain import Roles, explain, flops_per_step, memory_by_group
 from mpmd.fetch import device_get
-from mpmd.homes import outline_step
-from mpmd.memory import estimate
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from mpmd.outline import Outline
-from mpmd.program import step_program
-from mpmd.stepping import StepPrograms, compile_step
-from mpmd.timing import Timed, timeline
+from mpmd.mesh import MpmdMesh
+from mpmd.stages import Compiled, Lowered, Traced, shape_of
 from mpmd.trace import Trace, trace_step
-from scheduler import Program, Timeline
 
 
 @overload
@@ -60,8 +42,10 @@ def jit(
     mpmd_mesh: MpmdMesh,
     in_shardings: Any = ...,
     out_shardings: Any = ...,
-    donate_argnums: int | tuple[int, ...] = ...,
-    static_argnums: int | tuple[int, ...] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
 ) -> "Jitted": ...
 
 
@@ -72,8 +56,10 @@ def jit(
     mpmd_mesh: MpmdMesh,
     in_shardings: Any = ...,
     out_shardings: Any = ...,
-    donate_argnums: int | tuple[int, ...] = ...,
-    static_argnums: int | tuple[int, ...] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
 ) -> "Callable[[Callable], Jitted]": ...
 
 
@@ -83,8 +69,10 @@ def jit(
     mpmd_mesh: MpmdMesh,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    donate_argnums: int | tuple[int, ...] = (),
-    static_argnums: int | tuple[int, ...] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
@@ -97,8 +85,8 @@ def jit(
       mpmd_mesh: the groups of devices.
       in_shardings, out_shardings: pytree prefixes of the arguments and of the result; leaves are `MpmdSharding`
         (groups and spec), `NamedSharding` or `PartitionSpec` (spec; groups are found) or None (all is found).
-      donate_argnums: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
-      static_argnums: arguments that are part of the program, as in `jax.jit`.
+      donate_argnums, donate_argnames: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
+      static_argnums, static_argnames: arguments that are part of the program, as in `jax.jit`.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -120,30 +108,29 @@ def jit(
     if fun is None:
         return functools.partial(
             jit, mpmd_mesh=mpmd_mesh, in_shardings=in_shardings, out_shardings=out_shardings,
-            donate_argnums=donate_argnums, static_argnums=static_argnums,
+            donate_argnums=donate_argnums, donate_argnames=donate_argnames,
+            static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
     if not isinstance(mpmd_mesh, MpmdMesh):
         raise TypeError(f"mpmd.jit: mpmd_mesh is a {type(mpmd_mesh).__name__}. Pass an mpmd.MpmdMesh.")
     if not callable(fun):
         raise TypeError(f"mpmd.jit: fun is a {type(fun).__name__}. Pass the step, a function.")
-    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, _ints(donate_argnums), _ints(static_argnums))
-
-
-def _ints(x) -> tuple[int, ...]:
-    return (x,) if isinstance(x, int) else tuple(x)
+    donated = named_positions(fun, donate_argnums, donate_argnames, "donate")
+    static = named_positions(fun, static_argnums, static_argnames, "static")
+    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static)
 
 
 class Jitted:
     """What `mpmd.jit` returns: the step, compiled anew for each new set of argument shapes."""
 
-    def __init__(self, fun, mpmd_mesh, in_shardings, out_shardings, donate_argnums, static_argnums):
+    def __init__(self, fun, mpmd_mesh, in_shardings, out_shardings, donated, static):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._mesh = mpmd_mesh
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._donate, self._donate_names = named_positions(fun, donate_argnums, "donate_argnums")
-        self._static, self._static_names = named_positions(fun, static_argnums, "static_argnums")
+        self._donate, self._donate_names = donated
+        self._static, self._static_names = static
         self._cache: dict[Any, list[Compiled]] = {}
 
     def __call__(self, *args, **kwargs):
@@ -178,7 +165,7 @@ class Jitted:
 
     def _read(self, args, kwargs) -> "Call":
         dynamic, fixed = args, ()
-        if self._static:
+        if self._static or self._static_names:
             dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
             named = {k: v for k, v in kwargs.items() if k in self._static_names}
             kwargs = {k: v for k, v in kwargs.items() if k not in named}
@@ -216,11 +203,12 @@ class Jitted:
 
         fun.__wrapped__ = self._fun
         known = _traces_of(self._fun)
-        key = call.key, tuple(names), tuple(hints), _shape(self._mesh), surroundings(self._fun)
+        key = call.key, tuple(names), tuple(hints), shape_of(self._mesh), surroundings(self._fun)
         if (trace := known.get(key)) is None:
             trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
         donated = donated_leaves(call, self._donate, self._donate_names)
-        return Traced(trace, self, tuple(hints), donated)
+        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        return Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated)
 
 
 _traces: weakref.WeakKeyDictionary[Callable, dict[Any, Trace]] = weakref.WeakKeyDictionary()
@@ -236,330 +224,6 @@ def _traces_of(fun: Callable) -> dict[Any, Trace]:
         return {}
 
 
-def _shape(mesh: MpmdMesh):
-    """All of a mesh that a trace and its partition depend on: everything but the devices."""
-    return mesh.lowering_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
-
-
-# --- stages ---------------------------------------------------------------------------------------
-
-
-class Traced:
-    """A step as one jaxpr. `str()` prints it."""
-
-    def __init__(self, trace: Trace, owner: Jitted, hints: tuple[Hint, ...], donated: frozenset[int]):
-        self._trace = trace
-        self._owner = owner
-        self._hints = hints
-        self._donated = donated
-
-    @property
-    def jaxpr(self):
-        """The jaxpr, flat; loops are `treduce` equations."""
-        return compat.ClosedJaxpr(self._trace.jaxpr, ())
-
-    @property
-    def out_tree(self):
-        """The structure of the result."""
-        return self._trace.out_tree
-
-    def lower(self, *, mpmd_mesh: MpmdMesh | None = None) -> "Lowered":
-        """Cuts the step into tasks and places everything on groups.
-
-        Args:
-          mpmd_mesh: other devices than the step was traced for, in a mesh of the same shape.
-
-        Raises:
-          StageError: the step cannot be cut.
-          ValueError: `mpmd_mesh` has another shape.
-        """
-        owner, trace = self._owner, self._trace
-        mesh = owner._mesh if mpmd_mesh is None else mpmd_mesh
-        if _shape(mesh) != _shape(owner._mesh):
-            raise ValueError(
-                f"Traced.lower: the step was traced for {owner._mesh}, which has another shape or other axes than"
-                f" {mesh}.\n  Trace it again: mpmd.jit(step, mpmd_mesh=...).trace(*args)."
-            )
-        wish = broadcast(owner._out_shardings, trace.out_tree, "out_shardings")
-        outs = [
-            hint_of(w, None, owner._mesh, n, v.aval) if w is not None else Hint()
-            for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
-        ]
-        forwarded = self._donated if all(w is None for w in wish) else frozenset()
-        outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
-        return Lowered(outline, mesh, self._hints, tuple(outs), self._donated)
-
-    def __str__(self):
-        return str(self._trace)
-
-    def __repr__(self):
-        loops = [e.params["info"] for e in self._trace.jaxpr.eqns if e.primitive.name == "treduce"]
-        shown = "; ".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops) or "no loop"
-        return f"Traced({_name(self._owner._fun)}: {len(self._trace.jaxpr.eqns)} equations; {shown})"
-
-
-def _name(fun) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def _items(outline: Outline, mesh: MpmdMesh) -> str:
-    """A step in a line: its loops, and what is around them."""
-    loops = [f"{loop.schedule}, {loop.partition.info.num_microbatches} microbatches" for loop in outline.loops]
-    around = len(outline.items) - len(loops)
-    return f"{mesh}; {'; '.join(loops) or 'no loop'}; {around} segments and transfers around"
-
-
-class Lowered:
-    """A step, cut into tasks and segments. `.as_text()` prints the partition."""
-
-    def __init__(self, outline: Outline, mesh: MpmdMesh, ins, outs, donated):
-        self._outline = outline
-        self._mesh = mesh
-        self._ins = ins
-        self._outs = outs
-        self._donated = donated
-
-    def as_text(self) -> str:
-        """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
-        return str(self._outline)
-
-    __str__ = as_text
-
-    def __repr__(self):
-        return f"Lowered({_items(self._outline, self._mesh)})"
-
-    def estimate(self) -> dict[int, dict[str, int]]:
-        """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
-        layouts = [h.layout for h in self._ins]
-        return estimate(self._outline, self._mesh, layouts, self._donated, Roles(self._outline).role)
-
-    def compile(self) -> "Compiled":
-        """Compiles each distinct task once, builds the program and checks it."""
-        with distributed.compiling():
-            programs = compile_step(
-                self._outline, self._mesh, [h.layout for h in self._ins], [h.layout for h in self._outs], self._donated
-            )
-            with _without_collection():
-                return Compiled(programs, step_program(programs), self._donated)
-
-
-@contextlib.contextmanager
-def _without_collection():
-    """Pauses Python's garbage collector: a plan is many small objects that stay, which it would look at in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class Compiled:
-    """A compiled step: call it with arguments of the shapes that it was compiled for.
-
-    Attributes:
-      timing: set it to True to have calls measured for `.last_timeline()`.
-    """
-
-    def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int]):
-        self._programs = programs
-        self._program = program
-        self._donated = donated
-        self._executor = Executor(programs, program)
-        self._timed: list[Timed] | None = None
-        self.timing = False
-        outline = programs.outline
-        trace = outline.trace
-        mesh = programs.mesh
-        num_consts = len(trace.consts)
-        invars = trace.jaxpr.invars
-        in_shardings = [
-            mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
-        ]
-        self._consts = [
-            {g: transfer.put(c, s.group_sharding(g)) for g in s.groups if g in mesh.local_groups}
-            for c, s in zip(trace.consts, in_shardings, strict=False)
-        ]
-        self._ins = in_shardings[num_consts:]
-        self._in_avals: list[Any] = [v.aval for v in invars[num_consts:]]
-        self._in_tree = trace.in_tree
-        self._outs = [
-            (
-                mpmd_sharding(mesh, groups, layout_of(programs, v)),
-                v.aval.shape,
-                v.aval.dtype,
-                getattr(v.aval, "weak_type", False),
-            )
-            for v, groups in outline.outputs
-        ]
-        self._out_tree = trace.out_tree
-
-    def __repr__(self):
-        compiler = self._programs.compiler
-        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {compiler.num_compiled} programs)"
-
-    # --- what it is -------------------------------------------------------------------------------
-
-    @property
-    def program(self) -> Program:
-        """What each group runs, sends, receives and frees; checked."""
-        return self._program
-
-    @property
-    def input_shardings(self):
-        """`(args, kwargs)` of `MpmdSharding`, as in `jax.stages.Compiled`."""
-        return jax.tree.unflatten(self._in_tree, self._ins)
-
-    @property
-    def output_shardings(self):
-        """The result's tree of `MpmdSharding`."""
-        return jax.tree.unflatten(self._out_tree, [s for s, *_ in self._outs])
-
-    @property
-    def in_tree(self):
-        """The structure of `(args, kwargs)`."""
-        return self._in_tree
-
-    @property
-    def out_tree(self):
-        """The structure of the result."""
-        return self._out_tree
-
-    def as_text(self) -> str:
-        """The partition and the program, for people."""
-        return f"{self._programs.outline}\n\n{self._program}"
-
-    def explain(self) -> str:
-        """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
-        return explain(self._programs, self._program, self._executor, self._in_avals, self._ins)
-
-    def memory_analysis(self) -> dict[int, dict[str, int]]:
-        """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
-        the peaks of `gradients` and `activations`, the largest `temporaries` that XLA reports, and the `peak` of all.
-        """
-        return memory_by_group(self._programs, self._program)
-
-    def cost_analysis(self) -> dict[str, float]:
-        """Floating-point operations of one step, by XLA's cost analysis of each executable."""
-        return {"flops": flops_per_step(self._programs, self._program)}
-
-    def last_timeline(self) -> Timeline:
-        """When each task of the (last) loop ran, measured.
-
-        Of the last call while `.timing` was True (each task is then waited for, so calls are slower); if there was
-        none, of one call on zeros that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
-
-        Raises:
-          ValueError: the step has no pipelined loop.
-        """
-        if not self._programs.loops:
-            raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
-        if self._timed is None:
-            zeros = [
-                {
-                    g: jax.jit(functools.partial(zeros_of, v.aval), out_shardings=s.group_sharding(g))()
-                    for g in s.groups
-                    if g in s.mpmd_mesh.local_groups
-                }
-                for v, s in zip(self._programs.outline.trace.jaxpr.invars[len(self._consts) :], self._ins, strict=True)
-            ]
-            for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
-                _, self._timed = self._executor.timed([*self._consts, *jax.tree.map(lambda x: x.copy(), zeros)])
-        assert self._timed is not None
-        return timeline(self._timed, self._programs.loops[-1].loop.schedule.placement)
-
-    # --- running ----------------------------------------------------------------------------------
-
-    def __call__(self, *args, **kwargs):
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._in_tree:
-            raise TypeError(
-                "mpmd: the compiled step was called with another structure of arguments.\n"
-                f"  got      {tree}\n  expected {self._in_tree}"
-            )
-        check_leaves(leaves, self._programs.outline.trace.in_names)
-        faults = [
-            f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
-            for name, x, aval in zip(self._programs.outline.trace.in_names, leaves, self._in_avals, strict=True)
-            if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
-        ]
-        if faults:
-            raise TypeError(
-                "mpmd: the compiled step was called with other shapes or dtypes;"
-                " call the jitted step to compile again.\n" + "\n".join(faults)
-            )
-        return self._run(leaves)
-
-    def _fits(self, leaves) -> bool:
-        """Whether every MpmdArray lies as this program takes it, so that nothing need move."""
-        for x, sharding in zip(leaves, self._ins, strict=True):
-            if (
-                type(x) is MpmdArray
-                and x._mpmd_sharding is not sharding
-                and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
-            ):
-                return False
-        return True
-
-    def _run(self, leaves):
-        if (job := self._executor.prepare()) is not None:
-            agree_on_values(job, self._programs.outline.trace.in_names, leaves, self._ins, self._executor.ranks)
-        arguments = [*self._consts, *self._arguments(leaves)]
-        if self.timing:
-            results, self._timed = self._executor.timed(arguments)
-        else:
-            results = self._executor(arguments)
-        kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
-        for i in self._donated:
-            consume(leaves[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
-        out = [
-            MpmdArray._unchecked(arrays, sharding, shape, dtype, weak)
-            for arrays, (sharding, shape, dtype, weak) in zip(results, self._outs, strict=True)
-        ]
-        return jax.tree.unflatten(self._out_tree, out)
-
-    def _arguments(self, leaves) -> list[dict[int, jax.Array]]:
-        """Per leaf, its array in each group that wants it; what has to be moved there goes in one batch."""
-        arguments: list[dict[int, jax.Array]] = []
-        pending: list[tuple[dict[int, jax.Array], int]] = []
-        values, shardings = [], []
-        for x, sharding, aval in zip(leaves, self._ins, self._in_avals, strict=True):
-            if type(x) is MpmdArray:
-                x._check_not_gone()
-                if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
-                    arguments.append(x._arrays)
-                    continue
-                x = x._readable()
-            if isinstance(x, jax.Array):
-                _check_movable(x, sharding)
-            else:
-                x = np.array(x, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
-            placed: dict[int, jax.Array] = {}
-            arguments.append(placed)
-            for group in sharding.groups:
-                if group in sharding.mpmd_mesh.local_groups:
-                    pending.append((placed, group))
-                    values.append(x)
-                    shardings.append(sharding.group_sharding(group))
-        if pending:
-            for (placed, group), array in zip(pending, transfer.place(values, shardings), strict=True):
-                placed[group] = array
-        return arguments
-
-
 def _on_one_device(tree):
     """MpmdArrays as arrays that plain JAX computes with, wherever the others are."""
     return jax.tree.map(lambda x: jax.numpy.asarray(device_get(x)) if isinstance(x, MpmdArray) else x, tree)
-
-
-def _check_movable(x: jax.Array, sharding: MpmdSharding):
-    """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
-    if isinstance(x, compat.Tracer):
-        check_leaves([x], ["an argument"])
-    if not all(transfer.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
-        raise ValueError(
-            f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
-            "  Bring it into the step's layout first:"
-            " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
-        )

@@ -208,20 +208,35 @@ def _check_is_array(name, x):
         )
 
 
-def named_positions(fun, argnums, what: str) -> tuple[frozenset[int], frozenset[str]]:
-    """Argument numbers (negative ones counted from the end of the signature), and their names as keywords."""
+def named_positions(fun, argnums, argnames, what: str) -> tuple[frozenset[int], frozenset[str]]:
+    """Arguments given by number (negative ones counted from the end of the signature) or name, by both.
+
+    Raises:
+      ValueError: the step has no such argument.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positions = frozenset(i + len(plain) if i < 0 else i for i in argnums)
+    positions = {i + len(plain) if i < 0 else i for i in numbers}
     many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if wrong := [i for i in positions if i < 0 or (i >= len(plain) and not many)]:
-        raise ValueError(f"mpmd.jit: {what} has {wrong[0]}, but the step takes {len(plain)} positional arguments.")
-    return positions, frozenset(
-        plain[i].name for i in positions if 0 <= i < len(plain) and plain[i].kind is not plain[i].POSITIONAL_ONLY
-    )
+        raise ValueError(
+            f"mpmd.jit: {what}_argnums has {wrong[0]}, but the step takes {len(plain)} positional arguments."
+        )
+    by_name = {p.name: i for i, p in enumerate(plain) if p.kind is not p.POSITIONAL_ONLY}
+    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    any_keyword = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [n for n in names if n not in by_name and n not in keywords and not any_keyword]:
+        raise ValueError(
+            f"mpmd.jit: {what}_argnames has {unknown[0]!r}, but the step's arguments are"
+            f" {', '.join([*by_name, *sorted(keywords)])}."
+        )
+    named = {n for n, i in by_name.items() if i in positions}
+    return frozenset(positions | {by_name[n] for n in names if n in by_name}), frozenset(named.union(names))
 
 
 def check_static(fixed):

@@ -188,6 +188,40 @@ def test_another_static_argument_retraces_and_the_same_does_not():
     assert values[:2] == values[2:] and values[0] != values[1]
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_static_and_donated_arguments_go_by_name_too(by_keyword):
+    traces = []
+
+    def step(params, xs, *, depth, scale=1.0):
+        traces.append(depth)
+
+        def one(x):
+            x = mpmd.mark_stage_end(x @ params[0])
+            for _ in range(depth):
+                x = jnp.tanh(x @ params[1])
+            return jnp.sum(x) * scale
+
+        return mpmd.treduce(one, xs, schedule=scheduler.GPipe(2)), jax.tree.map(lambda p: p + 1, params)
+
+    step = mpmd.jit(step, mpmd_mesh=shared_device(2), static_argnames="depth", donate_argnames=["params"])
+    values = []
+    for depth in (1, 2, 1):
+        params, xs = (jnp.eye(3), 2 * jnp.eye(3)), jnp.ones((4, 2, 3))
+        loss, _ = step(params=params, xs=xs, depth=depth) if by_keyword else step(params, xs, depth=depth, scale=1.0)
+        values.append(float(loss))
+        assert all(p.is_deleted() for p in params) and not xs.is_deleted()
+    assert traces == [1, 2]
+    assert values[0] == values[2] != values[1]
+
+
+def test_a_name_that_the_step_does_not_have_is_refused():
+    def step(params, xs):
+        return params, xs
+
+    with pytest.raises(ValueError, match=r"static_argnames has 'deep', but the step's arguments are params, xs"):
+        mpmd.jit(step, mpmd_mesh=shared_device(2), static_argnames="deep")
+
+
 def test_eval_shape_compiles_nothing_and_gives_the_shapes_of_the_result():
     counted = Counted()
     state, batch = counted.state(), _batch(0)
