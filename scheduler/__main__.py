@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except ScheduleError as error:
         message, faults, status = str(error), list(error.faults), 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         message, faults, status = f"{error.filename}: {error.strerror}.", [], 2
     except ValueError as error:
@@ -82,6 +85,11 @@ def _compare(options: argparse.Namespace) -> int:
     groups = options.groups or options.stages
     if groups is None or options.microbatches is None:
         raise ValueError("compare: give --stages (or --groups) and --microbatches.")
+    if options.stages not in (None, groups):
+        raise ValueError(
+            f"compare: --stages is {options.stages} and --groups {groups}, but schedules with one stage a group and "
+            "with several are compared on the same groups. Give --groups alone, and --stages-per-group for the latter."
+        )
     base = _costs(options)
     rows, skipped = [], []
     for named in on_groups(groups, options.stages_per_group):
@@ -134,10 +142,9 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    groups = options.groups or (options.stages // 2 if options.placement == "v" else options.stages)
     found = investigate(
         options.stages,
-        groups,
+        options.groups or _groups_of(options.placement, options.stages),
         options.microbatches,
         _costs(options),
         placement=options.placement,
@@ -164,6 +171,13 @@ def _search(options: argparse.Namespace) -> int:
         print(found)
         print(to_text(found.timeline))
     return 0
+
+
+def _groups_of(placement: str | list[int], num_stages: int) -> int:
+    """How many groups a placement is for, if that is not said."""
+    if isinstance(placement, str):
+        return num_stages // 2 if placement == "v" else num_stages
+    return max(placement) + 1
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -337,4 +351,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

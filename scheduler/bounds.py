@@ -35,10 +35,7 @@ def lower_bound(problem: Problem) -> Bound:
     forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
     weight_grad, held = costs.per_stage("weight_grad", n), costs.per_stage("activation_bytes", n)
     early = costs.per_stage("released_at_input_grad", n)
-    over = costs.transfers(n)
-    for stage in range(n - 1):
-        if problem.placement[stage] == problem.placement[stage + 1]:
-            over[stage] = 0.0
+    over = problem.transfers()
     head = [0.0] * n  # before F can start
     for stage in range(1, n):
         head[stage] = head[stage - 1] + forward[stage - 1] + over[stage - 1]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from scheduler.errors import ScheduleError
 from scheduler.ordering import chain_needs, find_cycle
@@ -63,7 +64,9 @@ class Clock:
                     self._advance(orders[group], starts[group], ends[group], group, todo)
         position = [len(times) for times in ends]
         if any(position[group] < len(order) for group, order in enumerate(orders)):
-            raise ScheduleError(f"simulate: the orders deadlock: {_stuck(orders, len(self.placement), position)}.")
+            raise ScheduleError(
+                f"simulate: the orders deadlock: {_stuck(orders, second, len(self.placement), position)}."
+            )
         return starts, ends
 
     def _advance(self, order: Sequence[Task], starts: array, ends: array, group: int, todo: deque[int]) -> None:
@@ -128,8 +131,11 @@ class Clock:
             task = order[len(ends)]
             unit = (task, second[task]) if task in second else (task,)
             start = ends[-1] if ends else 0.0
+            own = set(map(self._event_of, unit))
             for one in unit:
                 for event, late in self._events(one):
+                    if event in own:
+                        continue
                     end = self._end(event)
                     if end < 0:
                         self.waiting.setdefault(event, []).append(group)
@@ -139,14 +145,10 @@ class Clock:
                 starts.append(start)
                 start += self.seconds[one.kind][one.stage]
                 ends.append(start)
-            for stage, kind, microbatch in unit:
-                at = stage * self.num_microbatches + microbatch
-                if kind == "F":
-                    self.forward_end[at] = start
-                    todo.extend(self.waiting.pop(at, ()))
-                elif kind != "W":
-                    self.input_end[at] = start
-                    todo.extend(self.waiting.pop(len(self.forward_end) + at, ()))
+            for one in unit:
+                if one.kind != "W":  # nobody waits for W
+                    self._happen(self._event_of(one), start)
+                    todo.extend(self.waiting.pop(self._event_of(one), ()))
 
     def _events(self, task: Task) -> Iterator[tuple[int, float]]:
         """What a task waits for, and how long that takes to arrive."""
@@ -162,19 +164,55 @@ class Clock:
             if task.stage < len(self.placement) - 1:
                 yield size + at + m, self.over[task.stage]
 
+    def _event_of(self, task: Task) -> int:
+        """The end of a task, as a number; that of W is none, so not one that a task waits for either."""
+        at = task.stage * self.num_microbatches + task.microbatch
+        return at if task.kind == "F" else -1 if task.kind == "W" else len(self.forward_end) + at
+
     def _end(self, event: int) -> float:
         size = len(self.forward_end)
         return self.forward_end[event] if event < size else self.input_end[event - size]
 
+    def _happen(self, event: int, time: float) -> None:
+        size = len(self.forward_end)
+        if event < size:
+            self.forward_end[event] = time
+        else:
+            self.input_end[event - size] = time
 
-def _stuck(orders: Orders, num_stages: int, position: Sequence[int]) -> str:
+
+def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, position: Sequence[int]) -> str:
+    """Why no group can go on, where each has run so many of its tasks; a fused pair waits as one."""
     present = {task for order in orders for task in order}
-    needs = {task: chain_needs(task, num_stages, present.__contains__) for task in present}
-    done = {task for order, count in zip(orders, position, strict=True) for task in order[:count]}
-    for group, order in enumerate(orders):
-        if position[group] < len(order) and all(need in done for need in needs[order[position[group]]]):
-            return f"{order[position[group]]} (group {group}) waits for a task that no group runs"
-    return find_cycle(orders, needs, position)
+    units = [list(_units(order, second)) for order in orders]
+    name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
+    needs = {
+        name[unit[0]]: [
+            name[need]
+            for task in unit
+            for need in chain_needs(task, num_stages, present.__contains__)
+            if need not in unit
+        ]
+        for row in units
+        for unit in row
+    }
+    rows = [[name[unit[0]] for unit in row] for row in units]
+    counts = [
+        sum(end <= count for end in accumulate(map(len, row))) for row, count in zip(units, position, strict=True)
+    ]
+    done = {unit for row, count in zip(rows, counts, strict=True) for unit in row[:count]}
+    for group, row in enumerate(rows):
+        if counts[group] < len(row) and all(need in done for need in needs[row[counts[group]]]):
+            return f"{row[counts[group]]} (group {group}) waits for a task that no group runs"
+    return find_cycle(rows, needs, counts)
+
+
+def _units(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterator[Sequence[Task]]:
+    index = 0
+    while index < len(order):
+        unit = order[index : index + 2] if order[index] in second else order[index : index + 1]
+        yield unit
+        index += len(unit)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -75,6 +76,8 @@ class CustomSchedule(Schedule):
         faults += order_faults(orders, placement, self.num_microbatches, forward_only)
         neighbours = {pair for order in orders for pair in pairwise(order)}
         faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
+        paired = Counter(task for pair in pairs for task in pair)
+        faults += [f"{task} is in {count} pairs; expected one" for task, count in sorted(paired.items()) if count > 1]
         raise_faults(ScheduleError, "CustomSchedule", faults)
 
     def orders(self, num_microbatches: int) -> Orders:
@@ -106,7 +109,7 @@ class CustomSchedule(Schedule):
             ScheduleError: With every cell that cannot be read, or every fault of the orders.
         """
         try:
-            rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()) if row]
+            rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8-sig").splitlines()) if row]
         except (UnicodeDecodeError, csv.Error):
             raise ScheduleError(
                 f"CustomSchedule.from_csv: {path} is no orders file: it is not text. "
@@ -168,7 +171,7 @@ class CustomSchedule(Schedule):
                     skip = True
                 else:
                     cells.append(str(task))
-            rows.append(",".join(cells))
+            rows.append(",".join(cells) or '""')  # a line without any cell would be no row
         Path(path).write_text("\n".join(rows) + "\n")
 
 

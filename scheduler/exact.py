@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from scheduler.listing import Problem
 from scheduler.simulate import simulate_orders
-from scheduler.task import KINDS, Orders, Task
+from scheduler.task import KINDS, Kind, Orders, Task
 
 _RESOLUTION = 1000  # ticks of the solver's clock in a mean task's time
 
@@ -34,34 +35,81 @@ def solve(problem: Problem, hint: Orders, seconds: float, seed: int) -> tuple[Or
     """
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]
 
-    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    names = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
-    exact = {kind: costs.per_stage(name, n) for kind, name in names.items()}
-    tick = sum(map(sum, exact.values())) / (3 * n) / _RESOLUTION or 1.0
-    time = {kind: [round(value / tick) for value in values] for kind, values in exact.items()}
-    over = [round(value / tick) for value in costs.transfers(n)]
-    before = simulate_orders(hint, problem.placement, m, costs)
-    horizon = math.ceil(before.makespan / tick) + 3 * n * m
+    before = simulate_orders(hint, problem.placement, problem.num_microbatches, problem.costs)
+    ticks = _Ticks.of(problem)
     model = cp_model.CpModel()
+    horizon = math.ceil(before.makespan / ticks.seconds) + 3 * problem.num_stages * problem.num_microbatches
+    start = _add_tasks(model, problem, ticks, horizon)
+    _add_waits(model, problem, ticks, start, horizon)
+    for order, times in zip(before.orders, before.starts, strict=True):
+        for task, at in zip(order, times, strict=True):
+            model.add_hint(start[task], round(at / ticks.seconds))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed % 2**31
+    solver.parameters.max_deterministic_time = seconds
+    solver.parameters.max_time_in_seconds = 2 * seconds
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return hint, False
+    found = _orders_by({task: solver.value(variable) for task, variable in start.items()}, problem.num_stages)
+    if simulate_orders(found, problem.placement, problem.num_microbatches, problem.costs).makespan > before.makespan:
+        return hint, False
+    return found, status == cp_model.OPTIMAL
+
+
+@dataclass(frozen=True)
+class _Ticks:
+    """Costs on the solver's clock, in whole ticks.
+
+    Args:
+        seconds: The length of a tick.
+        time: For each kind, the time of each stage's tasks.
+        over: The time over the boundary behind each stage.
+    """
+
+    seconds: float
+    time: dict[Kind, list[int]]
+    over: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Ticks:
+        n, costs = problem.num_stages, problem.costs
+        exact: dict[Kind, list[float]] = {
+            "F": costs.per_stage("forward", n),
+            "I": costs.per_stage("input_grad", n),
+            "W": costs.per_stage("weight_grad", n),
+        }
+        tick = sum(map(sum, exact.values())) / (3 * n) / _RESOLUTION or 1.0
+        time: dict[Kind, list[int]] = {kind: [round(value / tick) for value in exact[kind]] for kind in exact}
+        return cls(tick, time, [round(value / tick) for value in costs.transfers(n)])
+
+
+def _add_tasks(model: Any, problem: Problem, ticks: _Ticks, horizon: int) -> dict[Task, Any]:
+    """A start for each task: one task of a group at a time, microbatches in order."""
     start: dict[Task, Any] = {}
-    for stage in range(n):
+    for stage in range(problem.num_stages):
         boxes = []
-        for kind in KINDS:
-            if kind == "B":
-                continue
-            for microbatch in range(m):
+        for kind, times in ticks.time.items():
+            for microbatch in range(problem.num_microbatches):
                 task = Task(stage, kind, microbatch)
                 start[task] = model.new_int_var(0, horizon, str(task))
-                boxes.append(model.new_fixed_size_interval_var(start[task], time[kind][stage], str(task)))
+                boxes.append(model.new_fixed_size_interval_var(start[task], times[stage], str(task)))
                 if microbatch:
-                    model.add(start[task] >= start[Task(stage, kind, microbatch - 1)] + time[kind][stage])
+                    model.add(start[task] >= start[Task(stage, kind, microbatch - 1)] + times[stage])
         model.add_no_overlap(boxes)
-    held = costs.per_stage("activation_bytes", n)
+    return start
+
+
+def _add_waits(model: Any, problem: Problem, ticks: _Ticks, start: dict[Task, Any], horizon: int) -> None:
+    """What tasks wait for: results of others, and memory. And what is to be small: the time at which all have ended."""
+    n, m, time, over = problem.num_stages, problem.num_microbatches, ticks.time, ticks.over
+    held = problem.costs.per_stage("activation_bytes", n)
     makespan = model.new_int_var(0, horizon, "makespan")
     for stage in range(n):
         room = problem.limit(stage) / held[stage] if held[stage] else math.inf
         for microbatch in range(m):
-            forward, input_grad, weight_grad = (start[Task(stage, kind, microbatch)] for kind in ("F", "I", "W"))
+            forward, input_grad, weight_grad = (start[Task(stage, kind, microbatch)] for kind in time)
             if stage:
                 earlier = start[Task(stage - 1, "F", microbatch)]
                 model.add(forward >= earlier + time["F"][stage - 1] + over[stage - 1])
@@ -76,21 +124,11 @@ def solve(problem: Problem, hint: Orders, seconds: float, seed: int) -> tuple[Or
         model.add(makespan >= start[Task(stage, "W", m - 1)] + time["W"][stage])
         model.add(makespan >= start[Task(stage, "I", m - 1)] + time["I"][stage])
     model.minimize(makespan)
-    for order, times in zip(before.orders, before.starts, strict=True):
-        for task, at in zip(order, times, strict=True):
-            model.add_hint(start[task], round(at / tick))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed % 2**31
-    solver.parameters.max_deterministic_time = seconds
-    solver.parameters.max_time_in_seconds = 2 * seconds
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return hint, False
-    orders: list[list[Task]] = [[] for _ in range(n)]
-    for task in sorted(start, key=lambda task: (solver.value(start[task]), KINDS.index(task.kind))):
+
+
+def _orders_by(times: dict[Task, int], num_groups: int) -> Orders:
+    """Each group's tasks by their start; of those that take no time, first what the others may wait for."""
+    orders: list[list[Task]] = [[] for _ in range(num_groups)]
+    for task in sorted(times, key=lambda task: (times[task], KINDS.index(task.kind))):
         orders[task.stage].append(task)
-    found = tuple(map(tuple, orders))
-    if simulate_orders(found, problem.placement, m, costs).makespan > before.makespan:
-        return hint, False
-    return found, status == cp_model.OPTIMAL
+    return tuple(map(tuple, orders))

@@ -192,7 +192,7 @@ class _Flow:
     reads: list[tuple[Value, ...]]
     writes: list[tuple[Value, ...]]
     destinations: dict[Value, list[int]]
-    """For each value, the groups that read it, in the order in which they first do."""
+    """For each value, the groups that read it, in ascending order."""
     last_use: dict[tuple[int, Value], int]
     """For each group and value, the last unit that reads it there; in the writer's group the writer, if nobody does."""
 

@@ -60,7 +60,7 @@ class Found:
     @property
     def gain(self) -> float:
         """By how much it is shorter than the best built-in schedule, as a fraction of that one."""
-        return 1 - self.timeline.makespan / self.seed_makespan if self.seed_name else 0.0
+        return 1 - self.timeline.makespan / self.seed_makespan if self.seed_name and self.seed_makespan else 0.0
 
     @property
     def at_bound(self) -> bool:
@@ -314,9 +314,8 @@ class _Search:
         rounds = 2
         budget = share * self.seconds * rate / tasks
         steps = max(50, int(budget / len(starts) / rounds))
-        scale = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES) / (
-            3 * problem.num_stages
-        )
+        times = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES)
+        scale = times / (3 * problem.num_stages) or starts[0].makespan / tasks  # where just transfers take time
         for number, start in enumerate(starts):
             orders = tuple(tuple(part for task in order for part in task.parts) for order in start.orders)
             for index in range(rounds):

@@ -66,6 +66,18 @@ class Costs:
             faults.append("bytes_per_s is 0")
         if faults:
             raise ValueError(f"Costs: {'; '.join(faults)}. Expected numbers of at least 0, or tuples of them.")
+        self._check_released()
+
+    def _check_released(self) -> None:
+        held, early = self.activation_bytes, self.released_at_input_grad
+        num = max([len(one) for one in (held, early) if isinstance(one, tuple)], default=1)
+        pairs = zip(*(one if isinstance(one, tuple) else (one,) * num for one in (held, early)), strict=False)
+        for all_of_it, part in pairs:
+            if part > all_of_it:
+                raise ValueError(
+                    f"Costs: released_at_input_grad holds {part!r} where activation_bytes holds {all_of_it!r}; "
+                    "what is let go after I is a part of what is held, so it cannot be more."
+                )
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """The cost called ``name`` as a list with one number for each stage."""

@@ -51,7 +51,10 @@ def critical_path_text(timeline: Timeline, limit: int = 60) -> str:
 
 def _cells(timeline: Timeline, group: int, width: int) -> Iterator[str]:
     step = _step(timeline)
-    columns = round(timeline.makespan / step) if step else 0
+    if not step:
+        yield from _slices(timeline, group, width) if timeline.makespan else ()
+        return
+    columns = round(timeline.makespan / step)
     longest = max((len(_label(timeline, task)) for order in timeline.orders[:_ROWS] for task in order[-1:]), default=1)
     if columns * (longest + 1) <= width:
         cell = longest + 1

@@ -47,10 +47,13 @@ def places(program, kind):
     ]
 
 
-def pick(draw, program, kind):
+def pick(data, kind):
+    """A program, and the place and the instruction of one of this kind in it."""
+    program = data.draw(programs())
     found = places(program, kind)
     assume(found)
-    return draw(st.sampled_from(found))
+    group, index = data.draw(st.sampled_from(found))
+    return program, group, index, program.groups[group][index]
 
 
 def edit(program, group, change):
@@ -77,25 +80,20 @@ def test_a_right_program_passes_and_tells_its_peak():
 
 @given(st.data())
 def test_a_task_that_is_left_out_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    task = program.groups[group][index].task
+    program, group, index, run = pick(data, Run)
+    task = run.task
     assert f"task {task} never runs" in faults(edit(program, group, lambda steps: steps.pop(index)))
 
 
 @given(st.data())
 def test_a_task_that_runs_twice_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    run = program.groups[group][index]
+    program, group, index, run = pick(data, Run)
     assert f"task {run.task} runs 2 times" in faults(edit(program, group, lambda steps: steps.insert(index, run)))
 
 
 @given(st.data())
 def test_a_task_in_the_wrong_group_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    run = program.groups[group][index]
+    program, group, index, run = pick(data, Run)
     other = (group + 1) % program.num_groups
     moved = edit(edit(program, group, lambda steps: steps.pop(index)), other, lambda steps: steps.append(run))
     expected = f"task {run.task} runs in group {other}; stage {run.task.stage} lives in group {group}"
@@ -104,9 +102,8 @@ def test_a_task_in_the_wrong_group_is_named(data):
 
 @given(st.data())
 def test_a_whole_backward_beside_a_half_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    task = program.groups[group][index].task
+    program, group, index, run = pick(data, Run)
+    task = run.task
     assume(task.kind != "F")
     kind = "W" if task.kind == "B" else "B"
     extra = Run(task._replace(kind=kind))
@@ -116,8 +113,7 @@ def test_a_whole_backward_beside_a_half_is_named(data):
 
 @given(st.data())
 def test_a_task_of_no_loop_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
+    program, group, index, _ = pick(data, Run)
     broken = edit(program, group, lambda steps: steps.insert(index, Run(Task(0, "F", 99))))
     assert "task 0F99 is no task of this loop" in faults(broken)
     lost = edit(program, group, lambda steps: steps.insert(index, Run(Task(0, "F", 0), loop=3)))
@@ -126,18 +122,14 @@ def test_a_task_of_no_loop_is_named(data):
 
 @given(st.data())
 def test_a_send_that_is_left_out_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Send)
-    send = program.groups[group][index]
+    program, group, index, send = pick(data, Send)
     message = faults(edit(program, group, lambda steps: steps.pop(index)))
     assert f"{send.value} from group {group} to group {send.to_group}: a receive without a send" in message
 
 
 @given(st.data())
 def test_a_receive_that_is_left_out_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Recv)
-    recv = program.groups[group][index]
+    program, group, index, recv = pick(data, Recv)
     message = faults(edit(program, group, lambda steps: steps.pop(index)))
     assert f"{recv.value} from group {recv.from_group} to group {group}: a send without a receive" in message
     assert f"reads {recv.value} which is in group {recv.from_group} and never arrives here" in message
@@ -145,9 +137,7 @@ def test_a_receive_that_is_left_out_is_named(data):
 
 @given(st.data())
 def test_receives_in_another_order_than_the_sends_are_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Recv)
-    recv = program.groups[group][index]
+    program, group, index, recv = pick(data, Recv)
     later = [
         at
         for at, step in enumerate(program.groups[group])
@@ -165,9 +155,7 @@ def test_receives_in_another_order_than_the_sends_are_named(data):
 
 @given(st.data())
 def test_a_use_before_arrival_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Recv)
-    recv = program.groups[group][index]
+    program, group, index, recv = pick(data, Recv)
     reader = next(
         at for at, step in enumerate(program.groups[group]) if isinstance(step, Run) and recv.value in step.reads
     )
@@ -181,9 +169,7 @@ def test_a_use_before_arrival_is_named(data):
 
 @given(st.data())
 def test_a_use_before_the_write_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    run = program.groups[group][index]
+    program, group, index, run = pick(data, Run)
     local = [value for value in run.reads if not isinstance(_maker(program, group, value), Recv)]
     assume(local)
     at = program.groups[group].index(_maker(program, group, local[0]))
@@ -204,18 +190,15 @@ def _maker(program, group, value):
 
 @given(st.data())
 def test_a_value_that_is_never_freed_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Free)
-    value = program.groups[group][index].value
+    program, group, index, free = pick(data, Free)
+    value = free.value
     message = faults(edit(program, group, lambda steps: steps.pop(index)))
     assert message == f"check: the program: 1 fault.\n  group {group}: {value} is never freed, and is no output."
 
 
 @given(st.data())
 def test_a_double_free_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Free)
-    free = program.groups[group][index]
+    program, group, index, free = pick(data, Free)
     message = faults(edit(program, group, lambda steps: steps.insert(index, free)))
     assert message == (
         f"check: the program: 1 fault.\n  group {group}, #{index + 1} {free}: {free.value} was already freed."
@@ -224,9 +207,7 @@ def test_a_double_free_is_named(data):
 
 @given(st.data())
 def test_a_use_after_free_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Free)
-    free = program.groups[group][index]
+    program, group, index, free = pick(data, Free)
     uses = [
         at
         for at, step in enumerate(program.groups[group][:index])
@@ -243,9 +224,7 @@ def test_a_use_after_free_is_named(data):
 
 @given(st.data())
 def test_a_use_after_donation_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    run = program.groups[group][index]
+    program, group, index, run = pick(data, Run)
     assume(run.reads)
     value = run.reads[0]
     donating = dataclasses.replace(run, donates=(value,))
@@ -262,9 +241,7 @@ def test_a_use_after_donation_is_named(data):
 
 @given(st.data())
 def test_a_value_written_twice_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
-    run = program.groups[group][index]
+    program, group, index, run = pick(data, Run)
     assume(run.writes)
     again = edit(program, group, lambda steps: steps.insert(index + 1, Call("again", (), run.writes)))
     assert (
@@ -275,9 +252,8 @@ def test_a_value_written_twice_is_named(data):
 
 @given(st.data())
 def test_an_output_that_is_not_there_and_one_that_is_freed_are_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Free)
-    value = program.groups[group][index].value
+    program, group, _, free = pick(data, Free)
+    value = free.value
     outputs = [frozenset()] * program.num_groups
     outputs[group] = frozenset({value, Value("nowhere")})
     message = faults(dataclasses.replace(program, outputs=tuple(outputs)))
@@ -287,8 +263,7 @@ def test_an_output_that_is_not_there_and_one_that_is_freed_are_named(data):
 
 @given(st.data())
 def test_a_read_of_what_nobody_writes_is_named(data):
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Run)
+    program, group, index, _ = pick(data, Run)
     run = dataclasses.replace(program.groups[group][index], reads=(Value("ghost"),))
     message = faults(edit(program, group, lambda steps: steps.__setitem__(index, run)))
     assert "reads ghost which nobody writes" in message
@@ -318,8 +293,7 @@ def test_transfers_moved_past_each_other_deadlock_or_stay_right(data):
     """Moves each Send as late as the next use allows; whatever check() lets through can be merged."""
     from scheduler import merge
 
-    program = data.draw(programs())
-    group, index = pick(data.draw, program, Recv)
+    program, group, index, _ = pick(data, Recv)
     to = data.draw(st.integers(0, index))
     moved = edit(program, group, lambda steps: steps.insert(to, steps.pop(index)))
     try:

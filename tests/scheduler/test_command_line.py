@@ -130,6 +130,13 @@ KNOWN = (
         ),
         ("compare --stages 4", "compare: give --stages (or --groups) and --microbatches."),
         (
+            "compare --stages 8 --groups 4 --microbatches 8",
+            (
+                "compare: --stages is 8 and --groups 4, but schedules with one stage a group and with several are "
+                "compared on the same groups. Give --groups alone, and --stages-per-group for the latter."
+            ),
+        ),
+        (
             "compare --stages 4 --microbatches many",
             "argument --microbatches: 'many' is no whole number of at least 1. See python -m scheduler compare --help.",
         ),
@@ -283,6 +290,21 @@ def test_every_command_has_help_with_an_example(capsys, command):
         main([*command, "--help"])
     assert stop.value.code == 0
     assert ("Example: python -m scheduler" in capsys.readouterr().out) == bool(command)
+
+
+def test_a_search_has_the_groups_that_its_placement_names(capsys):
+    line = "search --stages 4 --microbatches 2 --placement 0,1,1,0 --seconds 0 --json"
+    status, out, _ = run(capsys, *line.split())
+    assert (status, json.loads(out)["groups"]) == (0, 2)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_error():
+    command = [sys.executable, "-m", "scheduler", "show", "gpipe", "--stages", "60", "--microbatches", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_the_documents_are_up_to_date(tmp_path):

@@ -32,10 +32,24 @@ def test_a_file_with_empty_steps_and_communication_is_read(tmp_path):
     assert simulate(schedule, 2).makespan == 9
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "spreadsheet.csv"
+    path.write_text("0F0,0B0\r\n", encoding="utf-8-sig")
+    assert CustomSchedule.from_csv(path) == CustomSchedule((("0F0", "0B0"),), (0,))
+
+
 def test_fused_pairs_are_written_as_torch_writes_them(tmp_path):
     path = tmp_path / "orders.csv"
     CustomSchedule.from_schedule(DualPipeV(1), 2).to_csv(path)
     assert path.read_text() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
+
+
+def test_a_group_without_tasks_survives_a_round_trip_through_a_file(tmp_path):
+    path = tmp_path / "orders.csv"
+    schedule = CustomSchedule((("0F0", "0B0"), (), ("1F0", "1B0")), (0, 2))
+    schedule.to_csv(path)
+    assert path.read_text() == '0F0,0B0\n""\n1F0,1B0\n'
+    assert CustomSchedule.from_csv(path) == schedule
 
 
 def test_cells_that_are_no_tasks_and_stages_in_two_rows_are_all_named(tmp_path):
@@ -67,6 +81,13 @@ def test_orders_that_deadlock_and_pairs_that_are_apart_are_refused():
         "  the orders deadlock: 0B1 (group 0) waits for 0F1 (group 0), which comes after 0B1.\n"
         "  0F0 and 0F1 are not neighbours in an order."
     )
+
+
+def test_a_task_in_two_pairs_is_refused():
+    first, second, third = Task(0, "F", 0), Task(0, "F", 1), Task(0, "B", 0)
+    with pytest.raises(ScheduleError) as error:
+        CustomSchedule((("0F0", "0F1", "0B0", "0B1"),), (0,), [(first, second), (second, third)])
+    assert str(error.value) == "CustomSchedule: 1 fault.\n  0F1 is in 2 pairs; expected one."
 
 
 def test_another_number_of_microbatches_is_refused():

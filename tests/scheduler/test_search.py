@@ -8,7 +8,7 @@ import random
 import pytest
 
 from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleH1, ZeroBubbleV, investigate, search, simulate
-from scheduler.annealing import can_compile, improve
+from scheduler.annealing import _compiled, can_compile, improve
 from scheduler.bounds import lower_bound
 from scheduler.exact import can_solve, solve
 from scheduler.listing import Problem
@@ -115,6 +115,28 @@ def test_one_stage_a_group_is_solved_to_the_end_and_keeps_to_memory():
     assert order_faults(orders, problem.placement, 4) == []
     assert max(timeline.peak_bytes) <= 3
     assert lower_bound(problem).makespan <= timeline.makespan <= simulate(ZeroBubbleH1(3), 4, costs).makespan + 0.01
+
+
+def test_costs_without_time_are_searched():
+    assert "makespan 0, at the bound 0" in str(investigate(4, 4, 4, Costs(0, 0, 0), seconds=0.1))
+    transfers = Costs(0, 0, 0, transfer_s=1.0)
+    found = investigate(4, 2, 4, transfers, placement="v", memory_limit=3, seconds=0.1)
+    assert found.timeline.makespan > found.bound.makespan
+    assert max(found.timeline.peak_bytes) <= 3
+
+
+@pytest.mark.skipif(not can_compile(), reason="numba")
+def test_moves_are_compiled_where_no_folder_can_keep_them(monkeypatch):
+    from numba.core import caching  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+    _compiled.cache_clear()
+    costs = uneven(6)
+    problem = Problem(v_placement(3), 3, 6, costs, (6.0,) * 3)
+    same = {"steps": 50, "hot": 0.2, "cold": 0.01, "target": 0.0, "seed": 1}
+    orders = ZeroBubbleV(3).orders(6)
+    assert improve(problem, orders, **same, compiled=True) == improve(problem, orders, **same, compiled=False)
+    _compiled.cache_clear()
 
 
 def test_progress_is_told():

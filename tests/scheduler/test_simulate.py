@@ -116,6 +116,23 @@ def test_orders_that_deadlock_are_refused_with_the_cycle():
     )
 
 
+def test_fused_pairs_that_deadlock_are_refused_with_the_cycle_of_the_pairs():
+    pair = (Task(0, "F", 0), Task(0, "B", 0))
+    schedule = CustomSchedule((("0F0", "0B0"), ("1F0", "1B0")), (0, 1), [pair])
+    assert simulate(schedule, 1).makespan == 6
+    with pytest.raises(ScheduleError) as error:
+        simulate(schedule, 1, fuse=True)
+    assert str(error.value) == (
+        "simulate: the orders deadlock: 0F0+0B0 (group 0) waits for 1B0 (group 1), which comes after 1F0; "
+        "1F0 (group 1) waits for 0F0+0B0 (group 0)."
+    )
+
+
+def test_a_pair_may_need_its_own_first_task():
+    schedule = CustomSchedule((("0F0", "0F1", "0B1", "0B0"),), (0,), [(Task(0, "F", 1), Task(0, "B", 1))])
+    assert simulate(schedule, 2, fuse=True).ends[0].tolist() == [1, 2, 4, 6]
+
+
 def test_wrong_costs_are_refused():
     with pytest.raises(ValueError) as error:
         Costs(forward=-1.0, weight_grad=(1.0, float("nan")))
@@ -126,6 +143,16 @@ def test_wrong_costs_are_refused():
         simulate(GPipe(2), 1, Costs(forward=(1.0, 2.0, 3.0)))
     assert str(error.value) == (
         "Costs: forward has 3 entries and the schedule 2 stages; give one number or one for each stage."
+    )
+
+
+@pytest.mark.parametrize("released", [2.0, (1.0, 2.0)])
+def test_more_cannot_be_let_go_than_is_held(released):
+    with pytest.raises(ValueError) as error:
+        Costs(activation_bytes=1.0, released_at_input_grad=released)
+    assert str(error.value) == (
+        "Costs: released_at_input_grad holds 2.0 where activation_bytes holds 1.0; what is let go after I is a part "
+        "of what is held, so it cannot be more."
     )
 
 
@@ -171,6 +198,20 @@ def test_the_text_shows_letters_where_there_is_little_room_and_shares_where_ther
     ]
     narrow = to_text(simulate(OneFOneB(2), 400), width=20).splitlines()
     assert len(narrow[1]) == len(narrow[2]) == len("   0 |" + "|") + 20 + len(" 2 held, idle 3")
+
+
+def test_tasks_that_take_no_time_are_drawn_as_nothing():
+    assert str(simulate(GPipe(2), 2, Costs(0, 0, 0))).splitlines()[1:] == [
+        "   0 || 2 held, idle 0",
+        "   1 || 2 held, idle 0",
+    ]
+    transfers = to_text(simulate(GPipe(2), 2, Costs(0, 0, 0, transfer_s=1.0)), width=10)
+    assert transfers.splitlines()[1:] == ["   0 |..........| 2 held, idle 2", "   1 |..........| 2 held, idle 0"]
+
+
+def test_tasks_that_take_next_to_no_time_are_drawn_in_slices():
+    tiny = to_text(simulate(GPipe(2), 2, Costs(1e-12, 1e-12, 1e-12)), width=9)
+    assert [line[6:15] for line in tiny.splitlines()[1:]] == ["FF...BBBB", ".FFBBBB.."]
 
 
 def test_the_critical_path_prints_without_its_middle_where_it_is_long():
