@@ -199,41 +199,73 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="inspect|plan|convert")
+    _add_inspect(commands)
+    _add_plan(commands)
+    _add_convert(commands)
+    return parser
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, more: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=f"{more}\nexamples:\n  {_EXAMPLES[name]}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        made.set_defaults(run=run)
-        return made
 
-    inspect = command("inspect", _inspect, "print the tree, shapes, dtypes, bytes and chunks of a checkpoint", _FOLDERS)
-    inspect.add_argument("folder", metavar="DIR")
-    plan = command("plan", _plan, "print what each process of a layout would read of a checkpoint", _FOLDERS)
-    plan.add_argument("folder", metavar="DIR")
-    plan.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
-    for made in (inspect, plan):
-        made.add_argument("--json", action="store_true", help="print a JSON document")
-    convert_ = command(
-        "convert",
-        _convert,
-        "make a checkpoint of another one, which is not touched",
-        _FOLDERS.replace("DIR", "SRC")
-        + _PATTERNS
-        + "--rename, --stack and --unstack are done in the order given, after --only and --drop, before the rest.\n",
+def _add_inspect(commands: Any) -> None:
+    text = "print the tree, shapes, dtypes, bytes and chunks of a checkpoint"
+    command = _command(commands, "inspect", _inspect, text, _FOLDERS)
+    command.add_argument("folder", metavar="DIR")
+    _add_json(command)
+    _add_step(command)
+
+
+def _add_plan(commands: Any) -> None:
+    text = "print what each process of a layout would read of a checkpoint"
+    command = _command(commands, "plan", _plan, text, _FOLDERS)
+    command.add_argument("folder", metavar="DIR")
+    command.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
+    _add_json(command)
+    _add_step(command)
+
+
+def _add_convert(commands: Any) -> None:
+    text = "make a checkpoint of another one, which is not touched"
+    order = "--rename, --stack and --unstack are done in the order given, after --only and --drop, before the rest.\n"
+    command = _command(commands, "convert", _convert, text, _FOLDERS.replace("DIR", "SRC") + _PATTERNS + order)
+    command.add_argument("source", metavar="SRC")
+    command.add_argument("target", metavar="DST", help="the folder to make; it must not exist")
+    _add_step(command)
+    _add_changes(command)
+    _add_storage(command)
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="read both again and compare them bit by bit, then put DST in place",
     )
-    convert_.add_argument("source", metavar="SRC")
-    convert_.add_argument("target", metavar="DST", help="the folder to make; it must not exist")
-    for made in (inspect, plan, convert_):
-        made.add_argument(
-            "--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest"
-        )
-        made.add_argument("--item", metavar="NAME", help="which item of a step that has several trees")
-    add = convert_.add_argument
+    command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"{more}\nexamples:\n  {_EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print a JSON document")
+
+
+def _add_step(command: argparse.ArgumentParser) -> None:
+    """Which tree is meant, where a folder has several."""
+    command.add_argument("--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest")
+    command.add_argument("--item", metavar="NAME", help="which item of a step that has several trees")
+
+
+def _add_changes(command: argparse.ArgumentParser) -> None:
+    """What becomes of the tree."""
+    add = command.add_argument
     add(
         "--unstack",
         dest="changes",
@@ -260,6 +292,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--only", type=_pattern, action="append", default=[], metavar="PATTERN", help="keep these leaves or nodes")
     add("--drop", type=_pattern, action="append", default=[], metavar="PATTERN", help="leave these leaves or nodes out")
+
+
+def _add_storage(command: argparse.ArgumentParser) -> None:
+    """How the arrays are stored, and in how much memory they are copied."""
+    add = command.add_argument
     add(
         "--dtype",
         type=_dtype,
@@ -283,9 +320,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="memory for array data, as in 64MiB; default: 256 MiB more than it takes to read each chunk once",
     )
-    add("--verify", action="store_true", help="read both again and compare them bit by bit, then put DST in place")
-    add("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    return parser
 
 
 def _own_process() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
 from reshard import checksums
 from reshard.abstract import abstract
-from reshard.restoring import Request, Target, in_storage, plan_reads
+from reshard.restoring import Request, Target, in_storage, index_text, plan_reads
 from reshard.saving import Leaf, Piece, Writing, key_data, key_impl, plan_writing, start_copies
 
 
@@ -84,7 +85,11 @@ class MpmdLeaves(ArrayHandler):
                 if arg.dtype is None or arg.dtype == x.dtype
             ],
         )
-        await asyncio.gather(written, sums)
+        try:
+            await asyncio.gather(written, sums)
+        except BaseException:
+            await _end_other_tasks()
+            raise
 
     def _to_host(self, data: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         ours = [i for i, x in enumerate(data) if isinstance(x, MpmdArray)]
@@ -167,13 +172,21 @@ class MpmdLeaves(ArrayHandler):
                 bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
                 if bad is not None:
                     raise ReshardError(
-                        f"{info.parent_dir / info.name}: the checkpoint is damaged, {bad!r} of this array is not what "
+                        f"{info.parent_dir / info.name}: the checkpoint is damaged, {index_text(bad.slices)} of this array is not what "
                         "was written there (its checksum differs)."
                     )
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
         await _all([read(r.box, r.wanted) for r in plan_reads(boxes, stored.chunk_layout.read_chunk_template.shape)])
         return [target.finish() for target in targets]
+
+
+async def _end_other_tasks() -> None:
+    """After a failed write, ends those still running: Orbax closes the loop over them, and Python complains of each."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _all(coroutines: Iterable[Any]) -> list[Any]:
@@ -217,10 +230,16 @@ async def _read_box(stored: Any, box: Box, name: str) -> np.ndarray:
             data[there.relative_to(box).slices] = await stored[there.slices].read()
         return data
     except Exception as error:  # whatever a damaged file makes the storage raise
-        reason = str(error).split(" [")[0].splitlines()[0]
         raise ReshardError(
-            f"{name}: the checkpoint is damaged, {box!r} of this array cannot be read: {reason}"
+            f"{name}: the checkpoint is damaged, {index_text(box.slices)} of this array cannot be read: "
+            f"{first_line(error)}"
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the specifications that storage errors repeat: ` [tensorstore_spec='…']`."""
+    text = re.split(r" \[[a-z_ ]+=", str(error))[0].strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
 def key_impls(directory: Any) -> dict[str, str]:

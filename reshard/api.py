@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd import distributed
 from mpmd.array import MpmdArray
+from mpmd.boxes import Box, device_boxes
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdMesh, MpmdSharding
 from reshard.devices import EveryHost, HostMemory, is_local
@@ -208,7 +209,8 @@ def _as_jax_would(source: Any, job: distributed.Job | None) -> Any:
 
 def _fault_of_source(source: Any, job: distributed.Job | None) -> str | None:
     if isinstance(source, np.ndarray):
-        return None
+        known = source.dtype == bool or jnp.issubdtype(source.dtype, np.number)
+        return None if known else f"has the dtype {source.dtype}, which JAX has no arrays of"
     if not isinstance(source, (jax.Array, MpmdArray)) or not hasattr(source, "is_deleted"):
         return f"is a {type(source).__name__}, not an array"
     if source.is_deleted():
@@ -299,7 +301,7 @@ def logically_stacked(
         array: what this process's groups have: one `jax.Array`, a sequence of them, or an `MpmdArray`.
         comm_mesh: a mesh over the devices of all groups.
         mesh_axis_name: its axis along which the groups lie.
-        array_axis: where the new axis goes.
+        array_axis: where the new axis goes; a negative one counts from the end of the result's axes.
         strict: whether a spec that names `mesh_axis_name` already is an error; otherwise it is dropped from it.
 
     Returns:
@@ -307,7 +309,8 @@ def logically_stacked(
         programs are compiled as there are local devices, each a reshape.
 
     Raises:
-        ReshardError: the arrays do not lie on the groups of `comm_mesh`, or differ in shape, dtype or spec.
+        ReshardError: the arrays do not lie on the groups of `comm_mesh` in the order of its devices, or differ in
+            shape, dtype or spec.
     """
     arrays = array.to_mpmd_local_array if isinstance(array, MpmdArray) else array
     arrays = [arrays] if isinstance(arrays, jax.Array) else list(arrays or ())
@@ -322,21 +325,47 @@ def logically_stacked(
     named = {n for e in placed.spec for n in (e if isinstance(e, tuple) else (e,))}
     if strict and mesh_axis_name in named:
         raise ReshardError(f"logically_stacked: the spec {placed.spec} names {mesh_axis_name!r} already.")
+    try:
+        axis = range(first.ndim + 1)[array_axis]
+    except IndexError:
+        raise ReshardError(
+            f"logically_stacked: array_axis is {array_axis}; the stack of arrays with {first.ndim} axes has "
+            f"{first.ndim + 1}, so expected {-first.ndim - 1} to {first.ndim}."
+        ) from None
     spec = MpmdSharding(MpmdMesh(comm_mesh, mesh_axis_name), 0, placed.spec).spec
     entries = [*spec, *[None] * (first.ndim - len(spec))]
-    entries.insert(array_axis, mesh_axis_name)
+    entries.insert(axis, mesh_axis_name)
     shape = list(first.shape)
-    shape.insert(array_axis, comm_mesh.shape[mesh_axis_name])
+    shape.insert(axis, comm_mesh.shape[mesh_axis_name])
     sharding = NamedSharding(comm_mesh, PartitionSpec(*entries), memory_kind=placed.memory_kind)
-    shards: dict[Any, jax.Array] = {}
-    for a in arrays:
-        if (a.shape, a.dtype) != (first.shape, first.dtype):
-            raise ReshardError("logically_stacked: the arrays differ in shape or dtype.")
-        shards |= {s.device: jax.lax.expand_dims(s.data, [array_axis]) for s in a.addressable_shards}
-    index_map = sharding.addressable_devices_indices_map(tuple(shape))
-    if set(index_map) != set(shards):
+    shards = _shards_of_stack(arrays, sharding, tuple(shape), axis)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+
+
+def _shards_of_stack(
+    arrays: Sequence[jax.Array], sharding: NamedSharding, shape: tuple[int, ...], axis: int
+) -> list[jax.Array]:
+    """The shards of all arrays in the order of the sharding, each with the new axis; each is where it belongs."""
+    first, mesh = arrays[0], sharding.mesh
+    if any((a.shape, a.dtype) != (first.shape, first.dtype) for a in arrays):
+        raise ReshardError("logically_stacked: the arrays differ in shape or dtype.")
+    shards = {s.device: s for a in arrays for s in a.addressable_shards}
+    wanted = {d: box for d, box in device_boxes(sharding, shape).items() if is_local(d)}
+    if set(wanted) != set(shards):
         raise ReshardError(
-            f"logically_stacked: the arrays are on {len(shards)} devices of this process, but {comm_mesh} has "
-            f"{len(index_map)} of them; give the array of every local group."
+            f"logically_stacked: the arrays are on {len(shards)} devices of this process, but {mesh} has "
+            f"{len(wanted)} of them; give the array of every local group."
         )
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [shards[d] for d in index_map])
+    for device, box in wanted.items():
+        here = Box.from_slices(shards[device].index, first.shape)
+        there = Box(_without(box.start, axis), _without(box.stop, axis))
+        if here != there:
+            raise ReshardError(
+                f"logically_stacked: {device} has {here!r} of its array, but has {there!r} by {sharding.spec} of "
+                f"{mesh}. All arrays need the same spec, and their meshes the devices in the order of this mesh."
+            )
+    return [jax.lax.expand_dims(shards[device].data, [axis]) for device in wanted]
+
+
+def _without(ends: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return ends[:axis] + ends[axis + 1 :]

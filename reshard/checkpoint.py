@@ -23,7 +23,6 @@ from reshard.inventory import (
     TreePath,
     a,
     absolute,
-    first_line,
     read_parts,
     read_tree,
     tree_path,
@@ -164,8 +163,8 @@ def _explained(error: BaseException, folder: Any) -> BaseException:
                 code, f"save: {what}; nothing was saved, and what was saved before is untouched", str(folder)
             )
     if "DEADLINE_EXCEEDED" in text or any(isinstance(e, TimeoutError) for e in _chain(error)):
-        return TimeoutError(f"save: other processes did not take part in saving {folder}: {first_line(error)}")
-    return OSError(errno.EIO, f"save: it could not be written ({first_line(error)}); nothing was saved", str(folder))
+        return TimeoutError(f"save: other processes did not take part in saving {folder}: {_orbax.first_line(error)}")
+    return OSError(errno.EIO, f"save: it could not be written ({_orbax.first_line(error)}); nothing was saved", str(folder))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from mpmd.errors import ReshardError
-from reshard._orbax import ReadArgs, byte_limiter, key_impls
+from reshard._orbax import ReadArgs, byte_limiter, first_line, key_impls
 from reshard.restoring import Request, key_data_shape, key_type
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -75,7 +75,11 @@ def find_item(path: Any) -> epath.Path:
         left = (
             sorted(p.name for p in folder.parent.glob(f"{folder.name}{UNFINISHED}*")) if folder.parent.exists() else []
         )
-        hint = f"\n  A save that was not finished has left {', '.join(left)} beside it." if left else ""
+        steps = _steps(folder.parent)
+        if left:
+            hint = f"\n  A save that was not finished has left {', '.join(left)} beside it."
+        else:
+            hint = f"\n  {folder.parent} has the steps {', '.join(map(str, steps))}." if steps else ""
         raise FileNotFoundError(f"there is no checkpoint at {folder}.{hint}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is a file; a checkpoint is a folder.")
@@ -86,7 +90,7 @@ def find_item(path: Any) -> epath.Path:
     items = sorted(p for p in folder.iterdir() if (p / METADATA_FILE).exists())
     if len(items) == 1 and (folder / STEP_FILE).exists():
         return items[0]
-    steps = sorted({int(p.name) for p in folder.iterdir() if p.name.isdigit()})
+    steps = _steps(folder)
     if items:
         hint = f"it has checkpoints in it, {', '.join(p.name for p in items)}; give the path of one of them"
     elif steps:
@@ -95,6 +99,11 @@ def find_item(path: Any) -> epath.Path:
     else:
         hint = f"it has no file {METADATA_FILE}"
     raise FileNotFoundError(f"{folder} is not a checkpoint: {hint}.")
+
+
+def _steps(folder: epath.Path) -> list[int]:
+    """The steps in a `CheckpointManager`'s folder, by their names."""
+    return sorted({int(p.name) for p in folder.iterdir() if p.name.isdigit()}) if folder.is_dir() else []
 
 
 def read_tree(path: Any) -> StoredTree:
@@ -178,12 +187,6 @@ def read_parts(stored: StoredTree, requests: Mapping[TreePath, Sequence[Request]
             value = value[int(key)] if isinstance(value, (list, tuple)) else value[key]
         values[path] = value
     return values
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the specifications that storage errors repeat."""
-    text = str(error).split(" [")[0].strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 def absolute(path: Any) -> epath.Path:

@@ -98,11 +98,10 @@ def read_layout(file: str | File) -> TargetLayout:
     """
     file = File(file)
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
+        document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ReshardError(f"{file} cannot be read: {error.strerror}.") from None
-    try:
-        document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ReshardError(f"{file} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
     return parse_layout(document, str(file))
@@ -120,13 +119,13 @@ def parse_layout(document: Any, name: str = "layout") -> TargetLayout:
         document.get("mesh"), "mesh", {"axes", "mpmd_axis", "devices_per_process", "device_memory"}, faults
     )
     axes = where.get("axes")
-    if not isinstance(axes, Mapping) or not axes or not all(_is_count(size) for size in axes.values()):
+    if not isinstance(axes, Mapping) or not axes or not all(isinstance(k, str) and _is_count(axes[k]) for k in axes):
         faults.append(
             f"mesh.axes is {axes!r}, but must name the mesh axes and their sizes, as in {{stage: 4, data: 2}}"
         )
         axes = {}
     mpmd_axis = where.get("mpmd_axis")
-    if mpmd_axis is not None and axes and mpmd_axis not in axes:
+    if mpmd_axis is not None and axes and (not isinstance(mpmd_axis, str) or mpmd_axis not in axes):
         faults.append(f"mesh.mpmd_axis is {mpmd_axis!r}, which is not one of the axes {', '.join(axes)}")
     per_process = where.get("devices_per_process", min(8, math.prod(axes.values())))
     if not _is_count(per_process):
@@ -202,14 +201,14 @@ def _rule(
 
 
 def _spec(value: Any, name: str, axes: Mapping[str, int], mpmd_axis: str | None, faults: list[str]) -> PartitionSpec:
-    if not isinstance(value, list):
+    entries = [tuple(e) if isinstance(e, list) else e for e in value] if isinstance(value, list) else [value]
+    names = [n for e in entries if e is not None for n in (e if isinstance(e, tuple) else (e,))]
+    if not isinstance(value, list) or not all(isinstance(n, str) for n in names):
         faults.append(
             f"{name} is {value!r}, but must be a list with a mesh axis, a list of them, or null per array axis"
         )
         return PartitionSpec()
-    entries = [tuple(e) if isinstance(e, list) else e for e in value]
-    names = [n for e in entries for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
-    unknown = sorted({str(n) for n in names if n not in axes})
+    unknown = sorted({n for n in names if n not in axes})
     if unknown:
         faults.append(f"{name} names {', '.join(unknown)}; the mesh has {', '.join(axes) or 'no axes'}")
         return PartitionSpec()

@@ -41,11 +41,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern.
 
     Raises:
-        ValueError: the pattern is empty or has an empty part.
+        ValueError: the pattern is empty, has an empty part, or `{layer}` twice.
     """
     parts = pattern.split("/")
     if not all(parts):
         raise ValueError(f"pattern {pattern!r} has an empty part; write it like 'params/layers/**'.")
+    if pattern.count("{layer}") > 1:
+        raise ValueError(f"pattern {pattern!r} has {{layer}} more than once; write * for any other number.")
     text, separator = "", ""
     for index, part in enumerate(parts):
         last = index == len(parts) - 1

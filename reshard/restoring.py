@@ -36,22 +36,19 @@ class Read:
 
 def plan_reads(wanted: Iterable[Box], chunk_shape: Shape) -> list[Read]:
     """Joins boxes that share chunks, where reading them together needs no more memory than one by one."""
-    reads = [Read(box, (box,)) for box in dict.fromkeys(wanted) if box.size]
-    while (pair := _joinable(reads, chunk_shape)) is not None:
-        a, b = pair
-        reads = [read for read in reads if read is not a and read is not b]
-        reads.append(Read(_bounding(a.box, b.box), a.wanted + b.wanted))
+    reads: list[Read] = []
+    for box in dict.fromkeys(box for box in wanted if box.size):
+        read = Read(box, (box,))
+        while (other := next((one for one in reads if _joinable(one.box, read.box, chunk_shape)), None)) is not None:
+            reads.remove(other)
+            read = Read(_bounding(other.box, read.box), other.wanted + read.wanted)
+        reads.append(read)
     return reads
 
 
-def _joinable(reads: Sequence[Read], chunk_shape: Shape) -> tuple[Read, Read] | None:
-    rounded = [_rounded(read.box, chunk_shape) for read in reads]
-    for i, a in enumerate(reads):
-        for j in range(i):
-            b = reads[j]
-            if (rounded[i] & rounded[j]).size and _bounding(a.box, b.box).size <= a.box.size + b.box.size:
-                return a, b
-    return None
+def _joinable(a: Box, b: Box, chunk_shape: Shape) -> bool:
+    fits = _bounding(a, b).size <= a.size + b.size
+    return fits and bool((_rounded(a, chunk_shape) & _rounded(b, chunk_shape)).size)
 
 
 def _rounded(box: Box, chunk_shape: Shape) -> Box:

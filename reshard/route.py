@@ -107,60 +107,19 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     source_place, target_place = places.of(source), places.of(target)
     lattice = _Lattice((*source.grids, *target.grids), source, target)
     num_places = len(places.devices)
-
-    have_cell, have_shard = lattice.pairs(source.grids)
     kept = _kept(source, target, source_place, target_place)
-    kept_targets = np.array([t for _, t in kept], np.int64)
-    want_cell, want_shard = lattice.pairs(target.grids)
-    want = ~_among(want_shard, kept_targets) & (lattice.volume[want_cell] > 0)
-    want_cell, want_shard = want_cell[want], want_shard[want]
+    holders = _holders(source, source_place, lattice)
+    wants = _wants(target, target_place, lattice, kept)
 
-    holders = _Holders(have_cell, source_place[have_shard], have_shard, np.zeros(len(have_cell), np.int64))
-    wants = _Wants(want_cell, target_place[want_shard], want_shard)
-    # A kept target shard also counts as wanted by nobody and had by its device: its source shard says so already.
-    steps: list[_Step] = []
+    stay, wants = _from_the_same_place(wants, holders, num_places)
+    again, wants = _wanted_again(wants, num_places)
+    missing = int(lattice.volume[wants.cell].sum())
+    come, holders, missing_on_hosts = _from_other_places(wants, holders, places, lattice, weight)
+    steps = [stay, *come]
+    if len(again.cell):
+        steps.append(_Step(again, holders.find(again.keys(num_places), num_places), holders))
 
-    here = holders.find(wants.cell * num_places + wants.place, num_places)
-    steps.append(_Step(wants.take(here >= 0), here[here >= 0], holders))
-    wants = wants.take(here < 0)
-    # A device that wants a cell in two shards (two groups on one device) gets it once and copies it.
-    _, first = np.unique(wants.cell * num_places + wants.place, return_index=True)
-    again = np.ones(len(wants.cell), bool)
-    again[first] = False
-    copies, wants = wants.take(again), wants.take(np.sort(first))
-    volume = lattice.volume
-    missing = int(volume[wants.cell].sum())
-
-    missing_on_hosts = 0
-    everywhere = np.zeros(num_places, np.int64)
-    for domain, wider in (
-        (places.host, everywhere),
-        (places.process, places.host),
-        (np.arange(num_places), places.process),
-    ):
-        lacking = wants.take(~holders.present(wants, domain))
-        if not len(lacking.cell):
-            continue
-        entry = lacking.one_per(domain, places.sent)
-        if wider is everywhere:
-            missing_on_hosts = int(volume[lacking.cell[entry]].sum())
-        entries = lacking.take(entry)
-        chosen = holders.choose(entries, wider, places, volume[entries.cell] * weight)
-        steps.append(_Step(entries, chosen, holders))
-        wants = wants.without(entries, num_places)
-        holders = holders.with_entries(entries, holders.level[chosen] + 1)
-    assert not len(wants.cell), "cells that nobody has"
-
-    if len(copies.cell):
-        received = holders.find(copies.cell * num_places + copies.place, num_places)
-        steps.append(_Step(copies, received, holders))
-    merged = lattice.merged(
-        np.concatenate([s.level for s in steps]),
-        np.concatenate([s.sender for s in steps]),
-        np.concatenate([s.wants.shard for s in steps]),
-        np.concatenate([s.wants.cell for s in steps]),
-    )
-    level, sender, receiver, start, stop = merged
+    level, sender, receiver, start, stop = lattice.merged(steps)
     sender_place = np.where(
         level == 0,
         source_place[np.where(level == 0, sender, 0)],
@@ -170,6 +129,66 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
         source, target, kept, level, sender, receiver, start, stop, sender_place, target_place[receiver],
         missing, missing_on_hosts,
     )  # fmt: skip
+
+
+def _holders(source: Layout, source_place: np.ndarray, lattice: "_Lattice") -> "_Holders":
+    cell, shard = lattice.pairs(source.grids)
+    return _Holders(cell, source_place[shard], shard, np.zeros(len(cell), np.int64))
+
+
+def _wants(
+    target: Layout, target_place: np.ndarray, lattice: "_Lattice", kept: tuple[tuple[int, int], ...]
+) -> "_Wants":
+    """What the target shards want, without those that are kept: their source shards say that their devices have it."""
+    cell, shard = lattice.pairs(target.grids)
+    wanted = ~_among(shard, np.array([t for _, t in kept], np.int64)) & (lattice.volume[cell] > 0)
+    cell, shard = cell[wanted], shard[wanted]
+    return _Wants(cell, target_place[shard], shard)
+
+
+def _from_the_same_place(wants: "_Wants", holders: "_Holders", num_places: int) -> tuple["_Step", "_Wants"]:
+    """What devices have already, in another shard; and the wants that are left."""
+    here = holders.find(wants.keys(num_places), num_places)
+    return _Step(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
+
+
+def _wanted_again(wants: "_Wants", num_places: int) -> tuple["_Wants", "_Wants"]:
+    """A device that wants a cell in two shards (two groups on one device) gets it once and copies it: copies first."""
+    _, first = np.unique(wants.keys(num_places), return_index=True)
+    again = np.ones(len(wants.cell), bool)
+    again[first] = False
+    return wants.take(again), wants.take(np.sort(first))
+
+
+def _from_other_places(
+    wants: "_Wants", holders: "_Holders", places: Places, lattice: "_Lattice", weight: float
+) -> tuple[list["_Step"], "_Holders", int]:
+    """Brings cells to each host once, from there to its processes, from there to their devices.
+
+    Returns the steps, who has what after them, and how many elements have come to hosts that had none of them.
+    """
+    num_places = len(places.devices)
+    everywhere = np.zeros(num_places, np.int64)
+    steps: list[_Step] = []
+    missing_on_hosts = 0
+    for domain, wider in (
+        (places.host, everywhere),
+        (places.process, places.host),
+        (np.arange(num_places), places.process),
+    ):
+        lacking = wants.take(~holders.present(wants, domain))
+        if not len(lacking.cell):
+            continue
+        entries = lacking.take(lacking.one_per(domain, places.sent))
+        volume = lattice.volume[entries.cell]
+        if wider is everywhere:
+            missing_on_hosts = int(volume.sum())
+        chosen = holders.choose(entries, wider, places, volume * weight)
+        steps.append(_Step(entries, chosen, holders))
+        wants = wants.without(entries, num_places)
+        holders = holders.with_entries(entries, holders.level[chosen] + 1)
+    assert not len(wants.cell), "cells that nobody has"
+    return steps, holders, missing_on_hosts
 
 
 def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -212,6 +231,10 @@ class _Wants:
     place: np.ndarray
     shard: np.ndarray
 
+    def keys(self, num_places: int) -> np.ndarray:
+        """A number for each pair of cell and place."""
+        return self.cell * num_places + self.place
+
     def take(self, index: np.ndarray) -> "_Wants":
         return _Wants(self.cell[index], self.place[index], self.shard[index])
 
@@ -227,7 +250,7 @@ class _Wants:
         return np.sort(order[first + turn % count])
 
     def without(self, other: "_Wants", num_places: int) -> "_Wants":
-        return self.take(~_among(self.cell * num_places + self.place, other.cell * num_places + other.place))
+        return self.take(~_among(self.keys(num_places), other.keys(num_places)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +271,7 @@ class _Holders:
         )
 
     def find(self, keys: np.ndarray, num_places: int) -> np.ndarray:
-        """The holder of each key (cell * num_places + place), -1 where there is none."""
+        """The holder of each key of `_Wants.keys`, -1 where there is none."""
         mine = self.cell * num_places + self.place
         order = np.argsort(mine, kind="stable")
         at = np.minimum(np.searchsorted(mine, keys, sorter=order), len(mine) - 1)
@@ -330,14 +353,16 @@ class _Lattice:
         pairs = np.unique(np.stack([np.concatenate(cells), np.concatenate(shards)]), axis=1) if len(grids) > 1 else None
         return (cells[0], shards[0]) if pairs is None else (pairs[0], pairs[1])
 
-    def merged(
-        self, level: np.ndarray, sender: np.ndarray, receiver: np.ndarray, cell: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first."""
+    def merged(self, steps: Sequence[_Step]) -> tuple[np.ndarray, ...]:
+        """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first.
+
+        Returns level, sender, receiver, start and stop of each.
+        """
         ndim = len(self.shape)
+        cell = np.concatenate([step.wants.cell for step in steps])
         low = np.stack(np.unravel_index(cell, self.shape), axis=1) if ndim else np.zeros((len(cell), 0), np.int64)
         high = low + 1
-        way = np.stack([level, sender, receiver], axis=1)
+        way = np.concatenate([np.stack([step.level, step.sender, step.wants.shard], axis=1) for step in steps])
         for axis in reversed(range(ndim)):
             if not len(way):
                 break

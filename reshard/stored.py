@@ -67,6 +67,7 @@ class Leaf:
 
 
 def num_cells(size: int, cell: int) -> int:
+    """How many cells of a chunk grid an axis has; the last one may stick out."""
     return -(-size // cell)
 
 

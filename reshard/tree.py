@@ -12,6 +12,7 @@ from reshard.devices import EveryHost, HostMemory
 
 
 def is_sharding(x: Any) -> bool:
+    """Whether it says where an array is: JAX's shardings, those of groups, and the memory of hosts."""
     return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
 
 

@@ -106,6 +106,12 @@ def _default_kind(x: jax.Array) -> str:
     return next(iter(x.sharding.device_set)).default_memory().kind
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two lists begin to differ: where the shorter one ends, if the other one goes on from there."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def agree(job: Job, leaves: Sequence[Any], threshold: int) -> int:
     """Makes sure that all processes move the same; returns the least threshold that any of them has.
 
@@ -119,8 +125,7 @@ def agree(job: Job, leaves: Sequence[Any], threshold: int) -> int:
     different = next((rank for rank, (_, theirs) in told.items() if theirs != told[0][1]), None)
     if different is None:
         return min(least for least, _ in told.values())
-    theirs = told[different][1]
-    at = next((i for i, (a, b) in enumerate(zip(told[0][1], theirs, strict=False)) if a != b), len(theirs))
+    at = first_difference(told[0][1], told[different][1])
     mine = lines[at] if at < len(lines) else "nothing"
     texts = job.exchange("saying how reshards differ", mine, range(job.num_ranks))
     raise ReshardError(

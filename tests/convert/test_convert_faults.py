@@ -218,20 +218,21 @@ TREE = {
     "stack": {"w": np.zeros((4, 2)), "b": np.zeros((5,))},
     "odd": [{"w": np.zeros(3)}, {"w": np.zeros(3, np.float32)}, {"w": np.zeros(4)}],
     "gaps": {"0": {"w": np.zeros(3)}, "3": {"w": np.zeros(3)}},
+    "dates": {"0": np.zeros(3), "20251121": np.zeros(3)},
     "uneven": [{"w": np.zeros(3), "b": np.zeros(3)}, {"w": np.zeros(3)}],
     "n": 3,
     "texts": ["a", "b"],
 }
 ALL = """
+    dates/0  float64[3]
+    dates/20251121  float64[3]
     gaps/0/w  float64[3]
     gaps/3/w  float64[3]
     layers/0/w  float32[2,3]
     layers/1/w  float32[2,3]
     n  int64[]
     odd/0/w  float64[3]
-    odd/1/w  float32[3]
-    odd/2/w  float64[4]
-    and 7 more
+    and 9 more
 """
 ERRORS = {
     "--unstack block": f"--unstack block matches nothing.\n  The checkpoint has{ALL}",
@@ -258,6 +259,10 @@ ERRORS = {
     "--stack gaps": """--stack gaps: the layers of gaps have gaps.
   expected: 0 to 3
   found: 0, 3; missing: 1, 2
+""",
+    "--stack dates": """--stack dates: the layers of dates have gaps.
+  expected: 0 to 20251121
+  found: 0, 20251121; missing: 1, 2, 3, 4, 5, 6, 7, 8 …
 """,
     "--stack uneven": "--stack uneven: the layers of uneven differ: uneven/0/b exists, but not uneven/1/b.\n",
     "--stack stack": "--stack stack: below stack all entries must be layer numbers 0, 1, 2 …, but there is stack/b.\n",
@@ -294,6 +299,8 @@ def test_a_change_that_does_not_fit_the_tree_is_refused(tmp_path, capsys, tree, 
         ("--rename=(a=b", "argument --rename: --rename (a=b: missing ), unterminated subpattern at position 0."),
         ("--rename=a=\\2", "argument --rename: --rename a=\\2: invalid group reference 2 at position 1."),
         ("--only=a//b", "argument --only: pattern 'a//b' has an empty part; write it like 'params/layers/**'."),
+        ("--only={layer}/{layer}",
+         "argument --only: pattern '{layer}/{layer}' has {layer} more than once; write * for any other number."),
         ("--threshold=lots", "argument --threshold: 'lots' is no number of bytes; write it like 64MiB."),
         ("--unstack=w=tuple",
          "argument --unstack: 'w=tuple' is not written like '**/layers', '**/layers=list' or '**/layers=dict'"),

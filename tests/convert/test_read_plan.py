@@ -227,6 +227,9 @@ rules:
   - {path: "", groups: [5]}
   - {path: w, layers_per_group: [1, 2, 3]}
   - {path: w, spec: model}
+  - {path: w, spec: [[[model]]]}
+  - {path: w, spec: [{model: 1}, [null, model]]}
+  - {path: "{layer}/{layer}"}
   - w
 """)
     with pytest.raises(ReshardError) as raised:
@@ -248,23 +251,30 @@ rules:
   rules[3].groups is [5], but must be all, by_layer, or a list of 0 to 0.
   rules[4].layers_per_group is [1, 2, 3], but must be 1 numbers, one a group.
   rules[5].spec is 'model', but must be a list with a mesh axis, a list of them, or null per array axis.
-  rules[6] is 'w', but must have the entries groups, layers_per_group, path, spec, stacked_axis.
-  rules[6].path is None, but must be a pattern like '**/layers/{{layer}}/**'."""
+  rules[6].spec is [[['model']]], but must be a list with a mesh axis, a list of them, or null per array axis.
+  rules[7].spec is [{{'model': 1}}, [None, 'model']], but must be a list with a mesh axis, a list of them, or null \
+per array axis.
+  rules[8].path is '{{layer}}/{{layer}}', but must be a pattern like '**/layers/{{layer}}/**'.
+  rules[9] is 'w', but must have the entries groups, layers_per_group, path, spec, stacked_axis.
+  rules[9].path is None, but must be a pattern like '**/layers/{{layer}}/**'."""
     )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1", "is neither YAML nor JSON: "),
-        ("", "is not a layout:\n  the layout is None, but must have the entries mesh, rules.\n"),
-        ("mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, spec: [x]}]",
+        (b"[1", "is neither YAML nor JSON: "),
+        (b"\xff\xfe", "is neither YAML nor JSON: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"mesh: {axes: {4: 2}, mpmd_axis: [x]}", "is not a layout:\n  mesh.axes is {4: 2}, but must name the mesh"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: [x]}", "is not a layout:\n  mesh.mpmd_axis is ['x'], which is not one of"),
+        (b"", "is not a layout:\n  the layout is None, but must have the entries mesh, rules.\n"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, spec: [x]}]",
          "is not a layout:\n  rules[0].spec names x, along which the groups lie; say which groups with groups or "),
     ],
 )  # fmt: skip
 def test_a_layout_file_that_is_none_is_told(tmp_path, capsys, text, said):
     file = tmp_path / "layout.yaml"
-    file.write_text(text)
+    file.write_bytes(text)
     assert main(["plan", str(tmp_path), "--to", str(file)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {file} {said}")
 

@@ -11,6 +11,7 @@ import reshard
 from mpmd.array import MpmdArray
 from mpmd.mesh import MpmdMesh, MpmdSharding
 from reshard import execute, kept, transport
+from reshard.wire import first_difference
 
 VALUE = np.arange(128, dtype=np.float32).reshape(16, 8)
 
@@ -260,3 +261,45 @@ def test_stacking_groups_moves_nothing(mesh, whole):
         reshard.logically_stacked(x.array_in(1), whole, "stage")
     with pytest.raises(reshard.ReshardError, match="'pipe' is not an axis"):
         reshard.logically_stacked(x, whole, "pipe")
+
+
+def test_a_stack_takes_its_axis_from_the_end_too(mesh, whole):
+    x = put(VALUE, mesh, range(4), P("data"))
+    np.testing.assert_array_equal(
+        reshard.logically_stacked(x, whole, "stage", array_axis=-1), np.stack([VALUE] * 4, axis=-1)
+    )
+    with pytest.raises(reshard.ReshardError) as raised:
+        reshard.logically_stacked(x, whole, "stage", array_axis=3)
+    assert str(raised.value) == (
+        "logically_stacked: array_axis is 3; the stack of arrays with 2 axes has 3, so expected -3 to 2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "order"), [(P("y", "x"), slice(None)), (P("x", "y"), slice(None, None, -1))], ids=["spec", "devices"]
+)
+def test_arrays_that_lie_otherwise_than_their_stack_are_refused(spec, order):
+    value = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+    stack = jax.make_mesh((2, 2, 2), ("stage", "x", "y"))
+    first, second = Mesh(stack.devices[0], ("x", "y")), Mesh(stack.devices[1][order], ("x", "y"))
+    arrays = [
+        jax.device_put(value, NamedSharding(first, P("x", "y"))),
+        jax.device_put(value, NamedSharding(second, spec)),
+    ]
+    with pytest.raises(reshard.ReshardError, match=r"has Box\[.*\] of its array, but has Box\[.*\] by P\('stage', 'x'"):
+        reshard.logically_stacked(arrays, stack, "stage")
+
+
+def test_host_arrays_of_what_no_device_holds_are_refused(mesh):
+    names = {"names": np.array(["a", "b"]), "w": VALUE}
+    with pytest.raises(reshard.ReshardError) as raised:
+        reshard.spmd_to_mpmd_reshard(mesh, names, MpmdSharding(mesh, 0))
+    assert str(raised.value) == (
+        "these arrays cannot be moved as asked; nothing was moved:\n"
+        "  ['names']: has the dtype <U1, which JAX has no arrays of"
+    )
+
+
+@pytest.mark.parametrize(("one", "other", "at"), [([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([4, 5], [4], 1)])
+def test_two_lists_of_arrays_differ_where_one_of_them_ends(one, other, at):
+    assert first_difference(one, other) == at
