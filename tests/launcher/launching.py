@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,10 @@ def marked(mark: str) -> list[int]:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """The environment without what the test runner has set for JAX, and with our packages."""
+    """The environment without what the test runner has set for JAX, with our packages, and this Python as `python3`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return kept | {"PYTHONPATH": str(ROOT), "PATH": path} | more
 
 
 class Launched:
@@ -168,3 +169,22 @@ def shell(text: str) -> tuple[str, ...]:
 def python(text: str) -> tuple[str, ...]:
     """A command after `--`: a Python program."""
     return ("--", PYTHON, "-c", text)
+
+
+def counting(num_lines: int, longest: int) -> tuple[str, ...]:
+    """A command after `--`: lines of all lengths, each with the rank, its number at both ends, and filling."""
+    return python(
+        "import os\nr = os.environ['MPMD_PROCESS_ID']\n"
+        f"for i in range({num_lines}):\n    print(r, i, r * (i % {longest}), i)\n"
+    )
+
+
+def torn(lines: Iterable[str], longest: int) -> list[str]:
+    """Those of the lines of `counting` that are not as they were printed."""
+    found = []
+    for line in lines:
+        match = re.match(r"\[(\d)\] \d (\d+) ", line)
+        rank, i = match.groups() if match else ("", 0)
+        if line != f"[{rank}] {rank} {i} {rank * (int(i) % longest)} {i}":
+            found.append(line)
+    return found

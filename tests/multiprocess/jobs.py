@@ -193,7 +193,7 @@ class Job:
             time.sleep(0.02)
 
 
-def results(program: str, *arguments: Any, processes: int, limit_s: float = 120, **options: Any) -> list[Any]:
+def results(program: str, *arguments: Any, processes: int, limit_s: float = 300, **options: Any) -> list[Any]:
     """Runs a program to its end; what each rank printed last, as JSON."""
     with Job(program, *arguments, processes=processes, **options) as job:
         ended = job.wait(limit_s)
