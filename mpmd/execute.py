@@ -16,6 +16,7 @@ from mpmd import _jax_compat as compat
 from mpmd import distributed, nans, transfer
 from mpmd.agreement import agree, plan_of, warm_up
 from mpmd.body import Place
+from mpmd.compile import Executable
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
 from mpmd.timing import Timed, as_text, of_text, run_timed
@@ -210,6 +211,7 @@ class _Build:
         self.num_pieces = 0
         self.routes: dict = {}
         self.ways: dict = {}
+        self.values: dict = {}
         self.programs = programs
         self.outline = programs.outline
         self.program = program
@@ -239,7 +241,6 @@ class _Build:
             [(g, self.slot(g, self.outer(v))) for g in sorted(groups) if g in self.local]
             for v, groups in zip(names, self.outline.inputs, strict=True)
         ]
-        pending: list[int] = []
         for group, instruction in scheduler.merge(self.program) if self.local else ():
             if isinstance(instruction, Send):
                 self._send(group, instruction)
@@ -251,12 +252,11 @@ class _Build:
                 self._call(group, instruction)
             elif isinstance(instruction, Recv):
                 self._receive(group, instruction)
-            elif isinstance(instruction, Free):
-                slot = self.slot(group, instruction.value)
-                if self.ops:
-                    self.ops[-1][4] += (slot,)
-                else:
-                    pending.append(slot)
+            elif isinstance(instruction, Free) and self.ops:
+                self.ops[-1][4] += (self.slot(group, instruction.value),)
+        for op in self.ops:  # last of all, since it waits for compilations
+            if isinstance(op[1], Executable):
+                op[1] = op[1].call
         if self.indices:
             slots, values, targets = zip(*self.indices, strict=True)
             self.constants.update(zip(slots, self._placed(list(values), list(targets)), strict=True))
@@ -276,12 +276,12 @@ class _Build:
     def _call(self, group, instruction: Call):
         if instruction.name in self.zeros:
             loop, _ = self.zeros[instruction.name]
-            call = loop.zeros[group][1].call
+            executable = loop.zeros[group][1]
         else:
-            call = self.programs.segments[instruction.name].call
+            executable = self.programs.segments[instruction.name]
         ins = tuple(self.slot(group, v) for v in instruction.reads)
         outs = tuple(self.slot(group, v) for v in instruction.writes)
-        self._add(_RUN, call, ins, outs, f"{instruction.name} in group {group}", group)
+        self._add(_RUN, executable, ins, outs, f"{instruction.name} in group {group}", group)
         gone = {self.slot(group, v) for v in instruction.donates}
         self.ops[-1][4] += tuple(gone - set(outs))
 
@@ -292,7 +292,7 @@ class _Build:
             ins, outs = (tuple(slot for part in bound for slot in part[k]) for k in (0, 1))
             self._add(
                 _RUN,
-                program.fused[places[0], places[1]].call,
+                program.fused[places[0], places[1]],
                 ins,
                 outs,
                 f"{tasks[0]}+{tasks[1]} in group {group}",
@@ -304,17 +304,32 @@ class _Build:
             entry = program.tasks.get(place)
             if entry is not None and entry.executable is not None:
                 ins, outs = self._bind(group, task, program)
-                self._add(_RUN, entry.executable.call, ins, outs, f"{task} in group {group}", group, (task,))
+                self._add(_RUN, entry.executable, ins, outs, f"{task} in group {group}", group, (task,))
 
     def _bind(self, group, task: Task, program: LoopProgram):
         """Slots of a task's arguments and results."""
-        loop, body = program.loop, program.tasks[Place(task.stage, task.kind)].body
-        accs = [self.slot(group, self.outer(loop.partition.accumulators[k].result)) for k in body.accumulates]
-        ins = [self._index(group, task.microbatch)] if body.uses_index else []
-        ins += [self.slot(group, self.outer(v)) for v in body.operands]
-        ins += [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.reads]
-        outs = [self.slot(group, Value(edge_name(loop, v), task.microbatch)) for v in body.writes]
+        index, around, reads, writes, accumulators = self._values(program, Place(task.stage, task.kind))
+        slot, microbatch = self.slot, task.microbatch
+        accs = [slot(group, v) for v in accumulators]
+        ins = [self._index(group, microbatch)] if index else []
+        ins += [slot(group, v) for v in around]
+        ins += [slot(group, Value(name, microbatch)) for name in reads]
+        outs = [slot(group, Value(name, microbatch)) for name in writes]
         return (*ins, *accs), (*outs, *accs)
+
+    def _values(self, program: LoopProgram, place: Place):
+        """What tasks of one place take and give: the index, values around the loop, names in it, accumulators."""
+        key = program.loop.number, place
+        if key not in self.values:
+            loop, body = program.loop, program.tasks[place].body
+            self.values[key] = (
+                body.uses_index,
+                [self.outer(v) for v in body.operands],
+                [edge_name(loop, v) for v in body.reads],
+                [edge_name(loop, v) for v in body.writes],
+                [self.outer(loop.partition.accumulators[k].result) for k in body.accumulates],
+            )
+        return self.values[key]
 
     def _index(self, group, microbatch) -> int:
         slot = self.slot(group, ("index", microbatch))

@@ -175,6 +175,8 @@ def _with_accumulators(instruction, waiting, loop_number):
     for task in instruction.tasks:
         for kind in {"B": "BIW"}.get(task.kind, task.kind):
             accs += waiting.pop((task.stage, kind), ())
+    if not accs and instruction.loop == loop_number:
+        return instruction
     own = tuple(accs)
     return Run(
         instruction.task, (*instruction.reads, *own), (*instruction.writes, *own), (*instruction.donates, *own),
