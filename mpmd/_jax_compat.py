@@ -26,6 +26,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src import shard_map as shard_map_internals
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import ClosedJaxpr, Primitive, Tracer, jaxpr_as_fun
 from jax._src.export import _export as export_internals
@@ -229,6 +230,22 @@ def def_effectful_abstract_eval(primitive: Primitive, rule):
 
 
 # --- meshes inside a jaxpr ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shard_maps_without(axis: str):
+    """While it is open, `shard_map` is traced as if `axis_names` were all axes of its mesh but `axis`."""
+    original = shard_map_internals._shmap_checks
+
+    def checks(*args):
+        mesh, names = original(*args)
+        return mesh, names - {axis} or names
+
+    shard_map_internals._shmap_checks = checks
+    try:
+        yield
+    finally:
+        shard_map_internals._shmap_checks = original
 
 
 def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:

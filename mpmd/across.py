@@ -4,6 +4,7 @@
 primitives that lower to plain JAX, so a step that uses them gives the same under `jax.jit`.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
-from mpmd.markers import explicit_sharding
+from mpmd.markers import result_types
 
 Groups = frozenset[int]
 
@@ -104,8 +105,7 @@ def _combine(*parts, kind: str):
 
 
 def _across_abstract_eval(*avals, kind):
-    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=explicit_sharding(a)) for a in avals]
-    return compat.shaped_array(jax.eval_shape(lambda *xs: _combine(*xs, kind=kind), *args))
+    return result_types(functools.partial(_combine, kind=kind), *avals)[0]
 
 
 def _across_jvp(primals, tangents, *, kind):

@@ -132,6 +132,7 @@ class Jitted:
         self._donate, self._donate_names = donated
         self._static, self._static_names = static
         self._cache: dict[Any, list[Compiled]] = {}
+        self._wished: dict[Any, list] = {}
 
     def __call__(self, *args, **kwargs):
         if jax.config.values["jax_disable_jit"]:
@@ -177,16 +178,30 @@ class Jitted:
             n for n, t in zip(self._mesh.lowering_mesh().axis_names, self._mesh.lowering_mesh().axis_types, strict=True)
             if t == AxisType.Explicit
         } - {self._mesh.mpmd_axis_name}  # fmt: skip
-        types = tuple(leaf_type(x, explicit) for x in leaves)
+        wishes = self._wishes(tree, fixed, len(args))
+        try:
+            types = tuple(leaf_type(x, explicit if w is None else ()) for x, w in zip(leaves, wishes, strict=True))
+        except TypeError:
+            check_leaves(leaves, argument_names(self._fun, Call(len(args), fixed, leaves, tree, (), None)))
+            raise
         return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
+
+    def _wishes(self, tree, fixed, num_args) -> list:
+        """The user's sharding of each leaf, or None."""
+        if self._in_shardings is None:
+            return [None] * tree.num_leaves
+        static = tuple(where for where, *_ in fixed if isinstance(where, int))
+        if (key := (tree, static, num_args)) not in self._wished:
+            args_tree, kwargs_tree = tree.children()
+            wishes = broadcast(self._in_shardings, args_tree, "in_shardings", skip=static, total=num_args)
+            self._wished[key] = wishes + [None] * kwargs_tree.num_leaves
+        return self._wished[key]
 
     def _trace(self, call: "Call") -> "Traced":
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
-        args_tree, kwargs_tree = call.tree.children()
-        wish = broadcast(self._in_shardings, args_tree, "in_shardings", skip=call.static_positions, total=call.num_args)
-        wish += [None] * kwargs_tree.num_leaves
-        hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wish, call.leaves, names, strict=True)]
+        wishes = self._wishes(call.tree, call.fixed, call.num_args)
+        hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wishes, call.leaves, names, strict=True)]
         lowering = self._mesh.lowering_mesh()
         avals = [
             traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)

@@ -203,8 +203,9 @@ def check_leaves(leaves, names):
 def _check_is_array(name, x):
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
         raise TypeError(
-            f"mpmd.jit: {name} is a {type(x).__name__}, {x!r:.40}, not an array."
-            " Name it in static_argnums if it is part of the program."
+            f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
+            "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
+            " program."
         )
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.errors import StageError
+from mpmd.markers import explicit_sharding
 from mpmd.transfer import memory_kind
 
 
@@ -195,7 +196,7 @@ def _lowered(name, closed, mesh, ins, outs, donate, by_jit):
     fun = compat.jaxpr_as_fun(closed)
 
     def program(*args):
-        return fun(*args)
+        return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
 
     program.__name__ = program.__qualname__ = name
     ins = [None if s is None else _on(mesh, s) for s in ins]
@@ -205,6 +206,12 @@ def _lowered(name, closed, mesh, ins, outs, donate, by_jit):
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         jitted = jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True)
         return jitted if by_jit else jitted.lower(*args)
+
+
+def _typed_as(aval, x):
+    """An argument whose sharding XLA chooses has no type on Explicit axes beside Auto ones; here it gets it."""
+    typed = explicit_sharding(aval)
+    return x if typed is None or not jax.typeof(x).sharding.mesh.empty else jax.reshard(x, typed.spec)
 
 
 def _abstract(aval, sharding):

@@ -112,6 +112,13 @@ def explicit_sharding(aval):
     return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
 
 
+def result_types(fun: Callable, *avals) -> list:
+    """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
+    Explicit axes.
+    """
+    return jax.make_jaxpr(fun)(*avals).out_avals
+
+
 def _full(aval, shape, value, dtype=None):
     dtype = dtype or aval.dtype
     sharding = explicit_sharding(aval)
@@ -205,6 +212,30 @@ compat.ad.primitive_jvps[mark_p] = _mark_jvp
 compat.ad.primitive_transposes[mark_p] = _mark_transpose
 
 
+def without(jaxpr: compat.Jaxpr, identities) -> compat.Jaxpr:
+    """`jaxpr` less the equations of the primitives `identities`, however deep, which return what they are given."""
+    alias: dict = {}
+
+    def read(v):
+        return v if isinstance(v, compat.Literal) else alias.get(v, v)
+
+    def clean(x):
+        if isinstance(x, compat.ClosedJaxpr):
+            return compat.ClosedJaxpr(without(x.jaxpr, identities), x.consts)
+        if isinstance(x, compat.Jaxpr):
+            return without(x, identities)
+        return type(x)(map(clean, x)) if type(x) in (tuple, list) else x
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = [read(v) for v in eqn.invars]
+        if eqn.primitive in identities:
+            alias.update(zip(eqn.outvars, invars, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=invars, params={k: clean(x) for k, x in eqn.params.items()}))
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+
+
 # --- treduce --------------------------------------------------------------------------------------
 
 treduce_p = compat.Primitive("treduce")
@@ -283,7 +314,8 @@ def _check_microbatch_axis(names, leaves, axis) -> int:
     flat = [n for n, x in zip(names, leaves, strict=True) if not -x.ndim <= axis < x.ndim]
     if flat:
         shapes = dict(zip(names, (x.shape for x in leaves), strict=True))
-        faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat)
+        faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat[:8])
+        faults += f"\n  … and {len(flat) - 8} more" if len(flat) > 8 else ""
         raise StageError(
             f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
             "  Every leaf needs a microbatch axis; close over values that microbatches share."
@@ -330,7 +362,8 @@ def _treduce(take, num_microbatches, schedule, operation, name):
     _check_operations(operations, body.out_avals, name)
     if schedule is not None:
         _check_schedule(schedule, name)
-    closed = compat.ClosedJaxpr(compat.constvars_to_invars(body.jaxpr), ())
+    jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
+    closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
     reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=LoopInfo(schedule, num_microbatches, operations))
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
@@ -415,8 +448,7 @@ def scan_loop(*consts, jaxpr, info: LoopInfo):
 
 
 def _treduce_abstract_eval(*avals, jaxpr, info):
-    out = jax.eval_shape(functools.partial(scan_loop, jaxpr=jaxpr, info=info), *avals)
-    return [compat.shaped_array(o) for o in out], jaxpr.effects
+    return result_types(functools.partial(scan_loop, jaxpr=jaxpr, info=info), *avals), jaxpr.effects
 
 
 def _treduce_jvp(primals, tangents, *, jaxpr, info):

@@ -239,12 +239,15 @@ def _stage_by_reads(gradients, forward) -> int | None:
 
 
 def _later_than_marks(body: Body, marks: Marks) -> dict[int, int]:
-    """For each backward equation that a backward mark depends on, the stage that it must not come after."""
+    """For each backward equation that one of a known stage depends on, the stage that it must not come after."""
     bound: dict[int, int] = {}
     for node in reversed(body.nodes):
         stage = bound.get(id(node))
+        early = [marks.earliest[v] for v in body.inputs(node) if v in marks.earliest]
         if node.eqn.primitive is mark_p and node.eqn.params["kind"] == "backward":
             stage = max(min(marks.number[id(node)] + 1, marks.num_stages - 1), stage or 0)
+        elif early:
+            stage = max(min(early), stage or 0)
         if stage is None:
             continue
         for v in body.inputs(node):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.body import Body, Node, Place
-from mpmd.markers import Add, LoopInfo, Mean, Operation
+from mpmd.markers import Add, LoopInfo, Mean, Operation, result_types
 from mpmd.trace import copy_equations, trace_equations
 
 
@@ -77,7 +77,7 @@ def _home(source, num_stages) -> Place:
 
 
 def _accumulated(aval, operation, num_microbatches):
-    return compat.shaped_array(jax.eval_shape(functools.partial(operation.init, aval, num_microbatches)))
+    return result_types(functools.partial(operation.init, aval, num_microbatches))[0]
 
 
 class _Step(NamedTuple):

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.across import place_p
 from mpmd.errors import StageError
-from mpmd.markers import explicit_sharding, mark_p, scan_loop, treduce_p
+from mpmd.markers import explicit_sharding, mark_p, scan_loop, treduce_p, without
 from mpmd.mesh import MpmdMesh
 
 
@@ -79,21 +79,29 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
         _check_results(fun, out_names, [x for _, x in paths])
         return [x for _, x in paths]
 
-    with compat.use_abstract_mesh(mpmd_mesh.lowering_mesh().abstract_mesh):
+    whole, axis = mpmd_mesh.lowering_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
+    closed, jaxpr = _traced(flat, avals, whole)
+    if axis is not None and _unchecked_shard_map(jaxpr, axis) is not None:
+        closed, jaxpr = _traced_unchecked(flat, avals, whole, axis, jaxpr)
+    _check_axis(jaxpr, axis)
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
+    return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
+
+
+def _traced(flat: Callable, avals, mesh: jax.sharding.AbstractMesh) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
+    """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
+    with compat.use_abstract_mesh(mesh):
         try:
-            closed = jax.make_jaxpr(flat)(*avals)
+            closed = jax.make_jaxpr(lambda *leaves: flat(*leaves))(*avals)  # a new function: traces are cached
         except _NEEDS_A_VALUE as e:
             raise StageError(
                 f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
                 f"  {str(e).splitlines()[0]}\n"
                 "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
             ) from e
+    _check_no_leaks(closed)
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
-    jaxpr, _ = compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    _check_axis(jaxpr, mpmd_mesh.mpmd_axis_name)
-    whole = mpmd_mesh.lowering_mesh()
-    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole.abstract_mesh).jaxpr
-    return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
+    return closed, compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 _NEEDS_A_VALUE = (
@@ -108,6 +116,19 @@ def _users_line(error: BaseException) -> str:
     ours = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, compat) if module.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
+
+
+def _check_no_leaks(closed: compat.ClosedJaxpr):
+    """A traced value that was captured as if it were a constant has left the function that it belongs to."""
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if isinstance(value, compat.Tracer):
+            user = next((e for e in closed.jaxpr.eqns if var in e.invars), None)
+            where = "as a result" if user is None else f"at {compat.source_line(user)}"
+            raise StageError(
+                f"mpmd.jit: a {var.aval.str_short(short_dtypes=True)} of one microbatch (or of another traced function)"
+                f" is used outside of it, {where}: it was kept in a list, an attribute or a global variable.\n"
+                "  Return it from the function, with an operation such as mpmd.Concat."
+            )
 
 
 def _check_results(fun, names, leaves):
@@ -165,6 +186,7 @@ def _inline_into(out, env, eqns, outer):
         if eqn.primitive is treduce_p:
             body = eqn.params["jaxpr"]
             _check_no_place_inside("treduce", body.jaxpr)
+            _check_no_loop_inside("treduce", body.jaxpr)
             flat = compat.ClosedJaxpr(inline(body.jaxpr), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
         else:
@@ -189,24 +211,10 @@ def _one_by_one(eqn):
 
 def _plain_loop(eqn):
     """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
-    body = compat.ClosedJaxpr(without_marks(eqn.params["jaxpr"].jaxpr), eqn.params["jaxpr"].consts)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in eqn.invars]
-    closed = jax.make_jaxpr(functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"]))(*avals)
+    body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
+    loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
+    closed = jax.make_jaxpr(loop)(*map(_abstract, eqn.invars))
     return compat.call(eqn, closed)
-
-
-def without_marks(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
-    """A flat jaxpr with its marks (and `place`) taken for the identities that they are."""
-    flat = inline(jaxpr)
-    alias: dict = {}
-    eqns = []
-    for eqn in flat.eqns:
-        eqn = eqn.replace(invars=[_read(alias, v) for v in eqn.invars])
-        if eqn.primitive in (mark_p, place_p):
-            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            eqns.append(eqn)
-    return compat.new_jaxpr(flat, eqns=eqns, outvars=[_read(alias, v) for v in flat.outvars])
 
 
 def _as_literal(var, value):
@@ -241,15 +249,18 @@ def _check_no_place_inside(name, jaxpr):
         )
 
 
+def _check_no_loop_inside(name, jaxpr):
+    if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
+        raise StageError(
+            f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
+            "  Move it out, or pass schedule=None for a plain loop."
+        )
+
+
 def _check_no_marks_inside(eqn):
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_no_place_inside(str(eqn.primitive.name), jaxpr)
-        if contains(jaxpr, (treduce_p,)):
-            raise StageError(
-                f"treduce inside {eqn.primitive.name}, at {compat.source_line(_first(jaxpr, treduce_p))}:"
-                " the pipelined loop must stand in the step itself.\n"
-                "  Move it out, or pass schedule=None for a plain loop."
-            )
+        _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
         if not contains(jaxpr, (mark_p,)):
             continue
         if compat.called_from(eqn, "_treduce_jvp") or compat.called_from(eqn, "_treduce_batch"):
@@ -266,12 +277,12 @@ def _check_no_marks_inside(eqn):
         )
 
 
-def _first(jaxpr, primitive) -> Any:
+def _first(jaxpr, primitive, wanted=lambda eqn: True) -> Any:
     for eqn in jaxpr.eqns:
-        if eqn.primitive is primitive:
+        if eqn.primitive is primitive and wanted(eqn):
             return eqn
         for inner in compat.jaxprs_in(eqn.params):
-            if (found := _first(inner, primitive)) is not None:
+            if (found := _first(inner, primitive, wanted)) is not None:
                 return found
     return None
 
@@ -281,8 +292,6 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
     if axis is None:
         return
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            _check_unchecked_shard_map(eqn, axis)
         if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis):
             what = eqn.primitive.name.replace("_invariant", "")
             where = compat.source_line(eqn)
@@ -295,16 +304,38 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             _check_axis(inner, axis)
 
 
-def _check_unchecked_shard_map(eqn, axis):
-    """The gradient of an unchecked `shard_map` sums over every manual axis, and divides by the whole mesh's sizes."""
-    params = eqn.params
-    if not params["check_vma"] and axis in params["newly_manual_axes"] and compat.is_differentiated(eqn):
-        used = ", ".join(repr(n) for n in params["mesh"].axis_names if n != axis)
+def _traced_unchecked(flat, avals, whole, axis: str, jaxpr: compat.Jaxpr):
+    """The step again, with each `shard_map` left automatic over the mpmd axis, over which nothing is split."""
+    try:
+        with compat.shard_maps_without(axis):
+            closed, again = _traced(flat, avals, whole)
+    except (NameError, ValueError):
+        _check_axis(jaxpr, axis)  # what names the axis can be manual over it alone
+        raise
+    if (unchecked := _unchecked_shard_map(again, axis)) is not None:
+        used = ", ".join(repr(n) for n in unchecked.params["mesh"].axis_names if n != axis)
         raise StageError(
-            f"shard_map(check_vma=False) is differentiated over all mesh axes, at {compat.source_line(eqn)}:"
-            f" its gradient would sum over the mpmd axis {axis!r}.\n"
-            f"  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True."
+            f"shard_map(check_vma=False) over all mesh axes is differentiated inside a function that JAX has traced"
+            f" before: its gradient would sum over the mpmd axis {axis!r}.\n"
+            f"  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True, or leave out the jax.jit around it."
         )
+    return closed, again
+
+
+def _unchecked_shard_map(jaxpr: compat.Jaxpr, axis: str):
+    """A differentiated `shard_map` without `check_vma` that is manual over `axis` too.
+
+    Its gradient sums over every manual axis and divides by their sizes, which in a group are others.
+    """
+    for eqn in jaxpr.eqns:
+        params = eqn.params
+        is_one = eqn.primitive.name == "shard_map" and not params["check_vma"] and axis in params["newly_manual_axes"]
+        if is_one and compat.is_differentiated(eqn):
+            return eqn
+        for inner in compat.jaxprs_in(params):
+            if (found := _unchecked_shard_map(inner, axis)) is not None:
+                return found
+    return None
 
 
 def _names_axis(eqn, axis) -> bool:
@@ -333,9 +364,7 @@ def _mentions(value, axis) -> bool:
 
 def trace_equations(fun, *atoms):
     """The equations of `fun` on the types of `atoms`, reading `atoms`, with variables of their own: (eqns, results)."""
-    closed = jax.make_jaxpr(fun)(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=explicit_sharding(v.aval)) for v in atoms)
-    )
+    closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
     flat = inline(closed.jaxpr)
     env = dict(zip(flat.invars, atoms, strict=True))
     env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
@@ -345,6 +374,12 @@ def trace_equations(fun, *atoms):
         eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
         env.update(zip(eqn.outvars, fresh, strict=True))
     return eqns, [_read(env, v) for v in flat.outvars]
+
+
+def _abstract(atom) -> jax.ShapeDtypeStruct:
+    aval: Any = atom.aval
+    sharding = explicit_sharding(aval)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def copy_equations(atom):

@@ -153,6 +153,28 @@ def test_an_unchanged_state_may_be_mixed_with_new_values(form):
         assert_same(host(step(made[id(tree)], _batch(seed))), host(reference(tree, _batch(seed))), 2e-5)
 
 
+@pytest.mark.parametrize("scale", [2.0, jnp.full(WIDTH, 0.5)], ids=["number", "weak"])
+def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scale):
+    traced = []
+
+    def step(state, batch):
+        traced.append(1)
+        params, scale = state
+
+        def loss(params, m):
+            return squared_error(chain(pipelined(SCHEDULE), params, m["x"] * scale), m["y"])
+
+        grads = mpmd.treduce(lambda m: jax.grad(loss)(params, m), batch, schedule=SCHEDULE)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), scale
+
+    step = mpmd.jit(step, mpmd_mesh=_mesh("auto"))
+    state = stages_params(jax.random.key(0), NUM_STAGES), scale
+    for seed in range(3):
+        state = step(state, _batch(seed))
+        assert state[1].weak_type
+    assert len(traced) == 1
+
+
 @pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
 @pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):

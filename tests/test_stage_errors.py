@@ -92,27 +92,22 @@ def test_a_forward_only_loop_needs_its_marks_too():
     assert "1 or 2 marks" in message and "found 0." in message
 
 
-def test_a_mark_whose_result_nobody_uses_is_refused_with_its_line():
-    def loss(params, microbatch):
-        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
-        y = residual(params[1], x)
-        mpmd.mark_stage_end(y)  # here
-        return squared_error(y, microbatch["y"])
+def _last_mark_unused(params, microbatch):
+    x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+    y = residual(params[1], x)
+    mpmd.mark_stage_end(y)  # here
+    return squared_error(y, microbatch["y"])
 
-    message = _without_columns(_refusal(loss, num_stages=3))
+
+def test_a_mark_whose_result_nobody_uses_is_refused_with_its_line():
+    message = _without_columns(_refusal(_last_mark_unused, num_stages=3))
     assert "mark_stage_end" in message
-    assert _here(loss) in message
+    assert _here(_last_mark_unused) in message
     assert "use" in message
 
 
 def test_a_last_mark_whose_result_nobody_uses_is_refused_even_where_the_number_would_fit_without_it():
-    def loss(params, microbatch):
-        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
-        y = residual(params[1], x)
-        mpmd.mark_stage_end(y)  # here
-        return squared_error(y, microbatch["y"])
-
-    assert _here(loss) in _without_columns(_refusal(loss, num_stages=2))
+    assert _here(_last_mark_unused) in _without_columns(_refusal(_last_mark_unused, num_stages=2))
 
 
 def test_a_mark_on_gradients_of_earlier_marks_would_flow_backwards():
@@ -258,6 +253,26 @@ def test_differentiating_through_the_loop_is_refused_and_said_to_belong_inside()
     assert "value_and_grad" in message or "grad inside" in message
 
 
+def test_a_loop_inside_a_loop_is_refused_with_its_line():
+    def step(params, xs):
+        def one(x):
+            return squared_error(chain(MARK_ONLY, params, x["x"]), x["y"])
+
+        def outer(several):
+            return mpmd.treduce(one, several, schedule=scheduler.OneFOneB(4))  # here
+
+        return mpmd.treduce(outer, jax.tree.map(lambda a: a[None], xs), schedule=scheduler.OneFOneB(4))
+
+    args = stages_params(jax.random.key(0)), regression_batch(jax.random.key(1))
+    message = _without_columns(_refusal_of(step, *args, mpmd_mesh=shared_device(4)))
+    assert message.startswith(f"treduce inside treduce, at {_here(step)} "), message
+
+
+def test_leaves_without_a_microbatch_axis_are_listed_but_not_by_the_hundred():
+    with pytest.raises(mpmd.StageError, match=r"xs\[7\] has shape \(\)\n  … and 92 more\n"):
+        mpmd.treduce(sum, [1.0] * 100, schedule=None)
+
+
 def test_a_loop_inside_a_scan_is_refused_with_its_line():
     def step(params, xs):
         def body(total, _):
@@ -278,6 +293,7 @@ def test_a_loop_inside_a_scan_is_refused_with_its_line():
 
 
 def _axis_refusal(apply, axis_type=AxisType.Auto):
+    """The message about a step whose stages go through `apply`; it has the line and the remedy."""
     mesh = make_mesh(4, axis_type, ("data",))
 
     def loss(params, microbatch):
@@ -288,7 +304,6 @@ def _axis_refusal(apply, axis_type=AxisType.Auto):
 
     message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
     assert _here(apply) in message, message
-    assert "names the mpmd axis 'stage'" in message
     assert "Leave 'stage' out of specs and collectives inside the step" in message
     return message
 
@@ -297,21 +312,21 @@ def test_a_constraint_that_names_the_pipelines_axis_is_refused():
     def apply(mesh, x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "stage")))  # here
 
-    assert _axis_refusal(apply).startswith("sharding_constraint names")
+    assert _axis_refusal(apply).startswith("sharding_constraint names the mpmd axis 'stage'")
 
 
 def test_a_constraint_that_names_the_pipelines_axis_with_another_is_refused():
     def apply(mesh, x):
         return jax.lax.with_sharding_constraint(x, P(None, ("data", "stage")))  # here
 
-    _axis_refusal(apply)
+    assert _axis_refusal(apply).startswith("sharding_constraint names the mpmd axis 'stage'")
 
 
 def test_a_reshard_that_names_the_pipelines_axis_is_refused():
     def apply(mesh, x):
         return jax.reshard(jax.reshard(x, P(None, "stage")), P())  # here
 
-    _axis_refusal(apply, AxisType.Explicit)
+    assert _axis_refusal(apply, AxisType.Explicit).startswith("reshard names the mpmd axis 'stage'")
 
 
 def test_a_psum_over_the_pipelines_axis_is_refused():
@@ -321,7 +336,7 @@ def test_a_psum_over_the_pipelines_axis_is_refused():
 
         return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())(x)
 
-    assert _axis_refusal(apply).startswith("psum names")
+    assert _axis_refusal(apply).startswith("psum names the mpmd axis 'stage'")
 
 
 def test_an_axis_index_of_the_pipelines_axis_is_refused():
@@ -339,19 +354,21 @@ def test_an_axis_index_of_the_pipelines_axis_is_refused():
     assert message.startswith(f"axis_index names the mpmd axis 'stage', at {_here(local)}"), message
 
 
-def test_an_unchecked_shard_map_over_all_axes_is_refused_with_two_remedies():
+def test_an_unchecked_shard_map_that_jax_has_traced_already_is_refused_with_two_remedies():
     mesh = make_mesh(4, AxisType.Auto, ("data",))
-    split = jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    split = jax.jit(
+        jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    )
 
     def loss(params, microbatch):
         x = microbatch["x"][:2]
         for stage, p in enumerate(params):
-            x = split(residual(p, x if stage == 0 else mpmd.mark_stage_end(x)))  # here
+            x = split(residual(p, x if stage == 0 else mpmd.mark_stage_end(x)))
         return jnp.sum(x)
 
     message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
-    assert "shard_map(check_vma=False)" in message and _here(loss) in message
-    assert "Pass axis_names={'data'} to shard_map, or leave check_vma=True." in message
+    assert "shard_map(check_vma=False) over all mesh axes is differentiated" in message
+    assert "Pass axis_names={'data'} to shard_map, or leave check_vma=True" in message
 
 
 def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():
@@ -359,7 +376,7 @@ def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():
         whole = jax.shard_map(lambda x: x * 2.0, mesh=mesh, in_specs=P(None, "stage"), out_specs=P(None, "stage"))
         return whole(x)  # here
 
-    _axis_refusal(apply)
+    assert _axis_refusal(apply).startswith("shard_map names the mpmd axis 'stage'")
 
 
 # --- the loop's arguments ---
@@ -512,6 +529,27 @@ def test_an_if_on_a_traced_value_is_refused_with_its_line():
     )
 
 
+def test_a_value_that_has_left_its_microbatch_is_refused_with_its_line():
+    kept = []
+
+    def loss(params, microbatch):
+        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+        kept.append(x)
+        return squared_error(residual(params[1], x), microbatch["y"])
+
+    def step(params, xs):
+        value = mpmd.treduce(lambda m: loss(params, m), xs, schedule=scheduler.OneFOneB(2))
+        return value, jnp.sum(kept[0])  # here
+
+    args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
+    assert _without_columns(_refusal_of(step, *args, mpmd_mesh=shared_device(2))) == (
+        "mpmd.jit: a f32[3,8] of one microbatch (or of another traced function) is used outside of it, at"
+        f" {_here(step)} (test_a_value_that_has_left_its_microbatch_is_refused_with_its_line.<locals>.step):"
+        " it was kept in a list, an attribute or a global variable.\n"
+        "  Return it from the function, with an operation such as mpmd.Concat."
+    )
+
+
 def test_explain_says_that_marks_outside_of_a_loop_mark_nothing():
     def step(params, xs):
         return squared_error(chain(MARK_ONLY, params, xs["x"]), xs["y"])
@@ -519,3 +557,10 @@ def test_explain_says_that_marks_outside_of_a_loop_mark_nothing():
     args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
     text = mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(*args).compile().explain()
     assert "no pipelined loop: 1 stage ends stand outside of a treduce with a schedule and mark nothing" in text
+
+
+def test_a_leaf_that_is_no_array_is_refused_by_its_path():
+    step = mpmd.jit(lambda params, xs: params, mpmd_mesh=shared_device(2))
+    with pytest.raises(TypeError, match=r"mpmd.jit: params\['name'\] is of type str, 'mlp', not an array") as caught:
+        step({"w": jnp.ones(2), "name": "mlp"}, jnp.ones(2))
+    assert "static_argnames" in str(caught.value)

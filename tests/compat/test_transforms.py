@@ -12,11 +12,11 @@ from programs.parts import (
     WIDTH,
     chain,
     dense,
-    momentum_state,
     regression_batch,
     residual,
     squared_error,
     stages_params,
+    stages_state,
     train,
 )
 from programs.pipelines import make_mesh, make_schedule, pipeline, shared_device
@@ -29,7 +29,7 @@ RUNS = [("OneFOneB", "auto"), ("ZeroBubbleH1", "shared")]
 
 
 def _two_stages(key):
-    return momentum_state(stages_params(key, 2))
+    return stages_state(key, 2)
 
 
 def _stages(apply):
@@ -157,25 +157,29 @@ def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule)
         assert len(got) == 4
 
 
-def test_a_pure_callback_in_a_stage_runs_on_the_host():
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
+def test_a_pure_callback_in_a_stage_runs_on_the_host(schedule, where):
     def apply(p, x, stage):
         table = jax.pure_callback(
             lambda v: np.sign(v), jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)
         )
         return residual(p, x) + 0.1 * table
 
-    for schedule, where in RUNS:
-        _check(Program("pure_callback", _two_stages, regression_batch, _stages(apply), num_stages=2), schedule, where)
+    program = Program("pure_callback", _two_stages, regression_batch, _stages(apply), num_stages=2)
+    _check(program, schedule, where)
 
 
-def test_named_scopes_are_in_the_programs_that_run():
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+def test_named_scopes_are_in_the_programs_that_run(schedule):
     def apply(p, x, stage):
         with jax.named_scope(f"my_stage_{stage}"):
             return residual(p, x)
 
-    compiled = _pipelined_step(apply).lower(*_arguments()).compile()
-    for place, task in compiled._programs.loops[0].tasks.items():
-        text = task.executable.call.as_text()
+    compiled = _pipelined_step(apply, schedule).lower(*_arguments()).compile()
+    tasks = {p: task.executable for p, task in compiled._programs.loops[0].tasks.items() if task.executable}
+    assert len(tasks) >= 4
+    for place, executable in tasks.items():
+        text = executable.call.as_text()
         assert f"my_stage_{place.stage}" in text and f"my_stage_{1 - place.stage}" not in text
 
 
@@ -239,9 +243,10 @@ def test_debug_nans_names_stage_and_microbatch():
     )
 
 
-def test_x64_is_a_program_of_its_own():
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+def test_x64_is_a_program_of_its_own(schedule):
     apply = lambda p, x, stage: residual(p, x)  # noqa: E731
-    step = _pipelined_step(apply)
+    step = _pipelined_step(apply, schedule)
     with quickly_compiled():
         single = step(*_arguments())
         with jax.enable_x64(True):
@@ -280,12 +285,13 @@ def test_transforming_a_pipelined_step_is_refused(transform):
     )
 
 
-def test_static_arguments_and_keywords_are_those_of_jax_jit():
+@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
+def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
     def step(params, batch, scale, *, shift):
         def loss(p, m):
             return squared_error(scale * chain(pipelined(None), p, m["x"]) + shift, m["y"])
 
-        return mpmd.treduce(lambda m: jax.grad(loss)(params, m), batch, schedule=scheduler.ZeroBubbleH1(2))
+        return mpmd.treduce(lambda m: jax.grad(loss)(params, m), batch, schedule=schedule)
 
     state, batch = _arguments()
     jitted = mpmd.jit(step, mpmd_mesh=shared_device(2), static_argnums=(2,))
@@ -297,8 +303,9 @@ def test_static_arguments_and_keywords_are_those_of_jax_jit():
 # --- the user's mesh ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type):
+def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type, schedule):
     mesh = make_mesh(2, axis_type, ("data",))
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
 
@@ -314,6 +321,29 @@ def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_ty
 
     state, batch = _arguments()
     expected = jax.jit(_stages(plain)(plain_loop()))(state, batch)
-    for schedule in ("OneFOneB", "ZeroBubbleH1"):
-        step = _pipelined_step(apply, schedule, mpmd.MpmdMesh(mesh, "stage"))
-        assert_same(host(step(state, batch)), host(expected), 2e-5)
+    step = _pipelined_step(apply, schedule, mpmd.MpmdMesh(mesh, "stage"))
+    assert_same(host(step(state, batch)), host(expected), 2e-5)
+
+
+def _mean_loss(params, xs):
+    def one(m):
+        return squared_error(chain(pipelined(None), params, m["x"]), m["y"])
+
+    return mpmd.treduce(one, xs, schedule=None, operation=mpmd.Mean)
+
+
+_AROUND_A_PLAIN_LOOP = {
+    "scan": lambda p, xs: jax.lax.scan(lambda total, _: (total + _mean_loss(p, xs), total), 0.0, None, length=2),
+    "cond": lambda p, xs: jax.lax.cond(xs["x"][0, 0, 0] > 0, lambda: _mean_loss(p, xs), lambda: 0.0),
+    "grad": lambda p, xs: jax.grad(_mean_loss)(p, xs),
+    "checkpoint": lambda p, xs: jax.grad(jax.checkpoint(_mean_loss))(p, xs),
+    "vmap": lambda p, xs: jax.vmap(lambda scale: _mean_loss(p, jax.tree.map(lambda a: a * scale, xs)))(jnp.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("around", _AROUND_A_PLAIN_LOOP)
+def test_a_loop_without_a_schedule_stands_wherever_a_scan_may(around):
+    """Its marks mark nothing."""
+    step = _AROUND_A_PLAIN_LOOP[around]
+    args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
+    assert_same(host(mpmd.jit(step, mpmd_mesh=shared_device(2))(*args)), host(jax.jit(step)(*args)), 2e-5)

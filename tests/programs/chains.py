@@ -19,13 +19,10 @@ from programs.parts import (
     residual,
     squared_error,
     stages_params,
+    stages_state,
     train,
 )
 from programs.program import Program
-
-
-def _stages_state(key):
-    return momentum_state(stages_params(key))
 
 
 def _residual_mlp(tools):
@@ -73,6 +70,21 @@ def _skip_connection(tools):
         third = tools.mark(residual(params[2], second) * second)
         last = residual(params[3], third + first) + 0.5 * second
         return squared_error(last, microbatch["y"])
+
+    return train(tools, loss)
+
+
+def _product_of_skips(tools):
+    """Stages 0's and 1's values, taken before their marks, are multiplied for the last stage; stage 2 reads one too.
+
+    The gradients of the product need no mark, and are added to others that do.
+    """
+
+    def loss(params, microbatch):
+        first = residual(params[0], microbatch["x"])
+        second = residual(params[1], tools.mark(first))
+        third = residual(params[2], tools.mark(second)) + first
+        return squared_error(residual(params[3], tools.mark(third)) + first * second, microbatch["y"])
 
     return train(tools, loss)
 
@@ -354,7 +366,7 @@ def _two_stages_many_microbatches(tools):
 
 
 def _two_stages_state(key):
-    return momentum_state(stages_params(key, 2))
+    return stages_state(key, 2)
 
 
 def _eight_microbatches(key):
@@ -369,23 +381,24 @@ def _one_stage(tools):
 
 
 def _one_stage_state(key):
-    return momentum_state(stages_params(key, 1))
+    return stages_state(key, 1)
 
 
 PROGRAMS = (
-    Program("residual_mlp", _stages_state, regression_batch, _residual_mlp),
-    Program("a_mark_after_every_stage", _stages_state, regression_batch, _a_mark_after_every_stage),
+    Program("residual_mlp", stages_state, regression_batch, _residual_mlp),
+    Program("a_mark_after_every_stage", stages_state, regression_batch, _a_mark_after_every_stage),
     Program("head_after_the_last_mark", _head_state, regression_batch, _head_after_the_last_mark),
-    Program("skip_connection", _stages_state, regression_batch, _skip_connection),
-    Program("input_skips_to_the_end", _stages_state, regression_batch, _input_skips_to_the_end),
-    Program("several_arrays", _stages_state, regression_batch, _several_arrays),
-    Program("untouched_values", _stages_state, _masked_batch, _untouched_values),
-    Program("shared_inputs", _stages_state, _masked_batch, _shared_inputs),
+    Program("skip_connection", stages_state, regression_batch, _skip_connection),
+    Program("product_of_skips", stages_state, regression_batch, _product_of_skips),
+    Program("input_skips_to_the_end", stages_state, regression_batch, _input_skips_to_the_end),
+    Program("several_arrays", stages_state, regression_batch, _several_arrays),
+    Program("untouched_values", stages_state, _masked_batch, _untouched_values),
+    Program("shared_inputs", stages_state, _masked_batch, _shared_inputs),
     Program("uneven_stages", _uneven_state, regression_batch, _uneven_stages),
     Program("early_exit", _early_exit_state, regression_batch, _early_exit),
     Program("auxiliary_losses", _experts_state, regression_batch, _auxiliary_losses),
     Program("two_towers", _towers_state, regression_batch, _two_towers),
-    Program("encoder_decoder", _stages_state, _sequences, _encoder_decoder),
+    Program("encoder_decoder", stages_state, _sequences, _encoder_decoder),
     Program(
         "two_stages_seven_microbatches",
         _two_stages_state,
@@ -396,8 +409,8 @@ PROGRAMS = (
     ),
     Program("conditioning", _time_state, _masked_batch, _conditioning),
     Program("integers_cross_first", _buckets_state, regression_batch, _integers_cross_first),
-    Program("hypernetwork", _stages_state, regression_batch, _hypernetwork),
+    Program("hypernetwork", stages_state, regression_batch, _hypernetwork),
     Program("distillation", _teacher_state, regression_batch, _distillation),
-    Program("one_microbatch", _stages_state, _one_microbatch, _residual_mlp, num_microbatches=1),
+    Program("one_microbatch", stages_state, _one_microbatch, _residual_mlp, num_microbatches=1),
     Program("one_stage", _one_stage_state, regression_batch, _one_stage, num_stages=1),
 )

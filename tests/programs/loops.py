@@ -20,13 +20,10 @@ from programs.parts import (
     residual,
     squared_error,
     stages_params,
+    stages_state,
     train,
 )
 from programs.program import Program
-
-
-def _stages_state(key):
-    return momentum_state(stages_params(key))
 
 
 def _metrics(tools):
@@ -407,28 +404,28 @@ def _classifier_state(key):
 
 
 PROGRAMS = (
-    Program("metrics", _stages_state, regression_batch, _metrics),
+    Program("metrics", stages_state, regression_batch, _metrics),
     Program("running_statistics", _statistics_state, regression_batch, _running_statistics),
-    Program("forward_only", _stages_state, regression_batch, _forward_only),
-    Program("axis_one", _stages_state, _axis_one_batch, _axis_one),
-    Program("train_then_evaluate", _stages_state, _two_batches, _train_then_evaluate),
-    Program("two_updates", _stages_state, _two_batches, _two_updates),
-    Program("sharpness_aware", _stages_state, regression_batch, _sharpness_aware),
+    Program("forward_only", stages_state, regression_batch, _forward_only),
+    Program("axis_one", stages_state, _axis_one_batch, _axis_one),
+    Program("train_then_evaluate", stages_state, _two_batches, _train_then_evaluate),
+    Program("two_updates", stages_state, _two_batches, _two_updates),
+    Program("sharpness_aware", stages_state, regression_batch, _sharpness_aware),
     Program("carried_state", _memory_state, regression_batch, _carried_state),
     Program("unused_gradients", _empty_state, regression_batch, _unused_gradients),
-    Program("no_loop", _stages_state, regression_batch, _no_loop),
-    Program("input_gradients", _stages_state, regression_batch, _input_gradients),
-    Program("gradient_norms", _stages_state, regression_batch, _gradient_norms),
-    Program("weighted_by_tokens", _stages_state, regression_batch, _weighted_by_tokens),
-    Program("annealed", _stages_state, regression_batch, _annealed),
+    Program("no_loop", stages_state, regression_batch, _no_loop),
+    Program("input_gradients", stages_state, regression_batch, _input_gradients),
+    Program("gradient_norms", stages_state, regression_batch, _gradient_norms),
+    Program("weighted_by_tokens", stages_state, regression_batch, _weighted_by_tokens),
+    Program("annealed", stages_state, regression_batch, _annealed),
     Program(
         "further_arguments",
-        _stages_state,
+        stages_state,
         regression_batch,
         _further_arguments,
         jit_options={"static_argnums": (2,)},
         call=_call_with_further_arguments,
     ),
-    Program("nothing_from_some_stages", _stages_state, regression_batch, _nothing_from_some_stages),
+    Program("nothing_from_some_stages", stages_state, regression_batch, _nothing_from_some_stages),
     Program("summed_outside", _classifier_state, regression_batch, _summed_outside),
 )

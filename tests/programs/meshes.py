@@ -15,8 +15,9 @@ from programs.parts import (
     regression_batch,
     residual,
     squared_error,
-    stages_params,
+    stages_state,
     train,
+    train_stages,
 )
 from programs.program import Program
 
@@ -26,10 +27,6 @@ ROWS = 4  # of one microbatch: a multiple of the axis' size
 def _even_batch(key):
     x, y = jax.random.split(key)
     return {"x": normal(x, 4, ROWS, WIDTH), "y": normal(y, 4, ROWS, WIDTH)}
-
-
-def _stages_state(key):
-    return momentum_state(stages_params(key))
 
 
 def _data_parallel(tools):
@@ -111,36 +108,31 @@ def _split_mlp(tools, shard_map):
     return apply
 
 
-def _train_stages(tools, apply):
-    def loss(params, microbatch):
-        x = microbatch["x"]
-        for stage, p in enumerate(params):
-            x = apply(p, x if stage == 0 else tools.mark(x))
-        return squared_error(x, microbatch["y"])
-
-    return train(tools, loss)
-
-
 def _shard_map_with_the_mesh(tools):
     """`shard_map` over the whole mesh that the user has."""
-    return _train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, mesh=tools.mesh)))
+    return train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, mesh=tools.mesh)))
 
 
 def _shard_map_without_a_mesh(tools):
     """`shard_map` that takes the mesh from its context."""
-    return _train_stages(tools, _split_mlp(tools, jax.shard_map))
+    return train_stages(tools, _split_mlp(tools, jax.shard_map))
 
 
 def _shard_map_over_one_axis(tools):
     """`shard_map` that is manual over the data axis alone."""
-    return _train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, axis_names={"data"})))
+    return train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, axis_names={"data"})))
 
 
 def _shard_map_unchecked(tools):
     """`shard_map` without the check of what varies over which axis, as older code has it."""
-    return _train_stages(
+    return train_stages(
         tools, _split_mlp(tools, functools.partial(jax.shard_map, axis_names={"data"}, check_vma=False))
     )
+
+
+def _shard_map_unchecked_over_all_axes(tools):
+    """The same over every axis of the user's mesh, as most code has it."""
+    return train_stages(tools, _split_mlp(tools, functools.partial(jax.shard_map, mesh=tools.mesh, check_vma=False)))
 
 
 def _gathered_rows(tools):
@@ -159,7 +151,7 @@ def _gathered_rows(tools):
         return h + 0.1 * jnp.roll(x, ROWS // 2, axis=0) + x * (1.0 + 0.1 * place)
 
     if tools.mesh is None:
-        return _train_stages(tools, plain)
+        return train_stages(tools, plain)
     rows = P("data", None)
     split = jax.shard_map(local, mesh=tools.mesh, in_specs=({"up": P(), "down": P()}, rows), out_specs=rows)
 
@@ -199,7 +191,7 @@ def _sharded_optimizer(tools):
 
 def _plain(tools):
     """Nothing in the program is sharded; the mesh has a second axis all the same."""
-    return _train_stages(tools, residual)
+    return train_stages(tools, residual)
 
 
 def _mesh_program(name, make_state, build, make_batch=_even_batch, **kwargs):
@@ -207,14 +199,15 @@ def _mesh_program(name, make_state, build, make_batch=_even_batch, **kwargs):
 
 
 PROGRAMS = (
-    _mesh_program("data_parallel", _stages_state, _data_parallel),
+    _mesh_program("data_parallel", stages_state, _data_parallel),
     _mesh_program("tensor_parallel", _two_matrices, _tensor_parallel),
     _mesh_program("sharded_state", _two_matrices, _sharded_state, specs=_sharded_specs()),
     _mesh_program("shard_map_with_the_mesh", _two_matrices, _shard_map_with_the_mesh),
     _mesh_program("shard_map_without_a_mesh", _two_matrices, _shard_map_without_a_mesh),
     _mesh_program("shard_map_over_one_axis", _two_matrices, _shard_map_over_one_axis),
     _mesh_program("shard_map_unchecked", _two_matrices, _shard_map_unchecked),
+    _mesh_program("shard_map_unchecked_over_all_axes", _two_matrices, _shard_map_unchecked_over_all_axes),
     _mesh_program("gathered_rows", _two_matrices, _gathered_rows),
-    _mesh_program("sharded_optimizer", _stages_state, _sharded_optimizer),
-    _mesh_program("ignores_the_mesh", _stages_state, _plain, make_batch=regression_batch),
+    _mesh_program("sharded_optimizer", stages_state, _sharded_optimizer),
+    _mesh_program("ignores_the_mesh", stages_state, _plain, make_batch=regression_batch),
 )

@@ -20,6 +20,7 @@ from programs.parts import (
     residual,
     squared_error,
     stages_params,
+    stages_state,
     token_batch,
     train,
 )
@@ -159,21 +160,27 @@ def _frozen_state(key):
     return momentum_state({"body": stages_params(key), "scale": jnp.float32(0.9), "unused": jnp.ones((2, WIDTH))})
 
 
-def _frozen_first_stages(tools):
-    """Only the last two stages are differentiated: the first two have no backward at all."""
-
-    def loss(trained, frozen, microbatch):
-        return squared_error(chain(tools, [*frozen, *trained], microbatch["x"]), microbatch["y"])
+def _train_in_part(tools, loss, rest):
+    """A step of `loss(params, state[rest], microbatch)` that trains the parameters and leaves the rest as it is."""
 
     def step(state, batch):
         loss_value, grads = tools.reduce(
-            lambda microbatch: jax.value_and_grad(loss)(state["params"], state["frozen"], microbatch),
+            lambda microbatch: jax.value_and_grad(loss)(state["params"], state[rest], microbatch),
             batch,
             operation=mpmd.Mean,
         )
         return momentum_update(state, grads), {"loss": loss_value}
 
     return step
+
+
+def _frozen_first_stages(tools):
+    """Only the last two stages are differentiated: the first two have no backward at all."""
+
+    def loss(trained, frozen, microbatch):
+        return squared_error(chain(tools, [*frozen, *trained], microbatch["x"]), microbatch["y"])
+
+    return _train_in_part(tools, loss, "frozen")
 
 
 def _frozen_first_state(key):
@@ -187,15 +194,7 @@ def _frozen_last_stages(tools):
     def loss(trained, frozen, microbatch):
         return squared_error(chain(tools, [trained, *frozen], microbatch["x"]), microbatch["y"])
 
-    def step(state, batch):
-        loss_value, grads = tools.reduce(
-            lambda microbatch: jax.value_and_grad(loss)(state["params"], state["frozen"], microbatch),
-            batch,
-            operation=mpmd.Mean,
-        )
-        return momentum_update(state, grads), {"loss": loss_value}
-
-    return step
+    return _train_in_part(tools, loss, "frozen")
 
 
 def _frozen_last_state(key):
@@ -213,15 +212,7 @@ def _low_rank_adapters(tools):
             x = x + jnp.tanh(dense(p, x) + x @ a["down"] @ a["up"])
         return squared_error(x, microbatch["y"])
 
-    def step(state, batch):
-        loss_value, grads = tools.reduce(
-            lambda microbatch: jax.value_and_grad(loss)(state["params"], state["base"], microbatch),
-            batch,
-            operation=mpmd.Mean,
-        )
-        return momentum_update(state, grads), {"loss": loss_value}
-
-    return step
+    return _train_in_part(tools, loss, "base")
 
 
 def _adapters_state(key):
@@ -328,10 +319,6 @@ def _weight_decay_in_the_loss(tools):
     return train(tools, loss)
 
 
-def _plain_state(key):
-    return momentum_state(stages_params(key))
-
-
 def _label_embedding(tools):
     """The label's embedding, looked up at the start of the loss, is a parameter of the last stage."""
 
@@ -405,7 +392,7 @@ PROGRAMS = (
     Program("integer_leaves", _permuted_state, regression_batch, _integer_leaves),
     Program("float0_gradients", _permuted_state, regression_batch, _float0_gradients),
     Program("none_leaves", _none_state, _none_batch, _none_leaves),
-    Program("weight_decay_in_the_loss", _plain_state, regression_batch, _weight_decay_in_the_loss),
+    Program("weight_decay_in_the_loss", stages_state, regression_batch, _weight_decay_in_the_loss),
     Program("label_embedding", _labels_state, _labels_batch, _label_embedding),
     Program("scalar_parameters", _scalars_state, regression_batch, _scalar_parameters),
     Program("stages_without_parameters", _ends_state, regression_batch, _stages_without_parameters),

@@ -70,6 +70,10 @@ def momentum_state(params):
     return {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params), "step": jnp.int32(0)}
 
 
+def stages_state(key, num_stages=NUM_STAGES):
+    return momentum_state(stages_params(key, num_stages))
+
+
 def momentum_update(state, grads):
     """SGD with momentum, and a step counter."""
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
@@ -87,3 +91,15 @@ def train(tools, loss):
         return momentum_update(state, grads), {"loss": loss_value}
 
     return step
+
+
+def train_stages(tools, apply):
+    """A step whose stages are `apply(params, x)`, with a mark between any two."""
+
+    def loss(params, microbatch):
+        x = microbatch["x"]
+        for stage, p in enumerate(params):
+            x = apply(p, x if stage == 0 else tools.mark(x))
+        return squared_error(x, microbatch["y"])
+
+    return train(tools, loss)

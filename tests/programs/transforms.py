@@ -16,28 +16,16 @@ from programs.parts import (
     residual,
     squared_error,
     stages_params,
+    stages_state,
     train,
+    train_stages,
 )
 from programs.program import Program
 
 
-def _stages_state(key):
-    return momentum_state(stages_params(key))
-
-
 def _train_stages(apply):
     """The builder of a step whose stage is `apply(params, x)`."""
-
-    def build(tools):
-        def loss(params, microbatch):
-            x = microbatch["x"]
-            for stage, p in enumerate(params):
-                x = apply(p, x if stage == 0 else tools.mark(x))
-            return squared_error(x, microbatch["y"])
-
-        return train(tools, loss)
-
-    return build
+    return functools.partial(train_stages, apply=apply)
 
 
 def _two_layers(p, x):
@@ -180,15 +168,7 @@ def _jit_around_marks(tools):
 
 def _one_jitted_block(tools):
     """The same jitted block is called once per stage, so that all stages share one cached jaxpr."""
-    block = jax.jit(lambda p, x: residual(p, x))
-
-    def loss(params, microbatch):
-        x = microbatch["x"]
-        for stage, p in enumerate(params):
-            x = block(p, x if stage == 0 else tools.mark(x))
-        return squared_error(x, microbatch["y"])
-
-    return train(tools, loss)
+    return train_stages(tools, jax.jit(lambda p, x: residual(p, x)))
 
 
 def _one_jitted_block_with_its_mark(tools):
@@ -266,7 +246,7 @@ def _normalised_matmuls(tools):
         x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-3)
         return x + jnp.cumsum(jnp.tanh(dense(p, x)), axis=-1)[:, ::-1] / WIDTH
 
-    return _train_stages(apply)(tools)
+    return train_stages(tools, apply)
 
 
 def _linear_algebra(tools):
@@ -278,7 +258,7 @@ def _linear_algebra(tools):
         spectrum = jnp.abs(jnp.fft.rfft(y, axis=-1)).sum(axis=-1, keepdims=True)
         return x + jnp.tanh(jnp.sort(y, axis=-1)) + 0.01 * spectrum
 
-    return _train_stages(apply)(tools)
+    return train_stages(tools, apply)
 
 
 def _jit_around_the_step(tools):
@@ -312,26 +292,26 @@ def _quantised_state(key):
 
 
 PROGRAMS = (
-    Program("checkpointed", _stages_state, regression_batch, _checkpointed),
-    Program("checkpointed_dots", _stages_state, regression_batch, _checkpointed_dots),
+    Program("checkpointed", stages_state, regression_batch, _checkpointed),
+    Program("checkpointed_dots", stages_state, regression_batch, _checkpointed_dots),
     Program("scan_over_layers", _layers_state, regression_batch, _scan_over_layers),
-    Program("cond", _stages_state, regression_batch, _cond),
-    Program("switch", _stages_state, regression_batch, _switch),
-    Program("fori_loop", _stages_state, regression_batch, _fori_loop),
-    Program("while_loop", _stages_state, regression_batch, _while_loop),
-    Program("custom_vjp", _stages_state, regression_batch, _custom_vjp),
+    Program("cond", stages_state, regression_batch, _cond),
+    Program("switch", stages_state, regression_batch, _switch),
+    Program("fori_loop", stages_state, regression_batch, _fori_loop),
+    Program("while_loop", stages_state, regression_batch, _while_loop),
+    Program("custom_vjp", stages_state, regression_batch, _custom_vjp),
     Program("custom_jvp", _quantised_state, regression_batch, _custom_jvp),
-    Program("gradient_inside_a_stage", _stages_state, regression_batch, _gradient_inside_a_stage),
-    Program("jvp_inside_a_stage", _stages_state, regression_batch, _jvp_inside_a_stage),
-    Program("vmap_over_marks", _stages_state, regression_batch, _vmap_over_marks),
-    Program("jit_around_marks", _stages_state, regression_batch, _jit_around_marks),
-    Program("one_jitted_block", _stages_state, regression_batch, _one_jitted_block),
-    Program("one_jitted_block_with_its_mark", _stages_state, regression_batch, _one_jitted_block_with_its_mark),
+    Program("gradient_inside_a_stage", stages_state, regression_batch, _gradient_inside_a_stage),
+    Program("jvp_inside_a_stage", stages_state, regression_batch, _jvp_inside_a_stage),
+    Program("vmap_over_marks", stages_state, regression_batch, _vmap_over_marks),
+    Program("jit_around_marks", stages_state, regression_batch, _jit_around_marks),
+    Program("one_jitted_block", stages_state, regression_batch, _one_jitted_block),
+    Program("one_jitted_block_with_its_mark", stages_state, regression_batch, _one_jitted_block_with_its_mark),
     Program("value_and_grad_under_jit", _params_only_state, regression_batch, _value_and_grad_under_jit),
     Program("vjp_by_hand", _params_only_state, regression_batch, _vjp_by_hand),
-    Program("named_scopes", _stages_state, regression_batch, _named_scopes),
-    Program("linear_algebra", _stages_state, regression_batch, _linear_algebra),
-    Program("jit_around_the_step", _stages_state, regression_batch, _jit_around_the_step),
-    Program("constants", _stages_state, regression_batch, _constants),
-    Program("normalised_matmuls", _stages_state, regression_batch, _normalised_matmuls),
+    Program("named_scopes", stages_state, regression_batch, _named_scopes),
+    Program("linear_algebra", stages_state, regression_batch, _linear_algebra),
+    Program("jit_around_the_step", stages_state, regression_batch, _jit_around_the_step),
+    Program("constants", stages_state, regression_batch, _constants),
+    Program("normalised_matmuls", stages_state, regression_batch, _normalised_matmuls),
 )

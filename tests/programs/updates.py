@@ -19,6 +19,7 @@ from programs.parts import (
     regression_batch,
     squared_error,
     stages_params,
+    stages_state,
     train,
 )
 from programs.program import Program
@@ -197,10 +198,6 @@ def _normalised_weights(tools):
     return step
 
 
-def _plain_state(key):
-    return momentum_state(stages_params(key))
-
-
 def _mixed_precision(tools):
     """float32 parameters, cast to bfloat16 once before the loop; gradients are accumulated in float32."""
 
@@ -291,9 +288,9 @@ PROGRAMS = (
     Program("loss_scaling", _loss_scale_state, regression_batch, _loss_scaling),
     Program("skip_by_cond", _limit_state, regression_batch, _skip_by_cond),
     Program("prepared_batch", _gain_state, _flat_batch, _prepared_batch),
-    Program("normalised_weights", _plain_state, regression_batch, _normalised_weights),
-    Program("mixed_precision", _plain_state, regression_batch, _mixed_precision, rtol=1e-2),
-    Program("casts_in_the_loop", _plain_state, regression_batch, _casts_in_the_loop, rtol=1e-2),
+    Program("normalised_weights", stages_state, regression_batch, _normalised_weights),
+    Program("mixed_precision", stages_state, regression_batch, _mixed_precision, rtol=1e-2),
+    Program("casts_in_the_loop", stages_state, regression_batch, _casts_in_the_loop, rtol=1e-2),
     Program("outputs_from_everywhere", _previous_state, regression_batch, _outputs_from_everywhere),
     Program("orthogonalised", _params_state, regression_batch, _orthogonalised, rtol=1e-4),
 )
