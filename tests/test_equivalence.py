@@ -14,15 +14,23 @@ def _check(program, schedule, where, **options):
     assert_same_history(program.run(pipeline(program, schedule, where, **options)), program.expected, program.rtol)
 
 
-@pytest.mark.parametrize("program", programs.ALL, ids=str)
-def test_a_program_under_1f1b_on_auto_axes_equals_its_plain_loop(program):
-    _check(program, "OneFOneB", "auto")
+# GPipe runs the tasks of 1F1B in another order: a slow test.
+_RUNS = [
+    ("OneFOneB", "auto"),
+    ("ZeroBubbleH1", "explicit"),
+    pytest.param("GPipe", "explicit", marks=pytest.mark.slow),
+]
 
 
+@pytest.mark.parametrize(("schedule", "where"), _RUNS)
 @pytest.mark.parametrize("program", programs.ALL, ids=str)
-def test_a_program_under_gpipe_on_explicit_axes_with_its_state_donated_equals_its_plain_loop(program):
-    with quickly_compiled():
-        _check(program, "GPipe", "explicit", donate_argnums=(0,))
+def test_a_program_equals_its_plain_loop(program, schedule, where):
+    """On Explicit axes with its state donated."""
+    if where == "auto":
+        _check(program, schedule, where)
+    else:
+        with quickly_compiled():
+            _check(program, schedule, where, donate_argnums=(0,))
 
 
 # Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics and two loops.

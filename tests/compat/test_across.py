@@ -69,7 +69,10 @@ def _batches():
     return [regression_batch(jax.random.key(seed)) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)], ids=str)
+SCHEDULES = [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_norms_are_summed_and_stacked_over_the_groups(schedule, axis_type):
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
@@ -132,7 +135,8 @@ def test_outside_of_mpmd_jit_they_are_plain_jax():
 # --- place ----------------------------------------------------------------------------------------
 
 
-def test_values_are_placed_where_the_user_says():
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_values_are_placed_where_the_user_says(schedule):
     mesh = mpmd.MpmdMesh(make_mesh(4, AxisType.Auto, ("data",)), "stage")
 
     def step(params, batch, schedule):
@@ -145,7 +149,7 @@ def test_values_are_placed_where_the_user_says():
         }
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), out
 
-    jitted, out = _check(step, mesh, stages_params(jax.random.key(0)), *_batches())
+    jitted, out = _check(step, mesh, stages_params(jax.random.key(0)), *_batches(), schedule=schedule)
     assert out["loss"].mpmd_idxs == (2,)
     assert out["both"]["w"].mpmd_idxs == (1, 3)
     assert out["shift"].mpmd_idxs == (1,)
@@ -285,8 +289,9 @@ def test_a_larger_group_for_the_embedding(schedule):
     assert [table.group_sharding(g).shard_shape((16, WIDTH)) for g in (0, 2)] == [(16, 2), (16, 4)]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_stage_receives_another_sharding_than_was_sent(axis_type):
+def test_a_stage_receives_another_sharding_than_was_sent(axis_type, schedule):
     """Stages shard rows and columns in turn."""
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type, ("data",)), "stage")
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
@@ -311,4 +316,4 @@ def test_a_stage_receives_another_sharding_than_was_sent(axis_type):
         {name: normal(jax.random.fold_in(jax.random.key(seed), i), 4, 4, WIDTH) for i, name in enumerate("xy")}
         for seed in (1, 2)
     ]
-    _check(step, mesh, stages_params(jax.random.key(0)), *batches)
+    _check(step, mesh, stages_params(jax.random.key(0)), *batches, schedule=schedule)

@@ -39,14 +39,7 @@ def _batch(seed=1):
     return {"x": x, "y": y}
 
 
-def _step(middle, schedule):
-    """A training step of three stages; `middle(params, x)` is the second."""
-
-    def loss(params, microbatch):
-        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
-        x = mpmd.mark_stage_end(middle(params[1], x))
-        return squared_error(residual(params[2], x), microbatch["y"])
-
+def _train(loss, schedule):
     def step(params, batch):
         value, grads = mpmd.treduce(
             lambda m: jax.value_and_grad(loss)(params, m), batch, schedule=schedule, operation=mpmd.Mean
@@ -56,15 +49,30 @@ def _step(middle, schedule):
     return step
 
 
+def _check_steps(step, reference, num_stages):
+    """Two calls of a step equal those of the reference."""
+    params = expected = stages_params(jax.random.key(0), num_stages)
+    for seed in (1, 2):
+        params, value = step(params, _batch(seed))
+        expected, wanted = reference(expected, _batch(seed))
+        assert_same(host((params, value)), host((expected, wanted)), 2e-5)
+
+
+def _step(middle, schedule):
+    """A training step of three stages; `middle(params, x)` is the second."""
+
+    def loss(params, microbatch):
+        x = mpmd.mark_stage_end(residual(params[0], microbatch["x"]))
+        x = mpmd.mark_stage_end(middle(params[1], x))
+        return squared_error(residual(params[2], x), microbatch["y"])
+
+    return _train(loss, schedule)
+
+
 def _check(middle, mesh, schedule=SCHEDULES[0], plain=residual):
     """Two calls as a pipeline equal plain JAX."""
     with quickly_compiled():
-        step, reference = mpmd.jit(_step(middle, schedule), mpmd_mesh=mesh), jax.jit(_step(plain, None))
-        params = expected = stages_params(jax.random.key(0), 3)
-        for seed in (1, 2):
-            params, value = step(params, _batch(seed))
-            expected, wanted = reference(expected, _batch(seed))
-            assert_same(host((params, value)), host((expected, wanted)), 2e-5)
+        _check_steps(mpmd.jit(_step(middle, schedule), mpmd_mesh=mesh), jax.jit(_step(plain, None)), 3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -73,14 +81,16 @@ def test_an_exported_stage_is_trained_like_the_function_that_it_was(schedule):
     _check(mpmd.from_exported(exported), _mesh(1), schedule)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_stage_exported_for_one_device_runs_in_groups_of_two(axis_type):
+def test_a_stage_exported_for_one_device_runs_in_groups_of_two(axis_type, schedule):
     exported = jax.export.export(jax.jit(residual))(*_shapes())
-    _check(mpmd.from_exported(exported), _mesh(2, axis_type), SCHEDULES[1])
+    _check(mpmd.from_exported(exported), _mesh(2, axis_type), schedule)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_stage_exported_with_shardings_keeps_them_in_groups_of_as_many_devices(axis_type):
+def test_a_stage_exported_with_shardings_keeps_them_in_groups_of_as_many_devices(axis_type, schedule):
     mesh = _group_mesh(axis_type)
     rows = NamedSharding(mesh, P("data", None))
     params, x = _shapes(rows)
@@ -93,7 +103,7 @@ def test_a_stage_exported_with_shardings_keeps_them_in_groups_of_as_many_devices
             return jax.reshard(stage(p, jax.reshard(x, P("data", None))), P())
         return stage(p, x)
 
-    _check(middle, _mesh(2, axis_type))
+    _check(middle, _mesh(2, axis_type), schedule)
 
 
 def test_a_stage_exported_for_another_number_of_devices_is_refused_with_both():
@@ -177,23 +187,12 @@ def _forward_only(encoder, schedule):
         x = mpmd.mark_stage_end(residual(params[0], x))
         return squared_error(residual(params[1], x), microbatch["y"])
 
-    def step(params, batch):
-        value, grads = mpmd.treduce(
-            lambda m: jax.value_and_grad(loss)(params, m), batch, schedule=schedule, operation=mpmd.Mean
-        )
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
+    return _train(loss, schedule)
 
 
 def _check_encoder(program, mesh, schedule=SCHEDULES[0]):
     step = mpmd.jit(_forward_only(mpmd.from_stablehlo(program), schedule), mpmd_mesh=mesh)
-    reference = jax.jit(_forward_only(_encoder, None))
-    params = expected = stages_params(jax.random.key(0), 2)
-    for seed in (1, 2):
-        params, value = step(params, _batch(seed))
-        expected, wanted = reference(expected, _batch(seed))
-        assert_same(host((params, value)), host((expected, wanted)), 2e-5)
+    _check_steps(step, jax.jit(_forward_only(_encoder, None)), 2)
     return step
 
 
@@ -213,12 +212,13 @@ def test_a_stablehlo_program_is_a_frozen_stage(schedule):
     _check_encoder(_text(), _mesh(1), schedule)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "mhlo"])
-def test_a_sharded_stablehlo_program_keeps_its_shardings(shardy, axis_type):
+def test_a_sharded_stablehlo_program_keeps_its_shardings(shardy, axis_type, schedule):
     text = _text(shardy, sharded=True)
     assert ("sdy.sharding" if shardy else "mhlo.sharding") in text
-    step = _check_encoder(text, _mesh(2, axis_type))
+    step = _check_encoder(text, _mesh(2, axis_type), schedule)
     (compiled,) = [c for found in step._cache.values() for c in found]
     (task,) = [t for p, t in compiled._programs.loops[0].tasks.items() if str(p) == "F0"]
     hlo = task.executable.call.as_text()

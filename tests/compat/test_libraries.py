@@ -385,9 +385,10 @@ def test_a_model_or_an_optimizer_of_a_library_is_trained_as_under_plain_jax(prog
     check(program, schedule, where)
 
 
-def test_an_update_that_is_not_finite_is_skipped_in_all_stages_alike():
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
+def test_an_update_that_is_not_finite_is_skipped_in_all_stages_alike(schedule, where):
     program = next(p for p in PROGRAMS if p.name == "apply_if_finite")
-    step, plain = pipeline(program, "OneFOneB", "auto"), jax.jit(program.build(_plain_tools()))
+    step, plain = pipeline(program, schedule, where), jax.jit(program.build(_plain_tools()))
     state = program.state()
     bad = jax.tree.map(lambda x: x.at[1, 0].set(jnp.inf), regression_batch(jax.random.key(3)))
     for run in (step, plain):

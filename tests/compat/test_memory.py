@@ -1,5 +1,7 @@
 """Memory: rematerialisation, values and states in host memory, and what the step is said to need."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from programs.parts import chain, momentum_state, regression_batch, residual, squared_error, stages_params, train
+from programs.parts import chain, regression_batch, residual, squared_error, stages_params, stages_state, train_stages
 from programs.pipelines import make_mesh, pipeline, shared_device
 from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop, quickly_compiled
 
@@ -33,22 +35,11 @@ def _two_layers(p, x):
 
 
 def _checkpointed(policy):
-    def build(tools):
-        block = jax.checkpoint(_two_layers, policy=POLICIES[policy])
-
-        def loss(params, m):
-            x = m["x"]
-            for stage, p in enumerate(params):
-                x = block(p, x if stage == 0 else tools.mark(x))
-            return squared_error(x, m["y"])
-
-        return train(tools, loss)
-
-    return build
+    return functools.partial(train_stages, apply=jax.checkpoint(_two_layers, policy=POLICIES[policy]))
 
 
 def _two_stages(key):
-    return momentum_state(stages_params(key, 2))
+    return stages_state(key, 2)
 
 
 @pytest.mark.parametrize(("schedule", "where"), RUNS)
@@ -59,9 +50,10 @@ def test_a_checkpoint_policy_in_each_stage_equals_plain_jax(policy, schedule, wh
         assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
-def test_what_a_policy_offloads_waits_in_host_memory():
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
+def test_what_a_policy_offloads_waits_in_host_memory(schedule, where):
     program = Program("offload", _two_stages, regression_batch, _checkpointed("offload_names"), num_stages=2)
-    compiled = pipeline(program, "OneFOneB", "auto").lower(program.state(), next(program.batches(1))).compile()
+    compiled = pipeline(program, schedule, where).lower(program.state(), next(program.batches(1))).compile()
     (forward,) = [t for p, t in compiled._programs.loops[0].tasks.items() if str(p) == "F0"]
     kinds = [s.memory_kind for s in forward.executable.out_shardings]
     assert "pinned_host" in kinds, kinds
