@@ -172,8 +172,8 @@ class MpmdLeaves(ArrayHandler):
                 bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
                 if bad is not None:
                     raise ReshardError(
-                        f"{info.parent_dir / info.name}: the checkpoint is damaged, {index_text(bad.slices)} of this array is not what "
-                        "was written there (its checksum differs)."
+                        f"{info.parent_dir / info.name}: the checkpoint is damaged, {index_text(bad.slices)} of this "
+                        "array is not what was written there (its checksum differs)."
                     )
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]

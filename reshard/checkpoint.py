@@ -150,7 +150,7 @@ def _remove_unfinished(folder: Any) -> None:
 
 def _explained(error: BaseException, folder: Any) -> BaseException:
     """The error of a save, as the user is to see it."""
-    text = "\n".join(map(str, _chain(error)))
+    text, reason = "\n".join(map(str, _chain(error))), _orbax.first_line(error)
     cases = (
         (errno.ENOSPC, ("No space left", "RESOURCE_EXHAUSTED", "Errno 28"), "the disk is full"),
         (errno.EDQUOT, ("quota exceeded", "Errno 122"), "the disk quota is used up"),
@@ -163,8 +163,8 @@ def _explained(error: BaseException, folder: Any) -> BaseException:
                 code, f"save: {what}; nothing was saved, and what was saved before is untouched", str(folder)
             )
     if "DEADLINE_EXCEEDED" in text or any(isinstance(e, TimeoutError) for e in _chain(error)):
-        return TimeoutError(f"save: other processes did not take part in saving {folder}: {_orbax.first_line(error)}")
-    return OSError(errno.EIO, f"save: it could not be written ({_orbax.first_line(error)}); nothing was saved", str(folder))
+        return TimeoutError(f"save: other processes did not take part in saving {folder}: {reason}")
+    return OSError(errno.EIO, f"save: it could not be written ({reason}); nothing was saved", str(folder))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
