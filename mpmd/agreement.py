@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -128,24 +129,36 @@ def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shard
     """Makes sure that host arrays, which every process gives, are the same in those that use them.
 
     At the first call of a step: a seed that depends on the process would go unnoticed. Of arrays over 64 MB a part is
-    looked at.
+    looked at. Where one differs in processes that do not use it, the first process warns.
 
     Raises:
       ScheduleError: some differ; in every process.
     """
-    hashes = [
-        _given(x) if set(s.groups) & set(s.mpmd_mesh.local_groups) else None
-        for x, s in zip(values, shardings, strict=True)
+    given = [
+        (_given(x), bool(set(s.groups) & set(s.mpmd_mesh.local_groups))) for x, s in zip(values, shardings, strict=True)
     ]
-    said = {r: json.loads(text) for r, text in job.exchange("comparing arguments", json.dumps(hashes), ranks).items()}
-    faults = []
+    said = {r: json.loads(text) for r, text in job.exchange("comparing arguments", json.dumps(given), ranks).items()}
+    faults, unlike = [], []
     for i, name in enumerate(names):
         first: dict[str, int] = {}
+        used: dict[str, int] = {}
         for rank, theirs in said.items():
-            if theirs[i] is not None:
-                first.setdefault(theirs[i], rank)
-        if len(first) > 1:
-            faults.append(f"  {name}: ranks {' and '.join(map(str, sorted(first.values())[:2]))} have different values")
+            value, is_used = theirs[i]
+            if value is not None:
+                first.setdefault(value, rank)
+                if is_used:
+                    used.setdefault(value, rank)
+        if len(used) > 1:
+            faults.append(f"  {name}: ranks {' and '.join(map(str, sorted(used.values())[:2]))} have different values")
+        elif len(first) > 1:
+            unlike.append(f"{name} (rank {min(used.values(), default=0)} uses its own)")
+    if unlike and job.rank == min(ranks) and not faults:
+        more = f" and {len(unlike) - 3} more" if len(unlike) > 3 else ""
+        warnings.warn(
+            f"mpmd: the processes gave different host arrays to the step: {', '.join(unlike[:3])}{more}. Each is taken"
+            " from the processes whose groups use it; if they come from one batch, load the same in every process.",
+            stacklevel=2,
+        )
     if faults:
         more = [f"  … and {len(faults) - 5} more"] if len(faults) > 5 else []
         raise ScheduleError(

@@ -5,6 +5,7 @@ instruction needs is worked out once, when the executor is built.
 """
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -40,6 +41,13 @@ class Executor:
         self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
         job = distributed.current() if len(self.ranks) > 1 else None
         self._job = job if job is not None and job.rank in self.ranks else None
+        if jax.process_index() not in self.ranks:
+            warnings.warn(
+                f"mpmd: process {jax.process_index()} has none of the mesh's devices, which are those of"
+                f" {', '.join(map(str, self.ranks))}: it takes no part in the step and cannot read its results."
+                " Start as many processes as the mesh needs, or give each fewer devices.",
+                stacklevel=2,
+            )
         build = _Build(programs, program, self._job)
         build.run()
         self.num_calls = sum(op[0] == _RUN for op in build.ops)

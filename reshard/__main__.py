@@ -234,7 +234,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument(
         "--verify",
         action="store_true",
-        help="read both again and compare them bit by bit, then put DST in place",
+        help="check SRC against its checksums, read both again and compare them bit by bit, then put DST in place",
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 

@@ -25,15 +25,38 @@ def checksum(array: np.ndarray) -> int:
 
     It is meant for accidents, not for attacks, and costs about as much as reading the memory.
     """
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    rows = data.size // (8 * ROW_WORDS)
-    whole = data[: rows * 8 * ROW_WORDS].view(np.uint64).reshape(rows, ROW_WORDS)
-    sums = np.add.reduce(whole, axis=1, dtype=np.uint64)
-    weights = np.arange(1, 2 * rows + 1, 2, dtype=np.uint64)
-    rest = data[rows * 8 * ROW_WORDS :].astype(np.uint64)
-    rest_weights = np.arange(1, 2 * rest.size + 1, 2, dtype=np.uint64) << np.uint64(7)
-    total = int(np.dot(sums, weights)) + int(np.dot(rest, rest_weights))
-    return (total + data.size) % 2**64
+    total = RunningSum()
+    total.add(array)
+    return total.value
+
+
+class RunningSum:
+    """The checksum of an array that comes in parts, in the order of its bytes in C layout."""
+
+    def __init__(self) -> None:
+        self._total = self._rows = 0
+        self._rest = np.empty(0, np.uint8)
+
+    def add(self, part: np.ndarray) -> None:
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        if self._rest.size:
+            data = np.concatenate([self._rest, data])
+        rows = data.size // (8 * ROW_WORDS)
+        whole = data[: rows * 8 * ROW_WORDS].view(np.uint64).reshape(rows, ROW_WORDS)
+        sums = np.add.reduce(whole, axis=1, dtype=np.uint64)
+        self._total += int(np.dot(sums, _odd_numbers(self._rows, rows)))
+        self._rows += rows
+        self._rest = data[rows * 8 * ROW_WORDS :].copy()
+
+    @property
+    def value(self) -> int:
+        rest = self._rest.astype(np.uint64)
+        total = self._total + int(np.dot(rest, _odd_numbers(0, rest.size) << np.uint64(7)))
+        return (total + self._rows * 8 * ROW_WORDS + rest.size) % 2**64
+
+
+def _odd_numbers(first: int, count: int) -> np.ndarray:
+    return np.arange(2 * first + 1, 2 * (first + count) + 1, 2, dtype=np.uint64)
 
 
 async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:

@@ -161,7 +161,8 @@ def convert(
 
     Args:
         conversion: from `plan_conversion`.
-        verify: whether to read the source and the target again and compare them before the target is put in place.
+        verify: whether to check the source against the checksums that this library leaves, and to read source and
+            target again and compare them before the target is put in place.
         progress: called before each batch of chunks.
         should_stop: asked before each batch.
 
@@ -174,6 +175,8 @@ def convert(
     start = time.monotonic()
     working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
+    if verify:
+        asyncio.run(copier.check_source())
     with _write_errors(conversion), _removed_on_error(working):
         orbax_files.write(
             working, retree.nested(conversion.entries, _value(conversion)), copier.copy, zarr3=conversion.zarr3

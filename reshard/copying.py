@@ -19,9 +19,10 @@ import tensorstore as ts
 
 from mpmd.boxes import Box
 from mpmd.errors import ReshardError
+from reshard import checksums
 from reshard.paths import Path, show
 from reshard.retree import Entry
-from reshard.stored import Checkpoint, Leaf, all_of, cells, reading_context, said
+from reshard.stored import Checkpoint, Leaf, all_of, array_name, cells, reading_context, said
 
 _WRITING = 4
 _READING = 4
@@ -197,7 +198,7 @@ class Progress:
         bar = "█" * int(done * 30) + "·" * (30 - int(done * 30))
         rate = self.bytes_done / max(self.seconds, 1e-9) / 2**20
         return (
-            f"{self.doing:7} {bar} {done:4.0%}  {human(self.bytes_done)} of {human(self.bytes_total)}, {rate:.0f} MiB/s"
+            f"{self.doing:8} {bar} {done:4.0%}  {human(self.bytes_done)} of {human(self.bytes_total)}, {rate:.0f} MiB/s"
         )
 
 
@@ -230,6 +231,32 @@ class Copier:
             self.stats.num_commits += 1
 
         await self._run("copying", batch)
+
+    async def check_source(self) -> None:
+        """Compares the arrays that are copied with the checksums beside them, if this library has left any.
+
+        Raises:
+            ReshardError: a box is not what was written there; says which.
+        """
+        sums = await checksums.read(self.source.folder)
+        leaves = {id(p.leaf): p.leaf for task in self.plan.tasks for p in task.entry.parts}.values()
+        boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(array_name(leaf.path), ())]
+        context, start, done = self._context(), time.monotonic(), 0
+        nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box, _ in boxes)
+        for leaf, box, expected in boxes:
+            if self.should_stop():
+                raise Stopped
+            self.progress(Progress("checking", done, nbytes, time.monotonic() - start))
+            array = await _opened(self.source, leaf.path, context)
+            found = checksums.RunningSum()
+            for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
+                found.add(await _read(self.source, leaf.path, array, part))
+            if found.value != expected:
+                raise ReshardError(
+                    f"{self.source.folder}: {show(leaf.path)}{list(box.start)} to {list(box.stop)} is damaged:"
+                    " it is not what was written there (its checksum differs)."
+                )
+            done += box.nbytes(leaf.itemsize)
 
     async def compare(self, written: Checkpoint) -> None:
         """Compares what was written, bit by bit, with what it should be.
@@ -322,6 +349,30 @@ async def _read(checkpoint: Checkpoint, path: Path, array: ts.TensorStore, box: 
             f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
             f"the data is damaged or missing: {said(error)}"
         ) from None
+
+
+def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:
+    """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
+
+    def cut(start: int, stop: int) -> Box:
+        return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
+
+    def cost(part: Box) -> int:
+        return cells(part, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
+
+    if cost(box) <= nbytes or axis == len(leaf.shape):
+        yield box
+        return
+    start, chunk = box.start[axis], leaf.chunk[axis]
+    while start < box.stop[axis]:
+        layer = cut(start, min((start // chunk + 1) * chunk, box.stop[axis]))
+        if (fitting := nbytes // cost(layer)) > 0:
+            layer = cut(start, min((start // chunk + fitting) * chunk, box.stop[axis]))
+            yield layer
+        else:
+            for i in range(start, layer.stop[axis]):
+                yield from _in_order(cut(i, i + 1), leaf, nbytes, axis + 1)
+        start = layer.stop[axis]
 
 
 def _cells_of(box: Box, chunk: Sequence[int]) -> Iterator[Box]:

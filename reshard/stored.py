@@ -115,17 +115,18 @@ class Checkpoint:
         """
         file = self.folder / "_strings.json"
         try:
-            return json.loads(file.read_text())[_name(path)]
+            return json.loads(file.read_text())[array_name(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
 
 
-def _name(path: Path) -> str:
+def array_name(path: Path) -> str:
+    """What Orbax calls an array."""
     return ".".join(key.name for key in path)
 
 
 def _spec(folder: File, path: Path, ocdbt: bool, zarr3: bool, fill_missing: bool) -> dict[str, Any]:
-    name = _name(path) + "/" if path else ""
+    name = array_name(path) + "/" if path else ""
     if ocdbt:
         base = {"driver": "file", "path": f"{folder}/"}
         store = {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#index"}
@@ -249,7 +250,7 @@ def _open(folder: File, item: str | None, step: int | None, others: tuple[str, .
     extras = _extras(folder)
     opened = iter(asyncio.run(_headers(folder, arrays, ocdbt, zarr3, fill_missing)))
     leaves = [
-        dataclasses.replace(next(opened), extra=extras.get(_name(leaf.path))) if leaf.is_array else leaf
+        dataclasses.replace(next(opened), extra=extras.get(array_name(leaf.path))) if leaf.is_array else leaf
         for leaf in entries
     ]
     return Checkpoint(folder, item, step, ocdbt, zarr3, fill_missing, tuple(leaves), others)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpmd.boxes import Box
-from reshard.checksums import checksum, damaged
+from reshard.checksums import RunningSum, checksum, damaged
 
 
 @settings(max_examples=100, deadline=None)
@@ -18,6 +18,16 @@ def test_any_flipped_bit_changes_the_sum(data):
     flipped = values.copy()
     flipped[data.draw(st.integers(0, size - 1))] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
     assert checksum(values) != checksum(flipped)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cuts=st.lists(st.integers(0, 30_000), max_size=6))
+def test_a_sum_of_parts_is_the_sum_of_the_whole(cuts):
+    values = np.random.default_rng(0).integers(0, 256, 30_000, np.uint8)
+    running = RunningSum()
+    for part in np.split(values, sorted(cuts)):
+        running.add(part)
+    assert running.value == checksum(values)
 
 
 def test_the_order_of_rows_and_the_length_count():

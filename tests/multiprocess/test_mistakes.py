@@ -3,8 +3,8 @@
 import jobs
 
 
-def ended(what: str) -> list[jobs.Ended]:
-    with jobs.Job("mistakes.py", what, processes=2, hang_timeout_s=20) as job:
+def ended(what: str, processes: int = 2) -> list[jobs.Ended]:
+    with jobs.Job("mistakes.py", what, processes=processes, hang_timeout_s=20) as job:
         return job.wait(limit_s=120)
 
 
@@ -27,6 +27,21 @@ def test_a_host_array_that_two_processes_use_is_the_same_in_both():
     both = ended("values")
     assert all(rank.status in (1, jobs.VICTIM_STATUS) for rank in both)
     assert any(message in rank.err for rank in both)
+
+
+def test_a_host_array_that_differs_where_nobody_uses_it_is_warned_about_once():
+    first, second = ended("unused")
+    assert (first.status, second.status) == (0, 0)
+    assert "mpmd: the processes gave different host arrays to the step: xs (rank 0 uses its own)." in first.err
+    assert first.err.count("different host arrays") == 1
+    assert "different host arrays" not in second.err
+
+
+def test_a_process_without_devices_of_the_mesh_is_told_so():
+    first, second, spare = ended("spare", processes=3)
+    assert (first.status, second.status, spare.status) == (0, 0, 0)
+    assert "mpmd: process 2 has none of the mesh's devices, which are those of 0, 1" in spare.err
+    assert "none of the mesh's devices" not in first.err + second.err
 
 
 def test_a_step_that_just_one_rank_takes_does_not_end_with_success():
