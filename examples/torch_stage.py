@@ -80,6 +80,7 @@ def batch_at(step: int, microbatches: int = 4, rows: int = 32):
 def main(arguments=None) -> list[float]:
     parser = argparse.ArgumentParser(description="Trains a pipeline whose middle stage is written in PyTorch.")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--schedule", default="OneFOneB", help="a class of scheduler, for three stages in three groups")
     parser.add_argument("--check-against-jit", action="store_true", help="compare each loss with plain jax.jit")
     options = parser.parse_args(arguments)
 
@@ -90,7 +91,8 @@ def main(arguments=None) -> list[float]:
     params, block = make_model(jax.random.key(0))
     optimizer = optax.adamw(3e-3)
     state = optimizer.init(params)
-    step = mpmd.jit(make_step(block, optimizer, scheduler.OneFOneB(3)), mpmd_mesh=mesh, donate_argnums=(0, 1))
+    schedule = getattr(scheduler, options.schedule)(3)
+    step = mpmd.jit(make_step(block, optimizer, schedule), mpmd_mesh=mesh, donate_argnums=(0, 1))
     plain = jax.jit(make_step(block, optimizer, None))
     plain_params, plain_state = jax.tree.map(jnp.copy, (params, state))
     losses = []

@@ -20,7 +20,6 @@ UNDER_1F1B_ALONE = {
     "Equinox example",
     "one trace for all devices of one shape",
     "JAX's persistent compilation cache",
-    "a PyTorch module, by torchax (extra `torch`)",
     "`jax.disable_jit` (plain Python on one device)",
 }
 
