@@ -290,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=text,
-            epilog=f"Example: python -m scheduler {example}\n\n{_COSTS}",
+            epilog=f"Example: python -m scheduler {example}",
             formatter_class=raw,
         )
         one.set_defaults(run=run)
@@ -302,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--groups", type=_count, metavar="P", help="number of groups of devices")
         one.add_argument("--microbatches", type=_count, required=required, metavar="M", help="number of microbatches")
         one.add_argument("--costs", metavar="FILE", help="what tasks take and hold (JSON); by default 1 each")
+        one.epilog = f"{one.epilog}\n\n{_COSTS}"
 
     def pictures(one: argparse.ArgumentParser) -> None:
         one.add_argument("--svg", metavar="FILE", help="write a picture")

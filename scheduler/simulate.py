@@ -61,11 +61,12 @@ class Costs:
                 if not isinstance(number, int | float) or not 0 <= number <= most:
                     faults.append(f"{one.name} holds {number!r}")
         if isinstance(self.bytes_per_s, tuple):
-            faults.append("bytes_per_s is a tuple")
+            faults.append("bytes_per_s is not one number for all")
         elif not self.bytes_per_s:
             faults.append("bytes_per_s is 0")
         if faults:
-            raise ValueError(f"Costs: {'; '.join(faults)}. Expected numbers of at least 0, or tuples of them.")
+            wanted = "numbers of at least 0 (bytes_per_s: above 0), or one for each stage"
+            raise ValueError(f"Costs: {'; '.join(faults)}. Expected {wanted}.")
         self._check_released()
 
     def _check_released(self) -> None:

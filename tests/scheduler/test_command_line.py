@@ -189,7 +189,10 @@ def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tmp_path, monkey
         ),
         (
             b'{"forward": "fast", "bytes_per_s": 0}',
-            "Costs: forward holds 'fast'; bytes_per_s is 0. Expected numbers of at least 0, or tuples of them.",
+            (
+                "Costs: forward holds 'fast'; bytes_per_s is 0."
+                " Expected numbers of at least 0 (bytes_per_s: above 0), or one for each stage."
+            ),
         ),
         (
             b'{"forwards": 1}',

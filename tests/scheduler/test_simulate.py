@@ -137,7 +137,8 @@ def test_wrong_costs_are_refused():
     with pytest.raises(ValueError) as error:
         Costs(forward=-1.0, weight_grad=(1.0, float("nan")))
     assert str(error.value) == (
-        "Costs: forward holds -1.0; weight_grad holds nan. Expected numbers of at least 0, or tuples of them."
+        "Costs: forward holds -1.0; weight_grad holds nan."
+        " Expected numbers of at least 0 (bytes_per_s: above 0), or one for each stage."
     )
     with pytest.raises(ValueError) as error:
         simulate(GPipe(2), 1, Costs(forward=(1.0, 2.0, 3.0)))
