@@ -27,7 +27,7 @@ _NOISE = 0.1
 # from these, so that a seed gives the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
 _MOVED_PER_SECOND = 900_000
-_MOVED_PER_SECOND_COMPILED = 200_000_000
+_MOVED_PER_SECOND_COMPILED = 400_000_000
 
 
 @dataclass(frozen=True)
