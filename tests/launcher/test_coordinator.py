@@ -7,11 +7,7 @@ import subprocess
 
 import pytest
 from launching import LAUNCHER, PATIENCE_S, PYTHON, clean_environment
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+from ports import free_port
 
 
 def start(*arguments, program: tuple = ("-m", "mpmd.coordinator")) -> subprocess.Popen:

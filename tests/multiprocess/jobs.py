@@ -20,16 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from ports import free_port
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = Path(__file__).parent / "programs"
 VICTIM_STATUS = 75
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclasses.dataclass(frozen=True)
