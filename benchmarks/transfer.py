@@ -56,18 +56,15 @@ def run(repeats: int) -> None:
     def bare(x, aval):
         number = next(numbers)
         if job.rank == 0:
-            job.wire.offer(number, x)
+            job.wire.send(number, x, there)
             return None
-        return job.wire.pull(0, number, aval.shape, aval.dtype, there)
+        return job.wire.receive(number, aval.shape, aval.dtype, here, there)
 
     def ours(x, aval):
         # A route is made once per edge of a program; the number of its piece changes with every step.
         route = routes.setdefault(aval.shape, Route(job, source, target, aval, 0, False, "benchmark"))
         number = next(numbers)
-        if job.rank == 0:
-            route.send(x, number)
-            return None
-        return route.receive(None, number)
+        return route.carry(x, number)
 
     def measure(move, x, aval, count, at_once):
         job.exchange("benchmark", "", (0, 1))

@@ -8,6 +8,7 @@ doing the same beside them; correctness never depends on the private one.
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -579,6 +580,20 @@ def running_callback() -> str:
                 user = frame
             frame = frame.f_back
     return ""
+
+
+def num_cpu_devices() -> int:
+    """How many CPU devices JAX is asked to make in this process."""
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(1, xla_bridge.num_cpu_devices.value, *map(int, forced[-1:]))
+
+
+def has_cross_host_put() -> bool:
+    """Whether `jax.device_put` takes arrays to devices of other processes (through NCCL on GPUs; not on CPU)."""
+    kinds = {d.device_kind for d in jax.devices()}
+    forced_otherwise = xla_bridge.FORCE_DCN_CROSS_HOST_TRANSFERS.value
+    client = jax.local_devices()[0].client
+    return len(kinds) == 1 and not forced_otherwise and bool(getattr(client, "supports_cross_host_transfers", False))
 
 
 def start_transfer_server(address: str, num_transports: int = 2) -> Any:

@@ -47,6 +47,10 @@ class Job:
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: Any = None
         self.watchdog.start()
+        if compat.has_cross_host_put():
+            from mpmd.transfer import hardware
+
+            store.key_value_set(f"mpmd/devices/{self.rank}", hardware())
         atexit.register(self.watchdog.finish)
 
     def exchange(self, what: str, text: str, ranks: Sequence[int]) -> dict[int, str]:
@@ -76,6 +80,20 @@ class Job:
             self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
         return dict(sorted(said.items()))
 
+    def find(self, key: str, what: str, rank: int) -> str:
+        """What a rank publishes once under a key of the store; waits for it.
+
+        Args:
+          what: what is done meanwhile, for the report when it does not come.
+        """
+        with self.watchdog.during("agreeing", f"{what} of rank {rank}", [rank]):
+            while True:
+                try:
+                    return self.store.blocking_key_value_get(key, _SLICE_MS)
+                except jax.errors.JaxRuntimeError as e:
+                    if "DEADLINE" not in str(e):
+                        raise
+
     def new_number(self, ranks: Sequence[int], what: str) -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
         lowest = min(ranks)
@@ -86,9 +104,9 @@ class Job:
     def wire(self) -> Any:
         """The transport between processes, opened at its first use."""
         if self._wire is None:
-            from mpmd.transfer import Wire
+            from mpmd import transfer
 
-            self._wire = Wire(self)
+            self._wire = transfer.open_wire(self)
         return self._wire
 
 
@@ -134,10 +152,32 @@ def initialize(
     _check_timeout(hang_timeout_s)
     if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
         return
-    if jax.process_count() > 1:
+    with _threads_beside_collectives():
+        num_processes = jax.process_count()
+    if num_processes > 1:
         store = compat.distributed_client()
         assert store is not None
         _job = Job(store, hang_timeout_s or None, environment)
+
+
+@contextlib.contextmanager
+def _threads_beside_collectives():
+    """Lets JAX start CPU devices with a thread more than there are devices.
+
+    A collective of several processes keeps a thread of its device while it waits for the others. By default there is
+    one for each device or each core, whichever is more; if collectives have all of them, a value that another process
+    pulls is not sent, and that may be what it waits for.
+    """
+    name = "PJRT_NPROC"
+    threads = compat.num_cpu_devices() + 1
+    if name in os.environ or "NPROC" in os.environ or threads <= len(os.sched_getaffinity(0)):
+        yield
+        return
+    os.environ[name] = str(threads)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def current() -> Job | None:

@@ -120,7 +120,7 @@ class Executor:
         """Before the first step, lets the processes agree on the plan and meet; the job if this has just been done."""
         if self._job is None or self._next_piece is not None:
             return None
-        self._next_piece = agree(self._job, self._plan(), self.ranks) << NUMBER_BITS
+        self._next_piece = agree(self._job, self._plan(self._job.wire.name), self.ranks) << NUMBER_BITS
         warm_up(self._job, self._mesh, self.ranks)
         return self._job
 
@@ -135,7 +135,7 @@ class Executor:
     @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
-        between = "" if self._job is None else " in this process, between processes by jax.experimental.transfer"
+        between = "" if self._job is None else f" in this process, between processes by {self._job.wire.name}"
         return f"by jax.device_put{between}"
 
     def text(self, position: int) -> str:
@@ -376,7 +376,10 @@ class _Build:
         return found
 
     def _send_away(self, group, instruction: Send, aval, source, wanted, text):
-        """Offers pieces to other processes; every process counts them alike, also those that have no part in them."""
+        """Pieces for other processes; every process counts them alike, also those that have no part in them.
+
+        Where this process receives too, it does both when it comes to the receive, which directly follows.
+        """
         value, target = instruction.value, instruction.to_group
         assert self.job is not None
         first = self.num_pieces
@@ -386,7 +389,8 @@ class _Build:
         route = transfer.Route(self.job, source, wanted, aval, first, self._is_the_users(group, value), text)
         self.routes[group, target, value] = route
         if group in self.local and route.outgoing:
-            self._add(_SEND, route.send, self.slot(group, value), None, text, group)
+            if target not in self.local:
+                self._add(_SEND, route.carry, self.slot(group, value), None, text, group)
             self.bytes_moved += self.program.nbytes.get(value.name, 0)
 
     def _receive(self, group, instruction: Recv):
@@ -394,7 +398,7 @@ class _Build:
         route = self.routes.pop((source, group, value), None)
         if route is not None:
             ins = self.slot(source, value) if source in self.local else None
-            self._add(_RECV, route.receive, ins, self.slot(group, value), route.what, group)
+            self._add(_RECV, route.carry, ins, self.slot(group, value), route.what, group)
             self.bytes_moved += 0 if source in self.local else self.program.nbytes.get(value.name, 0)
 
     def _is_the_users(self, group, value) -> bool:

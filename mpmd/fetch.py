@@ -84,10 +84,10 @@ def _gather(job: distributed.Job, leaves) -> list[Any]:
                 job, source, NamedSharding(mesh, PartitionSpec()), x, count, False, f"device_get of {x!r:.60}"
             )
             count += route.num_pieces
-            if route.outgoing and part is not None:
-                route.send(part, base)
             if rank == job.rank:
-                value = route.receive(part, base)
+                value = route.carry(part, base)
+            elif route.outgoing:
+                route.carry(part, base)
         arriving.append(x if value is None else value)
     values = [x if isinstance(x, MpmdArray) else np.asarray(x) if _is_plain(x) else x for x in arriving]
     job.exchange("finishing device_get", "", ranks)

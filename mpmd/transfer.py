@@ -1,13 +1,17 @@
 """Moves values between groups.
 
 In one process a value is put on the consumer's devices by `jax.device_put`, which takes any sharding to any
-sharding. Between processes it goes in pieces, one for each part of a target shard that one source shard has, by
-pulls of `jax.experimental.transfer`. Neither waits for the value to be computed.
+sharding. Between processes it goes in pieces, one for each part of a target shard that one source shard has, over a
+`Wire`: JAX's cross-host `device_put` where the devices have it (GPUs), else pulls of `jax.experimental.transfer`.
+Neither waits for the value to be computed.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -101,12 +105,54 @@ def pieces(source, target, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-class Wire:
-    """Carries arrays of one device to other processes, by pulls of `jax.experimental.transfer`.
+class Wire(Protocol):
+    """Carries arrays of one device to a device of another process.
 
-    A value is offered under a number that is used once, and pulled by that number. The offer keeps its buffer
-    alive until it is taken; the buffer must not be deleted or donated before.
+    All processes come to the transfers that they have a part in, sends and receives alike, in one order that they
+    share (of a step that of `scheduler.merge`): either end may wait for the other without waiting in a circle.
+    A sent buffer must not be deleted or donated before it is taken. Neither method waits for values.
+
+    Attributes:
+      name: the part of JAX that does it, for `explain()`.
     """
+
+    name: str
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Sends an array of this process under a number that is used once."""
+        ...
+
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """What is sent under a number from `source` to `target`, a device of this process."""
+        ...
+
+
+def open_wire(job: Job) -> Wire:
+    """The fastest wire that the job's devices have; the same in every process."""
+    if not compat.has_cross_host_put():
+        return PullWire(job)
+    told = [json.loads(job.find(f"mpmd/devices/{rank}", "finding the devices", rank)) for rank in range(job.num_ranks)]
+    return PullWire(job) if are_shared(told) else PutWire(job)
+
+
+def hardware() -> str:
+    """The host and the GPUs of this process, for `are_shared` in every other."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [getattr(d, "local_hardware_id", None) or 0 for d in jax.local_devices()]
+    gpus = [visible[n] if n < len(visible) and visible[n] else str(n) for n in numbers]
+    return json.dumps([socket.gethostname(), gpus])
+
+
+def are_shared(told: Iterable[tuple[str, list[str]]]) -> bool:
+    """Whether two processes use one GPU, so that NCCL would refuse to connect them."""
+    gpus = [(host, gpu) for host, numbers in told for gpu in numbers]
+    return len(set(gpus)) < len(gpus)
+
+
+class PullWire:
+    """Pulls of `jax.experimental.transfer`: an offer keeps the buffer until the receiver has pulled it."""
+
+    name = "jax.experimental.transfer"
 
     def __init__(self, job: Job):
         self._job = job
@@ -114,26 +160,19 @@ class Wire:
         self._connections: dict[int, Any] = {}
         job.store.key_value_set(f"mpmd/address/{job.rank}", self._server.address())
 
-    def offer(self, number: int, array: jax.Array) -> None:
-        """Lets another process pull `array`."""
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Lets the target's process pull `array`."""
         self._server.await_pull(number, [array])
 
-    def pull(self, rank: int, number: int, shape: Sequence[int], dtype, device: Device) -> jax.Array:
-        """What `rank` offers under a number, on a device of this process; does not wait for it."""
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """Pulls what the source's process offers."""
+        rank = source.process_index
         connection = self._connections.get(rank) or self.connect(rank)
-        return connection.pull(number, _wanted(tuple(shape), dtype, device))[0]
+        return connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
 
     def connect(self, rank: int) -> Any:
         """The connection to a rank, made at its first use."""
-        job = self._job
-        with job.watchdog.during("agreeing", f"finding the address of rank {rank}", [rank]):
-            address = None
-            while address is None:
-                try:
-                    address = job.store.blocking_key_value_get(f"mpmd/address/{rank}", 1000)
-                except jax.errors.JaxRuntimeError as e:
-                    if "DEADLINE" not in str(e):
-                        raise
+        address = self._job.find(f"mpmd/address/{rank}", "finding the address", rank)
         self._connections[rank] = self._server.connect(address)
         return self._connections[rank]
 
@@ -141,6 +180,42 @@ class Wire:
 @functools.lru_cache(maxsize=4096)
 def _wanted(shape: tuple[int, ...], dtype, device: Device) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))]
+
+
+class PutWire:
+    """`jax.device_put` to a device of another process, called at both ends; numbers do not matter, the order does.
+
+    The first call for two devices connects them, for which each end waits for the other.
+    """
+
+    name = "jax.device_put"
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._connected: set[tuple[Device, Device]] = set()
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Puts `array` on the target."""
+        self._put(array, next(iter(array.devices())), target, target)
+
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """Puts the source's array, of which this process has nothing, on the target."""
+        return self._put(_away(tuple(shape), dtype, source), source, target, source)
+
+    def _put(self, array: jax.Array, source: Device, target: Device, other: Device) -> jax.Array:
+        place = SingleDeviceSharding(target)
+        if (source, target) in self._connected:
+            return jax.device_put(array, place)
+        rank = other.process_index
+        with self._job.watchdog.during("agreeing", f"connecting {source} to {target} of rank {rank}", [rank]):
+            put = jax.device_put(array, place)
+        self._connected.add((source, target))
+        return put
+
+
+@functools.lru_cache(maxsize=4096)
+def _away(shape: tuple[int, ...], dtype, device: Device) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, SingleDeviceSharding(device), [], dtype=dtype)
 
 
 class Route:
@@ -160,69 +235,76 @@ class Route:
         self.all = pieces(source, target, tuple(aval.shape))
         self.num_pieces = len(self.all)
         self.first = first
-        self.outgoing = [p for p in self.all if is_mine(p.source) and not is_mine(p.target)]
-        self.incoming = {d: [p for p in self.all if p.target == d] for d in self.targets}
-        whole = [
-            p for ps in self.incoming.values() for p in ps if not is_mine(p.source) and p.box == self.targets[p.target]
-        ]
-        # One piece that is all there is: nothing to put together.
-        self._all_in_one = whole[0] if whole and target.mesh.size == 1 and self._memory is None else None
+        self.mine = [p for p in self.all if is_mine(p.source) or is_mine(p.target)]
+        self.outgoing = [p for p in self.mine if not is_mine(p.target)]
+        incoming = [p for p in self.mine if is_mine(p.target)]
+        self._starts = {
+            d: tuple(_relative(p.box, box) for p in incoming if p.target == d) for d, box in self.targets.items()
+        }
+        is_whole = len(self.mine) == 1 and bool(incoming) and incoming[0].box == self.targets.get(incoming[0].target)
+        # One piece from elsewhere that is all there is: nothing to put together.
+        self._all_in_one = (
+            incoming[0]
+            if is_whole and not is_mine(incoming[0].source) and target.mesh.size == 1 and self._memory is None
+            else None
+        )
 
-    def send(self, x: jax.Array, base: int) -> None:
-        """Offers this process's pieces to the others."""
-        shards = _shards(x)
-        expect = self.job.watchdog.expect
-        for piece in self.outgoing:
-            part = self._cut(shards[piece.source], piece)
-            if part is shards[piece.source] and self._keep:
-                part = _copied(part)
-            if self._is_key:
-                part = jax.random.key_data(part)
-            number = base + self.first + piece.number
-            self.job.wire.offer(number, part)
-            expect(part, self.what, (), number)
-
-    def receive(self, x: jax.Array | None, base: int) -> jax.Array:
-        """The value on this process's target devices.
+    def carry(self, x: jax.Array | None, base: int) -> jax.Array | None:
+        """Sends this process's pieces and receives those for its devices, in the order that all processes share.
 
         Args:
           x: this process's part of the source, if it has one.
+          base: added to the pieces' numbers.
+
+        Returns:
+          The value on this process's target devices, if it has any.
         """
         if self._all_in_one is not None:
-            return self._pull(self._all_in_one, base)
+            return self._receive(self._all_in_one, base)
         shards = {} if x is None else _shards(x)
-        arrived = []
-        for device, box in self.targets.items():
-            parts = []
-            for piece in self.incoming[device]:
-                if is_mine(piece.source):
-                    parts.append(jax.device_put(self._cut(shards[piece.source], piece), device, may_alias=False))
-                else:
-                    parts.append(self._pull(piece, base))
-            if len(parts) == 1 and parts[0].shape == box.shape:
-                arrived.append(parts[0])
+        parts: dict[Device, list[jax.Array]] = {d: [] for d in self.targets}
+        for piece in self.mine:
+            if not is_mine(piece.source):
+                parts[piece.target].append(self._receive(piece, base))
+            elif is_mine(piece.target):
+                part = self._cut(shards[piece.source], piece)
+                parts[piece.target].append(jax.device_put(part, piece.target, may_alias=False))
             else:
-                starts = tuple(
-                    tuple(a - b for a, b in zip(p.box.start, box.start, strict=True)) for p in self.incoming[device]
-                )
-                arrived.append(_assemble(box.shape, self.aval.dtype, starts, device, parts))
-        if len(arrived) == 1 and self.target.mesh.size == 1 and self._memory is None:
-            value = arrived[0]
-        elif self._memory is not None:
-            place = self.target.with_memory_kind("device")
-            value = jax.make_array_from_single_device_arrays(self.aval.shape, place, arrived)
-            value = jax.device_put(value, self.target)
-        else:
-            value = jax.make_array_from_single_device_arrays(self.aval.shape, self.target, arrived)
-        return value
+                self._send(shards[piece.source], piece, base)
+        return self._assembled(parts) if self.targets else None
 
-    def _pull(self, piece: Piece, base: int) -> jax.Array:
+    def _assembled(self, parts: dict[Device, list[jax.Array]]) -> jax.Array:
+        arrived = [
+            found[0]
+            if len(found) == 1 and found[0].shape == self.targets[device].shape
+            else _assemble(self.targets[device].shape, self.aval.dtype, self._starts[device], device, found)
+            for device, found in parts.items()
+        ]
+        if len(arrived) == 1 and self.target.mesh.size == 1 and self._memory is None:
+            return arrived[0]
+        if self._memory is None:
+            return jax.make_array_from_single_device_arrays(self.aval.shape, self.target, arrived)
+        place = self.target.with_memory_kind("device")
+        value = jax.make_array_from_single_device_arrays(self.aval.shape, place, arrived)
+        return jax.device_put(value, self.target)
+
+    def _send(self, shard: jax.Array, piece: Piece, base: int) -> None:
+        part = self._cut(shard, piece)
+        if part is shard and self._keep:
+            part = _copied(part)
+        if self._is_key:
+            part = jax.random.key_data(part)
+        number = base + self.first + piece.number
+        self.job.wire.send(number, part, piece.target)
+        self.job.watchdog.expect(part, self.what, (), number)
+
+    def _receive(self, piece: Piece, base: int) -> jax.Array:
         shape, dtype = piece.box.shape, self.aval.dtype
-        rank, number = piece.source.process_index, base + self.first + piece.number
+        number = base + self.first + piece.number
         if self._is_key:
             shape, dtype = (*shape, *compat.key_shape(dtype)), np.uint32
-        data = self.job.wire.pull(rank, number, shape, dtype, piece.target)
-        self.job.watchdog.expect(data, self.what, (rank,), number)
+        data = self.job.wire.receive(number, shape, dtype, piece.source, piece.target)
+        self.job.watchdog.expect(data, self.what, (piece.source.process_index,), number)
         return jax.random.wrap_key_data(data, impl=compat.key_impl(self.aval.dtype)) if self._is_key else data
 
     def _cut(self, shard: jax.Array, piece: Piece) -> jax.Array:
@@ -231,8 +313,11 @@ class Route:
             shard = jax.device_put(shard, piece.source)
         if held == piece.box:
             return shard
-        start = tuple(a - b for a, b in zip(piece.box.start, held.start, strict=True))
-        return _cut(shard, start, piece.box.shape)
+        return _cut(shard, _relative(piece.box, held), piece.box.shape)
+
+
+def _relative(box: Box, within: Box) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(box.start, within.start, strict=True))
 
 
 def _shards(x: jax.Array) -> dict[Device, jax.Array]:

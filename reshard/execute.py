@@ -254,14 +254,14 @@ class _Run:
                 return moving.source_shards[sender], box.relative_to(moving.scaled(route.source.boxes[sender]))
             return moving.sink(sender).contents, box.relative_to(moving.scaled(route.target.boxes[sender]))
 
-        def sink() -> tuple[Sink, Box, Any, np.dtype]:
+        def sink() -> tuple[Sink, Box, np.dtype]:
             into = box.relative_to(moving.scaled(route.target.boxes[receiver]))
-            return moving.sink(receiver), into, to_device, moving.planned.leaf.dtype
+            return moving.sink(receiver), into, moving.planned.leaf.dtype
 
         sender_rank, receiver_rank = self._rank_of(from_device), self._rank_of(to_device)
         if sender_rank != receiver_rank:
             assert self.wire is not None
-            sent, received = self.wire.carry(sender_rank, receiver_rank, source, sink)
+            sent, received = self.wire.carry(sender_rank, receiver_rank, from_device, to_device, source, sink)
         elif sender_rank == self.rank:
             sent, received = self.carrier.carry(*source(), *sink()[:2])
         else:

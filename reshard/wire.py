@@ -1,6 +1,6 @@
-"""Pieces that go between processes: offered by the sender's process, pulled by the receiver's.
+"""Pieces that go between processes: sent by one, received by another.
 
-All processes walk the same plan and number its pieces alike. What was offered must stay until it has been taken, so
+All processes walk the same plan and number its pieces alike. What was sent must stay until it has been taken, so
 at every settling the receivers say that they have all, by a message to each sender.
 """
 
@@ -17,6 +17,7 @@ from mpmd.boxes import Box
 from mpmd.distributed import Job
 from mpmd.errors import ReshardError
 from mpmd.execute import NUMBER_BITS
+from mpmd.mesh import Device
 from reshard.devices import HostMemory
 from reshard.transport import Sink, aligned_empty, cut, is_host_memory
 
@@ -39,14 +40,18 @@ class WireCarrier:
         self,
         sender: int,
         receiver: int,
+        from_device: Any,
+        to_device: Any,
         source: Callable[[], tuple[Any, Box]],
-        sink: Callable[[], tuple[Sink, Box, Any, np.dtype]],
+        sink: Callable[[], tuple[Sink, Box, np.dtype]],
     ) -> tuple[int, int]:
         """One piece from rank to rank; every process calls it for every such piece, in the same order.
 
         Args:
+          sender, receiver: the ranks.
+          from_device, to_device: where the two shards are, devices or `HostMemory`.
           source: gives the source shard and what of it goes; called on the sender.
-          sink: gives the target shard, where in it, its device and its dtype; called on the receiver.
+          sink: gives the target shard, where in it, and its dtype; called on the receiver.
 
         Returns:
           The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
@@ -57,12 +62,12 @@ class WireCarrier:
         if sender == self.rank:
             shard, at = source()
             data, nbytes = _part(shard, at)
-            self._job.wire.offer(number, data)
+            self._job.wire.send(number, data, _device(to_device, receiver))
             return nbytes, 0
         if receiver == self.rank:
-            shard, into, device, dtype = sink()
-            home = jax.local_devices()[0] if isinstance(device, HostMemory) else device
-            data = self._job.wire.pull(sender, number, into.shape, dtype, home)
+            shard, into, dtype = sink()
+            away, home = _device(from_device, sender), _device(to_device, receiver)
+            data = self._job.wire.receive(number, into.shape, dtype, away, home)
             self._job.watchdog.expect(data, "a piece of a reshard", (sender,))
             self._coming.append((data, shard, into))
             return 0, 0 if shard.takes(data) else into.nbytes(dtype.itemsize)
@@ -78,14 +83,24 @@ class WireCarrier:
         for sender, receiver in sorted(self._pairs):
             number = self._next
             self._next += 1
+            giver, taker = _first_device(receiver), _first_device(sender)
             if receiver == self.rank:
-                self._job.wire.offer(number, jax.device_put(_RECEIPT, jax.local_devices()[0]))
+                self._job.wire.send(number, jax.device_put(_RECEIPT, giver), taker)
             elif sender == self.rank:
-                receipt = self._job.wire.pull(receiver, number, (1,), np.uint8, jax.local_devices()[0])
+                receipt = self._job.wire.receive(number, (1,), np.uint8, giver, taker)
                 self._job.watchdog.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
                 receipts.append(receipt)
         self._pairs.clear()
         jax.block_until_ready(receipts)
+
+
+def _first_device(rank: int) -> Device:
+    return jax.local_devices(process_index=rank)[0]
+
+
+def _device(place: Any, rank: int) -> Device:
+    """The device that pieces of a shard go by."""
+    return _first_device(rank) if isinstance(place, HostMemory) else place
 
 
 def _part(source: Any, box: Box) -> tuple[jax.Array, int]:

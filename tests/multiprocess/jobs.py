@@ -73,6 +73,7 @@ class Job:
       processes, devices: how many, and CPU devices of each.
       external: the coordination service is a process of its own; else rank 0 serves it.
       hang_timeout_s: as `--hang-timeout` of the launcher; None leaves it to the program.
+      wire: one of `programs/wires.py` that values go by between processes, instead of the devices' own.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Job:
         devices: int = 1,
         external: bool = True,
         hang_timeout_s: float | None = None,
+        wire: str | None = None,
     ):
         self.num_ranks = processes
         self.folder = Path(tempfile.mkdtemp(prefix="mpmd-job-"))
@@ -97,6 +99,8 @@ class Job:
             command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
             for rank in range(processes):
                 environment = _environment(port, processes, rank, devices, external, hang_timeout_s)
+                if wire is not None:
+                    environment |= {"TEST_WIRE": wire, "TEST_WIRE_PORT": str(free_port())}
                 with open(self._file(rank, "out"), "wb") as out, open(self._file(rank, "err"), "wb") as err:
                     self.ranks.append(
                         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

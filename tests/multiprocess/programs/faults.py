@@ -92,16 +92,16 @@ class Pipeline:
 
 def lose_one_transfer() -> None:
     """The next send of this rank goes nowhere."""
-    send = transfer.Wire.offer
+    send = transfer.PullWire.send
     lost = []
 
-    def offer(self, number, array):
+    def lossy(self, number, array, target):
         if not lost:
             lost.append(number)
             return None
-        return send(self, number, array)
+        return send(self, number, array, target)
 
-    transfer.Wire.offer = offer
+    transfer.PullWire.send = lossy
 
 
 def go_wrong(fault: str, pipeline: Pipeline) -> None:

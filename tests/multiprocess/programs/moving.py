@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wires
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpmd
@@ -92,10 +93,9 @@ def move(random, job) -> int:
         route = Route(job, source, target, aval, count, False, f"value {number}")
         count += route.num_pieces
         part = placed(value, aval, source)
-        if route.outgoing:
-            route.send(part, base)
-        if route.targets:
-            arrived.append((route.receive(part, base), value, (number, dtype, shape, source, target)))
+        found = route.carry(part, base) if route.outgoing or route.targets else None
+        if found is not None:
+            arrived.append((found, value, (number, dtype, shape, source, target)))
     for x, value, what in arrived:
         assert x.sharding.device_set == what[-1].device_set, what
         check_shards(x, value)
@@ -178,6 +178,7 @@ def refuse(mesh) -> int:
 
 
 def main() -> None:
+    wires.choose()
     mpmd.initialize()
     job = distributed.current()
     assert job is not None

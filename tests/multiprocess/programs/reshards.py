@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wires
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpmd
@@ -16,6 +17,7 @@ import reshard
 from mpmd import distributed
 from mpmd.errors import ReshardError
 
+wires.choose()
 mpmd.initialize()
 job = distributed.current()
 assert job is not None

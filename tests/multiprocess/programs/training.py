@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wires
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import mpmd
@@ -203,6 +204,7 @@ def reference(num_stages: int) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
+    wires.choose()
     mpmd.initialize()
     chosen = {name: cases(jax.device_count())[name] for name in sys.argv[1:]}
     found = {name: run(case) for name, case in chosen.items()}

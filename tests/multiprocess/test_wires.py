@@ -1,0 +1,99 @@
+"""The wires between processes: which one is taken, and that steps and reshards do not depend on it."""
+
+import json
+import os
+from typing import Any
+
+import jobs
+import pytest
+
+from mpmd import distributed, transfer
+
+
+@pytest.mark.parametrize(
+    ("told", "shared"),
+    [
+        ([["a", ["0"]], ["a", ["1"]], ["b", ["0"]]], False),
+        ([["a", ["0", "1"]], ["a", ["1", "2"]]], True),
+        ([["a", ["GPU-1"]], ["a", ["GPU-1"]]], True),
+    ],
+    ids=["own", "overlapping", "one"],
+)
+def test_processes_that_share_a_gpu_are_told_apart(told, shared):
+    assert transfer.are_shared(told) == shared
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(None, "0"), ("", "0"), ("3,5", "3"), ("GPU-7", "GPU-7")])
+def test_a_process_tells_its_gpus_by_their_names_on_the_host(monkeypatch, visible, gpu):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    host, gpus = json.loads(transfer.hardware())
+    assert host
+    assert gpus[0] == gpu
+
+
+@pytest.mark.parametrize(("gpus", "wire"), [("01", transfer.PutWire), ("00", transfer.PullWire)])
+def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, gpus, wire):
+    class Job:
+        """As much of a job as the choice looks at."""
+
+        num_ranks = 2
+
+        def find(self, key, what, rank):
+            assert (key, what) == (f"mpmd/devices/{rank}", "finding the devices")
+            return json.dumps(["host", [gpus[rank]]])
+
+    monkeypatch.setattr(transfer.compat, "has_cross_host_put", lambda: True)
+    monkeypatch.setattr(transfer.PullWire, "__init__", lambda self, job: None)  # it would listen
+    job: Any = Job()
+    assert type(transfer.open_wire(job)) is wire
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "during"),
+    [(4, {}, "5"), (2, {}, None), (4, {"NPROC": "3"}, None), (4, {"PJRT_NPROC": "2"}, "2")],
+)
+def test_collectives_leave_a_thread_for_transfers(monkeypatch, devices, given, during):
+    """Without it, a value that another process pulls waits for collectives, which may wait for that process."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed.compat, "num_cpu_devices", lambda: devices)
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda pid: set(range(4)))
+    with distributed._threads_beside_collectives():
+        assert os.environ.get("PJRT_NPROC") == during
+    assert os.environ.get("PJRT_NPROC") == given.get("PJRT_NPROC")
+
+
+CASES = ("1f1b", "interleaved", "turned", "explicit")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What the cases give in one process of four devices."""
+    (found,) = jobs.results("training.py", *CASES, processes=1, devices=4, external=False)
+    return {name: {k: v for k, v in of_case.items() if k != "reference"} for name, of_case in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wire", "processes"), [("put", 2), ("meeting", 2), ("meeting", 4)])
+def test_a_step_gives_the_same_bits_over_any_wire(alone, wire, processes):
+    options = {"devices": 4 // processes, "wire": wire, "hang_timeout_s": 60}
+    for of_rank in jobs.results("training.py", *CASES, processes=processes, **options):
+        assert of_rank == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wire", "processes", "devices"), [("put", 2, 4), ("meeting", 4, 2)])
+def test_reshards_go_over_any_wire(wire, processes, devices):
+    options = {"processes": processes, "devices": devices, "wire": wire, "hang_timeout_s": 60}
+    for of_rank in jobs.results("reshards.py", 5, 15, **options):
+        assert of_rank["again"] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_values_that_cross_each_other_never_wait_in_a_circle():
+    found = jobs.results("moving.py", 2, processes=4, devices=2, wire="meeting", hang_timeout_s=60)
+    assert found == [64] * 4
