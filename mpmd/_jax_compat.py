@@ -6,6 +6,7 @@ doing the same beside them; correctness never depends on the private one.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import re
@@ -589,11 +590,27 @@ def num_cpu_devices() -> int:
 
 
 def has_cross_host_put() -> bool:
-    """Whether `jax.device_put` takes arrays to devices of other processes (through NCCL on GPUs; not on CPU)."""
-    kinds = {d.device_kind for d in jax.devices()}
-    forced_otherwise = xla_bridge.FORCE_DCN_CROSS_HOST_TRANSFERS.value
-    client = jax.local_devices()[0].client
-    return len(kinds) == 1 and not forced_otherwise and bool(getattr(client, "supports_cross_host_transfers", False))
+    """Whether `jax.device_put` takes arrays to devices of other processes as soon as both ends call it.
+
+    On GPUs it does, through NCCL. (Elsewhere JAX numbers the calls in each process, so all processes must make them.)
+    """
+    is_of_one_kind = len({(d.platform, d.device_kind) for d in jax.devices()}) == 1
+    device, forced_otherwise = jax.local_devices()[0], xla_bridge.FORCE_DCN_CROSS_HOST_TRANSFERS.value
+    has_it = bool(getattr(device.client, "supports_cross_host_transfers", False))
+    return is_of_one_kind and device.platform == "gpu" and has_it and not forced_otherwise
+
+
+def pci_bus_id(device: Any) -> str | None:
+    """Where a CUDA device of this process is in its host, by which NCCL tells GPUs apart; None if nobody says."""
+    number, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ordinal = int(device.local_hardware_id)
+    except (OSError, TypeError):
+        return None
+    if cuda.cuDeviceGet(ctypes.byref(number), ordinal) or cuda.cuDeviceGetPCIBusId(text, len(text), number):
+        return None
+    return text.value.decode()
 
 
 def start_transfer_server(address: str, num_transports: int = 2) -> Any:

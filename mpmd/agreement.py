@@ -49,8 +49,8 @@ class Plan:
         return {name: f"{zlib.crc32(text.encode()):08x}{len(text):x}" for name, text in self.sections.items()}
 
 
-def plan_of(programs: StepPrograms, program: Program, wire: str) -> Plan:
-    """The plan of a compiled step, from what the user wrote to what runs; `wire` carries values between processes."""
+def plan_of(programs: StepPrograms, program: Program) -> Plan:
+    """The plan of a compiled step, from what the user wrote to what runs."""
     trace = programs.outline.trace
     mesh = programs.mesh
     arguments = zip(
@@ -71,7 +71,6 @@ def plan_of(programs: StepPrograms, program: Program, wire: str) -> Plan:
             "constants": "\n".join(map(_value, trace.consts)),
             "the step's equations": _ADDRESS.sub("0x", str(trace.jaxpr)),
             "layouts": "\n".join(layouts),
-            "transfers between processes": f"by {wire}",
             "instructions": f"{program}\n{sorted(program.nbytes.items())}",
             "JAX's configuration": _ADDRESS.sub("0x", str(compat.trace_context())),
         }

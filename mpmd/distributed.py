@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd import transfer
 from mpmd.errors import HangError
 from mpmd.watchdog import Watchdog
 
@@ -47,10 +48,7 @@ class Job:
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: Any = None
         self.watchdog.start()
-        if compat.has_cross_host_put():
-            from mpmd.transfer import hardware
-
-            store.key_value_set(f"mpmd/devices/{self.rank}", hardware())
+        store.key_value_set(f"mpmd/devices/{self.rank}", transfer.hardware() if compat.has_cross_host_put() else "")
         atexit.register(self.watchdog.finish)
 
     def exchange(self, what: str, text: str, ranks: Sequence[int]) -> dict[int, str]:
@@ -73,8 +71,7 @@ class Job:
                     said[missing[0]] = self.store.blocking_key_value_get(f"{folder}{count}/{missing[0]}", _SLICE_MS)
                     missing.pop(0)
                 except jax.errors.JaxRuntimeError as e:
-                    if "DEADLINE" not in str(e):
-                        raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
+                    _check_deadline(e, what)
                 self.watchdog.waits_for(missing)
         if count > 1:  # all have come this far, so nobody reads the one before any more
             self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
@@ -91,8 +88,7 @@ class Job:
                 try:
                     return self.store.blocking_key_value_get(key, _SLICE_MS)
                 except jax.errors.JaxRuntimeError as e:
-                    if "DEADLINE" not in str(e):
-                        raise
+                    _check_deadline(e, what)
 
     def new_number(self, ranks: Sequence[int], what: str) -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
@@ -104,10 +100,24 @@ class Job:
     def wire(self) -> Any:
         """The transport between processes, opened at its first use."""
         if self._wire is None:
-            from mpmd import transfer
-
             self._wire = transfer.open_wire(self)
         return self._wire
+
+    @contextlib.contextmanager
+    def as_a_whole(self):
+        """Around transfers that other processes make too: if this one leaves on the way, the next may meet the rest."""
+        try:
+            yield
+        except BaseException:
+            if self._wire is not None:
+                self._wire.interrupt()
+            raise
+
+
+def _check_deadline(e: Exception, what: str) -> None:
+    """An answer that does not come yet is waited for; anything else is the end."""
+    if "DEADLINE" not in str(e):
+        raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
 
 
 _job: Job | None = None
@@ -150,10 +160,10 @@ def initialize(
     if "MPMD_HANG_TIMEOUT_S" in environment:
         hang_timeout_s = _seconds(environment["MPMD_HANG_TIMEOUT_S"])
     _check_timeout(hang_timeout_s)
-    if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
-        return
     with _threads_beside_collectives():
-        num_processes = jax.process_count()
+        if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
+            return
+        num_processes = jax.process_count()  # makes the devices
     if num_processes > 1:
         store = compat.distributed_client()
         assert store is not None
@@ -162,14 +172,14 @@ def initialize(
 
 @contextlib.contextmanager
 def _threads_beside_collectives():
-    """Lets JAX start CPU devices with a thread more than there are devices.
+    """Lets JAX start CPU devices with two threads for each of them.
 
-    A collective of several processes keeps a thread of its device while it waits for the others. By default there is
-    one for each device or each core, whichever is more; if collectives have all of them, a value that another process
-    pulls is not sent, and that may be what it waits for.
+    A collective of several processes keeps a thread while it waits for the others. By default there is one for each
+    device or each core, whichever is more; if collectives have all of them, a value that another process pulls is not
+    sent, and that may be what it waits for. (JAX sizes its pool for the insides of large operations alike.)
     """
     name = "PJRT_NPROC"
-    threads = compat.num_cpu_devices() + 1
+    threads = 2 * compat.num_cpu_devices()
     if name in os.environ or "NPROC" in os.environ or threads <= len(os.sched_getaffinity(0)):
         yield
         return

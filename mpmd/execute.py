@@ -4,6 +4,7 @@ Nothing is looked up by name and no pytree is touched per task; nothing waits fo
 instruction needs is worked out once, when the executor is built.
 """
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -104,11 +105,12 @@ class Executor:
         base = self._begin()
         job.watchdog.enter_step(self)
         try:
-            for position, op in enumerate(self._ops):
-                self.position = position
-                _step(slots, op, base)
-                for slot in op[4]:
-                    slots[slot] = None
+            with job.as_a_whole():
+                for position, op in enumerate(self._ops):
+                    self.position = position
+                    _step(slots, op, base)
+                    for slot in op[4]:
+                        slots[slot] = None
         except Exception as e:
             e.add_note(f"jax-mpmd: while it ran {self._texts[self.position]}")
             raise
@@ -120,7 +122,7 @@ class Executor:
         """Before the first step, lets the processes agree on the plan and meet; the job if this has just been done."""
         if self._job is None or self._next_piece is not None:
             return None
-        self._next_piece = agree(self._job, self._plan(self._job.wire.name), self.ranks) << NUMBER_BITS
+        self._next_piece = agree(self._job, self._plan(), self.ranks) << NUMBER_BITS
         warm_up(self._job, self._mesh, self.ranks)
         return self._job
 
@@ -135,7 +137,9 @@ class Executor:
     @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
-        between = "" if self._job is None else f" in this process, between processes by {self._job.wire.name}"
+        between = (
+            "" if self._job is None else f" in this process, between processes by {transfer.wire_class(self._job).name}"
+        )
         return f"by jax.device_put{between}"
 
     def text(self, position: int) -> str:
@@ -151,24 +155,30 @@ class Executor:
     def _run_checked(self, slots):
         """The same loop, looking at what each executable returns (`jax_debug_nans`, `jax_debug_infs`)."""
         base = 0 if self._job is None else self._begin()
-        for op, text in zip(self._ops, self._texts, strict=True):
-            try:
-                _step(slots, op, base)
-                if op[0] == _RUN and op[2]:  # accumulators start from nothing, perhaps at infinity
-                    nans.check([slots[i] for i in op[3]], text)
-            except Exception as e:
-                e = nans.translated(e, text)
-                e.add_note(f"jax-mpmd: while it ran {text}")
-                raise e from None
-            for slot in op[4]:
-                slots[slot] = None
+        with self._as_a_whole():
+            for op, text in zip(self._ops, self._texts, strict=True):
+                try:
+                    _step(slots, op, base)
+                    if op[0] == _RUN and op[2]:  # accumulators start from nothing, perhaps at infinity
+                        nans.check([slots[i] for i in op[3]], text)
+                except Exception as e:
+                    e = nans.translated(e, text)
+                    e.add_note(f"jax-mpmd: while it ran {text}")
+                    raise e from None
+                for slot in op[4]:
+                    slots[slot] = None
         return self._collect(slots)
+
+    def _as_a_whole(self):
+        return contextlib.nullcontext() if self._job is None else self._job.as_a_whole()
 
     def timed(self, arguments) -> tuple[list, list[Timed]]:
         """Runs the step once under a clock: results as by a call, and when each task of its loops ran."""
         slots = self._fill(arguments)
         base = 0 if self._job is None else self._begin()
         mixed = any(op[0] == _RECV and op[2] is not None for op in self._ops)  # reads what another local group sends
+        if self._job is not None and transfer.wire_class(self._job).is_ordered:
+            mixed = True
         ops = [
             (0 if mixed else group, tasks, op[0] == _RUN, functools.partial(_step, slots, op, base), op[2], op[3])
             for op, (group, tasks) in zip(self._ops, self._owners, strict=True)
@@ -176,7 +186,8 @@ class Executor:
         if self._job is not None:
             self._job.exchange("starting the clock of a timed step", "", self.ranks)
             self._job.watchdog.enter_step(self)
-        records = run_timed(slots, ops)
+        with self._as_a_whole():
+            records = run_timed(slots, ops)
         if self._job is not None:
             self._job.watchdog.leave_step()
             said = self._job.exchange("gathering a timed step", as_text(records), self.ranks)

@@ -64,19 +64,29 @@ def _readers(x: MpmdArray | jax.Array) -> set[int]:
 
 def _gather(job: distributed.Job, leaves) -> list[Any]:
     """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
+    for x in leaves:
+        if x.is_deleted():
+            raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
     ranks = range(job.num_ranks)
     base = job.new_number(ranks, "mpmd.device_get, which every process must call") << NUMBER_BITS
+    with job.as_a_whole():
+        arriving = _exchanged(job, leaves, base)
+    values = [x if isinstance(x, MpmdArray) else np.asarray(x) if _is_plain(x) else x for x in arriving]
+    job.exchange("finishing device_get", "", ranks)
+    return values
+
+
+def _exchanged(job: distributed.Job, leaves, base: int) -> list[Any]:
+    """Each array as it is, or where this process lacks some of it an array of this process that will have all."""
     first_device: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda d: d.id):
         first_device.setdefault(device.process_index, device)
     count, arriving = 0, []
     for x in leaves:
-        if x.is_deleted():
-            raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
         source = x.mpmd_sharding.group_sharding(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x.sharding
         part = x._arrays.get(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x
         readers, value = _readers(x), None
-        for rank in ranks:
+        for rank in range(job.num_ranks):
             if rank in readers:
                 continue
             mesh = Mesh(np.array([first_device[rank]]), ("device",))
@@ -89,9 +99,7 @@ def _gather(job: distributed.Job, leaves) -> list[Any]:
             elif route.outgoing:
                 route.carry(part, base)
         arriving.append(x if value is None else value)
-    values = [x if isinstance(x, MpmdArray) else np.asarray(x) if _is_plain(x) else x for x in arriving]
-    job.exchange("finishing device_get", "", ranks)
-    return values
+    return arriving
 
 
 def _is_plain(x) -> bool:

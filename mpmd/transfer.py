@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from mpmd import _jax_compat as compat
 from mpmd.boxes import Box, device_boxes
-from mpmd.distributed import Job
 from mpmd.mesh import Device
+
+if TYPE_CHECKING:
+    from mpmd.distributed import Job
 
 
 def mover(source: NamedSharding, target: NamedSharding, dtype) -> Callable[[jax.Array], jax.Array]:
@@ -109,14 +111,17 @@ class Wire(Protocol):
     """Carries arrays of one device to a device of another process.
 
     All processes come to the transfers that they have a part in, sends and receives alike, in one order that they
-    share (of a step that of `scheduler.merge`): either end may wait for the other without waiting in a circle.
-    A sent buffer must not be deleted or donated before it is taken. Neither method waits for values.
+    share (of a step that of `scheduler.merge`). So a call may block until the other end makes its own, without waiting
+    in a circle; it never blocks until the value is computed. A sent buffer must not be deleted or donated before it is
+    taken.
 
     Attributes:
       name: the part of JAX that does it, for `explain()`.
+      is_ordered: whether transfers are told apart by their order alone.
     """
 
     name: str
+    is_ordered: bool
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
         """Sends an array of this process under a number that is used once."""
@@ -126,21 +131,33 @@ class Wire(Protocol):
         """What is sent under a number from `source` to `target`, a device of this process."""
         ...
 
+    def interrupt(self) -> None:
+        """This process has not made all the calls that the others wait for."""
+        ...
 
-def open_wire(job: Job) -> Wire:
+
+def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
     """The fastest wire that the job's devices have; the same in every process."""
     if not compat.has_cross_host_put():
-        return PullWire(job)
-    told = [json.loads(job.find(f"mpmd/devices/{rank}", "finding the devices", rank)) for rank in range(job.num_ranks)]
-    return PullWire(job) if are_shared(told) else PutWire(job)
+        return PullWire
+    told = [job.find(f"mpmd/devices/{rank}", "finding the devices", rank) for rank in range(job.num_ranks)]
+    return PullWire if "" in told or are_shared(map(json.loads, told)) else PutWire
+
+
+def open_wire(job: "Job") -> Wire:
+    """The wire of a job, opened in this process."""
+    return wire_class(job)(job)
 
 
 def hardware() -> str:
     """The host and the GPUs of this process, for `are_shared` in every other."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    numbers = [getattr(d, "local_hardware_id", None) or 0 for d in jax.local_devices()]
-    gpus = [visible[n] if n < len(visible) and visible[n] else str(n) for n in numbers]
-    return json.dumps([socket.gethostname(), gpus])
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpus = set()
+    for device in jax.local_devices():
+        number = getattr(device, "local_hardware_id", None) or 0
+        named = visible[number] if number < len(visible) else ""
+        gpus.add(compat.pci_bus_id(device) or named or str(number))
+    return json.dumps([socket.gethostname(), sorted(gpus)])
 
 
 def are_shared(told: Iterable[tuple[str, list[str]]]) -> bool:
@@ -153,8 +170,9 @@ class PullWire:
     """Pulls of `jax.experimental.transfer`: an offer keeps the buffer until the receiver has pulled it."""
 
     name = "jax.experimental.transfer"
+    is_ordered = False
 
-    def __init__(self, job: Job):
+    def __init__(self, job: "Job"):
         self._job = job
         self._server = compat.start_transfer_server(job.address)
         self._connections: dict[int, Any] = {}
@@ -169,6 +187,9 @@ class PullWire:
         rank = source.process_index
         connection = self._connections.get(rank) or self.connect(rank)
         return connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
+
+    def interrupt(self) -> None:
+        """Does not matter: what is left is under numbers that nobody asks for."""
 
     def connect(self, rank: int) -> Any:
         """The connection to a rank, made at its first use."""
@@ -188,19 +209,37 @@ class PutWire:
     The first call for two devices connects them, for which each end waits for the other.
     """
 
-    name = "jax.device_put"
+    name = "cross-host jax.device_put"
+    is_ordered = True
 
-    def __init__(self, job: Job):
+    def __init__(self, job: "Job"):
         self._job = job
         self._connected: set[tuple[Device, Device]] = set()
+        self._is_interrupted = False
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
         """Puts `array` on the target."""
-        self._put(array, next(iter(array.devices())), target, target)
+        self._check()
+        source = next(iter(array.devices()))
+        if not array.committed:  # JAX would send nothing, and say nothing
+            array = jax.device_put(array, SingleDeviceSharding(source))
+        self._put(array, source, target, target)
 
     def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
         """Puts the source's array, of which this process has nothing, on the target."""
+        self._check()
         return self._put(_away(tuple(shape), dtype, source), source, target, source)
+
+    def interrupt(self) -> None:
+        """From now on sends and receives would meet those of something else, so there are none."""
+        self._is_interrupted = True
+
+    def _check(self) -> None:
+        if self._is_interrupted:
+            raise RuntimeError(
+                "mpmd: a step, a reshard or a device_get of this process ended on the way with an error, and what"
+                " other processes send since then cannot be told apart. Restart the job."
+            )
 
     def _put(self, array: jax.Array, source: Device, target: Device, other: Device) -> jax.Array:
         place = SingleDeviceSharding(target)
@@ -226,7 +265,9 @@ class Route:
       keep: the source may be donated or deleted by the user later, so that copies of it are sent.
     """
 
-    def __init__(self, job: Job, source: NamedSharding, target: NamedSharding, aval, first: int, keep: bool, what: str):
+    def __init__(
+        self, job: "Job", source: NamedSharding, target: NamedSharding, aval, first: int, keep: bool, what: str
+    ):
         self.job, self.target, self.aval, self.what, self._keep = job, target, aval, what, keep
         self._is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
         self._memory = memory_kind(target)

@@ -3,6 +3,7 @@
 The plan says what moves when; here are the arrays themselves: which buffers are read, filled, kept, given up.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -89,7 +90,8 @@ def execute(
     """
     run = _Run(plan, sources, donate, progress, num_threads or min(8, os.cpu_count() or 1), job)
     try:
-        return run(), run.stats
+        with contextlib.nullcontext() if job is None else job.as_a_whole():
+            return run(), run.stats
     except Exception as error:
         raise RuntimeError(run.what_is_left()) from error
     finally:

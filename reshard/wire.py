@@ -61,7 +61,7 @@ class WireCarrier:
         self._pairs.add((sender, receiver))
         if sender == self.rank:
             shard, at = source()
-            data, nbytes = _part(shard, at)
+            data, nbytes = _part(shard, at, _device(from_device, sender))
             self._job.wire.send(number, data, _device(to_device, receiver))
             return nbytes, 0
         if receiver == self.rank:
@@ -103,12 +103,11 @@ def _device(place: Any, rank: int) -> Device:
     return _first_device(rank) if isinstance(place, HostMemory) else place
 
 
-def _part(source: Any, box: Box) -> tuple[jax.Array, int]:
-    """A box of a shard as an array of its own or the shard itself, and the bytes that it took."""
+def _part(source: Any, box: Box, device: Device) -> tuple[jax.Array, int]:
+    """A box of a shard as an array of its own, on `device`, or the shard itself, and the bytes that it took."""
     whole = box.shape == tuple(source.shape)
     if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == _default_kind(source):
         return source, 0
-    device = jax.local_devices()[0] if isinstance(source, np.ndarray) else next(iter(source.sharding.device_set))
     nbytes = box.nbytes(source.dtype.itemsize)
     if isinstance(source, np.ndarray) or is_host_memory(device):
         data = aligned_empty(box.shape, source.dtype)

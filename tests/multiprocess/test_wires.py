@@ -4,6 +4,8 @@ import json
 import os
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jobs
 import pytest
 
@@ -30,11 +32,19 @@ def test_a_process_tells_its_gpus_by_their_names_on_the_host(monkeypatch, visibl
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     host, gpus = json.loads(transfer.hardware())
     assert host
-    assert gpus[0] == gpu
+    assert gpu in gpus
 
 
-@pytest.mark.parametrize(("gpus", "wire"), [("01", transfer.PutWire), ("00", transfer.PullWire)])
-def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, gpus, wire):
+@pytest.mark.parametrize(
+    ("told", "wire"),
+    [
+        (['["host", ["0"]]', '["host", ["1"]]'], transfer.PutWire),
+        (['["host", ["0"]]', '["host", ["0"]]'], transfer.PullWire),
+        (['["host", ["0"]]', ""], transfer.PullWire),
+    ],
+    ids=["own", "shared", "one cannot"],
+)
+def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, told, wire):
     class Job:
         """As much of a job as the choice looks at."""
 
@@ -42,17 +52,16 @@ def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, gpus, wire):
 
         def find(self, key, what, rank):
             assert (key, what) == (f"mpmd/devices/{rank}", "finding the devices")
-            return json.dumps(["host", [gpus[rank]]])
+            return told[rank]
 
     monkeypatch.setattr(transfer.compat, "has_cross_host_put", lambda: True)
-    monkeypatch.setattr(transfer.PullWire, "__init__", lambda self, job: None)  # it would listen
     job: Any = Job()
-    assert type(transfer.open_wire(job)) is wire
+    assert transfer.wire_class(job) is wire
 
 
 @pytest.mark.parametrize(
     ("devices", "given", "during"),
-    [(4, {}, "5"), (2, {}, None), (4, {"NPROC": "3"}, None), (4, {"PJRT_NPROC": "2"}, "2")],
+    [(4, {}, "8"), (2, {}, None), (4, {"NPROC": "3"}, None), (4, {"PJRT_NPROC": "2"}, "2")],
 )
 def test_collectives_leave_a_thread_for_transfers(monkeypatch, devices, given, during):
     """Without it, a value that another process pulls waits for collectives, which may wait for that process."""
@@ -67,6 +76,17 @@ def test_collectives_leave_a_thread_for_transfers(monkeypatch, devices, given, d
     assert os.environ.get("PJRT_NPROC") == given.get("PJRT_NPROC")
 
 
+def test_nothing_is_sent_after_something_was_left_on_the_way():
+    """By its order alone, what comes next would be taken for the rest."""
+    job: Any = None
+    wire = transfer.PutWire(job)
+    wire.interrupt()
+    with pytest.raises(RuntimeError, match=r"ended on the way .* Restart the job"):
+        wire.send(0, jnp.zeros(1), jax.devices()[0])
+    with pytest.raises(RuntimeError, match=r"Restart the job"):
+        wire.receive(0, (1,), jnp.float32, jax.devices()[0], jax.devices()[0])
+
+
 CASES = ("1f1b", "interleaved", "turned", "explicit")
 
 
@@ -74,7 +94,10 @@ CASES = ("1f1b", "interleaved", "turned", "explicit")
 def alone():
     """What the cases give in one process of four devices."""
     (found,) = jobs.results("training.py", *CASES, processes=1, devices=4, external=False)
-    return {name: {k: v for k, v in of_case.items() if k != "reference"} for name, of_case in found.items()}
+    for name in CASES:
+        del found[name]["reference"]
+    assert found["uncommitted"] == [0, 1, 2, 3]
+    return found
 
 
 @pytest.mark.slow
@@ -83,6 +106,13 @@ def test_a_step_gives_the_same_bits_over_any_wire(alone, wire, processes):
     options = {"devices": 4 // processes, "wire": wire, "hang_timeout_s": 60}
     for of_rank in jobs.results("training.py", *CASES, processes=processes, **options):
         assert of_rank == alone
+
+
+@pytest.mark.slow
+def test_a_timed_step_of_groups_that_share_devices_keeps_the_order():
+    options = {"devices": 2, "wire": "put", "hang_timeout_s": 60}
+    for found in jobs.results("training.py", "shared", "timed:shared", processes=2, **options):
+        assert found["timed:shared"] == found["shared"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """One training step with everything in it, in many layouts: what it gives must not depend on the processes.
 
-    training.py CASE…        prints, as JSON, per case the bits of losses and metrics, and a hash of the final state
+    training.py CASE…        prints, as JSON, per case the bits of losses and metrics, and a hash of the final state;
+                             `timed:CASE` measures its steps on the way
 
 Tied weights, a dropout key for each microbatch, clipping by the global norm, Adam, a dictionary of metrics, a
 donated state that is initialised straight into its layout, and a second shape of batch.
@@ -162,7 +163,7 @@ def bits(metrics) -> dict[str, str]:
     return {name: np.asarray(value).tobytes().hex() for name, value in sorted(metrics.items())}
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, timed: bool) -> dict[str, Any]:
     mesh = mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
     rows = PartitionSpec(None, "data")
@@ -172,6 +173,7 @@ def run(case: Case) -> dict[str, Any]:
     make = functools.partial(init, num_stages=case.schedule.num_stages)
     first = next(batches())
     compiled = step.lower(jax.eval_shape(make, jax.random.key(0)), first).compile()
+    compiled.timing = timed
     state_shardings, batch_shardings = compiled.input_shardings[0]
     state = mpmd.jit(make, mpmd_mesh=mesh, out_shardings=state_shardings)(jax.random.key(0))
     start = digest(mpmd.device_get(state))
@@ -185,6 +187,14 @@ def run(case: Case) -> dict[str, Any]:
     state, metrics = step(state, next(batches(2 * ROWS)))  # another shape: all compile again, for the same state
     history.append(bits(metrics))
     return {"start": start, "history": history, "end": digest(mpmd.device_get(state))}
+
+
+def read_uncommitted() -> list[float]:
+    """The values of an array that JAX has not committed to its device, in every process."""
+    mesh = mpmd.MpmdMesh.from_groups([Mesh(np.array(jax.devices()[:1]), ("data",))])
+    sharding = mpmd.MpmdSharding(mesh, 0, PartitionSpec())
+    mine = [jnp.arange(4.0)] if mesh.local_groups else []
+    return mpmd.device_get(mpmd.MpmdArray(mine, sharding, (4,), jnp.zeros(0).dtype)).tolist()
 
 
 def reference(num_stages: int) -> list[dict[str, float]]:
@@ -206,8 +216,9 @@ def reference(num_stages: int) -> list[dict[str, float]]:
 if __name__ == "__main__":
     wires.choose()
     mpmd.initialize()
-    chosen = {name: cases(jax.device_count())[name] for name in sys.argv[1:]}
-    found = {name: run(case) for name, case in chosen.items()}
+    chosen = {name: cases(jax.device_count())[name.removeprefix("timed:")] for name in sys.argv[1:]}
+    found = {name: run(case, name.startswith("timed:")) for name, case in chosen.items()}
+    found["uncommitted"] = read_uncommitted()
     if jax.process_count() == 1:
         plain = {s: reference(s) for s in {case.schedule.num_stages for case in chosen.values()}}
         for name, case in chosen.items():

@@ -19,12 +19,24 @@ _RECEIPT = 1 << 61
 class MeetingWire(transfer.PullWire):
     """Pulls at which the two ends wait for each other."""
 
+    is_ordered = True
+
+    def __init__(self, job):
+        super().__init__(job)
+        self._last = {}
+
+    def _check_order(self, number, source, target):
+        assert number > self._last.get((source, target), -1), "transfers of two devices are numbered in their order"
+        self._last[source, target] = number
+
     def send(self, number, array, target):
-        super().send(number, array, target)
         source = next(iter(array.devices()))
+        self._check_order(number, source, target)
+        super().send(number, array, target)
         super().receive(_RECEIPT | number, (1,), np.uint8, target, source).block_until_ready()
 
     def receive(self, number, shape, dtype, source, target):
+        self._check_order(number, source, target)
         value = super().receive(number, shape, dtype, source, target)
         value.block_until_ready()
         super().send(_RECEIPT | number, jax.device_put(np.zeros(1, np.uint8), target), source)
@@ -37,6 +49,6 @@ def choose() -> None:
     if chosen == "put":
         jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{os.environ['TEST_WIRE_PORT']}")
         jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
-        transfer.open_wire = transfer.PutWire
+        transfer.wire_class = lambda job: transfer.PutWire
     elif chosen == "meeting":
-        transfer.open_wire = MeetingWire
+        transfer.wire_class = lambda job: MeetingWire
