@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd import transfer
+from mpmd import wires
 from mpmd.errors import HangError
 from mpmd.watchdog import Watchdog
 
@@ -48,7 +48,7 @@ class Job:
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: Any = None
         self.watchdog.start()
-        store.key_value_set(f"mpmd/devices/{self.rank}", transfer.hardware() if compat.has_cross_host_put() else "")
+        store.key_value_set(f"mpmd/devices/{self.rank}", wires.hardware() if compat.has_cross_host_put() else "")
         atexit.register(self.watchdog.finish)
 
     def exchange(self, what: str, text: str, ranks: Sequence[int]) -> dict[int, str]:
@@ -100,7 +100,7 @@ class Job:
     def wire(self) -> Any:
         """The transport between processes, opened at its first use."""
         if self._wire is None:
-            self._wire = transfer.open_wire(self)
+            self._wire = wires.open_wire(self)
         return self._wire
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import scheduler
 from mpmd import _jax_compat as compat
-from mpmd import distributed, nans, transfer
+from mpmd import distributed, nans, transfer, wires
 from mpmd.agreement import agree, plan_of, warm_up
 from mpmd.body import Place
 from mpmd.compile import Executable
@@ -137,10 +137,9 @@ class Executor:
     @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
-        between = (
-            "" if self._job is None else f" in this process, between processes by {transfer.wire_class(self._job).name}"
-        )
-        return f"by jax.device_put{between}"
+        if self._job is None:
+            return "by jax.device_put"
+        return f"by jax.device_put in this process, between processes by {wires.wire_class(self._job).name}"
 
     def text(self, position: int) -> str:
         """An instruction in words, for the watchdog."""
@@ -177,7 +176,7 @@ class Executor:
         slots = self._fill(arguments)
         base = 0 if self._job is None else self._begin()
         mixed = any(op[0] == _RECV and op[2] is not None for op in self._ops)  # reads what another local group sends
-        if self._job is not None and transfer.wire_class(self._job).is_ordered:
+        if self._job is not None and wires.wire_class(self._job).is_ordered:
             mixed = True
         ops = [
             (0 if mixed else group, tasks, op[0] == _RUN, functools.partial(_step, slots, op, base), op[2], op[3])

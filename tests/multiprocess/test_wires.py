@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jobs
 import pytest
 
-from mpmd import distributed, transfer
+from mpmd import distributed, wires
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from mpmd import distributed, transfer
     ids=["own", "overlapping", "one"],
 )
 def test_processes_that_share_a_gpu_are_told_apart(told, shared):
-    assert transfer.are_shared(told) == shared
+    assert wires.are_shared(told) == shared
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(None, "0"), ("", "0"), ("3,5", "3"), ("GPU-7", "GPU-7")])
@@ -30,7 +30,7 @@ def test_a_process_tells_its_gpus_by_their_names_on_the_host(monkeypatch, visibl
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    host, gpus = json.loads(transfer.hardware())
+    host, gpus = json.loads(wires.hardware())
     assert host
     assert gpu in gpus
 
@@ -38,9 +38,9 @@ def test_a_process_tells_its_gpus_by_their_names_on_the_host(monkeypatch, visibl
 @pytest.mark.parametrize(
     ("told", "wire"),
     [
-        (['["host", ["0"]]', '["host", ["1"]]'], transfer.PutWire),
-        (['["host", ["0"]]', '["host", ["0"]]'], transfer.PullWire),
-        (['["host", ["0"]]', ""], transfer.PullWire),
+        (['["host", ["0"]]', '["host", ["1"]]'], wires.PutWire),
+        (['["host", ["0"]]', '["host", ["0"]]'], wires.PullWire),
+        (['["host", ["0"]]', ""], wires.PullWire),
     ],
     ids=["own", "shared", "one cannot"],
 )
@@ -54,9 +54,9 @@ def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, told, wire):
             assert (key, what) == (f"mpmd/devices/{rank}", "finding the devices")
             return told[rank]
 
-    monkeypatch.setattr(transfer.compat, "has_cross_host_put", lambda: True)
+    monkeypatch.setattr(wires.compat, "has_cross_host_put", lambda: True)
     job: Any = Job()
-    assert transfer.wire_class(job) is wire
+    assert wires.wire_class(job) is wire
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_collectives_leave_a_thread_for_transfers(monkeypatch, devices, given, d
 def test_nothing_is_sent_after_something_was_left_on_the_way():
     """By its order alone, what comes next would be taken for the rest."""
     job: Any = None
-    wire = transfer.PutWire(job)
+    wire = wires.PutWire(job)
     wire.interrupt()
     with pytest.raises(RuntimeError, match=r"ended on the way .* Restart the job"):
         wire.send(0, jnp.zeros(1), jax.devices()[0])

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
 import scheduler
-from mpmd import transfer
+from mpmd import wires
 
 WIDTH, ROWS, MICROBATCHES = 4, 2, 4
 NUM_STEPS = 8
@@ -92,7 +92,7 @@ class Pipeline:
 
 def lose_one_transfer() -> None:
     """The next send of this rank goes nowhere."""
-    send = transfer.PullWire.send
+    send = wires.PullWire.send
     lost = []
 
     def lossy(self, number, array, target):
@@ -101,7 +101,7 @@ def lose_one_transfer() -> None:
             return None
         return send(self, number, array, target)
 
-    transfer.PullWire.send = lossy
+    wires.PullWire.send = lossy
 
 
 def go_wrong(fault: str, pipeline: Pipeline) -> None:

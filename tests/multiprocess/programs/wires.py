@@ -1,6 +1,6 @@
 """Wires for tests: what programs use instead of the one that their devices have.
 
-- "put": `transfer.PutWire`, JAX's cross-host `device_put`, as on GPUs. On CPU devices JAX has it when it is given an
+- "put": `wires.PutWire`, JAX's cross-host `device_put`, as on GPUs. On CPU devices JAX has it when it is given an
   address to listen on; every process must then make each call, so such jobs have two processes.
 - "meeting": every send waits for its receive and every receive for its send, as strictly as no real wire does.
   Transfers that the processes come to in different orders end in a deadlock.
@@ -11,12 +11,12 @@ import os
 import jax
 import numpy as np
 
-from mpmd import transfer
+from mpmd import wires
 
 _RECEIPT = 1 << 61
 
 
-class MeetingWire(transfer.PullWire):
+class MeetingWire(wires.PullWire):
     """Pulls at which the two ends wait for each other."""
 
     is_ordered = True
@@ -49,6 +49,6 @@ def choose() -> None:
     if chosen == "put":
         jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{os.environ['TEST_WIRE_PORT']}")
         jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
-        transfer.wire_class = lambda job: transfer.PutWire
+        wires.wire_class = lambda job: wires.PutWire
     elif chosen == "meeting":
-        transfer.wire_class = lambda job: MeetingWire
+        wires.wire_class = lambda job: MeetingWire
