@@ -2,8 +2,7 @@
 
 In one process a value is put on the consumer's devices by `jax.device_put`, which takes any sharding to any
 sharding. Between processes it goes in pieces, one for each part of a target shard that one source shard has, over the
-`Wire` of the job (`mpmd/wires.py`).
-Neither waits for the value to be computed.
+job's wire (`wires.py`). Neither waits for the value to be computed.
 """
 
 import functools
