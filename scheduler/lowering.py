@@ -99,8 +99,8 @@ class _Units:
     units: list[tuple[Task, ...]]
     group: list[int]
     orders: list[range]
-    unit_of: dict[Task, int]
-    """For each task in kinds F, I and W, the unit that does it."""
+    unit_of: dict[tuple[int, str], dict[int, int]]
+    """For stage and kind (F, I or W) and then microbatch, the unit that does the task."""
     needs: dict[int, set[int]]
 
     @classmethod
@@ -131,25 +131,37 @@ class _Units:
                 group_of.append(group)
                 previous = task
             ranges.append(range(begin, len(units)))
-        unit_of = {part: unit for unit, tasks in enumerate(units) for task in tasks for part in task.parts}
+        unit_of: dict[tuple[int, str], dict[int, int]] = {}
+        for unit, tasks in enumerate(units):
+            for task in tasks:
+                for kind in {"B": "IW"}.get(task.kind, task.kind):
+                    unit_of.setdefault((task.stage, kind), {})[task.microbatch] = unit
         if found < len(pairs):
-            apart = sorted(pair for pair in pairs if unit_of.get(pair[0].parts[0]) != unit_of.get(pair[1].parts[0]))
+            together = {tasks for tasks in units if len(tasks) == 2}
+            apart = sorted(pair for pair in pairs if pair not in together)
             raise_faults(
                 ScheduleError,
                 "lower: pairs to be fused",
                 [f"{first} and {then} are not neighbours in an order" for first, then in apart],
             )
         plan = cls(units, group_of, ranges, unit_of, {})
-        plan._find_needs(task_graph, num_microbatches)
+        for _, _, source, readers in plan.uses(task_graph):
+            for reader in readers:
+                plan.needs.setdefault(reader, set()).add(source)
         return plan
 
-    def _find_needs(self, task_graph: TaskGraph, num_microbatches: int) -> None:
+    def uses(self, task_graph: TaskGraph) -> Iterable[tuple[str, int, int, set[int]]]:
+        """Each edge, one microbatch after the other: its name, the microbatch, the unit that writes it, its readers.
+
+        Left out is what nobody else reads.
+        """
         for edge in task_graph.edges:
-            for microbatch in range(num_microbatches):
-                producer, consumers = _ends(edge.producer, edge.consumers, microbatch, task_graph, self.unit_of)
-                for consumer in consumers:
-                    if consumer != producer:
-                        self.needs.setdefault(consumer, set()).add(producer)
+            consumers = [self.unit_of.get(end, {}) for end in edge.consumers if end not in task_graph.empty]
+            written = {} if edge.producer in task_graph.empty else self.unit_of.get(edge.producer, {})
+            for microbatch, source in sorted(written.items()):
+                readers = {units[microbatch] for units in consumers if microbatch in units} - {source}
+                if readers:
+                    yield edge.name, microbatch, source, readers
 
     def duration(self, unit: int) -> int:
         return sum(DURATION[task.kind] for task in self.units[unit])
@@ -165,24 +177,6 @@ class _Units:
             )
             raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")
         return starts
-
-
-def _ends(
-    producer: tuple[int, str],
-    consumers: Iterable[tuple[int, str]],
-    microbatch: int,
-    task_graph: TaskGraph,
-    unit_of: dict[Task, int],
-) -> tuple[int, list[int]]:
-    """The units that write and that read an edge for one microbatch; no readers where the edge carries nothing."""
-
-    def unit(end: tuple[int, str]) -> int | None:
-        return None if end in task_graph.empty else unit_of.get(Task(end[0], end[1], microbatch))  # type: ignore[arg-type]
-
-    source = unit(producer)
-    if source is None:
-        return -1, []
-    return source, [reader for reader in map(unit, consumers) if reader is not None]
 
 
 @dataclass
@@ -202,19 +196,13 @@ class _Flow:
         writes: list[list[Value]] = [[] for _ in plan.units]
         destinations: dict[Value, list[int]] = {}
         last_use: dict[tuple[int, Value], int] = {}
-        microbatches = sorted({task.microbatch for task in plan.unit_of})
-        for edge in task_graph.edges:
-            for microbatch in microbatches:
-                source, readers = _ends(edge.producer, edge.consumers, microbatch, task_graph, plan.unit_of)
-                readers = sorted(set(readers) - {source})
-                if not readers:
-                    continue
-                value = Value(edge.name, microbatch)
-                writes[source].append(value)
-                last_use[plan.group[source], value] = source
-                for reader in readers:
-                    reads[reader][value] = None
-                    group = plan.group[reader]
-                    last_use[group, value] = max(reader, last_use.get((group, value), reader))
-                destinations[value] = sorted({plan.group[reader] for reader in readers})
+        for name, microbatch, source, readers in plan.uses(task_graph):
+            value = Value(name, microbatch)
+            writes[source].append(value)
+            last_use[plan.group[source], value] = source
+            for reader in sorted(readers):
+                reads[reader][value] = None
+                group = plan.group[reader]
+                last_use[group, value] = max(reader, last_use.get((group, value), reader))
+            destinations[value] = sorted({plan.group[reader] for reader in readers})
         return cls(list(map(tuple, reads)), list(map(tuple, writes)), destinations, last_use)
