@@ -47,6 +47,7 @@ class _Placer:
         self.in_groups = [None] * num_consts + [g if g is None else g or frozenset([0]) for g in in_groups]
         self.out_groups = [g if g is None else g or frozenset([0]) for g in out_groups]
         self.donors = [d if d is None else d + num_consts for d in donors]
+        self.next_of = {self.invars[d]: v for d, v in zip(self.donors, outvars, strict=True) if d is not None}
         self.pinned: dict[compat.Var, Groups | None] = {}
         self.pins: list[Groups | None] = []
         self.follows: set[compat.Var] = set()  # made larger than what they are made of: sent before, not after
@@ -370,6 +371,10 @@ class _Placer:
             for v in costs.outputs(e)
             if (v, group) in sent or any(r != level for r in readers.get((v, group), ()))
         )
+        # JAX gives the memory of donated arguments to results of their type in order: each result its predecessor's.
+        next_of = {v: self.next_of[v] for v in reads if self.next_of.get(v) in writes}
+        reads = tuple(dict.fromkeys((*next_of, *reads)))
+        writes = tuple(dict.fromkeys((*next_of.values(), *writes)))
         return Segment(f"segment{level}.{group}", group, level, eqns, reads, writes)
 
 

@@ -359,6 +359,26 @@ def test_a_donated_state_is_deleted_and_another_is_not(where):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batches))
 
 
+@pytest.mark.parametrize("where", ["auto", "shared"])
+def test_each_leaf_of_a_donated_state_is_updated_where_it_lies(where):
+    """Not one in the place of another of its shape, before which XLA would copy what it still reads."""
+    program = BY_NAME["clipped_adamw_with_a_schedule"]
+    step = pipeline(program, "OneFOneB", where, donate_argnums=(0,))
+    batches = list(program.batches())
+    state, _ = step(program.state(), batches[0])
+
+    def places(state):
+        return [
+            x.first_mpmd_replica.unsafe_buffer_pointer()
+            for x in jax.tree.leaves(state)
+            if len(x.mpmd_idxs) == 1 and x.ndim  # scalars are not worth it
+        ]
+
+    before = places(state)
+    state, _ = step(state, batches[1])
+    assert len(before) > 12 and places(state) == before
+
+
 def test_a_donated_state_cannot_be_used_again_and_says_so():
     counted = Counted()
     step = counted.jit(donate_argnums=(0,))
