@@ -404,6 +404,11 @@ def jaxpr_key(closed: ClosedJaxpr):
     return _Key().jaxpr(closed.jaxpr), tuple(map(id, closed.consts))
 
 
+def equation_key(eqn: JaxprEqn):
+    """A hashable key: equal for equations that do the same with operands of the same types."""
+    return _Key().equation(eqn, lambda v: _Key().atom(v) if isinstance(v, Literal) else _Key().aval(v.aval))
+
+
 class _Key:
     def __init__(self):
         self.numbers: dict[Var, int] = {}
@@ -448,17 +453,17 @@ class _Key:
 
     def jaxpr(self, jaxpr: Jaxpr):
         head = tuple((self.atom(v), self.aval(v.aval)) for v in (*jaxpr.constvars, *jaxpr.invars))
-        eqns = tuple(
-            (
-                eqn.primitive.name,
-                tuple(self.atom(v) for v in eqn.invars),
-                tuple((self.atom(v), self.aval(v.aval)) for v in eqn.outvars),
-                tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
-                eqn.ctx.compute_type,
-            )
-            for eqn in jaxpr.eqns
-        )
+        eqns = tuple(self.equation(eqn, self.atom) for eqn in jaxpr.eqns)
         return head, eqns, tuple(self.atom(v) for v in jaxpr.outvars)
+
+    def equation(self, eqn: JaxprEqn, operand: Callable):
+        return (
+            eqn.primitive.name,
+            tuple(operand(v) for v in eqn.invars),
+            tuple((operand(v), self.aval(v.aval)) for v in eqn.outvars),
+            tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
+            eqn.ctx.compute_type,
+        )
 
 
 def use_mesh(mesh: Mesh):

@@ -5,20 +5,36 @@ first use of an argument) chosen by XLA; its outputs tell the next program. The 
 as one. Equal programs are compiled once and loaded on the devices of each group that runs them.
 """
 
-import os
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.distinct import Distinct, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.errors import StageError
-from mpmd.markers import explicit_sharding
+from mpmd.sharing import Cut, Pattern, num_equations
 from mpmd.transfer import memory_kind
+
+
+class Sharing(NamedTuple):
+    """When a program may be compiled as another one of its name and what is around that.
+
+    Attributes:
+      at_least: equations that the other one must have, to be worth a further call.
+      independent: whether nothing around it may read what it reads or writes.
+    """
+
+    at_least: int
+    independent: bool
+
+
+TASKS = Sharing(64, independent=False)
+# How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
+SEGMENTS = Sharing(16, independent=True)
+ZEROS = Sharing(4, independent=True)
 
 
 class Executable:
@@ -28,85 +44,26 @@ class Executable:
       in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
     """
 
-    def __init__(self, name: str, mesh: Mesh, compiled: "_Distinct", in_shardings, out_shardings):
+    def __init__(self, name: str, mesh: Mesh, compiled: Distinct, in_shardings, out_shardings):
         self.name = name
         self.mesh = mesh
         self.in_shardings: tuple[NamedSharding, ...] = tuple(in_shardings)
         self.out_shardings: tuple[NamedSharding, ...] = tuple(out_shardings)
-        self._compiled = compiled
+        self.compiled = compiled
 
     @property
     def call(self) -> Any:
         """Takes and returns flat arrays; waits for the compilation."""
-        return self._compiled.on(self.mesh)
-
-
-class _Distinct:
-    """One distinct program: compiled once, on the mesh that asked first, and loaded on the others."""
-
-    def __init__(self, compiler: "Compiler", build: Callable):
-        self.compiler = compiler
-        self.build = build
-        self.loaded: dict[Mesh, Any] = {}  # a Future while it is compiled
-
-    def start(self, mesh: Mesh) -> None:
-        """Begins to compile, in a thread, unless it has begun."""
-        if not self.loaded:
-            self.compiler.num_compiled += 1
-            self.loaded[mesh] = self.compiler.submit(self.build(mesh).compile)
-
-    def on(self, mesh: Mesh) -> Any:
-        self.start(mesh)
-        found = self.loaded.get(mesh)
-        if isinstance(found, Future):
-            found = self._callable(found.result(), mesh)
-        if found is None:
-            origin = next(iter(self.loaded))
-            found = compat.load_on(self.compiled_on(origin), mesh)
-            if found is None:
-                found = self.build(mesh).compile()
-                self.compiler.num_compiled += 1
-            else:
-                self.compiler.num_loaded += 1
-            found = self._callable(found, mesh)
-        return found
-
-    def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
-        """As `on`, for everything but calls."""
-        found = self.on(mesh)
-        return found.compiled if isinstance(found, _ByJit) else found
-
-    def _callable(self, compiled, mesh: Mesh):
-        if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
-            compiled = _ByJit(compiled, self.build(mesh, by_jit=True), mesh)
-        self.loaded[mesh] = compiled
-        return compiled
-
-
-class _ByJit:
-    """A program called through `jax.jit`: on CPU devices, compiled ones refuse int4 arguments, theirs among them."""
-
-    def __init__(self, compiled: jax.stages.Compiled, jitted: Callable, mesh: Mesh):
-        self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
-
-    def __call__(self, *args):
-        with compat.use_mesh(self._mesh):
-            return self._jitted(*args)
-
-    def __getattr__(self, name):
-        return getattr(self.compiled, name)
-
-
-def _is_sub_byte(dtype) -> bool:
-    return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
+        return self.compiled.on(self.mesh)
 
 
 class Compiler:
     """Compiles jaxprs for groups, each distinct one once. Counts what it did.
 
-    Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled in
-    threads beside each other: XLA does not hold Python's lock. What runs in other processes alone is compiled here
-    only where the shardings that it tells are needed.
+    Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled beside each
+    other. Of two such programs of one name of which one holds the other, the larger one is compiled as the smaller one
+    and what is around it, in every process alike. What runs in other processes alone is compiled here only where the
+    shardings that it tells are needed.
 
     Args:
       traced_on: the abstract mesh that jaxprs come on.
@@ -117,25 +74,25 @@ class Compiler:
         self.traced_on = traced_on
         self._own = {_shape(mesh): mesh for mesh in reversed(own)}
         self._is_own = set(own)
-        self.num_compiled = 0
-        self.num_loaded = 0
-        self._distinct: dict = {}
-        self._kept: list = []
-        self._closed = False
-        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
+        self._threads = Threads()
+        self._distinct: dict[Hashable, Distinct] = {}
+        self._waiting: dict[Distinct, Sharing] = {}
+        self._whole: dict[Hashable, list[tuple[Pattern, Distinct]]] = defaultdict(list)
+        self._kinds: dict = {}  # of equations
 
-    def close(self):
+    @property
+    def num_compiled(self) -> int:
+        return self._threads.num_compiled
+
+    @property
+    def num_loaded(self) -> int:
+        """How often a compiled program was put on other devices."""
+        return self._threads.num_loaded
+
+    def close(self) -> None:
         """No more programs will come; those under way are finished."""
-        self._threads.shutdown(wait=False)
-        self._closed = True
-
-    def submit(self, fun: Callable) -> Future:
-        """Calls `fun` in a thread; at once where none is left."""
-        if not self._closed:
-            return self._threads.submit(fun)
-        done: Future = Future()
-        done.set_result(fun())
-        return done
+        self.start()
+        self._threads.close()
 
     def compile(
         self,
@@ -145,13 +102,15 @@ class Compiler:
         in_shardings: Sequence[NamedSharding | None],
         out_shardings: Sequence[NamedSharding | None],
         donate: Sequence[int] = (),
+        sharing: Sharing | None = None,
     ) -> Executable:
-        """`closed` (traced on `traced_on`) for the group `mesh`.
+        """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
 
         Args:
           name: for HLO dumps and profiles.
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
+          sharing: when it may be compiled as another such program and what is around that; None: never.
         """
         try:
             closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
@@ -166,56 +125,154 @@ class Compiler:
         outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
         if not any(ins) and not any(outs):
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
-        key = (
-            compat.jaxpr_key(closed), _shape(mesh),
-            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), mesh.devices.flat[0].platform,
-        )  # fmt: skip
-        known = all(s is not None for s in (*ins, *outs))
-        if key not in self._distinct:
-            self._kept.append(closed)  # keys hold identities of its constants
-
-            def build(mesh: Mesh, by_jit=False):
-                return _lowered(name, closed, mesh, ins, outs, donate, by_jit)
-
-            self._distinct[key] = _Distinct(self, build)
-        distinct = self._distinct[key]
-        if mesh in self._is_own:
-            distinct.start(mesh)
-        if not known:
+        distinct, is_new = self._find(name, closed, mesh, ins, outs, donate)
+        if any(s is None for s in (*ins, *outs)):
             distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
             ins, outs = compiled.input_shardings[0], compiled.output_shardings
-        return Executable(name, mesh, distinct, (_on(mesh, s) for s in ins), (_on(mesh, s) for s in outs))
+        elif is_new and sharing is not None:
+            self._waiting[distinct] = sharing
+        if mesh in self._is_own and distinct not in self._waiting:
+            distinct.start(mesh)
+        return Executable(name, mesh, distinct, (on_mesh(mesh, s) for s in ins), (on_mesh(mesh, s) for s in outs))
+
+    def fuse(self, first: Executable, second: Executable) -> Executable:
+        """Two programs of a group as one: arguments and results of the first, then those of the second.
+
+        Where one of them runs in parts, the inner ones become one program, with the others before and after it: it
+        rounds as they do alone.
+        """
+        mesh = first.mesh
+        ins = *first.in_shardings, *second.in_shardings
+        outs = *first.out_shardings, *second.out_shardings
+        fused = self._fused(first.compiled, second.compiled, mesh, ins, outs)
+        if mesh in self._is_own:
+            fused.start(mesh)
+        return Executable(fused.name, mesh, fused, ins, outs)
+
+    def start(self) -> None:
+        """Begins to compile what has come since the last time, the largest first."""
+        waiting, self._waiting = self._waiting, {}
+        ascending = sorted(waiting, key=lambda d: num_equations(d.closed.jaxpr))
+        for distinct in ascending:
+            self._share(distinct, waiting[distinct])
+        for distinct in reversed(ascending):
+            if distinct.mesh in self._is_own:
+                distinct.start(distinct.mesh)
+
+    def _find(self, name, closed, mesh: Mesh, ins, outs, donate) -> tuple[Distinct, bool]:
+        """The program, and whether it is new."""
+        key = (
+            compat.jaxpr_key(closed), _where(mesh),
+            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate),
+        )  # fmt: skip
+        found = self._distinct.get(key)
+        if found is None:
+            # It keeps `closed`: keys hold identities of its constants.
+            self._distinct[key] = Distinct(self._threads, name, closed, mesh, ins, outs, tuple(donate))
+            return self._distinct[key], True
+        if mesh in self._is_own and found.mesh not in self._is_own:
+            found.mesh = mesh
+        return found, False
+
+    def _fused(self, first: Distinct, second: Distinct, mesh: Mesh, ins, outs) -> Distinct:
+        halves = first.closed.jaxpr, compat.with_new_vars(second.closed).jaxpr  # both may hold the same cheap equation
+        name = f"{first.name}{second.name}"
+        closed = compat.make_jaxpr(
+            [v for half in halves for v in half.invars],
+            [v for half in halves for v in half.outvars],
+            [e for half in halves for e in half.eqns],
+            name,
+        )
+        donate = [*first.donate, *(len(first.closed.jaxpr.invars) + i for i in second.donate)]
+        fused, is_new = self._find(name, closed, mesh, ins, outs, donate)
+        if is_new and (first.parts or second.parts):
+            fused.parts = self._fused_parts(first, second, mesh)
+        return fused
+
+    def _fused_parts(self, first: Distinct, second: Distinct, mesh: Mesh) -> Parts:
+        """What stands before the inner programs of both, these as one, and what comes after."""
+        halves = [d.parts or Parts.whole(d) for d in (first, second)]
+        num_args = [len(d.closed.jaxpr.invars) for d in (first, second)]
+        at = [list(range(num_args[0])), list(range(num_args[0], sum(num_args)))]  # where each half's values are
+        inner = [half.programs[half.inner] for half in halves]
+        ins, outs = [s for d in inner for s in d.in_shardings], [s for d in inner for s in d.out_shardings]
+        order = [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner)]
+        order += [[(0, halves[0].inner), (1, halves[1].inner)]]
+        order += [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner + 1, len(half.programs))]
+        programs, takes = [], []
+        for members in order:
+            alone = halves[members[0][0]].programs[members[0][1]]
+            programs.append(alone if len(members) == 1 else self._fused(inner[0], inner[1], mesh, ins, outs))
+            takes.append(tuple(at[h][i] for h, k in members for i in halves[h].takes[k]))
+            for h, k in members:
+                begin = sum(map(len, at))
+                at[h] += range(begin, begin + len(halves[h].programs[k].closed.jaxpr.outvars))
+        results = tuple(at[h][i] for h, half in enumerate(halves) for i in half.results)
+        position = sum(half.inner for half in halves)
+        return Parts(tuple(programs), tuple(takes), results, position, sum(half.nbytes for half in halves))
+
+    # --- programs in parts ------------------------------------------------------------------------
+
+    def _share(self, distinct: Distinct, sharing: Sharing) -> None:
+        """Finds a program that makes up most of `distinct`, or offers it to those that come."""
+        pattern = Pattern(distinct.closed.jaxpr, self._kinds)
+        if pattern.size < sharing.at_least or distinct.closed.consts:
+            return
+        known = self._whole[distinct.name, _where(distinct.mesh)]
+        for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
+            cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
+            if cut is not None and (cut.is_independent or not sharing.independent):
+                distinct.parts = self._parts(distinct, inner, cut)
+            if distinct.parts is not None:
+                return
+        known.append((pattern, distinct))
+
+    def _parts(self, whole: Distinct, inner: Distinct, cut: Cut) -> Parts | None:
+        """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
+        mesh, arguments, results = whole.mesh, whole.closed.jaxpr.invars, whole.closed.jaxpr.outvars
+        shardings = dict(zip((*arguments, *results), (*whole.in_shardings, *whole.out_shardings), strict=True))
+        at = cut.pieces[cut.inner]
+        for v, s in zip((*at.reads, *at.writes), (*inner.in_shardings, *inner.out_shardings), strict=True):
+            if _spec(shardings.setdefault(v, s)) != _spec(s):
+                return None
+        free = {arguments[i] for i in whole.donate}
+        last = {v: k for k, piece in enumerate(cut.pieces) for v in piece.reads}
+        for v in (at.reads[i] for i in inner.donate):
+            if last[v] != cut.inner or v in results or (v in arguments and v not in free):
+                return None
+        programs = []
+        for k, piece in enumerate(cut.pieces):
+            if k == cut.inner:
+                programs.append(inner)
+                continue
+            for v in (*piece.reads, *piece.writes):
+                if v not in shardings:
+                    shardings[v] = _typed(v.aval, mesh)
+            ins, outs = [shardings[v] for v in piece.reads], [shardings[v] for v in piece.writes]
+            if any(s is None for s in (*ins, *outs)):
+                return None
+            donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
+            name = f"{whole.name}_{'before' if k < cut.inner else 'after'}"
+            closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
+            programs.append(self._find(name, closed, mesh, ins, outs, donate)[0])
+        position = {v: i for i, v in enumerate((*arguments, *(v for piece in cut.pieces for v in piece.writes)))}
+        between = {v for piece in cut.pieces for v in piece.writes}.difference(results)
+        return Parts(
+            tuple(programs),
+            tuple(tuple(position[v] for v in piece.reads) for piece in cut.pieces),
+            tuple(position[v] for v in results),
+            cut.inner,
+            sum(nbytes_on_a_device(v, shardings[v]) for v in between),
+        )
+
+
+def _where(mesh: Mesh):
+    return _shape(mesh), mesh.devices.flat[0].platform
 
 
 def _shape(mesh: Mesh):
     return mesh.axis_names, mesh.devices.shape, mesh.axis_types
-
-
-def _lowered(name, closed, mesh, ins, outs, donate, by_jit):
-    fun = compat.jaxpr_as_fun(closed)
-
-    def program(*args):
-        return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
-
-    program.__name__ = program.__qualname__ = name
-    ins = [None if s is None else _on(mesh, s) for s in ins]
-    outs = [None if s is None else _on(mesh, s) for s in outs]
-    args = [_abstract(v.aval, s) for v, s in zip(closed.jaxpr.invars, ins, strict=True)]
-    with compat.use_mesh(mesh), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        jitted = jax.jit(program, out_shardings=outs, donate_argnums=tuple(donate), keep_unused=True)
-        return jitted if by_jit else jitted.lower(*args)
-
-
-def _typed_as(aval, x):
-    """An argument whose sharding XLA chooses has no type on Explicit axes beside Auto ones; here it gets it."""
-    typed = explicit_sharding(aval)
-    return x if typed is None or not jax.typeof(x).sharding.mesh.empty else jax.reshard(x, typed.spec)
-
-
-def _abstract(aval, sharding):
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _typed(aval, mesh: Mesh) -> NamedSharding | None:
@@ -231,12 +288,3 @@ def _typed(aval, mesh: Mesh) -> NamedSharding | None:
 
 def _spec(sharding):
     return None if sharding is None else (str(sharding.spec), memory_kind(sharding))
-
-
-def _on(mesh: Mesh, sharding) -> NamedSharding:
-    """Whatever kind of sharding XLA reports, as a spec on the group's mesh."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind(sharding))
-    if mesh.size == 1 or sharding.is_fully_replicated:
-        return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind(sharding))
-    return compat.named_sharding(sharding, mesh)

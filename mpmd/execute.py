@@ -333,7 +333,7 @@ class _Build:
         ins += [slot(group, v) for v in around]
         ins += [slot(group, Value(name, microbatch)) for name in reads]
         outs = [slot(group, Value(name, microbatch)) for name in writes]
-        return (*ins, *accs), (*outs, *accs)
+        return (*ins, *accs), (*accs, *outs)
 
     def _values(self, program: LoopProgram, place: Place):
         """What tasks of one place take and give: the index, values around the loop, names in it, accumulators."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.body import Place
-from mpmd.compile import Compiler, Executable
+from mpmd.compile import SEGMENTS, TASKS, ZEROS, Compiler, Executable
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Loop, Outline, Segment, Transfer
 from mpmd.partition import LoopPartition, TaskBody
@@ -26,7 +26,10 @@ Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgram:
-    """A task's body and executable: [index], operands, reads, accumulators -> writes, accumulators."""
+    """A task's body and executable: [index], operands, reads, accumulators -> accumulators, writes.
+
+    JAX gives the memory of donated arguments to results of their type in order: accumulators come first.
+    """
 
     body: TaskBody
     executable: Executable | None
@@ -153,6 +156,7 @@ class _StepCompiler:
                 donated[item.name] = self._donatable(item, position, last_use)
                 segments[item.name] = self._segment(item, donated[item.name])
             elif isinstance(item, Loop):
+                self.compiler.start()
                 loops.append(self._loop(item))
         for v in self.invars:
             self.layouts.setdefault(v, (PartitionSpec(), None))
@@ -232,6 +236,7 @@ class _StepCompiler:
             [self._known(v, mesh) for v in item.reads],
             [self._asked(v, mesh) for v in item.writes],
             [i for i, v in enumerate(item.reads) if v in donated],
+            sharing=SEGMENTS,
         )  # fmt: skip
         self._record(item.reads, executable.in_shardings)
         self._record(item.writes, executable.out_shardings)
@@ -239,8 +244,10 @@ class _StepCompiler:
 
     def _loop(self, loop: Loop) -> LoopProgram:
         tasks = {}
-        for body in task_bodies(loop):
-            tasks[body.place] = TaskProgram(body, None if body.is_empty else self._task(loop, body))
+        for _, bodies in itertools.groupby(task_bodies(loop), key=lambda body: body.place.kind):
+            for body in bodies:
+                tasks[body.place] = TaskProgram(body, None if body.is_empty else self._task(loop, body))
+            self.compiler.start()
         zeros = {}
         for group in range(self.mesh.num_groups):
             own = tuple(k for k, a in enumerate(loop.partition.accumulators) if loop.group(a.place) == group)
@@ -256,23 +263,7 @@ class _StepCompiler:
             entries = [tasks.get(p) for p in pair]
             if pair in fused or any(e is None or e.executable is None for e in entries):
                 continue
-            parts = [self._jaxpr(loop.partition, e.body)[0] for e in entries]
-            renamed = compat.with_new_vars(parts[1])  # both may read the same operand or hold the same cheap equation
-            closed = compat.make_jaxpr(
-                [*parts[0].jaxpr.invars, *renamed.jaxpr.invars],
-                [*parts[0].jaxpr.outvars, *renamed.jaxpr.outvars],
-                [*parts[0].jaxpr.eqns, *renamed.jaxpr.eqns],
-                f"{pair[0]}+{pair[1]}",
-            )
-            ins = [s for e in entries for s in e.executable.in_shardings]
-            outs = [s for e in entries for s in e.executable.out_shardings]
-            donate, offset = [], 0
-            for e in entries:
-                count = len(e.executable.in_shardings)
-                donate += range(offset + count - len(e.body.accumulates), offset + count)
-                offset += count
-            mesh = self.mesh.groups[loop.group(pair[0])]
-            fused[pair] = self.compiler.compile(f"{pair[0].kind}{pair[1].kind}", closed, mesh, ins, outs, donate)
+            fused[pair] = self.compiler.fuse(*(e.executable for e in entries))
         return fused
 
     def _task(self, loop: Loop, body: TaskBody) -> Executable:
@@ -283,24 +274,23 @@ class _StepCompiler:
         closed, args = self._jaxpr(partition, body)
         first_acc = len(args) - len(accs)
         ins = [None if v is partition.index else self._known(v, mesh) for v in (*args[:first_acc], *results)]
-        asked = [self._asked(v, mesh) for v in (*body.writes, *results)]
+        asked = [self._asked(v, mesh) for v in (*results, *body.writes)]
         name = f"{body.place.kind}"
         donate = list(range(first_acc, len(args)))
         for k in range(len(accs)):  # in and out of an accumulator are one buffer
-            ins[first_acc + k] = ins[first_acc + k] or asked[len(body.writes) + k]
-            asked[len(body.writes) + k] = ins[first_acc + k]
-        executable = self.compiler.compile(name, closed, mesh, ins, asked, donate)
-        acc_in, acc_out = executable.in_shardings[first_acc:], executable.out_shardings[len(body.writes) :]
+            asked[k] = ins[first_acc + k] = ins[first_acc + k] or asked[k]
+        executable = self.compiler.compile(name, closed, mesh, ins, asked, donate, sharing=TASKS)
+        acc_in, acc_out = executable.in_shardings[first_acc:], executable.out_shardings[: len(accs)]
         if any(
             not a.is_equivalent_to(b, acc.result.aval.ndim) for a, b, acc in zip(acc_in, acc_out, accs, strict=True)
         ):
             ins[first_acc:] = acc_out
-            asked[len(body.writes) :] = acc_out
-            executable = self.compiler.compile(name, closed, mesh, ins, asked, donate)
+            asked[: len(accs)] = acc_out
+            executable = self.compiler.compile(name, closed, mesh, ins, asked, donate, sharing=TASKS)
         known = [v for v in args[:first_acc] if v is not partition.index]
         skip = len(args[:first_acc]) - len(known)
         self._record([*known, *results], executable.in_shardings[skip:])
-        self._record([*body.writes, *results], executable.out_shardings)
+        self._record([*results, *body.writes], executable.out_shardings)
         return executable
 
     def _jaxpr(self, partition: LoopPartition, body: TaskBody):
@@ -317,7 +307,8 @@ class _StepCompiler:
 
         with compat.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(start)()
-        return self.compiler.compile("zeros", closed, mesh, [], [self._known(a.result, mesh) for a in accs])
+        outs = [self._known(a.result, mesh) for a in accs]
+        return self.compiler.compile("zeros", closed, mesh, [], outs, sharing=ZEROS)
 
 
 def task_bodies(loop: Loop) -> list[TaskBody]:
@@ -372,5 +363,5 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody):
         eqns += more
         new.append(total)
     args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]
-    outs = [*body.writes, *new]
+    outs = [*new, *body.writes]
     return compat.make_jaxpr(args, outs, eqns, str(body.place)), args

@@ -33,7 +33,8 @@ def test_a_program_equals_its_plain_loop(program, schedule, where):
             _check(program, schedule, where, donate_argnums=(0,))
 
 
-# Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics and two loops.
+# Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics, two loops, and stages that
+# are compiled in parts.
 _UNDER_ALL_SCHEDULES = (
     "one_weight_in_every_stage",
     "metrics",
@@ -43,6 +44,7 @@ _UNDER_ALL_SCHEDULES = (
     "dropout_by_index",
     "train_then_evaluate",
     "tied_embedding",
+    "deep",
 )
 
 

@@ -1,4 +1,4 @@
-"""Whole small models, as people write them: a GPT, a convolutional net, and models of Equinox and Flax."""
+"""Whole models, as people write them: deep stages behind an embedding, a GPT, convolutions, Equinox and Flax."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,15 @@ from programs.parts import (
     ROWS,
     VOCABULARY,
     WIDTH,
+    cross_entropy,
     dense,
     dense_params,
+    momentum_state,
     normal,
     regression_batch,
     squared_error,
     token_batch,
+    train,
 )
 from programs.program import Program
 
@@ -111,6 +114,36 @@ def _gpt(tools):
         return new, metrics
 
     return step
+
+
+def _deep_state(key):
+    table, stages, head = jax.random.split(key, 3)
+    params = {
+        "embedding": normal(table, VOCABULARY, WIDTH, scale=0.3),
+        "stages": [_deep_params(k) for k in jax.random.split(stages, 4)],
+        "head": dense_params(head, WIDTH, VOCABULARY),
+    }
+    return momentum_state(params)
+
+
+def _deep_params(key):
+    layers = [dense_params(k) for k in jax.random.split(key, 6)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def _deep(tools):
+    """Stages of many equations, between an embedding and a head: these and what is around them are compiled apart."""
+
+    def loss(params, microbatch):
+        x = params["embedding"][microbatch["tokens"]]
+        for number, stage in enumerate(params["stages"]):
+            x = x if number == 0 else tools.mark(x)
+            for layer in range(len(stage["b"])):
+                p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stage)
+                x = x + jnp.tanh(dense(p, jax.nn.standardize(x))) / 4
+        return cross_entropy(dense(params["head"], x), microbatch["targets"])
+
+    return train(tools, loss)
 
 
 def _convolutions(tools):
@@ -229,6 +262,7 @@ def _flax_state(key):
 
 
 PROGRAMS = (
+    Program("deep", _deep_state, token_batch, _deep),
     Program("gpt", _gpt_state, _two_microbatches, _gpt, num_microbatches=2),
     Program("convolutions", _convolutions_state, _images, _convolutions),
     Program("equinox", _equinox_state, regression_batch, _equinox, needs="equinox"),

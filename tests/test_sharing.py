@@ -1,0 +1,230 @@
+"""A program that holds another one is cut into that one and what is around it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import BY_NAME
+from programs.pipelines import pipeline
+
+from mpmd import _jax_compat as compat
+from mpmd.sharing import Pattern, num_equations
+
+X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+
+def layer(w, x):
+    h = jnp.tanh(x @ w)
+    return h, x + h
+
+
+def _jaxpr(fun, *args):
+    return jax.make_jaxpr(fun)(*args).jaxpr
+
+
+def _cut(whole, inner):
+    numbers: dict = {}
+    return Pattern(whole, numbers).cut(Pattern(inner, numbers))
+
+
+def _check(whole, inner):
+    """Cuts, runs the pieces one after the other, the inner program as it is given, and compares with the whole."""
+    cut = _cut(whole, inner)
+    assert cut is not None
+    rng = np.random.default_rng(0)
+    args = [np.asarray(9 * rng.normal(size=v.aval.shape)).astype(v.aval.dtype) for v in whole.invars]
+    expected = jax.core.eval_jaxpr(whole, [], *args)
+    values = dict(zip(whole.invars, args, strict=True))
+    for k, piece in enumerate(cut.pieces):
+        closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, "piece")
+        program = inner if k == cut.inner else closed.jaxpr
+        results = jax.core.eval_jaxpr(program, [], *(values[v] for v in piece.reads))
+        values.update(zip(piece.writes, results, strict=True))
+    for v, value in zip(whole.outvars, expected, strict=True):
+        np.testing.assert_array_equal(values[v], value)
+    return cut
+
+
+def _names(cut):
+    return ["inner" if k == cut.inner else "other" for k in range(len(cut.pieces))]
+
+
+def test_a_layer_behind_an_embedding():
+    cut = _check(_jaxpr(lambda e, w, x: layer(w, jnp.sin(x) * e), X, X, X), _jaxpr(layer, X, X))
+    assert _names(cut) == ["other", "inner"]
+
+
+def test_a_layer_before_a_loss():
+    def last(w, x, y):
+        h, out = layer(w, x)
+        return h, jnp.sum((out - jnp.cos(y)) ** 2)
+
+    cut = _check(_jaxpr(last, X, X, X), _jaxpr(layer, X, X))
+    assert _names(cut) == ["inner", "other"]
+
+
+def test_a_layer_between_others():
+    def all_of_it(w, x, y):
+        h, out = layer(w, jnp.sin(x))
+        return h, jnp.sum((out - y) ** 2)
+
+    assert _names(_check(_jaxpr(all_of_it, X, X, X), _jaxpr(layer, X, X))) == ["other", "inner", "other"]
+
+
+def test_one_of_two_layers_alike():
+    def two(v, w, x):
+        _, x = layer(v, x)
+        return layer(w, x)
+
+    assert len(_check(_jaxpr(two, X, X, X), _jaxpr(layer, X, X)).pieces) == 2
+
+
+def test_a_layer_beside_something_else():
+    assert len(_check(_jaxpr(lambda w, x, y: (*layer(w, x), jnp.sin(y)), X, X, X), _jaxpr(layer, X, X)).pieces) == 2
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        pytest.param(lambda w, x: (jnp.tanh(x @ w), jnp.sin(x + jnp.sin(x @ w))), id="another function"),
+        pytest.param(lambda w, x: ((z := x @ w), (h := jnp.tanh(z)), x + h), id="a value from inside is read outside"),
+        pytest.param(lambda w, x: (*layer(w, x), jnp.sin(x), x), id="an argument is handed on"),
+        pytest.param(lambda w, x: (*layer(w, x), *[jnp.sin(x)] * 2), id="a result is given twice"),
+        pytest.param(lambda w, x: layer(w.astype(jnp.bfloat16), jnp.sin(x).astype(jnp.bfloat16)), id="another type"),
+    ],
+)
+def test_what_is_not_cut(whole):
+    assert _cut(_jaxpr(whole, X, X), _jaxpr(layer, X, X)) is None
+
+
+def test_nothing_may_stand_between_the_results_of_the_inner_program_and_its_arguments():
+    def around(x, y):
+        a = jnp.sin(x)
+        return a, jnp.cos(y)
+
+    def whole(x):
+        a = jnp.sin(x)
+        return jnp.exp(a), jnp.cos(jnp.tanh(a))
+
+    assert _cut(_jaxpr(whole, X), _jaxpr(around, X, X)) is None
+
+
+def test_results_with_much_above_them_tell_small_ones_alike_apart():
+    def counters(a, b, c):
+        return a + 1, jnp.where(b > 3, b + 1, 0), c + 1
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    inner = _jaxpr(counters, n, n, n)
+    cut = _check(_jaxpr(lambda x, a, b, c: (jnp.sin(x), *counters(a, b, c)), X, n, n, n), inner)
+    assert cut.is_independent
+
+
+def test_pieces_with_a_common_argument_are_not_independent():
+    def scaled(s, w, x):
+        return layer(s * w, s * x)
+
+    def more(s, w, x, y):
+        return *scaled(s, w, x), s * y
+
+    def apart(s, w, x, y):
+        return *scaled(s, w, x), y * y
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    inner = _jaxpr(scaled, scalar, X, X)
+    assert not _check(_jaxpr(more, scalar, X, X, X), inner).is_independent
+    assert _check(_jaxpr(apart, scalar, X, X, X), inner).is_independent
+
+
+def test_programs_with_effects_stay_whole():
+    def printing(x):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.sin(x)
+
+    inner = _jaxpr(printing, X)
+    assert _cut(_jaxpr(lambda x: jnp.cos(printing(x)), X), inner) is None
+
+
+def test_equations_of_inner_functions_count():
+    def three_times(x):
+        return jax.lax.fori_loop(0, 3, lambda _, c: jnp.sin(jnp.cos(c)), x)
+
+    assert num_equations(_jaxpr(three_times, X)) > 3
+
+
+_OPERATIONS = {
+    "add": jnp.add,
+    "multiply": jnp.multiply,
+    "sin": lambda a, b: jnp.sin(a),
+    "tanh": lambda a, b: jnp.tanh(b),
+}
+
+
+@st.composite
+def _programs(draw):
+    """Random programs of few kinds of equations, and a run of their equations as the inner one."""
+    num_args, num_eqns = draw(st.integers(1, 3)), draw(st.integers(2, 14))
+    operations = draw(st.lists(st.sampled_from(list(_OPERATIONS)), min_size=num_eqns, max_size=num_eqns))
+    operands = [
+        (draw(st.integers(0, num_args + i - 1)), draw(st.integers(0, num_args + i - 1))) for i in range(num_eqns)
+    ]
+
+    def fun(*args):
+        values = list(args)
+        for operation, (a, b) in zip(operations, operands, strict=True):
+            values.append(_OPERATIONS[operation](values[a], values[b]))
+        return values[num_args:]
+
+    jaxpr = _jaxpr(fun, *[X] * num_args)
+    used = draw(st.sets(st.sampled_from(jaxpr.outvars), min_size=1))
+    whole = compat.make_jaxpr(jaxpr.invars, [v for v in jaxpr.outvars if v in used], jaxpr.eqns, "whole").jaxpr
+    begin = draw(st.integers(0, num_eqns - 1))
+    eqns = whole.eqns[begin : draw(st.integers(begin + 1, num_eqns))]
+    made = [v for e in eqns for v in e.outvars]
+    others = [v for e in whole.eqns if e not in eqns for v in e.invars]
+    reads = dict.fromkeys(v for e in eqns for v in e.invars if v not in made)
+    writes = [v for v in made if v in used or v in others]
+    inner = compat.make_jaxpr(list(reads), writes, eqns, "inner")
+    return whole, compat.with_new_vars(inner).jaxpr
+
+
+@settings(deadline=None, max_examples=150)
+@given(_programs())
+def test_random_programs_run_in_pieces_as_they_run_whole(programs):
+    whole, inner = programs
+    if _cut(whole, inner) is not None:
+        _check(whole, inner)
+
+
+# --- in a step ---
+
+
+def _compiled_names(caplog, schedule, where):
+    program = BY_NAME["deep"]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        pipeline(program, schedule, where).lower(program.state(), next(iter(program.batches()))).compile()
+    texts = [record.getMessage() for record in caplog.records]
+    return [m[1] for text in texts if (m := re.search(r"MLIR module conversion jit\((\w+)\)", text))]
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit"])
+def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
+    names = [n for n in _compiled_names(caplog, "OneFOneB", where) if n[0] in "FB"]
+    assert sorted(names) == ["B", "B_after", "B_before", "F", "F_after", "F_before"]
+
+
+def test_fused_pairs_share_it_too(caplog):
+    names = _compiled_names(caplog, "DualPipeV", "auto")
+    assert names.count("F") == 1 and {"F_before", "F_after"} <= set(names)
+    assert not any(n.startswith(("FB_", "BF_")) for n in names)
+
+
+def test_what_a_program_in_parts_tells_of_itself():
+    program = BY_NAME["deep"]
+    compiled = pipeline(program, "OneFOneB", "auto").lower(program.state(), next(iter(program.batches()))).compile()
+    assert compiled.cost_analysis()["flops"] > 0
+    assert all(m["temporaries"] > 0 and m["peak"] > m["arguments"] for m in compiled.memory_analysis().values())
+    assert "executables" in str(compiled.explain())
