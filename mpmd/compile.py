@@ -24,7 +24,7 @@ class Sharing(NamedTuple):
 
     Attributes:
       at_least: equations that the other one must have, to be worth a further call.
-      independent: whether nothing around it may read what it reads or writes.
+      independent: whether the two must have no value in common.
     """
 
     at_least: int

@@ -1,8 +1,8 @@
 """Finding a program inside of a larger one, so that what both do is compiled once.
 
 The first stage of a model is a middle stage behind an embedding, the last one is a middle stage before a loss, and so
-are their backward tasks. A program that holds another one whole is cut into that one and what
-is left before and after it.
+are their backward tasks. A program that holds another one whole is cut into that one and what is left before and
+after it.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Cut:
 
     @property
     def is_independent(self) -> bool:
-        """Whether nothing reads what the inner program reads or writes."""
+        """Whether the inner program has no value in common with what is around it."""
         inner = self.pieces[self.inner]
-        others = {v for piece in self.pieces if piece is not inner for v in piece.reads}
+        others = {v for piece in self.pieces if piece is not inner for v in (*piece.reads, *piece.writes)}
         return others.isdisjoint((*inner.reads, *inner.writes))
 
 

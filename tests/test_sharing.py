@@ -123,7 +123,7 @@ def test_results_with_much_above_them_tell_small_ones_alike_apart():
     assert cut.is_independent
 
 
-def test_pieces_with_a_common_argument_are_not_independent():
+def test_pieces_with_a_common_value_are_not_independent():
     def scaled(s, w, x):
         return layer(s * w, s * x)
 
@@ -136,7 +136,12 @@ def test_pieces_with_a_common_argument_are_not_independent():
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     inner = _jaxpr(scaled, scalar, X, X)
     assert not _check(_jaxpr(more, scalar, X, X, X), inner).is_independent
+
+    def fed(s, w, x):
+        return scaled(jnp.sin(s), w, x)
+
     assert _check(_jaxpr(apart, scalar, X, X, X), inner).is_independent
+    assert not _check(_jaxpr(fed, scalar, X, X), inner).is_independent
 
 
 def test_programs_with_effects_stay_whole():
