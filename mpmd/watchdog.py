@@ -349,12 +349,12 @@ class Watchdog:
 
     def _on_exception(self, kind, value, stack) -> None:
         """This rank cannot go on: tells the others and ends the process, or gives way to the verdict on its cause."""
+        self._stack = stack  # at once: a verdict may end the process while this runs
         what = f"{kind.__name__}: {value}".splitlines()[0][:300]
         with self._lock:
             self._prune()
         where = self.views()[self.rank].where
         broken = issubclass(kind, jax.errors.JaxRuntimeError) and "onnect" in str(value)
-        self._stack = stack
         if broken:  # another rank's death may be the cause: the judge will find it
             time.sleep(SILENT_S + 2)
         if self._ending:
