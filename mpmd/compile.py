@@ -7,7 +7,7 @@ as one. Equal programs are compiled once and loaded on the devices of each group
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -15,26 +15,8 @@ from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.distinct import Distinct, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.errors import StageError
-from mpmd.sharing import Cut, Pattern, num_equations
+from mpmd.sharing import Cut, Pattern, Sharing, num_equations
 from mpmd.transfer import memory_kind
-
-
-class Sharing(NamedTuple):
-    """When a program may be compiled as another one of its name and what is around that.
-
-    Attributes:
-      at_least: equations that the other one must have, to be worth a further call.
-      independent: whether the two must have no value in common.
-    """
-
-    at_least: int
-    independent: bool
-
-
-TASKS = Sharing(64, independent=False)
-# How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
-SEGMENTS = Sharing(16, independent=True)
-ZEROS = Sharing(4, independent=True)
 
 
 class Executable:

@@ -9,9 +9,28 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+
+
+class Sharing(NamedTuple):
+    """When a program may be compiled as another one of its name and what is around that.
+
+    Attributes:
+      at_least: equations that the other one must have, to be worth a further call.
+      independent: whether the two must have no value in common.
+    """
+
+    at_least: int
+    independent: bool
+
+
+TASKS = Sharing(64, independent=False)
+# How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
+SEGMENTS = Sharing(16, independent=True)
+ZEROS = Sharing(4, independent=True)
 
 
 @dataclasses.dataclass(frozen=True)

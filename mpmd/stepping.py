@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.body import Place
-from mpmd.compile import SEGMENTS, TASKS, ZEROS, Compiler, Executable
+from mpmd.compile import Compiler, Executable
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Loop, Outline, Segment, Transfer
 from mpmd.partition import LoopPartition, TaskBody
+from mpmd.sharing import SEGMENTS, TASKS, ZEROS
 from mpmd.trace import trace_equations
 from mpmd.transfer import memory_kind
 

@@ -133,9 +133,8 @@ class _Units:
             ranges.append(range(begin, len(units)))
         unit_of: dict[tuple[int, str], dict[int, int]] = {}
         for unit, tasks in enumerate(units):
-            for task in tasks:
-                for kind in {"B": "IW"}.get(task.kind, task.kind):
-                    unit_of.setdefault((task.stage, kind), {})[task.microbatch] = unit
+            for part in (part for task in tasks for part in task.parts):
+                unit_of.setdefault((part.stage, part.kind), {})[part.microbatch] = unit
         if found < len(pairs):
             together = {tasks for tasks in units if len(tasks) == 2}
             apart = sorted(pair for pair in pairs if pair not in together)
