@@ -27,13 +27,20 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class Node:
-    """An equation under analysis."""
+    """An equation under analysis.
+
+    Attributes:
+      place: where it runs; None while it floats.
+      clonable: whether each reader may compute it again.
+      arrivals: for operands that came through a mark, the place that the (last) mark begins.
+    """
 
     eqn: compat.JaxprEqn
     per_microbatch: bool = True
     backward: bool = False
-    place: Any = None  # a Place, or None while it floats
+    place: Any = None
     clonable: bool = False
+    arrivals: dict[compat.Var, Place] = dataclasses.field(default_factory=dict)
 
 
 class Body:
@@ -132,6 +139,8 @@ class Body:
 
         kept = []
         for node in self.nodes:
+            marked = [(read(v), self.producer[v].place) for v in self.inputs(node) if v in alias]
+            node.arrivals = {v: place for v, place in marked if not isinstance(v, compat.Literal)}
             node.eqn = node.eqn.replace(invars=[read(v) for v in node.eqn.invars])
             if node.eqn.primitive is mark_p:
                 alias.update(zip(node.eqn.outvars, node.eqn.invars, strict=True))

@@ -12,6 +12,7 @@ The rules, in the order in which they are applied (each is a function below):
               that is cheap, else once and sent
   sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
+  join        in a split backward, what is made of several stages' gradients is computed after the loop
 
 The result is pure data: `LoopPartition`, which prints itself.
 """
@@ -123,7 +124,7 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     body.forget_marks()
     resolve_floats(body, marks.num_stages)
     sink_residuals(body)
-    accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages)
+    accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
     body.keep_live([a.value for a in accumulators])
     return _build(body, info, marks.num_stages, accumulators, after, split)
 
@@ -220,7 +221,8 @@ def _needs_index(body, eqns, accumulators, accs) -> bool:
 def split_backward(body: Body, accumulators):
     """Turns each `B` into `I`, what the previous stage's gradient needs, and `W`, the rest.
 
-    An equation that feeds both, and every effect, runs once, in `I`; `W` reads what it made.
+    An equation that feeds both, and every effect, runs once, in `I`; `W` reads what it made. So does what another
+    stage's backward reads in the loop: no weight half waits for one of another stage.
     """
     readers = defaultdict(set)
     for node in body.nodes:

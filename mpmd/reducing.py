@@ -15,7 +15,8 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.body import Body, Node, Place
-from mpmd.markers import Add, LoopInfo, Mean, Operation, result_types
+from mpmd.joining import Joins
+from mpmd.markers import Add, Concat, LoopInfo, Mean, Operation, result_types
 from mpmd.trace import copy_equations, trace_equations
 
 
@@ -37,20 +38,27 @@ class Accumulator:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-def reduce_outputs(body: Body, eqn, info: LoopInfo, num_stages: int):
+def reduce_outputs(body: Body, eqn, info: LoopInfo, num_stages: int, split: bool):
     """An accumulator per output (or per part of one that arises in several stages), and the equations after
-    the loop that make the loop's results from them.
+    the loop that make the loop's results from them. `split`: see `partition.partition_loop`.
     """
     accumulators: list[Accumulator] = []
     after: list[compat.JaxprEqn] = []
-    uses = defaultdict(int)
+    readers: dict[compat.Var, list[Node | None]] = defaultdict(list)
     for node in body.nodes:
-        for v in node.eqn.invars:
-            if not isinstance(v, compat.Literal):
-                uses[v] += 1
+        for v in body.inputs(node):
+            readers[v].append(node)
     for v in body.outvars:
         if not isinstance(v, compat.Literal):
-            uses[v] += 1
+            readers[v].append(None)
+    joins = Joins(body) if split else None
+    stacks: dict[compat.Var, compat.Var] = {}
+
+    def accumulate(value, operation, place):
+        final = compat.new_var(_accumulated(value.aval, operation, info.num_microbatches))
+        accumulators.append(Accumulator(value, final, operation, place))
+        return final
+
     for value, operation, result in zip(body.outvars, info.operations, eqn.outvars, strict=True):
         if isinstance(result, compat.DropVar):
             continue
@@ -59,15 +67,18 @@ def reduce_outputs(body: Body, eqn, info: LoopInfo, num_stages: int):
         if not is_index and (source is None or not source.per_microbatch):
             after += _same_every_time(body, value, operation, info.num_microbatches, result)
             continue
-        parts = _parts(body, value, uses) if issubclass(operation, Add) else []
+        parts = _parts(body, value, readers) if issubclass(operation, Add) else []
         if len({p.place.stage for p in parts}) < 2:
+            if joins and (join := joins.of(value)):
+                for v, place in join.parts:
+                    if v not in stacks:
+                        stacks[v] = accumulate(v, Concat, place)
+                atoms = [*(stacks[v] for v, _ in join.parts), *join.operands]
+                after += _bound(join.reduced(operation, info.num_microbatches), atoms, result)
+                continue
             place = Place(num_stages - 1, "F") if is_index else _home(source, num_stages)
             parts = [_Part(value, place, ())]
-        totals = []
-        for part in parts:
-            final = compat.new_var(_accumulated(part.value.aval, operation, info.num_microbatches))
-            accumulators.append(Accumulator(part.value, final, operation, part.place))
-            totals.append((final, part.later))
+        totals = [(accumulate(part.value, operation, part.place), part.later) for part in parts]
         after += _combine(totals, operation, info.num_microbatches, result)
     return accumulators, after
 
@@ -102,13 +113,13 @@ class _Part(NamedTuple):
     later: tuple[_Step, ...]
 
 
-def _parts(body: Body, value, uses) -> list[_Part]:
+def _parts(body: Body, value, readers) -> list[_Part]:
     """The summands of `value` in several stages, or [] if it arises in one.
 
     Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
     loop, up to a padding; the padding (a slice's gradient) runs once after the loop.
     """
-    leaves = _leaves(body, value, uses)
+    leaves = _leaves(body, value, readers)
     if leaves is None:
         return []
     if len({place.stage for _, _, place in leaves}) < 2:
@@ -126,27 +137,34 @@ def _parts(body: Body, value, uses) -> list[_Part]:
     return parts
 
 
-def _leaves(body: Body, value, uses):
+def _leaves(body: Body, value, readers):
     """The summands of `value`: (variable, the steps from it to `value`, its place); None if one has no place in
     the backward pass.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
-    the bias's stage, though the value that is reduced comes from the next one.
+    the bias's stage, though the value that is reduced comes from the next one. If the sum comes first, that stage
+    is the one of the mark through which the value came, if it is read there anyhow.
     """
     leaves: list[tuple[Any, tuple[_Step, ...], Any]] = []
 
+    def arrived(node, v):
+        place = None if isinstance(v, compat.Literal) else node.arrivals.get(v)
+        if place is None or place.kind != "B":
+            return None
+        return place if any(r and r is not node and r.place == place for r in readers[v]) else None
+
     def walk(v, chain, first, place):
         node = body.source(v)
-        if node is None or not node.per_microbatch or not node.place or (uses[v] > 1 and not first):
+        if node is None or not node.per_microbatch or not node.place or (len(readers[v]) > 1 and not first):
             made = node.place if node is not None and node.per_microbatch else None
             leaves.append((v, chain, made and (place or made)))
         elif node.eqn.primitive.name == "add_any":
             for x in node.eqn.invars:
-                walk(x, chain, False, None)
+                walk(x, chain, False, arrived(node, x))
         elif node.eqn.primitive.name == "concatenate":
             offset = 0
             for x in node.eqn.invars:
-                walk(x, (_concatenation(node.eqn, offset), *chain), False, None)
+                walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
                 offset += x.aval.shape[node.eqn.params["dimension"]]
         elif (step := _linear_step(body, node.eqn)) is not None:
             walk(_operand(node.eqn), (step, *chain), False, node.place)

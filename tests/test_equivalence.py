@@ -33,8 +33,8 @@ def test_a_program_equals_its_plain_loop(program, schedule, where):
             _check(program, schedule, where, donate_argnums=(0,))
 
 
-# Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics, two loops, and stages that
-# are compiled in parts.
+# Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics (of all gradients too), two
+# loops, and stages that are compiled in parts.
 _UNDER_ALL_SCHEDULES = (
     "one_weight_in_every_stage",
     "metrics",
@@ -45,6 +45,8 @@ _UNDER_ALL_SCHEDULES = (
     "train_then_evaluate",
     "tied_embedding",
     "deep",
+    "gradient_norms",
+    "gradient_statistics",
 )
 
 

@@ -303,6 +303,39 @@ def _gradient_norms(tools):
     return step
 
 
+def _gradient_statistics(tools):
+    """Metrics over the gradients of several stages that also read the loss, the index and the state, or that compare
+    whole gradients; and gradients that are clipped by their norm before they are summed.
+    """
+
+    def loss(params, microbatch):
+        return squared_error(chain(tools, params, microbatch["x"]), microbatch["y"])
+
+    def step(state, batch):
+        temperature = jnp.exp(-0.1 * state["step"].astype(jnp.float32))
+
+        def one(i):
+            value, grads = jax.value_and_grad(loss)(state["params"], jax.tree.map(lambda x: x[i], batch))
+            sizes = jnp.stack([jnp.sum(g**2) for g in jax.tree.leaves(grads)])
+            first, *_, last = (jnp.ravel(jax.tree.leaves(g)[-1]) for g in grads)
+            statistics = {
+                "relative": jnp.sqrt(jnp.sum(sizes)) * temperature / (value + i),
+                "share": sizes / jnp.sum(sizes),
+                "smallest": jnp.min(sizes),
+                "alike": jnp.vdot(first, last),
+            }
+            scale = jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(sizes)))
+            return value, statistics, jax.tree.map(lambda g: g * scale, grads)
+
+        operations = {"relative": mpmd.Mean, "share": mpmd.Concat, "smallest": mpmd.Min, "alike": mpmd.Max}
+        loss_value, statistics, grads = tools.reduce_i(
+            one, NUM_MICROBATCHES, operation=(mpmd.Mean, operations, mpmd.Mean)
+        )
+        return momentum_update(state, grads), {"loss": loss_value, **statistics}
+
+    return step
+
+
 def _weighted_by_tokens(tools):
     """Sums of losses and of weights go out; loss and gradients are divided by the total after the loop."""
 
@@ -416,6 +449,7 @@ PROGRAMS = (
     Program("no_loop", stages_state, regression_batch, _no_loop),
     Program("input_gradients", stages_state, regression_batch, _input_gradients),
     Program("gradient_norms", stages_state, regression_batch, _gradient_norms),
+    Program("gradient_statistics", stages_state, regression_batch, _gradient_statistics),
     Program("weighted_by_tokens", stages_state, regression_batch, _weighted_by_tokens),
     Program("annealed", stages_state, regression_batch, _annealed),
     Program(
