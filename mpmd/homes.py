@@ -154,6 +154,7 @@ class _Placer:
 
     def _pin(self):
         """Forward: the groups that hold an equation's operands, None where any group would do."""
+        of_state = set(self.next_of)
         for v, groups in zip(self.invars, self.in_groups, strict=True):
             self.pinned[v] = groups
         for item in self.items:
@@ -172,12 +173,15 @@ class _Placer:
             elif held:
                 common = frozenset.intersection(*(p for p, _ in held))
                 if not common:
-                    weight: dict[int, int] = defaultdict(int)
+                    weight: dict[int, tuple[int, bool]] = defaultdict(lambda: (0, False))
                     for p, v in held:
                         for g in p:
-                            weight[g] += costs.nbytes(v.aval)
+                            nbytes, has_state = weight[g]
+                            weight[g] = nbytes + costs.nbytes(v.aval), has_state or v in of_state
                     common = frozenset([max(weight, key=lambda g: (weight[g], -g))])
                 pin = common
+            if of_state.intersection(costs.variables(item.invars)):
+                of_state.update(item.outvars)
             self.pins.append(pin)
             self.pinned.update((v, pin) for v in item.outvars)
             made = self.follows.intersection(costs.variables(item.invars))

@@ -1,9 +1,9 @@
 """Where everything outside of the loops runs: the step as segments (one group, one executable) and loops.
 
-An equation runs in the group that holds its operands; where they lie in several groups, in the one with the
-most bytes of them, and the rest (scalars such as a global norm, usually) is sent there. What depends on no
-placed value runs wherever its result is wanted. A state leaf that the step returns in the same position is
-kept in the groups that it came from, so that a training loop moves nothing.
+An equation runs in the group that holds its operands; where they lie in several groups, in the one with the most
+bytes of them (of equals, in one that holds state), and the rest (scalars such as a global norm, usually) is sent
+there. What depends on no placed value runs wherever its result is wanted. A state leaf that the step returns in the
+same position is kept in the groups that it came from, so that a training loop moves nothing.
 
 Placing is a forward pass (where operands are), a backward pass (where results are wanted) and a levelling
 (what can run together before the next transfer). All of it is pure; `Outline` prints itself.

@@ -1274,6 +1274,12 @@ def test_a_metric_of_the_weights_gradients_is_in_the_weight_half():
     assert parts == [M * F32] * 3  # each other stage's squared norm of every microbatch, to the first one's group
 
 
+def test_a_parameter_is_updated_where_it_lives_though_its_gradient_is_elsewhere():
+    c = cut("clipping_in_a_split_backward")
+    assert "f32[11,13]" in c.accumulated("W0")
+    assert not [name for name, *_ in c.transfers() if name.startswith("params")]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_no_weight_half_waits_for_one_of_another_stage(name):
     for loop in cut(name).outline.loops:
