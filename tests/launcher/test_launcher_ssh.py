@@ -140,8 +140,11 @@ def test_a_connection_that_drops_ends_the_job_on_both_sides(hosts):
 
 
 def is_ssh_to(pid: int, name: str) -> bool:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        words = file.read().decode().split("\0")
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return False
     return words[0] == "ssh" and name in words
 
 
