@@ -91,13 +91,16 @@ class Watchdog:
         self._suspected: tuple[int | None, float] = None, 0.0
         self._stack: types.TracebackType | None = None
         self._ending = False
+        self._threads: list[threading.Thread] = []
         self._beat = 0
 
     def start(self) -> None:
         """Starts the threads and takes note of uncaught exceptions."""
         faulthandler.enable()
         for target in (self._publish_loop, self._judge_loop):
-            threading.Thread(target=target, name=f"mpmd-{target.__name__.strip('_')}", daemon=True).start()
+            thread = threading.Thread(target=target, name=f"mpmd-{target.__name__.strip('_')}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._excepthook = sys.excepthook
         sys.excepthook = self._on_exception
 
@@ -396,6 +399,8 @@ class Watchdog:
             time.sleep(60)  # the judge ends the process
         time.sleep(2 * _PUBLISH_S)  # so that the others can read it
         self._ending = True
+        for thread in self._threads:  # one that came back from C++ to a Python that is gone would abort the process
+            thread.join(SILENT_S)
 
     def _write_status(self, board: Board, line: str | None) -> None:
         if self._status is None:

@@ -179,3 +179,11 @@ def test_what_is_slow_is_no_hang(fault, seconds, options):
         assert len({e.out.splitlines()[-1] for e in ended}) == 1
         assert ended[0].out.splitlines()[-1].startswith("done 0.")
         assert all(e.verdict is None for e in ended)
+
+
+def test_a_rank_that_waits_for_the_store_at_its_end_ends_well():
+    """A thread that came back from C++ to a Python that is gone would abort the process."""
+    with jobs.Job("faults.py", "late_store", 1, "--seconds", 3, processes=2) as job:
+        ended = job.wait(START_LIMIT_S)
+        assert [e.status for e in ended] == [0, 0], job.report()
+        assert [e.err for e in ended] == ["", ""]

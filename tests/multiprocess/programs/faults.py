@@ -6,6 +6,7 @@ The ranks other than the guilty one go on as if nothing happened.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
 import scheduler
-from mpmd import wires
+from mpmd import distributed, wires
 
 WIDTH, ROWS, MICROBATCHES = 4, 2, 4
 NUM_STEPS = 8
@@ -104,6 +105,21 @@ def lose_one_transfer() -> None:
     wires.PullWire.send = lossy
 
 
+class LateStore:
+    """The key-value store, whose answers take some seconds; they are waited for in C++, as ever."""
+
+    def __init__(self, store, seconds: float):
+        self._store, self._seconds = store, seconds
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def key_value_dir_get(self, key):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._store.blocking_key_value_get("never", round(1000 * self._seconds))
+        return self._store.key_value_dir_get(key)
+
+
 def go_wrong(fault: str, pipeline: Pipeline) -> None:
     """What the guilty rank does in its `FAULT_STEP`-th step."""
     print(f"about to {fault}", flush=True)
@@ -133,6 +149,9 @@ def go_wrong(fault: str, pipeline: Pipeline) -> None:
         pipeline.sleeps = pipeline.options.seconds / MICROBATCHES
     if fault == "late":
         time.sleep(pipeline.options.seconds)
+    if fault == "late_store":
+        watchdog = distributed.current().watchdog
+        watchdog._store = LateStore(watchdog._store, pipeline.options.seconds)
 
 
 def main() -> None:
