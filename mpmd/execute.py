@@ -326,26 +326,26 @@ class _Build:
 
     def _bind(self, group, task: Task, program: LoopProgram):
         """Slots of a task's arguments and results."""
-        index, around, reads, writes, accumulators = self._values(program, Place(task.stage, task.kind))
+        index, around, reads, writes, accs = self._values(group, program, Place(task.stage, task.kind))
         slot, microbatch = self.slot, task.microbatch
-        accs = [slot(group, v) for v in accumulators]
-        ins = [self._index(group, microbatch)] if index else []
-        ins += [slot(group, v) for v in around]
-        ins += [slot(group, Value(name, microbatch)) for name in reads]
+        ins = [slot(group, Value(name, microbatch)) for name in reads]
         outs = [slot(group, Value(name, microbatch)) for name in writes]
-        return (*ins, *accs), (*accs, *outs)
+        first = (self._index(group, microbatch),) if index else ()
+        return (*first, *around, *ins, *accs), (*accs, *outs)
 
-    def _values(self, program: LoopProgram, place: Place):
-        """What tasks of one place take and give: the index, values around the loop, names in it, accumulators."""
+    def _values(self, group, program: LoopProgram, place: Place):
+        """What tasks of one place take and give: whether the index; slots of values around the loop; names of values
+        in it; slots of accumulators.
+        """
         key = program.loop.number, place
         if key not in self.values:
             loop, body = program.loop, program.tasks[place].body
             self.values[key] = (
                 body.uses_index,
-                [self.outer(v) for v in body.operands],
+                [self.slot(group, self.outer(v)) for v in body.operands],
                 [edge_name(loop, v) for v in body.reads],
                 [edge_name(loop, v) for v in body.writes],
-                [self.outer(loop.partition.accumulators[k].result) for k in body.accumulates],
+                [self.slot(group, self.outer(loop.partition.accumulators[k].result)) for k in body.accumulates],
             )
         return self.values[key]
 

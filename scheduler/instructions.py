@@ -186,6 +186,8 @@ class Free:
 
 
 Instruction = Run | Call | Send | Recv | Free
+WORK = (Run, Call)
+TRANSFERS = (Send, Recv)
 
 
 def _signature(reads: tuple[Value, ...], writes: tuple[Value, ...], donates: tuple[Value, ...]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from heapq import heappop, heappush
 
 from scheduler.errors import ScheduleError
-from scheduler.instructions import Call, Instruction, Program, Recv, Run, Send, Value
+from scheduler.instructions import TRANSFERS, WORK, Free, Instruction, Program, Run, Send, Value
 from scheduler.lowering import DURATION
 
 Step = tuple[int, Instruction]
@@ -28,19 +28,16 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Step
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
     wanted = set(range(program.num_groups) if groups is None else groups)
-    steps: list[Step] = []
-    position = walk(program, lambda group, instruction: steps.append((group, instruction)))
-    if any(position[group] < len(instructions) for group, instructions in enumerate(program.groups)):
-        raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-    return tuple(step for step in steps if step[0] in wanted)
+    return tuple(step for step in _on_the_clock(program) if step[0] in wanted)
 
 
-def walk(program: Program, emit: Callable[[int, Instruction], object]) -> list[int]:
-    """Run the program on the clock of :func:`merge`, and return how far each group came.
+def _on_the_clock(program: Program) -> list[Step]:
+    """All groups' instructions in the order in which they start.
 
     A Send stands from the moment its value exists, a Recv from the moment the group has started what is before it. Each
     waits for the other; then both happen.
     """
+    steps: list[Step] = []
     position = [0] * program.num_groups
     issued = [0] * program.num_groups  # when the group started its last instruction
     free_at = [0] * program.num_groups  # when its devices are done with it
@@ -49,17 +46,24 @@ def walk(program: Program, emit: Callable[[int, Instruction], object]) -> list[i
     heap: list[tuple[int, int, int]] = []
 
     def queue(group: int) -> None:
-        if position[group] == len(program.groups[group]):
+        """What the group does next; frees happen at once."""
+        instructions = program.groups[group]
+        index = position[group]
+        while index < len(instructions) and isinstance(instructions[index], Free):
+            steps.append((group, instructions[index]))
+            index += 1
+        position[group] = index
+        if index == len(instructions):
             return
-        instruction = program.groups[group][position[group]]
-        if isinstance(instruction, Run | Call):
+        instruction = instructions[index]
+        if isinstance(instruction, WORK):
             waits = received_at[group] == free_at[group]
             heappush(heap, (free_at[group], 2 if waits else 1, group))
         else:
             heappush(heap, (free_at[group] if isinstance(instruction, Send) else issued[group], 0, group))
 
     def happen(group: int, time: int, duration: int = 0) -> None:
-        emit(group, program.groups[group][position[group]])
+        steps.append((group, program.groups[group][position[group]]))
         position[group] += 1
         issued[group] = time
         free_at[group] = max(free_at[group], time + duration)
@@ -69,7 +73,7 @@ def walk(program: Program, emit: Callable[[int, Instruction], object]) -> list[i
     while heap:
         time, _, group = heappop(heap)
         instruction = program.groups[group][position[group]]
-        if isinstance(instruction, Send | Recv):
+        if isinstance(instruction, TRANSFERS):
             is_send = isinstance(instruction, Send)
             source, target = (group, instruction.to_group) if is_send else (instruction.from_group, group)
             if parked.pop((not is_send, source, target, instruction.value), None) is None:
@@ -83,10 +87,12 @@ def walk(program: Program, emit: Callable[[int, Instruction], object]) -> list[i
         else:
             happen(group, time, _duration(instruction))
             queue(group)
-    return position
+    if any(position[group] < len(instructions) for group, instructions in enumerate(program.groups)):
+        raise ScheduleError("merge: the program deadlocks; check(program) says where.")
+    return steps
 
 
 def _duration(instruction: Instruction) -> int:
     if isinstance(instruction, Run):
         return sum(DURATION.get(task.kind, 1) for task in instruction.tasks)
-    return int(isinstance(instruction, Call))
+    return 1

@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from scheduler.errors import ScheduleError
-from scheduler.instructions import Call, Free, Instruction, Program, Recv, Run, Send, Value
-from scheduler.merging import walk
+from scheduler.instructions import TRANSFERS, WORK, Call, Free, Instruction, Program, Recv, Run, Send, Value
 from scheduler.ordering import coverage_faults, raise_faults
 from scheduler.task import KINDS, Task
+
+_ON_ONE_VALUE = (*TRANSFERS, Free)
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,22 @@ def _shape_faults(program: Program) -> tuple[list[str], bool]:
             faults.append(f"stage {stage} is placed in group {group!r}; expected 0 to {program.num_groups - 1}")
     for group, instructions in enumerate(program.groups):
         for index, instruction in enumerate(instructions):
-            if not isinstance(instruction, Run | Call | Send | Recv | Free):
+            values: tuple[object, ...]
+            if isinstance(instruction, WORK):
+                values = (*instruction.reads, *instruction.writes, *instruction.donates)
+            elif isinstance(instruction, _ON_ONE_VALUE):
+                values = (instruction.value,)
+            else:
                 faults.append(f"{_at(group, index, repr(instruction))}: not an instruction")
                 legible = False
                 continue
-            strange = (
-                [] if not isinstance(instruction, Run) else [task for task in instruction.tasks if not _is_task(task)]
-            )
-            strange += [value for value in _values(instruction) if not isinstance(value, Value)]
+            strange = [value for value in values if not isinstance(value, Value)]
+            if isinstance(instruction, Run):
+                strange = [*(task for task in instruction.tasks if not _is_task(task)), *strange]
             if strange:
                 faults.append(f"group {group}, #{index}: {strange[0]!r} is no task and no value")
                 legible = False
-            elif isinstance(instruction, Send | Recv):
+            elif isinstance(instruction, TRANSFERS):
                 other = instruction.to_group if isinstance(instruction, Send) else instruction.from_group
                 if other not in groups:
                     faults.append(f"{_at(group, index, instruction)}: there is no group {other!r}")
@@ -122,12 +127,6 @@ def _is_task(task: object) -> bool:
         and isinstance(task.microbatch, int)
         and task.kind in KINDS
     )
-
-
-def _values(instruction: Instruction) -> tuple[object, ...]:
-    if isinstance(instruction, Run | Call):
-        return (*instruction.reads, *instruction.writes, *instruction.donates)
-    return (instruction.value,)
 
 
 def _task_faults(program: Program) -> list[str]:
@@ -174,7 +173,7 @@ class _Walk:
     def run(self, written: dict[Value, int]) -> list[str]:
         for index, instruction in enumerate(self.program.groups[self.group]):
             self.index = index
-            if isinstance(instruction, Run | Call):
+            if isinstance(instruction, WORK):
                 self._execute(instruction, written)
             elif isinstance(instruction, Send):
                 self._use("sends", instruction.value, written)
@@ -284,7 +283,7 @@ def _transfer_faults(program: Program) -> list[str]:
 
 def _deadlock_faults(program: Program) -> list[str]:
     """The circle in which groups wait for each other's transfers, if any; every transfer has its partner."""
-    position = walk(program, lambda group, instruction: None)
+    position = _run_transfers(program)
     stuck = {
         g: program.groups[g][position[g]] for g in range(program.num_groups) if position[g] < len(program.groups[g])
     }
@@ -300,8 +299,33 @@ def _deadlock_faults(program: Program) -> list[str]:
     return [f"deadlock: {', '.join(links)}"]
 
 
+def _run_transfers(program: Program) -> list[int]:
+    """How far each group comes if a send and its receive wait for each other, and nothing else waits."""
+    position = [0] * program.num_groups
+    waiting: set[tuple[bool, int, int, Value]] = set()
+    ready = list(range(program.num_groups))
+    while ready:
+        group = ready.pop()
+        instructions = program.groups[group]
+        index = position[group]
+        while index < len(instructions):
+            instruction = instructions[index]
+            if isinstance(instruction, TRANSFERS):
+                is_send, other = isinstance(instruction, Send), _partner(instruction)
+                source, target = (group, other) if is_send else (other, group)
+                if (not is_send, source, target, instruction.value) not in waiting:
+                    waiting.add((is_send, source, target, instruction.value))
+                    break
+                waiting.remove((not is_send, source, target, instruction.value))
+                position[other] += 1
+                ready.append(other)
+            index += 1
+        position[group] = index
+    return position
+
+
 def _partner(instruction: Instruction) -> int:
-    assert isinstance(instruction, Send | Recv)
+    assert isinstance(instruction, TRANSFERS)
     return instruction.to_group if isinstance(instruction, Send) else instruction.from_group
 
 
@@ -316,7 +340,7 @@ def _only_matched(program: Program) -> Program:
 
     for group, instructions in enumerate(program.groups):
         for instruction in instructions:
-            if isinstance(instruction, Send | Recv):
+            if isinstance(instruction, TRANSFERS):
                 counts[isinstance(instruction, Send)][key(group, instruction)] += 1
     both = counts[True] & counts[False]
     groups = []
@@ -324,7 +348,7 @@ def _only_matched(program: Program) -> Program:
         seen: dict[bool, Counter[tuple[int, int, Value]]] = {True: Counter(), False: Counter()}
         kept = []
         for instruction in instructions:
-            if isinstance(instruction, Send | Recv):
+            if isinstance(instruction, TRANSFERS):
                 mine, side = key(group, instruction), seen[isinstance(instruction, Send)]
                 side[mine] += 1
                 if side[mine] > both[mine]:
