@@ -175,7 +175,7 @@ def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scal
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
+@pytest.mark.parametrize("where", ["auto", "explicit", pytest.param("shared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):
     mpmd_mesh = _mesh(where)

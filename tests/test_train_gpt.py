@@ -86,6 +86,7 @@ def test_groups_share_devices_where_there_are_too_few():
     assert {device for group in devices for device in group} == set(jax.devices())
 
 
+@pytest.mark.slow
 def test_a_step_on_groups_that_share_devices_agrees_with_plain_jit():
     model = dataclasses.replace(TINY, num_layers=2, num_stages=2)
     mesh = train_gpt.make_mesh(num_groups=2, data_parallel=8)
@@ -135,6 +136,7 @@ def test_the_script_trains_and_agrees_with_plain_jit(tmp_path):
     assert plot.read_text().rstrip().endswith("</svg>")
 
 
+@pytest.mark.slow
 def test_the_script_trains_interleaved_on_groups_of_two_devices_with_dropout_and_text_of_its_own(tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike; each unhappy family is unhappy in its own way. " * 20)

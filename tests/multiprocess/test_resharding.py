@@ -3,8 +3,11 @@
 import pytest
 from jobs import Job
 
+# The ones of more devices in slow tests.
+_JOBS = [(2, 2, 0), (4, 1, 1), *(pytest.param(*job, marks=pytest.mark.slow) for job in [(2, 4, 2), (4, 2, 3)])]
 
-@pytest.mark.parametrize(("processes", "devices", "seed"), [(2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3)])
+
+@pytest.mark.parametrize(("processes", "devices", "seed"), _JOBS)
 def test_random_layouts_there_and_back_move_what_the_plan_says(processes, devices, seed):
     with Job("reshards.py", seed, 25, processes=processes, devices=devices) as job:
         ended = job.wait(limit_s=300)

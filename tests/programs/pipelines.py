@@ -9,8 +9,7 @@ import scheduler
 from programs.program import Program, pipelined
 
 # All of these accumulate in microbatch order. Those of one tuple run the same tasks: equal to the last bit.
-COMMON = ("GPipe", "OneFOneB", "EagerOneFOneB", "InterleavedOneFOneB")
-WHOLE_BACKWARD = (*COMMON, "InterleavedGPipe")
+WHOLE_BACKWARD = ("GPipe", "OneFOneB", "EagerOneFOneB", "InterleavedOneFOneB", "InterleavedGPipe")
 SPLIT_BACKWARD = ("ZeroBubbleH1", "ZeroBubbleH2", "InterleavedZeroBubble", "KimiK2", "ZeroBubbleV", "VHalf", "VMin")
 SOME_SPLIT = ("DualPipeV",)
 AVAILABLE = tuple(name for name in (*WHOLE_BACKWARD, *SPLIT_BACKWARD, *SOME_SPLIT) if hasattr(scheduler, name))
