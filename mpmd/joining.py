@@ -60,8 +60,10 @@ class Joins:
         self._body = body
         self._joint = self._find()
 
-    def _find(self) -> set[int]:
-        """Identities of the nodes that depend on the backward of several stages, and on which no gradient depends."""
+    def _find(self) -> dict[int, int]:
+        """The nodes that depend on the backward of several stages, and on which no gradient depends: by their identity,
+        the position in the body.
+        """
         tail, held = set(), set()
         for node in reversed(self._body.nodes):
             if not node.per_microbatch:
@@ -72,9 +74,9 @@ class Joins:
                 tail.add(id(node))
             else:
                 held.update(self._body.inputs(node))
-        joint: set[int] = set()
+        joint: dict[int, int] = {}
         stages: dict[compat.Var, set[int]] = {}
-        for node in self._body.nodes:
+        for position, node in enumerate(self._body.nodes):
             if id(node) not in tail:
                 if node.place is not None and node.place.kind == "B":
                     stages.update((v, {node.place.stage}) for v in node.eqn.outvars)
@@ -82,7 +84,7 @@ class Joins:
             found = set().union(*(stages.get(v, ()) for v in self._body.inputs(node)))
             stages.update((v, found) for v in node.eqn.outvars)
             if len(found) > 1:
-                joint.add(id(node))
+                joint[id(node)] = position
         return joint
 
     def of(self, value) -> Join | None:
@@ -91,8 +93,13 @@ class Joins:
         last = body.source(value)
         if last is None or id(last) not in self._joint:
             return None
-        cone = body.ancestors([value]) & self._joint
-        nodes = [n for n in body.nodes if id(n) in cone]
+        cone, stack = set(), [last]
+        while stack:
+            node = stack.pop()
+            if (position := self._joint.get(id(node))) is not None and position not in cone:
+                cone.add(position)
+                stack += [n for v in body.inputs(node) if (n := body.source(v)) is not None]
+        nodes = [body.nodes[i] for i in sorted(cone)]
         made = {v for n in nodes for v in n.eqn.outvars}
         read = [v for v in costs.variables(v for n in nodes for v in n.eqn.invars) if v not in made]
         parts, operands = [], []
