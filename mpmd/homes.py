@@ -86,10 +86,11 @@ class _Placer:
                     wider.append(self.everywhere)
                 else:
                     wider.append(frozenset())
+            given = [g is not None for g in self.out_groups]
+            wider = [a if fixed else a | b for a, b, fixed in zip(wider, wish, given, strict=True)]
             if wider == wish:
                 return wish
-            given = [g is not None for g in self.out_groups]
-            wish = [a if fixed else a | b for a, b, fixed in zip(wider, wish, given, strict=True)]
+            wish = wider
 
     def _somewhere(self, v) -> Groups:
         if isinstance(v, compat.Literal):
