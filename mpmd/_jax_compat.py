@@ -189,6 +189,11 @@ def trace_context():
     return config.trace_context()
 
 
+def is_profiling() -> bool:
+    """Whether a profile is being taken, by `jax.profiler` or by a tool that asked its server for one."""
+    return jax.profiler.TraceAnnotation.is_enabled()
+
+
 def called_from(eqn: JaxprEqn, function_name: str) -> bool:
     """Whether a function of this name was on the Python stack when the equation was traced."""
     traceback = eqn.source_info.traceback

@@ -7,7 +7,7 @@ Each stage can be printed and asked; calling the decorated step runs through the
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -46,6 +46,7 @@ def jit(
     donate_argnames: str | Sequence[str] = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
 ) -> "Jitted": ...
 
 
@@ -60,6 +61,7 @@ def jit(
     donate_argnames: str | Sequence[str] = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
 ) -> "Callable[[Callable], Jitted]": ...
 
 
@@ -73,6 +75,7 @@ def jit(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
@@ -87,6 +90,7 @@ def jit(
         (groups and spec), `NamedSharding` or `PartitionSpec` (spec; groups are found) or None (all is found).
       donate_argnums, donate_argnames: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
       static_argnums, static_argnames: arguments that are part of the program, as in `jax.jit`.
+      compiler_options: for XLA, as in `jax.jit`.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -109,7 +113,7 @@ def jit(
         return functools.partial(
             jit, mpmd_mesh=mpmd_mesh, in_shardings=in_shardings, out_shardings=out_shardings,
             donate_argnums=donate_argnums, donate_argnames=donate_argnames,
-            static_argnums=static_argnums, static_argnames=static_argnames,
+            static_argnums=static_argnums, static_argnames=static_argnames, compiler_options=compiler_options,
         )  # fmt: skip
     if not isinstance(mpmd_mesh, MpmdMesh):
         raise TypeError(f"mpmd.jit: mpmd_mesh is a {type(mpmd_mesh).__name__}. Pass an mpmd.MpmdMesh.")
@@ -117,18 +121,19 @@ def jit(
         raise TypeError(f"mpmd.jit: fun is a {type(fun).__name__}. Pass the step, a function.")
     donated = named_positions(fun, donate_argnums, donate_argnames, "donate")
     static = named_positions(fun, static_argnums, static_argnames, "static")
-    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static)
+    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options)
 
 
 class Jitted:
     """What `mpmd.jit` returns: the step, compiled anew for each new set of argument shapes."""
 
-    def __init__(self, fun, mpmd_mesh, in_shardings, out_shardings, donated, static):
+    def __init__(self, fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._mesh = mpmd_mesh
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
+        self._options = dict(compiler_options or {})
         self._donate, self._donate_names = donated
         self._static, self._static_names = static
         self._cache: dict[Any, list[Compiled]] = {}
@@ -223,7 +228,7 @@ class Jitted:
             trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
         donated = donated_leaves(call, self._donate, self._donate_names)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
-        return Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated)
+        return Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)
 
 
 _traces: weakref.WeakKeyDictionary[Callable, dict[Any, Trace]] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ as one. Equal programs are compiled once and loaded on the devices of each group
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,6 +23,7 @@ class Executable:
     """A program on one group's devices, perhaps still being compiled.
 
     Attributes:
+      name: what it is to the step; an equal program may have been compiled under another name.
       in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
     """
 
@@ -38,22 +39,29 @@ class Executable:
         """Takes and returns flat arrays; waits for the compilation."""
         return self.compiled.on(self.mesh)
 
+    @property
+    def runs(self) -> tuple[Distinct, ...]:
+        """The programs that a call runs, one after the other."""
+        return (self.compiled,) if self.compiled.parts is None else self.compiled.parts.programs
+
 
 class Compiler:
     """Compiles jaxprs for groups, each distinct one once. Counts what it did.
 
     Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled beside each
-    other. Of two such programs of one name of which one holds the other, the larger one is compiled as the smaller one
-    and what is around it, in every process alike. What runs in other processes alone is compiled here only where the
-    shardings that it tells are needed.
+    other. Of two such programs of one family of which one holds the other, the larger one is compiled as the smaller
+    one and what is around it, in every process alike. What runs in other processes alone is compiled here only where
+    the shardings that it tells are needed.
 
     Args:
       traced_on: the abstract mesh that jaxprs come on.
       own: the meshes of this process's groups.
+      options: for XLA, as `compiler_options` of `jax.jit`.
     """
 
-    def __init__(self, traced_on: AbstractMesh, own: Sequence[Mesh]):
+    def __init__(self, traced_on: AbstractMesh, own: Sequence[Mesh], options: Mapping[str, Any] | None = None):
         self.traced_on = traced_on
+        self._options = dict(options) if options else None
         self._own = {_shape(mesh): mesh for mesh in reversed(own)}
         self._is_own = set(own)
         self._threads = Threads()
@@ -79,6 +87,7 @@ class Compiler:
     def compile(
         self,
         name: str,
+        family: str,
         closed: compat.ClosedJaxpr,
         mesh: Mesh,
         in_shardings: Sequence[NamedSharding | None],
@@ -89,7 +98,8 @@ class Compiler:
         """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
 
         Args:
-          name: for HLO dumps and profiles.
+          name: for HLO dumps and profiles. Of equal programs, the first one's counts.
+          family: what programs it may be compiled as, if `sharing` allows it.
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
           sharing: when it may be compiled as another such program and what is around that; None: never.
@@ -107,7 +117,7 @@ class Compiler:
         outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
         if not any(ins) and not any(outs):
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
-        distinct, is_new = self._find(name, closed, mesh, ins, outs, donate)
+        distinct, is_new = self._find(name, family, closed, mesh, ins, outs, donate)
         if any(s is None for s in (*ins, *outs)):
             distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
@@ -118,7 +128,7 @@ class Compiler:
             distinct.start(mesh)
         return Executable(name, mesh, distinct, (on_mesh(mesh, s) for s in ins), (on_mesh(mesh, s) for s in outs))
 
-    def fuse(self, first: Executable, second: Executable) -> Executable:
+    def fuse(self, name: str, first: Executable, second: Executable) -> Executable:
         """Two programs of a group as one: arguments and results of the first, then those of the second.
 
         Where one of them runs in parts, the inner ones become one program, with the others before and after it: it
@@ -127,10 +137,10 @@ class Compiler:
         mesh = first.mesh
         ins = *first.in_shardings, *second.in_shardings
         outs = *first.out_shardings, *second.out_shardings
-        fused = self._fused(first.compiled, second.compiled, mesh, ins, outs)
+        fused = self._fused(name, first.compiled, second.compiled, mesh, ins, outs)
         if mesh in self._is_own:
             fused.start(mesh)
-        return Executable(fused.name, mesh, fused, ins, outs)
+        return Executable(name, mesh, fused, ins, outs)
 
     def start(self) -> None:
         """Begins to compile what has come since the last time, the largest first."""
@@ -142,7 +152,7 @@ class Compiler:
             if distinct.mesh in self._is_own:
                 distinct.start(distinct.mesh)
 
-    def _find(self, name, closed, mesh: Mesh, ins, outs, donate) -> tuple[Distinct, bool]:
+    def _find(self, name, family, closed, mesh: Mesh, ins, outs, donate) -> tuple[Distinct, bool]:
         """The program, and whether it is new."""
         key = (
             compat.jaxpr_key(closed), _where(mesh),
@@ -151,15 +161,16 @@ class Compiler:
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            self._distinct[key] = Distinct(self._threads, name, closed, mesh, ins, outs, tuple(donate))
+            self._distinct[key] = Distinct(
+                self._threads, name, family, closed, mesh, ins, outs, tuple(donate), self._options
+            )
             return self._distinct[key], True
         if mesh in self._is_own and found.mesh not in self._is_own:
             found.mesh = mesh
         return found, False
 
-    def _fused(self, first: Distinct, second: Distinct, mesh: Mesh, ins, outs) -> Distinct:
+    def _fused(self, name: str, first: Distinct, second: Distinct, mesh: Mesh, ins, outs) -> Distinct:
         halves = first.closed.jaxpr, compat.with_new_vars(second.closed).jaxpr  # both may hold the same cheap equation
-        name = f"{first.name}{second.name}"
         closed = compat.make_jaxpr(
             [v for half in halves for v in half.invars],
             [v for half in halves for v in half.outvars],
@@ -167,12 +178,12 @@ class Compiler:
             name,
         )
         donate = [*first.donate, *(len(first.closed.jaxpr.invars) + i for i in second.donate)]
-        fused, is_new = self._find(name, closed, mesh, ins, outs, donate)
+        fused, is_new = self._find(name, first.family + second.family, closed, mesh, ins, outs, donate)
         if is_new and (first.parts or second.parts):
-            fused.parts = self._fused_parts(first, second, mesh)
+            fused.parts = self._fused_parts(f"{name}_inner", first, second, mesh)
         return fused
 
-    def _fused_parts(self, first: Distinct, second: Distinct, mesh: Mesh) -> Parts:
+    def _fused_parts(self, name: str, first: Distinct, second: Distinct, mesh: Mesh) -> Parts:
         """What stands before the inner programs of both, these as one, and what comes after."""
         halves = [d.parts or Parts.whole(d) for d in (first, second)]
         num_args = [len(d.closed.jaxpr.invars) for d in (first, second)]
@@ -185,7 +196,7 @@ class Compiler:
         programs, takes = [], []
         for members in order:
             alone = halves[members[0][0]].programs[members[0][1]]
-            programs.append(alone if len(members) == 1 else self._fused(inner[0], inner[1], mesh, ins, outs))
+            programs.append(alone if len(members) == 1 else self._fused(name, inner[0], inner[1], mesh, ins, outs))
             takes.append(tuple(at[h][i] for h, k in members for i in halves[h].takes[k]))
             for h, k in members:
                 begin = sum(map(len, at))
@@ -201,7 +212,7 @@ class Compiler:
         pattern = Pattern(distinct.closed.jaxpr, self._kinds)
         if pattern.size < sharing.at_least or distinct.closed.consts:
             return
-        known = self._whole[distinct.name, _where(distinct.mesh)]
+        known = self._whole[distinct.family, _where(distinct.mesh)]
         for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
             cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
             if cut is not None and (cut.is_independent or not sharing.independent):
@@ -237,7 +248,7 @@ class Compiler:
             donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
             name = f"{whole.name}_{'before' if k < cut.inner else 'after'}"
             closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
-            programs.append(self._find(name, closed, mesh, ins, outs, donate)[0])
+            programs.append(self._find(name, whole.family, closed, mesh, ins, outs, donate)[0])
         position = {v: i for i, v in enumerate((*arguments, *(v for piece in cut.pieces for v in piece.writes)))}
         between = {v for piece in cut.pieces for v in piece.writes}.difference(results)
         return Parts(

@@ -48,38 +48,50 @@ class Distinct:
     """A program that equals no other one: compiled once, on the mesh that asked first, and loaded on the others.
 
     Attributes:
+      name: what XLA calls it, in profiles and dumps.
+      family: which programs it may be compiled as.
       mesh: where it is compiled: the first own one that asked, or the first of all.
       in_shardings, out_shardings: on some mesh of that shape; None where XLA chooses.
+      options: for XLA, None for its defaults.
       parts: other programs that it is run as, if any.
     """
 
     threads: Threads
     name: str
+    family: str
     closed: compat.ClosedJaxpr
     mesh: Mesh
     in_shardings: Sequence[NamedSharding | None]
     out_shardings: Sequence[NamedSharding | None]
     donate: tuple[int, ...]
+    options: dict[str, Any] | None = None
     parts: "Parts | None" = None
     loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future while it is compiled
 
-    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+    def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
+        """The program on a mesh of its shape, under its own name or another one."""
         ins = [None if s is None else on_mesh(mesh, s) for s in self.in_shardings]
         args = [_abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
         with compat.use_mesh(mesh), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self.jitted(mesh).lower(*args)
+            return self.jitted(mesh, name).lower(*args)
 
-    def jitted(self, mesh: Mesh):
+    def jitted(self, mesh: Mesh, name: str | None = None):
         fun, closed = compat.jaxpr_as_fun(self.closed), self.closed
 
         def program(*args):
             return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
 
-        program.__name__ = program.__qualname__ = self.name
+        program.__name__ = program.__qualname__ = name or self.name
         outs = [None if s is None else on_mesh(mesh, s) for s in self.out_shardings]
         with compat.use_mesh(mesh):
-            return jax.jit(program, out_shardings=outs, donate_argnums=self.donate, keep_unused=True)
+            return jax.jit(
+                program,
+                out_shardings=outs,
+                donate_argnums=self.donate,
+                keep_unused=True,
+                compiler_options=self.options,
+            )
 
     def start(self, mesh: Mesh) -> None:
         """Begins to compile, in a thread, unless it has begun."""
@@ -111,6 +123,11 @@ class Distinct:
         """As `on`, for everything but calls."""
         found = self.on(mesh)
         return found.compiled if isinstance(found, ByJit) else found
+
+    def text(self, dialect: str, name: str) -> str:
+        """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
+        mesh = next(iter(self.loaded), self.mesh)
+        return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
 
     def _callable(self, compiled, mesh: Mesh):
         if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):

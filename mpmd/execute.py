@@ -19,6 +19,7 @@ from mpmd import distributed, nans, transfer, wires
 from mpmd.agreement import agree, plan_of, warm_up
 from mpmd.body import Place
 from mpmd.compile import Executable
+from mpmd.profiling import annotated
 from mpmd.program import edge_name, zeros_name
 from mpmd.stepping import LoopProgram, StepPrograms
 from mpmd.timing import Timed, as_text, of_text, run_timed
@@ -60,6 +61,7 @@ class Executor:
         self._plan = functools.partial(plan_of, programs, program)
         self.position = 0
         self._ops = [tuple(op) for op in build.ops]
+        self._names = build.names
         self._texts = build.texts
         self._owners = build.owners
         self._template: list = [None] * len(build.slots)
@@ -84,7 +86,7 @@ class Executor:
             return self._run_in_job(slots, self._job)
         position = -1
         try:
-            for code, fun, ins, outs, frees in self._ops:
+            for code, fun, ins, outs, frees in self._instructions():
                 position += 1
                 if code == _RUN:
                     for slot, value in zip(outs, fun(*[slots[i] for i in ins]), strict=False):
@@ -106,7 +108,7 @@ class Executor:
         job.watchdog.enter_step(self)
         try:
             with job.as_a_whole():
-                for position, op in enumerate(self._ops):
+                for position, op in enumerate(self._instructions()):
                     self.position = position
                     _step(slots, op, base)
                     for slot in op[4]:
@@ -193,6 +195,17 @@ class Executor:
             records = sorted({r for text in said.values() for r in of_text(text)}, key=lambda r: r.start)
         return self._collect(slots), records
 
+    def _instructions(self) -> list[tuple]:
+        """What is run, each instruction in a span of its own while a profile is being taken."""
+        return self._annotated if compat.is_profiling() else self._ops
+
+    @functools.cached_property
+    def _annotated(self) -> list[tuple]:
+        return [
+            op if op[1] is None else (op[0], annotated(op[1], name, group, tasks), *op[2:])
+            for op, name, (group, tasks) in zip(self._ops, self._names, self._owners, strict=True)
+        ]
+
     def _fill(self, arguments) -> list:
         slots = self._template.copy()
         for arrays, where in zip(arguments, self._inputs, strict=True):
@@ -272,6 +285,7 @@ class _Build:
                 self._receive(group, instruction)
             elif isinstance(instruction, Free) and self.ops:
                 self.ops[-1][4] += (self.slot(group, instruction.value),)
+        self.names = [op[1].name if op[0] == _RUN else text for op, text in zip(self.ops, self.texts, strict=True)]
         for op in self.ops:  # last of all, since it waits for compilations
             if isinstance(op[1], Executable):
                 op[1] = op[1].call

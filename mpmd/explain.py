@@ -149,7 +149,9 @@ def _stages(loop, group, roles: Roles):
         shown = sorted(roles.names[v] for v in parameters)
         more = f", … {len(shown) - 4} more" if len(shown) > 4 else ""
         named = f" ({', '.join(shown[:4])}{more})" if shown else ""
-        yield f"  stage {stage}: {count:,} parameters, {_bytes(nbytes)}{named}; {', '.join(parts)}"
+        label = loop.loop.partition.labels[stage]
+        title = f"stage {stage} ({label})" if label else f"stage {stage}"
+        yield f"  {title}: {count:,} parameters, {_bytes(nbytes)}{named}; {', '.join(parts)}"
         for t in bodies:
             if t.body.place.kind == "W":
                 kept = sum(costs.nbytes(v.aval) for v in t.body.reads)

@@ -153,7 +153,7 @@ mark_p = compat.Primitive("mark_stage_end")
 mark_p.multiple_results = True
 
 
-def mark_stage_end(x):
+def mark_stage_end(x, name: str | None = None):
     """Ends a pipeline stage here: returns `x`, and what is computed from it belongs to the next stage.
 
     Outside of `mpmd.jit` it is the identity. The transpose of a mark marks the same boundary in the backward
@@ -162,26 +162,32 @@ def mark_stage_end(x):
     Args:
       x: a pytree of arrays, the values that cross the boundary. Other values may cross it too (skip
         connections, tied weights, masks); what is listed here only says where the stage ends.
+      name: what to call the stage that ends here, in profiles, in `explain()` and in the names of its programs.
 
     Returns:
       The same pytree. Use the returned values: a mark whose result nobody uses is a `StageError`.
 
     Raises:
-      TypeError: if `x` has no arrays.
+      TypeError: if `x` has no arrays, or `name` is not a string.
 
     Example:
       >>> import jax.numpy as jnp, mpmd
       >>> h = jnp.tanh(jnp.ones(3))
-      >>> h = mpmd.mark_stage_end(h)   # the next line is stage 1
+      >>> h = mpmd.mark_stage_end(h, name="encoder")   # the next line is stage 1
       >>> y = jnp.sum(h)
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"mark_stage_end: name is of type {type(name).__name__}, {name!r:.40}, not a string."
+            " Pass all values that cross the boundary as one tuple: mark_stage_end((a, b))."
+        )
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
         raise TypeError(
             f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses."
         )
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward"))
+    return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward", label=name))
 
 
 mark_p.def_impl(lambda *xs, **_: list(xs))
@@ -190,22 +196,22 @@ compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))
 compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.bind(*xs, **params), dims)
 
 
-def _mark_jvp(primals, tangents, *, id, kind):
-    outs = mark_p.bind(*primals, id=id, kind=kind)
+def _mark_jvp(primals, tangents, *, id, kind, label):
+    outs = mark_p.bind(*primals, id=id, kind=kind, label=label)
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
     tangents_out = [compat.zero_like(t) if type(t) is not compat.ad.Zero else t for t in tangents]
     if moving:
-        marked = mark_p.bind(*(tangents[i] for i in moving), id=id, kind="tangent")
+        marked = mark_p.bind(*(tangents[i] for i in moving), id=id, kind="tangent", label=label)
         for i, t in zip(moving, marked, strict=True):
             tangents_out[i] = t
     return outs, tangents_out
 
 
-def _mark_transpose(cts, *xs, id, kind):
+def _mark_transpose(cts, *xs, id, kind, label):
     if all(type(ct) is compat.ad.Zero for ct in cts):
         return cts
     cts = [compat.ad.instantiate_zeros(ct) for ct in cts]
-    return mark_p.bind(*cts, id=id, kind="backward" if kind == "tangent" else "tangent")
+    return mark_p.bind(*cts, id=id, kind="backward" if kind == "tangent" else "tangent", label=label)
 
 
 compat.ad.primitive_jvps[mark_p] = _mark_jvp

@@ -64,7 +64,11 @@ class TaskBody:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPartition:
-    """A loop, cut. `before` runs once ahead of it, `after` makes the loop's results from the accumulators."""
+    """A loop, cut. `before` runs once ahead of it, `after` makes the loop's results from the accumulators.
+
+    Attributes:
+      labels: per stage, the name that the user gave it, or None.
+    """
 
     info: LoopInfo
     index: compat.Var
@@ -73,6 +77,7 @@ class LoopPartition:
     before: tuple[compat.JaxprEqn, ...]
     after: tuple[compat.JaxprEqn, ...]
     names: dict[compat.Var, str]
+    labels: tuple[str | None, ...]
 
     def task(self, place) -> TaskBody:
         """The task at `place`."""
@@ -92,7 +97,8 @@ class LoopPartition:
             for e in t.eqns:
                 ops[e.primitive.name] += 1
             done = ", ".join(f"{n}× {k}" if n > 1 else k for k, n in ops.items())
-            yield f"{t.place}: {done or 'empty'}"
+            label = self.labels[t.place.stage]
+            yield f"{t.place}{f' ({label})' if label else ''}: {done or 'empty'}"
             for v in t.reads:
                 yield f"    reads {self.names[v]} from {producer[v]}"
             for v in t.writes:
@@ -126,13 +132,14 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     sink_residuals(body)
     accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
     body.keep_live([a.value for a in accumulators])
-    return _build(body, info, marks.num_stages, accumulators, after, split)
+    return _build(body, info, marks.labels, accumulators, after, split)
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def _build(body: Body, info, num_stages, accumulators, after, split) -> LoopPartition:
+def _build(body: Body, info, labels, accumulators, after, split) -> LoopPartition:
+    num_stages = len(labels)
     if split:
         split_backward(body, accumulators)
         accumulators = [dataclasses.replace(a, place=_split_place(body, a)) for a in accumulators]
@@ -159,7 +166,7 @@ def _build(body: Body, info, num_stages, accumulators, after, split) -> LoopPart
     wanted = {v for t in tasks for v in t.reads}
     tasks = [dataclasses.replace(t, writes=tuple(v for v in t.writes if v in wanted)) for t in tasks]
     before = tuple(n.eqn for n in body.nodes if not n.per_microbatch)
-    return LoopPartition(info, body.index, tuple(tasks), tuple(accumulators), before, tuple(after), names)
+    return LoopPartition(info, body.index, tuple(tasks), tuple(accumulators), before, tuple(after), names, labels)
 
 
 class _Draft(NamedTuple):

@@ -18,13 +18,18 @@ from mpmd.markers import LoopInfo, mark_p
 
 @dataclasses.dataclass
 class Marks:
-    """For each variable, the latest forward mark and the earliest backward mark that it depends on."""
+    """For each variable, the latest forward mark and the earliest backward mark that it depends on.
+
+    Attributes:
+      labels: per stage, the name that the mark at its end gives it, or None.
+    """
 
     num_stages: int
     number: dict[int, int]  # identity of a mark's node -> its boundary
     latest: dict[compat.Var, int]
     earliest: dict[compat.Var, int]
     first: Any
+    labels: tuple[str | None, ...]
 
     @classmethod
     def of(cls, body: Body, info: LoopInfo):
@@ -54,7 +59,8 @@ class Marks:
                     latest[v] = max(late)
                 if early:
                     earliest[v] = min(early)
-        return cls(num_stages, number, latest, earliest, forward[0] if forward else None)
+        labels = (*(n.eqn.params["label"] for n in forward), None)[:num_stages]
+        return cls(num_stages, number, latest, earliest, forward[0] if forward else None, labels)
 
     def forward_stage(self, v) -> int | None:
         """The stage that the latest mark before `v` begins."""

@@ -7,6 +7,7 @@ places the arguments and runs the program.
 import contextlib
 import functools
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from mpmd.mesh import MpmdMesh, MpmdSharding
 from mpmd.outline import Outline
 from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
+from mpmd.texts import texts
 from mpmd.timing import Timed, timeline
 from mpmd.trace import Trace
 from scheduler import Program, Timeline
@@ -50,8 +52,16 @@ class Traced:
     """A step as one jaxpr. `str()` prints it."""
 
     def __init__(
-        self, trace: Trace, name: str, mesh: MpmdMesh, hints: tuple[Hint, ...], out_shardings, donated: frozenset[int]
+        self,
+        trace: Trace,
+        name: str,
+        mesh: MpmdMesh,
+        hints: tuple[Hint, ...],
+        out_shardings,
+        donated: frozenset[int],
+        options: Mapping[str, Any],
     ):
+        self._options = options
         self._trace = trace
         self._name = name
         self._mesh = mesh
@@ -93,7 +103,7 @@ class Traced:
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
         outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
-        return Lowered(outline, mesh, self._hints, tuple(outs), self._donated)
+        return Lowered(outline, mesh, self._name, self._hints, tuple(outs), self._donated, self._options)
 
     def __str__(self):
         return str(self._trace)
@@ -114,8 +124,10 @@ def _items(outline: Outline, mesh: MpmdMesh) -> str:
 class Lowered:
     """A step, cut into tasks and segments. `.as_text()` prints the partition."""
 
-    def __init__(self, outline: Outline, mesh: MpmdMesh, ins, outs, donated):
+    def __init__(self, outline: Outline, mesh: MpmdMesh, name: str, ins, outs, donated, options: Mapping[str, Any]):
         self._outline = outline
+        self._name = name
+        self._options = options
         self._mesh = mesh
         self._ins = ins
         self._outs = outs
@@ -135,12 +147,16 @@ class Lowered:
         layouts = [h.layout for h in self._ins]
         return estimate(self._outline, self._mesh, layouts, self._donated, Roles(self._outline).role)
 
-    def compile(self) -> "Compiled":
-        """Compiles each distinct task once, builds the program and checks it."""
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
+        """Compiles each distinct task once, builds the program and checks it.
+
+        Args:
+          compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
+        """
+        options = {**self._options, **(compiler_options or {})}
         with distributed.compiling():
-            programs = compile_step(
-                self._outline, self._mesh, [h.layout for h in self._ins], [h.layout for h in self._outs], self._donated
-            )
+            ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
+            programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
             with _without_collection():
                 return Compiled(programs, step_program(programs), self._donated)
 
@@ -228,8 +244,22 @@ class Compiled:
         """The structure of the result."""
         return self._out_tree
 
-    def as_text(self) -> str:
-        """The partition and the program, for people."""
+    def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
+        """The partition and the program, for people; with arguments, the programs that XLA is given.
+
+        Each of these stands under a line `// name`, which says so where it runs a program that was compiled under
+        another name.
+
+        Args:
+          stage, kind: the tasks to show (kinds `F`, `B`, `I`, `W`); None for all.
+          dialect: `"hlo"` (what XLA made of it; the default of tasks) or `"stablehlo"` (what XLA was given, with
+            Shardy's annotations). Without a stage and a kind: all tasks, and the segments around the loops.
+
+        Raises:
+          ValueError: the step has no such task, or there is no such dialect.
+        """
+        if stage is not None or kind is not None or dialect is not None:
+            return texts(self._programs, stage, kind, dialect)
         return f"{self._programs.outline}\n\n{self._program}"
 
     def explain(self) -> str:

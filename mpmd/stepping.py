@@ -7,6 +7,8 @@ The user's specs win, then those that state leaves came in with, then what XLA i
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,6 +18,7 @@ from mpmd import costs
 from mpmd.body import Place
 from mpmd.compile import Compiler, Executable
 from mpmd.mesh import MpmdMesh
+from mpmd.naming import segment_names, task_name, zeros_name
 from mpmd.outline import Loop, Outline, Segment, Transfer
 from mpmd.partition import LoopPartition, TaskBody
 from mpmd.sharing import SEGMENTS, TASKS, ZEROS
@@ -55,6 +58,7 @@ class StepPrograms:
     Attributes:
       donated: per segment, the variables whose memory its executable takes over.
       layouts: spec and memory kind of each variable.
+      name: of the user's function.
     """
 
     outline: Outline
@@ -64,6 +68,7 @@ class StepPrograms:
     donated: dict[str, frozenset[compat.Var]]
     loops: tuple[LoopProgram, ...]
     layouts: dict[compat.Var, Layout]
+    name: str = "step"
 
     def sharding(self, v, group: int) -> NamedSharding:
         """How `v` lies in a group."""
@@ -106,21 +111,29 @@ def _axes(spec):
 
 
 def compile_step(
-    outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args: frozenset[int]
+    outline: Outline,
+    mesh: MpmdMesh,
+    in_layouts,
+    out_layouts,
+    donated_args: frozenset[int],
+    name: str,
+    options: Mapping[str, Any] | None = None,
 ) -> StepPrograms:
     """Compiles every segment and task of `outline`.
 
     Args:
       in_layouts, out_layouts: per flat argument (result), its layout or None.
       donated_args: flat arguments whose memory may be taken over.
+      name: of the step, with which those of its programs begin.
+      options: for XLA.
     """
-    return _StepCompiler(outline, mesh, in_layouts, out_layouts, donated_args).run()
+    return _StepCompiler(outline, mesh, in_layouts, out_layouts, donated_args, name, options).run()
 
 
 def donations(outline: Outline, mesh: MpmdMesh, donated_args: frozenset[int]) -> dict[str, frozenset[compat.Var]]:
     """What each segment's executable may take over, told without compiling."""
     nothing = [None] * len(outline.trace.in_avals), [None] * len(outline.outputs)
-    step = _StepCompiler(outline, mesh, *nothing, donated_args)
+    step = _StepCompiler(outline, mesh, *nothing, donated_args, "step", None)
     step.compiler.close()
     last_use = step._last_use()
     segments = [(i, item) for i, item in enumerate(outline.items) if isinstance(item, Segment)]
@@ -128,11 +141,13 @@ def donations(outline: Outline, mesh: MpmdMesh, donated_args: frozenset[int]) ->
 
 
 class _StepCompiler:
-    def __init__(self, outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args):
+    def __init__(self, outline: Outline, mesh: MpmdMesh, in_layouts, out_layouts, donated_args, name, options):
         self.outline = outline
         self.mesh = mesh
+        self.name = name
+        self.segment_names = segment_names(name, outline)
         own = [mesh.groups[g] for g in mesh.local_groups]
-        self.compiler = Compiler(mesh.groups[0].abstract_mesh, own)
+        self.compiler = Compiler(mesh.groups[0].abstract_mesh, own, options)
         self.layouts: dict[compat.Var, Layout] = {}
         self.wanted: dict[compat.Var, Layout] = {}
         num_consts = len(outline.trace.consts)
@@ -162,7 +177,9 @@ class _StepCompiler:
         for v in self.invars:
             self.layouts.setdefault(v, (PartitionSpec(), None))
         self.compiler.close()
-        return StepPrograms(self.outline, self.mesh, self.compiler, segments, donated, tuple(loops), self.layouts)
+        return StepPrograms(
+            self.outline, self.mesh, self.compiler, segments, donated, tuple(loops), self.layouts, self.name
+        )
 
     # --- layouts ----------------------------------------------------------------------------------
 
@@ -233,7 +250,7 @@ class _StepCompiler:
         mesh = self.mesh.groups[item.group]
         closed = compat.make_jaxpr(item.reads, item.writes, item.eqns, item.name)
         executable = self.compiler.compile(
-            item.name.split(".")[0], closed, mesh,
+            self.segment_names[item.name], item.name.split(".")[0], closed, mesh,
             [self._known(v, mesh) for v in item.reads],
             [self._asked(v, mesh) for v in item.writes],
             [i for i, v in enumerate(item.reads) if v in donated],
@@ -253,7 +270,7 @@ class _StepCompiler:
         for group in range(self.mesh.num_groups):
             own = tuple(k for k, a in enumerate(loop.partition.accumulators) if loop.group(a.place) == group)
             if own:
-                zeros[group] = own, self._zeros(loop.partition, own, group)
+                zeros[group] = own, self._zeros(loop, own, group)
         return LoopProgram(loop, tasks, self._fused(loop, tasks), zeros)
 
     def _fused(self, loop: Loop, tasks) -> dict[tuple[Place, Place], Executable]:
@@ -264,7 +281,8 @@ class _StepCompiler:
             entries = [tasks.get(p) for p in pair]
             if pair in fused or any(e is None or e.executable is None for e in entries):
                 continue
-            fused[pair] = self.compiler.fuse(*(e.executable for e in entries))
+            name = task_name(self.name, loop, *pair)
+            fused[pair] = self.compiler.fuse(name, *(e.executable for e in entries))
         return fused
 
     def _task(self, loop: Loop, body: TaskBody) -> Executable:
@@ -276,18 +294,18 @@ class _StepCompiler:
         first_acc = len(args) - len(accs)
         ins = [None if v is partition.index else self._known(v, mesh) for v in (*args[:first_acc], *results)]
         asked = [self._asked(v, mesh) for v in (*results, *body.writes)]
-        name = f"{body.place.kind}"
+        name, kind = task_name(self.name, loop, body.place), body.place.kind
         donate = list(range(first_acc, len(args)))
         for k in range(len(accs)):  # in and out of an accumulator are one buffer
             asked[k] = ins[first_acc + k] = ins[first_acc + k] or asked[k]
-        executable = self.compiler.compile(name, closed, mesh, ins, asked, donate, sharing=TASKS)
+        executable = self.compiler.compile(name, kind, closed, mesh, ins, asked, donate, sharing=TASKS)
         acc_in, acc_out = executable.in_shardings[first_acc:], executable.out_shardings[: len(accs)]
         if any(
             not a.is_equivalent_to(b, acc.result.aval.ndim) for a, b, acc in zip(acc_in, acc_out, accs, strict=True)
         ):
             ins[first_acc:] = acc_out
             asked[: len(accs)] = acc_out
-            executable = self.compiler.compile(name, closed, mesh, ins, asked, donate, sharing=TASKS)
+            executable = self.compiler.compile(name, kind, closed, mesh, ins, asked, donate, sharing=TASKS)
         known = [v for v in args[:first_acc] if v is not partition.index]
         skip = len(args[:first_acc]) - len(known)
         self._record([*known, *results], executable.in_shardings[skip:])
@@ -298,7 +316,8 @@ class _StepCompiler:
         with compat.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             return task_jaxpr(partition, body)
 
-    def _zeros(self, partition: LoopPartition, own, group) -> Executable:
+    def _zeros(self, loop: Loop, own, group) -> Executable:
+        partition = loop.partition
         accs = [partition.accumulators[k] for k in own]
         mesh = self.mesh.groups[group]
         n = partition.info.num_microbatches
@@ -309,7 +328,7 @@ class _StepCompiler:
         with compat.use_abstract_mesh(self.mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(start)()
         outs = [self._known(a.result, mesh) for a in accs]
-        return self.compiler.compile("zeros", closed, mesh, [], outs, sharing=ZEROS)
+        return self.compiler.compile(zeros_name(self.name, loop, group), "zeros", closed, mesh, [], outs, sharing=ZEROS)
 
 
 def task_bodies(loop: Loop) -> list[TaskBody]:
