@@ -85,7 +85,7 @@ def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
 
 def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
     """What the user's sharding, or else the argument `x` itself, says of its layout; a result has just its `aval`."""
-    if isinstance(x, MpmdArray) and wish is None:
+    if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
         wish = x.mpmd_sharding
     if (
         wish is None

@@ -58,7 +58,7 @@ class MpmdArray(ReadableArray):
         MpmdArray(float32[4], group 1 of 4, P('data',))
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
+    __slots__ = ("__weakref__", "_arrays", "_committed", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
 
     _arrays: dict[int, jax.Array]
     _mpmd_sharding: MpmdSharding
@@ -66,6 +66,7 @@ class MpmdArray(ReadableArray):
     _dtype: Any
     _weak_type: bool
     _gone: str | None
+    _committed: bool
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class MpmdArray(ReadableArray):
         self._dtype = _canonical_dtype(dtype) if dtype is not None else first.dtype  # pyright: ignore[reportOptionalMemberAccess]
         self._weak_type = getattr(first, "weak_type", False)
         self._gone = None
+        self._committed = True
         _check_arrays(self)
 
     @classmethod
@@ -97,6 +99,7 @@ class MpmdArray(ReadableArray):
         shape: tuple[int, ...],
         dtype: Any,
         weak_type: bool = False,
+        committed: bool = True,
     ) -> Self:
         """The executor's constructor. `arrays` has its groups in ascending order and is kept, not copied."""
         self = cls.__new__(cls)
@@ -106,6 +109,7 @@ class MpmdArray(ReadableArray):
         self._dtype = dtype
         self._weak_type = weak_type
         self._gone = None
+        self._committed = committed
         return self
 
     # What it is, known in every process.
@@ -186,7 +190,10 @@ class MpmdArray(ReadableArray):
 
     @property
     def committed(self) -> bool:
-        return True
+        """Whether something says where it lies. If nothing did (zeros that a step made by itself), a step that takes
+        it puts it where it reads it, as `jax.jit` does with uncommitted arrays.
+        """
+        return self._committed
 
     def devices(self) -> set[Device]:
         """The devices of all groups that hold it, of other processes too."""
@@ -272,7 +279,7 @@ class MpmdArray(ReadableArray):
             if id(array) not in copies:
                 copies[id(array)] = jax.device_put(array, array.sharding, may_alias=False)
         arrays = {group: copies[id(array)] for group, array in self._arrays.items()}
-        return self._unchecked(arrays, self._mpmd_sharding, self._shape, self._dtype, self._weak_type)
+        return self._unchecked(arrays, self._mpmd_sharding, self._shape, self._dtype, self._weak_type, self._committed)
 
     def __copy__(self) -> Self:
         return self.copy()

@@ -4,10 +4,12 @@ from collections import defaultdict
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
-from mpmd.across import SMALL, across_p, place_p
+from mpmd.across import place_p
+from mpmd.control_flow import pinned_parts
 from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
+from mpmd.pins import Pins, StageText, runs_once
 from mpmd.trace import Trace
 
 _END = 1 << 30  # the level of what the step returns
@@ -48,10 +50,9 @@ class _Placer:
         self.out_groups = [g if g is None else g or frozenset([0]) for g in out_groups]
         self.donors = [d if d is None else d + num_consts for d in donors]
         self.next_of = {self.invars[d]: v for d, v in zip(self.donors, outvars, strict=True) if d is not None}
-        self.pinned: dict[compat.Var, Groups | None] = {}
-        self.pins: list[Groups | None] = []
-        self.follows: set[compat.Var] = set()  # made larger than what they are made of: sent before, not after
         self.placed: dict[compat.Var, Groups] = {}  # by the user
+        self.held: Pins
+        self.pins: list[Groups | None] = []
         self.runs: list[Groups] = []
         self.out_placed: list[Groups] = []
         self.wanted: dict[compat.Var, set[int]] = {}
@@ -69,28 +70,30 @@ class _Placer:
         self.out_placed = [w or self._somewhere(v) for w, v in zip(wish, self.outvars, strict=True)]
 
     def _settle(self, wish, final: bool):
-        """Demands results and places arguments until neither changes; returns where results are wanted."""
-        while True:
+        """Demands results and places arguments until neither changes; returns where results are wanted.
+
+        A result's groups only grow, so the number of (result, group) pairs that are not wished for falls each time.
+        """
+        for _ in range(len(self.outvars) * len(self.everywhere) + 1):
             self._demand(wish, final)
             self.inputs = [self._input_groups(i, final) for i in range(len(self.invars))]
-            wider = []
-            for j, v in enumerate(self.outvars):
-                donor = self.donors[j]
-                if self.out_groups[j] is not None:
-                    wider.append(self.out_groups[j])
-                elif donor is not None:
-                    wider.append(self.inputs[donor])
-                elif not isinstance(v, compat.Literal) and v in self.placed:
-                    wider.append(self.placed[v])
-                elif not getattr(v.aval, "shape", ()):
-                    wider.append(self.everywhere)
-                else:
-                    wider.append(frozenset())
-            given = [g is not None for g in self.out_groups]
-            wider = [a if fixed else a | b for a, b, fixed in zip(wider, wish, given, strict=True)]
+            wider = [
+                given if given is not None else old | self._result_groups(j)
+                for j, (old, given) in enumerate(zip(wish, self.out_groups, strict=True))
+            ]
             if wider == wish:
                 return wish
             wish = wider
+        raise AssertionError("the groups that want a result grow without end")
+
+    def _result_groups(self, j) -> Groups:
+        """The groups that a result is wanted in, as far as its donor, the user's word or its shape tell."""
+        v, donor = self.outvars[j], self.donors[j]
+        if donor is not None:
+            return self.inputs[donor]
+        if not isinstance(v, compat.Literal) and v in self.placed:
+            return self.placed[v]
+        return frozenset() if getattr(v.aval, "shape", ()) else self.everywhere
 
     def _somewhere(self, v) -> Groups:
         if isinstance(v, compat.Literal):
@@ -119,7 +122,7 @@ class _Placer:
             if (given := self.out_groups[j]) is not None:
                 return given
             v = self.outvars[j]
-            pin = None if isinstance(v, compat.Literal) else self.pinned.get(v)
+            pin = None if isinstance(v, compat.Literal) else self.held.of.get(v)
             if pin:
                 return frozenset([min(pin)])
         return frozenset([0] if final else [])
@@ -144,7 +147,7 @@ class _Placer:
             groups = set().union(*(wanted[v] for v in eqn.outvars))
             if eqn.primitive is place_p:
                 groups = set(self.placed[eqn.outvars[0]])
-            elif _runs_once(eqn) and groups:
+            elif runs_once(eqn) and groups:
                 groups = {min(groups)}  # it runs once, and its result is sent
             for v in costs.variables(eqn.invars):
                 if costs.size(v.aval) < 2 * sum(costs.size(o.aval) for o in eqn.outvars):
@@ -154,40 +157,35 @@ class _Placer:
                 self.in_groups[i] = frozenset(wanted[v])
 
     def _pin(self):
-        """Forward: the groups that hold an equation's operands, None where any group would do."""
-        of_state = set(self.next_of)
-        for v, groups in zip(self.invars, self.in_groups, strict=True):
-            self.pinned[v] = groups
+        """Forward: the groups that hold an equation's operands; control flow over several groups is cut by them."""
+        has_loop = any(isinstance(item, Draft) for item in self.items)
+        text = None if has_loop else StageText.of(self.trace, len(self.everywhere))
+        arguments = dict(zip(self.invars, self.in_groups, strict=True))
+        self.held = held = Pins(len(self.everywhere), arguments, self.next_of, self.placed, text, self.items)
+        donor_of = {v: a for a, v in self.next_of.items()}
+        items, pins = [], []
         for item in self.items:
             if isinstance(item, Draft):
                 loop = item.placed(0)
                 for acc in item.partition.accumulators:
-                    self.pinned[acc.result] = frozenset([loop.group(acc.place)])
-                self.pins.append(None)
+                    held.loop_result(acc.result, frozenset([loop.group(acc.place)]))
+                items.append(item)
+                pins.append(None)
                 continue
-            held = [(p, v) for v in costs.variables(item.invars) if (p := self.pinned[v]) is not None]
-            pin = None
-            if item.primitive is place_p:
-                pin = self.placed[item.outvars[0]]
-            elif item.primitive is across_p and costs.nbytes(item.outvars[0].aval) <= SMALL:
-                pin = None  # where it is wanted: each group gets all the parts
-            elif held:
-                common = frozenset.intersection(*(p for p, _ in held))
-                if not common:
-                    weight: dict[int, tuple[int, bool]] = defaultdict(lambda: (0, False))
-                    for p, v in held:
-                        for g in p:
-                            nbytes, has_state = weight[g]
-                            weight[g] = nbytes + costs.nbytes(v.aval), has_state or v in of_state
-                    common = frozenset([max(weight, key=lambda g: (weight[g], -g))])
-                pin = common
-            if of_state.intersection(costs.variables(item.invars)):
-                of_state.update(item.outvars)
-            self.pins.append(pin)
-            self.pinned.update((v, pin) for v in item.outvars)
-            made = self.follows.intersection(costs.variables(item.invars))
-            if not _runs_once(item) and (costs.grows(item) or (costs.is_layout(item) and made)):
-                self.follows.update(item.outvars)
+            for eqn, pin in pinned_parts(item, held, donor_of):
+                items.append(eqn)
+                pins.append(pin)
+        self.items, self.pins = items, pins
+
+    def committed(self) -> tuple[bool, ...]:
+        """Per result, whether something that is placed says where it is."""
+        found = []
+        for j, v in enumerate(self.outvars):
+            donor = self.donors[j]
+            from_donor = donor is not None and self.in_groups[donor] is not None
+            firm = isinstance(v, compat.Var) and v in self.held.firm
+            found.append(self.out_groups[j] is not None or from_donor or firm)
+        return tuple(found)
 
     def _demand(self, wish, final: bool):
         """Backward: the groups that want each variable, hence the groups that run each equation."""
@@ -203,7 +201,7 @@ class _Placer:
                 runs.append(frozenset())
                 continue
             here = frozenset().union(*(wanted[v] for v in item.outvars))
-            follows = bool(self.follows.intersection(item.outvars))
+            follows = bool(self.held.follows.intersection(item.outvars))
             groups = _where(item, pin, here, follows) if here or item.effects or final else frozenset()
             runs.append(groups)
             for v in costs.variables(item.invars):
@@ -278,7 +276,7 @@ class _Placer:
             for g in self.runs[i]:
                 limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=_END)
                 level = instances[i, g]
-                if level < limit < _END and not (shrinks or _runs_once(item)):
+                if level < limit < _END and not (shrinks or runs_once(item)):
                     while limit in loop_levels.values():
                         limit -= 1
                     level = instances[i, g] = max(level, limit)
@@ -325,6 +323,7 @@ class _Placer:
             tuple(items),
             tuple(d if d is None else d - num_consts for d in self.donors),
             names,
+            self.committed(),
         )
 
     def _names(self):
@@ -401,7 +400,7 @@ def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     if compat.is_ordered(eqn):
         return frozenset([0])  # in one group they keep their order
     if pin is None:
-        if eqn.effects or _runs_once(eqn):
+        if eqn.effects or runs_once(eqn):
             return frozenset([min(here, default=0)])
         return here or frozenset([0])
     if eqn.effects:
@@ -409,8 +408,3 @@ def _where(eqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
     if here and not pin & here and follows:
         return here
     return pin & here or frozenset([min(pin)])
-
-
-def _runs_once(eqn) -> bool:
-    """Whether an equation should run in one group, early; moves between memories are each group's own, and late."""
-    return costs.is_heavy(eqn) and not costs.changes_memory(eqn)

@@ -89,6 +89,7 @@ class Outline:
       outputs: per flat result, the variable (or literal) and the groups that hold it.
       items: segments, transfers and loops in one global order.
       donors: per flat result, the flat argument whose place it takes (None: none).
+      committed: per flat result, whether something that is placed says where it is.
     """
 
     trace: Trace
@@ -97,6 +98,7 @@ class Outline:
     items: tuple[Segment | Transfer | Loop, ...]
     donors: tuple[int | None, ...]
     names: dict[compat.Var, str]
+    committed: tuple[bool, ...]
 
     @property
     def loops(self) -> list[Loop]:

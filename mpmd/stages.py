@@ -39,7 +39,7 @@ from mpmd.program import step_program
 from mpmd.stepping import StepPrograms, compile_step
 from mpmd.texts import texts
 from mpmd.timing import Timed, timeline
-from mpmd.trace import Trace
+from mpmd.trace import Trace, trace_step
 from scheduler import Program, Timeline
 
 
@@ -186,6 +186,7 @@ class Compiled:
         self._donated = donated
         self._executor = Executor(programs, program)
         self._timed: list[Timed] | None = None
+        self._movers: dict[Any, Compiled] = {}
         self.timing = False
         outline = programs.outline
         trace = outline.trace
@@ -208,8 +209,9 @@ class Compiled:
                 v.aval.shape,
                 v.aval.dtype,
                 getattr(v.aval, "weak_type", False),
+                committed,
             )
-            for v, groups in outline.outputs
+            for (v, groups), committed in zip(outline.outputs, outline.committed, strict=True)
         ]
         self._out_tree = trace.out_tree
 
@@ -324,10 +326,11 @@ class Compiled:
         return self._run(leaves)
 
     def _fits(self, leaves) -> bool:
-        """Whether every MpmdArray lies as this program takes it, so that nothing need move."""
+        """Whether every MpmdArray lies as this program takes it, or may be put there."""
         for x, sharding in zip(leaves, self._ins, strict=True):
             if (
                 type(x) is MpmdArray
+                and x._committed
                 and x._mpmd_sharding is not sharding
                 and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
             ):
@@ -335,6 +338,9 @@ class Compiled:
         return True
 
     def _run(self, leaves):
+        given = leaves
+        if len({p for processes in self._programs.mesh.processes for p in processes}) > 1:
+            leaves = self._moved(leaves)
         if (job := self._executor.prepare()) is not None:
             agree_on_values(job, self._programs.outline.trace.in_names, leaves, self._ins, self._executor.ranks)
         arguments = [*self._consts, *self._arguments(leaves)]
@@ -344,12 +350,33 @@ class Compiled:
             results = self._executor(arguments)
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i in self._donated:
-            consume(leaves[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
-        out = [
-            MpmdArray._unchecked(arrays, sharding, shape, dtype, weak)
-            for arrays, (sharding, shape, dtype, weak) in zip(results, self._outs, strict=True)
-        ]
+            consume(given[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
+        out = [MpmdArray._unchecked(arrays, *about) for arrays, about in zip(results, self._outs, strict=True)]
         return jax.tree.unflatten(self._out_tree, out)
+
+    def _moved(self, leaves) -> list:
+        """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""
+        apart = [
+            i
+            for i, (x, s) in enumerate(zip(leaves, self._ins, strict=True))
+            if type(x) is MpmdArray and not x._committed and not x._mpmd_sharding.is_equivalent_to(s, x.ndim)
+        ]
+        if not apart:
+            return leaves
+        mesh, names = self._programs.mesh, self._programs.outline.trace.in_names
+        xs = [leaves[i] for i in apart]
+        key = tuple((i, x.mpmd_sharding) for i, x in zip(apart, xs, strict=True))
+        if key not in self._movers:
+            hints = tuple(hint_of(x.mpmd_sharding, x, mesh, names[i]) for i, x in zip(apart, xs, strict=True))
+            avals = [self._in_avals[i] for i in apart]
+            tree = jax.tree.structure((tuple(apart), {}))
+            trace = trace_step(lambda *arrays: list(arrays), avals, tree, [names[i] for i in apart], mesh)
+            targets = [self._ins[i] for i in apart]
+            self._movers[key] = Traced(trace, "move", mesh, hints, targets, frozenset()).lower().compile()
+        leaves = list(leaves)
+        for i, x in zip(apart, self._movers[key](*xs), strict=True):
+            leaves[i] = x
+        return leaves
 
     def _arguments(self, leaves) -> list[dict[int, jax.Array]]:
         """Per leaf, its array in each group that wants it; what has to be moved there goes in one batch."""

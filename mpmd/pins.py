@@ -1,0 +1,208 @@
+"""Where the equations outside of the loops are held: the forward half of placing.
+
+An equation is pinned to the groups that hold its operands. Where these have no group in common, a heavy equation (a
+matrix product, a convolution) goes to its weights, and any other to the group that has the most bytes of its
+operands; ties go to the stage in whose text the equation stands, to the group that holds state, then to the value
+that was computed last. What depends on no placed value is not pinned: it runs wherever its result is wanted.
+
+In a step without a loop, marks say where stages end: a value that went through mark k is in the group of stage k + 1
+from then on. A stage's group is the one that holds most of its weights; if nothing is placed yet, stages are dealt out
+evenly.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+from mpmd import _jax_compat as compat
+from mpmd import costs
+from mpmd.across import SMALL, across_p, place_p
+from mpmd.markers import mark_p
+from mpmd.trace import Trace
+
+Groups = frozenset[int]
+
+_WEIGHT = 64  # a smaller array is worth sending: elements
+
+
+# --- marks outside of loops -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StageText:
+    """Which stage the equations of a step without a loop stand in.
+
+    Attributes:
+      stage: per equation (by its results), the stage in whose text it stands.
+      arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
+      num_stages: how many stages the marks make.
+    """
+
+    stage: dict[compat.Var, int]
+    arrivals: dict[compat.Var, dict[compat.Var, int]]
+    num_stages: int
+
+    @classmethod
+    def of(cls, trace: Trace, num_groups: int) -> "StageText | None":
+        """Reads the marks of a flat jaxpr; None if it has none."""
+        marks = [e for e in trace.jaxpr.eqns if e.primitive is mark_p]
+        num_forward = sum(e.params["kind"] == "forward" for e in marks)
+        if not num_forward:
+            return None
+        num_stages = num_forward if num_forward % num_groups == 0 else num_forward + 1
+        stage: dict[compat.Var, int] = {}
+        arrivals: dict[compat.Var, dict[compat.Var, int]] = {}
+        alias: dict = {}
+        arrived: dict[compat.Var, int] = {}
+        forward: dict = defaultdict(list)
+        here = passed = 0
+        for eqn in trace.jaxpr.eqns:
+            operands = costs.variables(eqn.invars)
+            if eqn.primitive is not mark_p:
+                found = {alias.get(v, v): arrived[v] for v in operands if v in arrived}
+                for v in eqn.outvars:
+                    stage[v] = here
+                    arrivals[v] = found
+                continue
+            kind, mark = eqn.params["kind"], eqn.params["id"]
+            if kind == "forward":
+                forward[mark].append(passed)
+                passed += 1
+                here = min(passed, num_stages - 1)
+            elif kind == "backward" and forward[mark]:
+                here = forward[mark].pop() if len(forward[mark]) > 1 else forward[mark][0]
+            for new, old in zip(eqn.outvars, eqn.invars, strict=True):
+                if not isinstance(old, compat.Literal):
+                    alias[new] = alias.get(old, old)
+                    arrived[new] = here
+        return cls(stage, arrivals, num_stages)
+
+    def groups(self, items, held, num_groups: int) -> tuple[list[int], list[bool]]:
+        """Per stage, its group, and whether placed weights say so.
+
+        Args:
+          items: the step's equations.
+          held: the groups of each argument that is placed.
+        """
+        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(self.num_stages)]
+        for item in items:
+            if (s := self.stage.get(item.outvars[0]) if item.outvars else None) is None:
+                continue
+            for v in costs.variables(item.invars):
+                if len(groups := held.get(v) or ()) == 1 and costs.size(v.aval) > _WEIGHT:
+                    votes[s][min(groups)] += costs.nbytes(v.aval)
+        found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
+        firm = [g is not None for g in found]
+        if not any(firm):
+            return [s * num_groups // self.num_stages for s in range(self.num_stages)], firm
+        for s in range(1, self.num_stages):  # a stage without weights runs where the one before it does
+            found[s] = found[s - 1] if found[s] is None else found[s]
+        first = next(g for g in found if g is not None)
+        return [first if g is None else g for g in found], firm
+
+
+# --- pins -----------------------------------------------------------------------------------------
+
+
+class Pins:
+    """The groups that hold each variable, filled equation by equation in the order of the step.
+
+    Attributes:
+      of: per variable, the groups that hold it; None where any group would do.
+      firm: variables whose place follows from something that is placed: an argument, a loop, the user's word. The
+        others are where they are for want of a better place.
+      follows: results larger than their operands: the operands are sent instead.
+    """
+
+    def __init__(self, num_groups: int, arguments: dict, state, placed, text: StageText | None, items):
+        self.of: dict[compat.Var, Groups | None] = dict(arguments)
+        self.firm = {v for v, groups in arguments.items() if groups is not None}
+        self.weights = {v for v in self.firm if costs.size(v.aval) > _WEIGHT}
+        self.state = set(state)
+        self.placed = placed
+        self.follows: set[compat.Var] = set()
+        self.order: dict[compat.Var, int] = {}
+        self.text = text
+        self.stage_groups, self.stage_firm = text.groups(items, arguments, num_groups) if text else ([], [])
+        self.has_loop = False
+
+    def loop_result(self, v, groups: Groups):
+        """A loop's result lies where it is accumulated."""
+        self.has_loop = True
+        self.of[v] = groups
+        self.firm.add(v)
+
+    def pin(self, eqn) -> Groups | None:
+        """The groups that may run an equation, None where any group would do."""
+        if eqn.primitive is place_p:
+            return self.placed[eqn.outvars[0]]
+        if eqn.primitive is across_p and costs.nbytes(eqn.outvars[0].aval) <= SMALL:
+            return None  # where it is wanted: each group gets all the parts
+        held = self._held(eqn)
+        if not held:
+            stage = self._stage(eqn) if (runs_once(eqn) or _looks_up(eqn)) and not eqn.effects else None
+            return None if stage is None else frozenset([self.stage_groups[stage]])
+        common = frozenset.intersection(*(groups for groups, _ in held))
+        return common or frozenset([self._choose(eqn, held)])
+
+    def bind(self, eqn, pin: Groups | None):
+        """Records where an equation's results are."""
+        operands = costs.variables(eqn.invars)
+        for v in eqn.outvars:
+            self.of[v] = pin
+            self.order[v] = len(self.order)
+        firm = eqn.primitive is place_p or any(v in self.firm for v in operands)
+        if not firm and pin and self.text is not None and (s := self._stage(eqn)) is not None:
+            firm = self.stage_firm[s]
+        if pin is not None and firm:
+            self.firm.update(eqn.outvars)
+        if operands and not costs.is_heavy(eqn) and all(v in self.weights for v in operands):
+            self.weights.update(eqn.outvars)
+        if self.state.intersection(operands):
+            self.state.update(eqn.outvars)
+        made = self.follows.intersection(operands)
+        if not runs_once(eqn) and (costs.grows(eqn) or (costs.is_layout(eqn) and made)):
+            self.follows.update(eqn.outvars)
+
+    def _stage(self, eqn) -> int | None:
+        return self.text.stage.get(eqn.outvars[0]) if self.text and eqn.outvars else None
+
+    def _held(self, eqn) -> list[tuple[Groups, compat.Var]]:
+        """Operands that are somewhere, and where; a value that came through a mark is in the stage that this begins."""
+        arrived = self.text.arrivals.get(eqn.outvars[0], {}) if self.text and eqn.outvars else {}
+        found = []
+        for v in costs.variables(eqn.invars):
+            if v in arrived and costs.size(v.aval) > 1:
+                found.append((frozenset([self.stage_groups[arrived[v]]]), v))
+            elif (groups := self.of[v]) is not None:
+                found.append((groups, v))
+        return found
+
+    def _choose(self, eqn, held) -> int:
+        """The group that runs an equation whose operands have no group in common."""
+        heavy = costs.is_heavy(eqn)
+        stage = self._stage(eqn)
+        text = self.stage_groups[stage] if stage is not None else None
+        weights: dict[int, int] = defaultdict(int)
+        nbytes: dict[int, int] = defaultdict(int)
+        state: set[int] = set()
+        last: dict[int, int] = defaultdict(int)
+        for groups, v in held:
+            for g in groups:
+                nbytes[g] += costs.nbytes(v.aval)
+                if heavy and v in self.weights:
+                    weights[g] += costs.nbytes(v.aval)
+                if v in self.state:
+                    state.add(g)
+                if not self.has_loop and costs.size(v.aval) > 1:
+                    last[g] = max(last[g], self.order.get(v, 0))
+        return max(nbytes, key=lambda g: (weights[g], g == text, nbytes[g], g in state, last[g], -g))
+
+
+def _looks_up(eqn) -> bool:
+    """Whether the equation takes rows of a table, as an embedding does."""
+    return eqn.primitive.name == "gather" and costs.size(eqn.invars[0].aval) > _WEIGHT and costs.shrinks(eqn)
+
+
+def runs_once(eqn) -> bool:
+    """Whether an equation should run in one group, early; moves between memories are each group's own, and late."""
+    return costs.is_heavy(eqn) and not costs.changes_memory(eqn)
