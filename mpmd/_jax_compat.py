@@ -32,6 +32,7 @@ from jax._src import shard_map as shard_map_internals
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import ClosedJaxpr, Primitive, Tracer, jaxpr_as_fun
 from jax._src.export import _export as export_internals
+from jax._src.interpreters import pxla
 from jax._src.lib import _jax, xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
@@ -353,8 +354,18 @@ class _Rebase:
 # --- compiled programs ----------------------------------------------------------------------------
 
 
-def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | None:
-    """The same compiled program on the devices of another mesh of the same shape, in about a millisecond.
+def compile_one_of_many(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles; with a compilation cache folder, the program is kept there however quickly it was compiled.
+
+    By default JAX keeps what took a second or more. A step as one program does, each of its many programs may not.
+    """
+    least = config.persistent_cache_min_compile_time_secs
+    with least(0.0) if least.value == 1.0 else contextlib.nullcontext():
+        return lowered.compile()
+
+
+def load_on(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | None:
+    """The same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
 
     None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
     """
@@ -362,8 +373,6 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
         executable: Any = compiled._executable
         unloaded = executable._unloaded_executable
         client = unloaded.backend
-        if client.platform == "cpu" and compilation_cache.is_cache_used(client):
-            return None  # a CPU program that came from JAX's cache has lost its code when it is serialized again
         if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
             return None
         devices = tuple(mesh.devices.flat)
@@ -374,7 +383,7 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
             backend=client,
         )
         device_list = xla_client.DeviceList(devices)
-        loaded = client.deserialize_executable(_serialized(unloaded), device_list, options)
+        loaded = client.deserialize_executable(_serialized(lowered, unloaded), device_list, options)
         copy = dataclasses.replace(
             unloaded,
             xla_executable=loaded,
@@ -389,8 +398,27 @@ def load_on(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | 
         return None
 
 
-def _serialized(unloaded) -> bytes:
-    return unloaded.backend.serialize_executable(unloaded.xla_executable)
+def _serialized(lowered, unloaded) -> bytes:
+    """A compiled program as bytes: those in JAX's cache folder, if there is one, or made now.
+
+    A CPU program that came out of the folder has lost its code when it is serialized again.
+    """
+    client = unloaded.backend
+    cache = compilation_cache._get_cache(client) if client.platform == "cpu" else None
+    entry = None if cache is None else cache.get(_cache_key(lowered._lowering))
+    if entry is None:
+        return client.serialize_executable(unloaded.xla_executable)
+    return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(entry))[0]
+
+
+def _cache_key(lowering) -> str:
+    """The name under which JAX keeps a program in the folder."""
+    of, devices = lowering.compile_args, np.array(list(lowering._device_list))
+    inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
+    options = pxla.create_compile_options(
+        lowering._hlo, of["tuple_args"], *inferred, of["backend"], devices, dict(lowering._compiler_options_kvs)
+    )
+    return compilation_cache.get_cache_key(lowering._hlo, devices, options, of["backend"])
 
 
 def _moved(sharding, mesh: Mesh):

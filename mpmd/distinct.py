@@ -37,9 +37,9 @@ class Threads:
         """Compiles in a thread; at once where none is left."""
         self.num_compiled += 1
         if not self._closed:
-            return self._pool.submit(lowered.compile)
+            return self._pool.submit(compat.compile_one_of_many, lowered)
         done: Future = Future()
-        done.set_result(lowered.compile())
+        done.set_result(compat.compile_one_of_many(lowered))
         return done
 
 
@@ -67,6 +67,7 @@ class Distinct:
     options: dict[str, Any] | None = None
     parts: "Parts | None" = None
     loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future while it is compiled
+    lowered: jax.stages.Lowered | None = None  # what is compiled
 
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
         """The program on a mesh of its shape, under its own name or another one."""
@@ -99,7 +100,8 @@ class Distinct:
             for part in self.parts.programs:
                 part.start(mesh)
         elif not self.loaded:
-            self.loaded[mesh] = self.threads.compile(self.lower(mesh))
+            self.lowered = self.lower(mesh)
+            self.loaded[mesh] = self.threads.compile(self.lowered)
 
     def on(self, mesh: Mesh) -> Any:
         """What to call, with flat arrays; waits for the compilation."""
@@ -110,8 +112,9 @@ class Distinct:
         if isinstance(found, Future):
             found = self._callable(found.result(), mesh)
         if found is None:
+            assert self.lowered is not None  # by start
             origin = next(iter(self.loaded))
-            found = compat.load_on(self.compiled_on(origin), mesh)
+            found = compat.load_on(self.lowered, self.compiled_on(origin), mesh)
             if found is None:
                 found = self.threads.compile(self.lower(mesh)).result()
             else:

@@ -7,7 +7,6 @@ import hypothesis
 os.environ.pop("XLA_FLAGS", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 # How long an example may take is no test: a machine that does other things as well is slow.
 hypothesis.settings.register_profile("unhurried", deadline=None)

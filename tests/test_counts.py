@@ -27,6 +27,7 @@ from programs.program import Tools, assert_same, host, pipelined, plain_loop
 
 import mpmd
 import scheduler
+from mpmd import _jax_compat as compat
 
 MARK_ONLY = Tools(mark=mpmd.mark_stage_end, reduce=None, reduce_i=None)
 
@@ -259,6 +260,24 @@ def test_equal_stages_are_compiled_once():
 def test_equal_stages_on_different_devices_are_compiled_once(axis_type):
     meshes = [mpmd.MpmdMesh(make_mesh(n, axis_type), "stage") for n in (4, 7)]
     assert _num_compiles(4, 4, meshes[0]) == _num_compiles(7, 4, meshes[1])
+
+
+def test_where_a_program_cannot_be_loaded_each_group_compiles_its_own(monkeypatch):
+    program = BY_NAME["residual_mlp"]
+    arguments = program.state(), next(iter(program.batches()))
+
+    def run():
+        compiled = pipeline(program, "OneFOneB", "auto").lower(*arguments).compile()
+        results = host(compiled(*arguments))
+        num_compiled, num_loaded = re.findall(r"(\d+) compiled \((\d+) loaded", str(compiled.explain()))[0]
+        return int(num_compiled), int(num_loaded), results
+
+    num_compiled, num_loaded, results = run()
+    assert num_loaded > 0
+    monkeypatch.setattr(compat, "load_on", lambda *_: None)
+    more_compiled, none_loaded, same = run()
+    assert (more_compiled, none_loaded) == (num_compiled + num_loaded, 0)
+    assert_same(same, results, 0)
 
 
 def test_explain_says_how_many_executables_there_are():

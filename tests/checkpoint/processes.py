@@ -20,7 +20,6 @@ def environment(num_devices: int = 1) -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}{os.pathsep}{SCENARIOS.parent}",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
 
 

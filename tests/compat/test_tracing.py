@@ -17,7 +17,7 @@ import scheduler
 
 ROOT = Path(__file__).parent.parent.parent
 
-SECOND_START = """
+STARTED = """
 import jax, jax.numpy as jnp, mpmd, scheduler
 
 counts = {"hits": 0, "compiled": 0}
@@ -25,39 +25,44 @@ def listen(event, **_):
     counts["hits"] += event == "/jax/compilation_cache/cache_hits"
     counts["compiled"] += event == "/jax/compilation_cache/cache_misses"
 jax.monitoring.register_event_listener(listen)
-mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data")), "stage")
-def loss(w, x): return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)
+mesh = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
+def loss(w, x):
+    for i, p in enumerate(w): x = jnp.tanh((mpmd.mark_stage_end(x) if i else x) @ p)
+    return jnp.mean(jnp.sort(x) ** 2)
 def step(w, xs):
-    grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=scheduler.OneFOneB(2))
+    grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=scheduler.OneFOneB(4))
     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
-w = mpmd.jit(step, mpmd_mesh=mesh)([jnp.eye(4)] * 2, jnp.ones((4, 2, 4)))
-print(counts["hits"], counts["compiled"], float(w[0].first_mpmd_replica.sum()))
+w, xs = [jnp.eye(4) + i for i in range(4)], jnp.ones((4, 2, 4))
+compiled = mpmd.jit(step, mpmd_mesh=mesh).lower(w, xs).compile()
+for _ in range(2): w = compiled(w, xs)
+loaded = compiled.explain().split("(")[-2].split()[0]
+print(counts["hits"], counts["compiled"], loaded, *(float(p.first_mpmd_replica.sum()) for p in w))
 """
 
 
-def test_the_second_start_finds_every_program_in_jaxs_compilation_cache(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environment |= {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    runs = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", SECOND_START],
-            env=environment,
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        runs.append(done.stdout.split())
-    (hits, compiled, value), (hits_again, compiled_again, value_again) = runs
-    assert int(compiled) > 4
-    assert (int(compiled_again), int(hits_again)) == (0, int(hits) + int(compiled))
-    assert value == value_again
+def _started(**environment):
+    """A process with JAX's defaults beside `environment`: cache hits, programs written, loaded, and the results."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        env=kept | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT), **environment},
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    hits, written, loaded, *values = done.stdout.split()
+    return int(hits), int(written), int(loaded), values
+
+
+def test_equal_stages_are_loaded_by_jaxs_defaults_and_with_a_cache_folder_at_every_start(tmp_path):
+    hits, written, loaded, values = _started()
+    assert (hits, written) == (0, 0) and loaded > 4
+    runs = [_started(JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    (_, compiled, *first), (hits, compiled_again, *second) = runs
+    assert (compiled_again, hits) == (0, compiled) and compiled > 4
+    assert first == second == [loaded, values]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
