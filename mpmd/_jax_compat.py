@@ -8,9 +8,9 @@ doing the same beside them; correctness never depends on the private one.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -580,6 +580,12 @@ def distributed_client() -> Any | None:
     return distributed.global_state.client
 
 
+def abandon_distributed() -> None:
+    """Lets this process end without waiting for the others at JAX's last barrier."""
+    client, distributed.global_state.client = distributed.global_state.client, None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait, too
+
+
 def coordinator_address() -> str | None:
     """`host:port` of JAX's coordination service."""
     return distributed.global_state.coordinator_address
@@ -604,21 +610,34 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def running_callback() -> str:
-    """The user's function that JAX calls on the host in some thread just now, and its line; empty if there is none."""
-    package = os.path.dirname(jax.__file__)
-    for frame in list(sys._current_frames().values()):
-        user = None
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file == callback.__file__:
-                if user is not None:
-                    return f"{user.f_code.co_name} ({user.f_code.co_filename}:{user.f_lineno})"
-                break
-            if not file.startswith(package):
-                user = frame
-            frame = frame.f_back
-    return ""
+def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextManager]) -> None:
+    """From now on, programs that are compiled call each function of the user within `observer(function)`."""
+    emit = callback.emit_python_callback
+
+    @functools.wraps(emit)
+    def emit_observed(ctx, function, *args, **options):
+        user = _users_function(function)
+
+        @functools.wraps(function)
+        def observed(*values):
+            with observer(user):
+                return function(*values)
+
+        return emit(ctx, observed, *args, **options)
+
+    callback.emit_python_callback = emit_observed
+
+
+def _users_function(function: Callable) -> Callable:
+    """The function that JAX's own ones are wrapped around."""
+    while True:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if hasattr(function, "callback_func"):
+            function = function.callback_func
+        elif "callback" in names and function.__module__.startswith("jax."):
+            function = function.__closure__[names.index("callback")].cell_contents
+        else:
+            return function
 
 
 def num_cpu_devices() -> int:

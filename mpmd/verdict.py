@@ -14,6 +14,10 @@ SILENT_S = 20.0
 LEFT_S = 5.0
 # After so long without a movement a rank looks closer at what it is at.
 STILL_S = 2.0
+# A rank whose error came with a value from another one gives that one so long to say what it was.
+SECONDHAND_S = 3.0
+# How such an error begins.
+SECONDHAND = "Error while transferring"
 # Ranks may compile for unequal times before a step's first run; so many times the limit is allowed for that.
 COMPILING_FACTOR = 10
 _MAX_CELL = 60
@@ -50,6 +54,7 @@ class Board:
       wait: what it waits for.
       sent: numbers of values that others wait for although this rank has sent them.
       callback: the user's function that JAX has been calling on the host for a while.
+      raised: the first error of such a function. Others may hear of it before this rank does.
     """
 
     rank: int
@@ -65,6 +70,7 @@ class Board:
     wait: Wait | None = None
     sent: tuple[int, ...] = ()
     callback: str = ""
+    raised: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the key-value store."""
@@ -137,10 +143,17 @@ def suspect(views: Mapping[int, View], hang_timeout_s: float | None) -> tuple[in
 
 
 def _failed(views) -> tuple[int, str] | None:
+    """The first that failed by itself, else whose host callback did, else (but late) that was handed an error."""
     failed = [v for v in views.values() if v.board.phase == "failed"]
-    if not failed:
+    causes = [v for v in failed if SECONDHAND not in v.board.doing]
+    raised = [v for v in views.values() if v.board.raised] if failed else []
+    if not causes and raised:
+        first = min(raised, key=lambda v: v.board.rank)
+        return first.board.rank, f"{first.board.raised} ({first.where})"
+    causes = causes or [v for v in failed if v.still_s > 2 * SECONDHAND_S]
+    if not causes:
         return None
-    first = max(failed, key=lambda v: (v.still_s, -v.board.rank))
+    first = max(causes, key=lambda v: (v.still_s, -v.board.rank))
     return first.board.rank, first.board.doing
 
 

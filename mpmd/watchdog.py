@@ -18,14 +18,14 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd import verdict
-from mpmd.verdict import LEFT_S, SILENT_S, STILL_S, Board, View, Wait
+from mpmd import leaving, processes, verdict
+from mpmd.verdict import LEFT_S, SECONDHAND_S, SILENT_S, STILL_S, Board, View, Wait
 
 # How a rank ends that was not to blame; the launcher tells victims from the guilty one by it.
 VICTIM_STATUS = 75
@@ -76,7 +76,7 @@ class Watchdog:
         self._status = None if status_dir is None else pathlib.Path(status_dir, f"rank-{rank}.json")
         self._lock = threading.Lock()
         self._me = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
-        self._me |= {"machine": _machine(), "started": _started(os.getpid())}
+        self._me |= {"machine": processes.machine(), "started": processes.started(os.getpid())}
         self._phase, self._doing, self._step = "idle", "", 0
         self._wait: tuple[str, tuple[int, ...]] | None = None
         self._since = self._moved = time.monotonic()
@@ -89,8 +89,10 @@ class Watchdog:
         self._read_at = time.monotonic()
         self._foreign_verdict: str | None = None
         self._suspected: tuple[int | None, float] = None, 0.0
+        self._callbacks: dict[int, str] = {}
+        self._raised = ""
         self._stack: types.TracebackType | None = None
-        self._ending = False
+        self._ending = self._is_let_go = False
         self._threads: list[threading.Thread] = []
         self._beat = 0
 
@@ -103,6 +105,8 @@ class Watchdog:
             thread.start()
         self._excepthook = sys.excepthook
         sys.excepthook = self._on_exception
+        leaving.note_exits()
+        compat.observe_callbacks(self._calling)
 
     # --- what the main thread says ----------------------------------------------------------------
 
@@ -182,6 +186,19 @@ class Watchdog:
         wanted = {w.number for w in waits if w.number is not None and self.rank in w.ranks and w.for_s > STILL_S}
         return tuple(sorted(wanted.intersection(self._sent))) if wanted else ()
 
+    @contextlib.contextmanager
+    def _calling(self, function: Callable) -> Iterator[None]:
+        """While a program calls a function of the user, in whatever thread; what it raises reaches others first."""
+        thread, text = threading.get_ident(), leaving.function_text(function)
+        self._callbacks[thread] = text
+        try:
+            yield
+        except BaseException as e:
+            self._raised = self._raised or f"{leaving.error_text(e)} in the host callback {text}"
+            raise
+        finally:
+            self._callbacks.pop(thread, None)
+
     # --- threads ----------------------------------------------------------------------------------
 
     def board(self) -> Board:
@@ -206,7 +223,7 @@ class Watchdog:
         return Board(
             **self._me, phase=self._phase, step=self._step, position=position, doing=doing, still_s=still_s,
             wait=None if wait is None else Wait(wait[0], wait[1], max(0.0, now - self._since), wait[2]), sent=sent,
-            callback=compat.running_callback() if still_s > STILL_S else "",
+            callback=next(iter(list(self._callbacks.values())), "") if still_s > STILL_S else "", raised=self._raised,
         )  # fmt: skip
 
     def _publish_loop(self) -> None:
@@ -245,11 +262,11 @@ class Watchdog:
         for rank, (_, changed, board) in list(self._seen.items()):
             silent = max(0.0, now - changed - late)
             same = bool(board.machine) and board.machine == self._me["machine"]
-            process = _process(board) if same else "unknown"
+            process = processes.state(board.pid, board.started) if same else "unknown"
             if process != "gone":
                 self._gone.pop(rank, None)
-            elif now - self._gone.setdefault(rank, now) < 4 * _PUBLISH_S:
-                process = "running"  # its last words may still be on their way
+            elif self._read_at < self._gone.setdefault(rank, now) + 4 * _PUBLISH_S:
+                process = "running"  # its last words may still be on their way, or the store cannot tell them
             views[rank] = View(board, silent, process)
         views[self.rank] = View(self.board(), 0.0, "running")
         return views
@@ -291,6 +308,9 @@ class Watchdog:
         if stopped:
             server = stopped
             return 0, f"process {server.board.pid} on {server.board.host} is stopped for {age:.0f} s ({server.where})"
+        if server is not None and server.board.machine != self._me["machine"]:
+            why = "its machine cannot be reached, or the coordination service on it has ended"
+            return 0, f"no sign of life from {server.board.host} for {age:.0f} s: {why}"
         return 0, f"the coordination service does not answer for {age:.0f} s"
 
     # --- the end ----------------------------------------------------------------------------------
@@ -312,20 +332,17 @@ class Watchdog:
                 if self._stack is not None:
                     print("Where a broken connection found the main thread (most recent call last):", file=sys.stderr)
                     traceback.print_tb(self._stack)
-                self._print_stacks()
-        self._leave(VICTIM_STATUS)
-
-    def _print_stacks(self) -> None:
-        """Where this rank's threads are, the watchdog's own left out; a host callback runs in one of JAX's."""
-        names = {t.ident: t.name for t in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
-            name = names.get(ident, "a thread of JAX")
-            if not name.startswith("mpmd-"):
-                print(f"Rank {self.rank}, {name} (most recent call last):", file=sys.stderr)
-                traceback.print_stack(frame)
-        sys.stderr.flush()
+                for name, lines in leaving.stacks():
+                    print(f"Rank {self.rank}, {name} (most recent call last):", *lines, sep="\n", file=sys.stderr)
+                sys.stderr.flush()
+        if me.board.phase == "finished" and rank == self.rank and not self._serves:
+            self._is_let_go = True  # with the status that its program has ended with
+        else:
+            self._leave(1 if rank == self.rank and self._raised else VICTIM_STATUS)
 
     def _agree_on_verdict(self, rank: int, what: str) -> tuple[int, str]:
+        if time.monotonic() - self._read_at > LEFT_S:
+            return rank, what  # there is nobody to ask
         found: list[str] = []
 
         def ask() -> None:
@@ -353,18 +370,21 @@ class Watchdog:
     def _on_exception(self, kind, value, stack) -> None:
         """This rank cannot go on: tells the others and ends the process, or gives way to the verdict on its cause."""
         self._stack = stack  # at once: a verdict may end the process while this runs
-        what = f"{kind.__name__}: {value}".splitlines()[0][:300]
+        is_ours = self._raised and issubclass(kind, jax.errors.JaxRuntimeError)
         with self._lock:
             self._prune()
-        where = self.views()[self.rank].where
-        broken = issubclass(kind, jax.errors.JaxRuntimeError) and "onnect" in str(value)
-        if broken:  # another rank's death may be the cause: the judge will find it
-            time.sleep(SILENT_S + 2)
+        what = f"{self._raised if is_ours else leaving.error_text(value)} ({self.views()[self.rank].where})"
+        if issubclass(kind, jax.errors.JaxRuntimeError) and not is_ours:
+            if verdict.SECONDHAND in str(value):  # another rank computed it: the judge will find that rank
+                self._say("failed", what, None)
+                time.sleep(SECONDHAND_S)
+            elif "onnect" in str(value):  # another rank's death may be the cause
+                time.sleep(SILENT_S + 2)
         if self._ending:
-            time.sleep(60)  # it has; it ends the process
+            time.sleep(60)  # the judge has found the cause; it ends the process
         self._excepthook(kind, value, stack)
-        print(f"jax-mpmd: rank {self.rank}: {what} ({where})", file=sys.stderr, flush=True)
-        self.fail(f"{what} ({where})", 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        print(f"jax-mpmd: rank {self.rank}: {what}", file=sys.stderr, flush=True)
+        self.fail(what, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def fail(self, what: str, status: int = 1) -> None:
         """This rank cannot go on: tells the others, and ends the process."""
@@ -382,21 +402,27 @@ class Watchdog:
 
     def finish(self) -> None:
         """The program is at its end: says so, and waits until all ranks are (or somebody waits for this one)."""
+        if status := leaving.exit_status():
+            self.fail(f"exit status {status}", status)
         while not self._ending and self._expects():  # a value may never come: the judge sees that
             time.sleep(_PUBLISH_S / 5)
-        if self._ending:
-            time.sleep(60)  # the judge ends the process
-        self._say("finished", "", None)
-        with contextlib.suppress(Exception):
-            self.publish()
+        if not self._ending:
+            self._say("finished", "", None)
+            with contextlib.suppress(Exception):
+                self.publish()
         while not self._ending:
             views = self.views()
             done = [v for v in views.values() if v.board.phase == "finished"]
             if len(done) == self.num_ranks or time.monotonic() - self._read_at > SILENT_S:
                 break
             time.sleep(_PUBLISH_S / 5)
-        if self._ending:
-            time.sleep(60)  # the judge ends the process
+        is_judged = self._ending
+        end = time.monotonic() + 60
+        while is_judged and not self._is_let_go and time.monotonic() < end:
+            time.sleep(_PUBLISH_S)  # the judge ends the process, or lets it go
+        if self._is_let_go:
+            compat.abandon_distributed()  # the others do not come to the end any more
+            return
         time.sleep(2 * _PUBLISH_S)  # so that the others can read it
         self._ending = True
         for thread in self._threads:  # one that came back from C++ to a Python that is gone would abort the process
@@ -415,33 +441,3 @@ class Watchdog:
             temporary = self._status.with_suffix(".tmp")
             temporary.write_text(json.dumps(data))
             temporary.replace(self._status)
-
-
-def _machine() -> str:
-    """The same for processes that see each other's pids."""
-    with contextlib.suppress(OSError):
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _started(pid: int) -> int:
-    """When a process started, in the kernel's ticks; 0 if it cannot be known."""
-    stat = _stat(pid)
-    return int(stat[19]) if stat else 0
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of `/proc/pid/stat` from the state on; None if there is no such process."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return text.rsplit(")", 1)[1].split()
-
-
-def _process(board: Board) -> str:
-    stat = _stat(board.pid)
-    if stat is None or int(stat[19]) != board.started or stat[0] in "ZX":
-        return "gone"
-    return "stopped" if stat[0] in "Tt" else "running"

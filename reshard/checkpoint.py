@@ -6,7 +6,6 @@ Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `Sta
 """
 
 import errno
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +16,9 @@ from mpmd.array import MpmdArray
 from mpmd.errors import ReshardError
 from reshard import _orbax
 from reshard.abstract import MpmdShapeDtypeStruct, abstract
+from reshard.commit import Working
 from reshard.inventory import (
     IN_FLIGHT_NBYTES,
-    UNFINISHED,
     TreePath,
     a,
     absolute,
@@ -51,8 +50,8 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
         timeout_s: how long processes wait for the last one to call it.
 
     Raises:
-        FileExistsError: something is at `path` already.
-        ReshardError: the tree has leaves that cannot be saved; names each.
+        FileExistsError: something is at `path` already, or another job has put it there meanwhile.
+        ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read.
         OSError: it cannot be written there. What was saved before is untouched.
         TimeoutError: another process did not come.
 
@@ -64,22 +63,19 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
         {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
     """
     folder = absolute(path)
+    _check_path(folder)
     _check_leaves(tree)
-    _orbax.wait_for_all(folder, timeout_s)
-    if folder.exists():
-        raise FileExistsError(
-            errno.EEXIST, "save: there is something already; give another path, or delete it first", str(folder)
-        )
-    _orbax.wait_for_all(folder, timeout_s)  # so that no process sees what another has begun
+    working = Working(folder, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _orbax.write_tree(folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+        _orbax.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
     except ReshardError:
         raise
     except Exception as error:
         if jax.process_count() == 1:
-            _remove_unfinished(folder)
+            working.remove()
         raise _explained(error, folder) from error
+    working.put_in_place(timeout_s)
 
 
 def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = False) -> Any:
@@ -122,6 +118,14 @@ def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = Fals
     return jax.tree.unflatten(treedef, [want.value(value) for want, value in zip(wants, found, strict=True)])
 
 
+def _check_path(folder: Any) -> None:
+    if found := sorted(set("*?[") & set(str(folder))):
+        raise ReshardError(
+            f"save: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"
+            " it has written. Give another path."
+        )
+
+
 def _check_leaves(tree: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     faults = [
@@ -141,11 +145,6 @@ def _fault_of_leaf(leaf: Any) -> str | None:
     if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
         return None
     return f"{a(type(leaf))} is no array, number or string"
-
-
-def _remove_unfinished(folder: Any) -> None:
-    for left in folder.parent.glob(f"{folder.name}{UNFINISHED}*") if folder.parent.exists() else ():
-        shutil.rmtree(str(left), ignore_errors=True)
 
 
 def _explained(error: BaseException, folder: Any) -> BaseException:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
@@ -173,7 +174,7 @@ def convert(
     from reshard import orbax_files
 
     start = time.monotonic()
-    working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}")
+    working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
     if verify:
         asyncio.run(copier.check_source())

@@ -20,6 +20,7 @@ readonly set_aside='own_words=() && while IFS= read -r name; do
 done < <(compgen -e)'
 
 readonly grace_s=8       # for the victims of a failure to print their table and leave
+readonly let_go_s=3      # of these, for the guilty one when all the others have left
 readonly term_s=5        # between SIGTERM and SIGKILL
 readonly beat_s=5        # the launcher's sign of life to agents on other hosts
 readonly silence_s=30    # after which such an agent takes the launcher for dead
@@ -812,8 +813,9 @@ on_exit() { # rank, status, pid, whether a watchdog runs, whom it blames
   fi
   blamed=${5:-$blamed}
   ((num_exited < num_processes)) || begin_stop
-  # All but the one that they blame have left: it hangs, and there is nobody to wait for.
-  [[ -z $blamed ]] || ((num_exited < num_processes - 1)) || [[ -n ${statuses[blamed]:-} ]] || begin_stop
+  # All but the one that they blame have left: it hangs, or is about to end by itself with a status of its own.
+  [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_processes - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
+    deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
 begin_grace() { # the victims print their own table, if they have a watchdog
@@ -911,6 +913,8 @@ find_guilty() {
       job_text=${verdicts[0]#jax-mpmd: } # says more than the status
     fi
     job_status=${statuses[guilty]:-75}
+    # How it ended is known here better than by the others, which just saw that it did.
+    [[ ! $job_text =~ ^rank\ [0-9]+:\ (died:|left\ the\ program|exit\ status) ]] || ((job_status == 0 || job_status == 75)) || job_text=
     [[ -z $job_text ]] || ! was_ended_by_us "$guilty" || job_status=75
     ((job_status)) || job_status=75
     [[ -n $job_text ]] || job_text="rank $guilty: $(ended_text "$job_status")"

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -21,6 +22,7 @@ from processes import environment, run, start
 
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
+from reshard import _orbax
 from reshard.checkpoint import Part, restore, save
 
 MESH = mesh_of(4)
@@ -110,6 +112,91 @@ def test_saving_never_replaces_what_is_there(tmp_path):
         f"'{tmp_path / 'state'}'"
     )
     np.testing.assert_array_equal(restore(tmp_path / "state", {"w": np.zeros(3)})["w"], np.arange(3.0))
+
+
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    with pytest.raises(ReshardError) as caught:
+        save(tmp_path / "lr=[1?]" / "state", {"w": np.zeros(3)})
+    assert str(caught.value) == (
+        f"save: {tmp_path / 'lr=[1?]' / 'state'} has ? and [ in it, which Orbax takes for a pattern: it would not find "
+        "what it has written. Give another path."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_two_jobs_that_save_to_one_path_one_wins_and_the_other_is_told(tmp_path, monkeypatch):
+    target = tmp_path / "state"
+    write, names = _orbax.write_tree, []
+
+    def write_later(folder, tree, **options):
+        names.append(folder.name)
+        write(folder, tree, **options)
+        if len(names) == 1:  # another job comes and is done first
+            save(target, {"w": np.arange(3.0)})
+
+    monkeypatch.setattr(_orbax, "write_tree", write_later)
+    with pytest.raises(FileExistsError) as caught:
+        save(target, {"w": np.zeros(3)})
+    assert str(caught.value) == (
+        f"[Errno {errno.EEXIST}] save: another job has put something there while this one was saving, and nothing of"
+        f" this save was kept; give each job a path of its own: '{target}'"
+    )
+    assert len(set(names)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    np.testing.assert_array_equal(restore(target, {"w": np.zeros(3)})["w"], np.arange(3.0))
+
+
+def test_what_a_job_that_was_killed_has_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(_orbax, "write_tree", lambda folder, *_, **__: names.append(folder.name) or folder.mkdir())
+    for name in ("dead", "running"):
+        save(tmp_path / name, {"w": np.zeros(3)})
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    dead, running = names[0].replace("dead", "state").replace(f"-{os.getpid()}-", f"-{gone.pid}-"), names[1]
+    (tmp_path / dead).mkdir()
+    (tmp_path / running.replace("running", "state")).mkdir()
+    save(tmp_path / "state", {"w": np.zeros(3)})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "dead", "running", "state", running.replace("running", "state")
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_jobs_that_save_to_one_path_at_once_never_mix(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BOTH)
+    words = [sys.executable, str(script), str(tmp_path)]
+    jobs = [subprocess.Popen([*words, str(i)], env=environment(), stdout=subprocess.PIPE, text=True) for i in range(2)]
+    try:
+        printed = [job.communicate(timeout=120)[0].splitlines() for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    for i, ended in enumerate(zip(*printed, strict=True)):
+        assert sorted(ended) == ["FileExistsError", "saved"]
+        found = restore(tmp_path / str(i), {"a": [np.zeros((256, 256))] * 8})
+        assert all((x == ended.index("saved")).all() for x in found["a"])
+
+
+BOTH = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from reshard.checkpoint import save
+folder, me = Path(sys.argv[1]), int(sys.argv[2])
+for i in range(12):
+    (folder / f"ready-{i}-{me}").touch()
+    while not (folder / f"ready-{i}-{1 - me}").exists():
+        pass
+    try:
+        time.sleep(0.05 * (i % 3) * me)
+        save(folder / str(i), {"a": [np.full((256, 256), float(me))] * 8})
+        print("saved", flush=True)
+    except FileExistsError as error:
+        print(type(error).__name__, flush=True)
+"""
 
 
 def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):

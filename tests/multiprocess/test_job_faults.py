@@ -22,8 +22,11 @@ DEATHS = {
     "segfault": (rf"died: process PID on {HOST} is gone {WHERE}", -signal.SIGSEGV),
     "exception": (r"ValueError: a bad batch \(after step 4\)", 1),
     "memory": (r"MemoryError: no room for the batch \(after step 4\)", 1),
-    "exit0": (r"left the program after step 4, while rank \d waits for the transfer of .*", 75),
-    "exit3": (r"left the program after step 4, while rank \d waits for the transfer of .*", 75),
+    "exit0": (r"left the program after step 4, while rank \d waits for the transfer of .*", 0),
+    "exit3": ("exit status 3", 3),
+    "exit_text": ("exit status 1", 1),
+    "raise_exit": (r"left the program after step 4, while rank \d waits for the transfer of .*", 4),
+    "raise": (r"ValueError: a bad callback in the host callback on_host \(.*/faults\.py:\d+\) " + WHERE, 1),
 }
 CALLBACK = r"is in the host callback on_host \(.*/faults\.py:\d+\) for \d+ s " + WHERE
 STALLS = {
@@ -37,7 +40,7 @@ STALLS = {
 
 def repeated(cases):
     """Each case three times; the first of a few cases is quick enough to run always."""
-    always = {("kill", 1), ("exception", 2), ("absent", 1)}
+    always = {("kill", 1), ("exception", 2), ("raise", 1), ("absent", 1)}
     return [
         pytest.param(
             *case, id="-".join(map(str, (*case, i))), marks=() if case in always and not i else pytest.mark.slow
@@ -68,7 +71,8 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "guilty"),
     repeated([("kill", 0), ("kill", 1), ("kill", 2), ("os_exit", 1), ("segfault", 2), ("exception", 0),
-              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2)]),
+              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2), ("raise", 1),
+              ("raise", 2)]),
 )  # fmt: skip
 def test_a_death_ends_all(fault, guilty):
     pattern, status = DEATHS[fault]

@@ -37,6 +37,25 @@ GONE = {
         [rank(0, process="gone"), rank(1, phase="failed", doing="early")],
         (1, "early"),
     ),
+    "handed an error by one that failed later": (
+        [
+            rank(0, phase="failed", doing="JaxRuntimeError: INTERNAL: Error while transferring: bad", still_s=2.0),
+            rank(1, phase="failed", doing="ValueError: bad (after step 2)", still_s=0.1),
+        ],
+        (1, "ValueError: bad (after step 2)"),
+    ),
+    "handed an error of a callback": (
+        [
+            rank(0, phase="failed", doing="JaxRuntimeError: INTERNAL: Error while transferring: bad", still_s=0.1),
+            rank(1, raised="ValueError: bad in the host callback load (a.py:3)", step=3),
+        ],
+        (1, "ValueError: bad in the host callback load (a.py:3) (after step 3)"),
+    ),
+    "an error of a callback that somebody has caught": ([rank(0), rank(1, raised="ValueError: bad")], None),
+    "handed an error, and whose is not known yet": (
+        [rank(0, phase="failed", doing="JaxRuntimeError: INTERNAL: Error while transferring: bad", still_s=1.0)],
+        None,
+    ),
     "dead": (
         [rank(0), rank(1, process="gone", step=3)],
         (1, "died: process 101 on host1 is gone (after step 3)"),
@@ -177,5 +196,7 @@ def test_a_long_error_does_not_widen_the_table():
 
 
 def test_a_board_survives_the_way_through_the_store():
-    board = Board(3, "h", 7, "m", 8, "step", 2, 5, "1F0", 1.5, Wait("A", (1, 2), 0.5, 77), (77, 78), "f (a.py:1)")
+    board = Board(
+        3, "h", 7, "m", 8, "step", 2, 5, "1F0", 1.5, Wait("A", (1, 2), 0.5, 77), (77, 78), "f (a.py:1)", "E: e"
+    )
     assert Board.from_json(json.loads(json.dumps(board.to_json()))) == board

@@ -51,7 +51,7 @@ class Pipeline:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.guilty = options.guilty == jax.process_index()
-        self.sleeps = 0.0
+        self.sleeps, self.raises = 0.0, False
         groups = groups_of(options.fault)
         self.num_stages = len(groups)
         self.mesh = mpmd.MpmdMesh.from_groups([Mesh(np.array(g), ("data",)) for g in groups])
@@ -60,6 +60,8 @@ class Pipeline:
         self.step = mpmd.jit(self.run, mpmd_mesh=self.mesh)
 
     def on_host(self, x):
+        if self.raises:
+            raise ValueError("a bad callback")
         if self.sleeps:
             time.sleep(self.sleeps)
         return x
@@ -69,7 +71,7 @@ class Pipeline:
 
     def stage(self, number, w, x):
         x = jnp.tanh(x @ w)
-        if self.options.fault in ("callback", "slow") and number == self.options.guilty:
+        if self.options.fault in ("callback", "slow", "raise") and number == self.options.guilty:
             return self.called_back(x)
         if self.options.fault == "collective" and number == self.options.guilty // 2:
             rows = PartitionSpec("data")
@@ -131,6 +133,12 @@ def go_wrong(fault: str, pipeline: Pipeline) -> None:
         sys.exit(0)
     if fault == "exit3":
         sys.exit(3)
+    if fault == "exit_text":
+        sys.exit("no data")
+    if fault == "raise_exit":
+        raise SystemExit(4)
+    if fault == "raise":
+        pipeline.raises = True
     if fault == "os_exit":
         os._exit(7)
     if fault == "segfault":

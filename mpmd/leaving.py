@@ -1,0 +1,81 @@
+"""How a process ends: what `sys.exit` was told, where its threads are, and what an error or a function is called."""
+
+import faulthandler
+import inspect
+import sys
+import tempfile
+import threading
+from typing import Any
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises from `note_exits` on. Python itself reads `code` when nobody has caught it."""
+
+    noted: int | None = None
+
+    @property
+    def code(self) -> Any:
+        code = self.args[0]
+        try:
+            sys._getframe(1)
+        except ValueError:  # no Python function asks: the interpreter does, and ends the process with it
+            _Exit.noted = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+        return code
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        self.args = (value,)
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def note_exits() -> None:
+    """Makes `sys.exit` leave its status for `exit_status`; Python tells it to nobody, not even to `atexit`."""
+    plain = sys.exit
+
+    def exit(status: Any = None, /) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            plain(status)  # ends the thread, not the process
+        raise _Exit(status)
+
+    exit.__doc__ = plain.__doc__
+    sys.exit = exit
+
+
+def exit_status() -> int:
+    """At the end of the program: what `sys.exit` was called with; 0 also where it was not called."""
+    return _Exit.noted or 0
+
+
+def stacks() -> list[tuple[str, list[str]]]:
+    """Where each thread of Python is, with its name, the outermost call first; of `mpmd-…` threads nothing is said.
+
+    `faulthandler` looks at all threads in C, while none of them can run. A walk in Python over the frames of a thread
+    that runs can crash the process.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        parts = file.read().split("\n\n")
+    found = []
+    for part in parts:
+        head, *lines = part.strip().splitlines()
+        name = names.get(int(head.split("0x", 1)[1].split()[0], 16), "a thread of JAX")
+        if not name.startswith("mpmd-"):
+            found.append((name, lines[::-1]))
+    return found
+
+
+def function_text(function: Any) -> str:
+    """A function's name and where it is defined: `load (/home/me/data.py:12)`."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def error_text(error: BaseException) -> str:
+    """The first line of an error, with its kind."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
