@@ -635,7 +635,7 @@ def _users_function(function: Callable) -> Callable:
         if hasattr(function, "callback_func"):
             function = function.callback_func
         elif "callback" in names and function.__module__.startswith("jax."):
-            function = function.__closure__[names.index("callback")].cell_contents
+            function = (function.__closure__ or ())[names.index("callback")].cell_contents
         else:
             return function
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written in a folder of its own and put in place by one rename: of two jobs that save to one path, one wins.
+"""A checkpoint is written in a folder of its own and put in place by one rename: of two jobs with one path, one wins.
 
 Orbax names its temporary folder by the target, so two jobs would write into one and each remove the other's.
 """

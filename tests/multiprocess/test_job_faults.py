@@ -71,8 +71,8 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "guilty"),
     repeated([("kill", 0), ("kill", 1), ("kill", 2), ("os_exit", 1), ("segfault", 2), ("exception", 0),
-              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2), ("raise", 1),
-              ("raise", 2)]),
+              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2),
+              ("raise", 1), ("raise", 2)]),
 )  # fmt: skip
 def test_a_death_ends_all(fault, guilty):
     pattern, status = DEATHS[fault]
