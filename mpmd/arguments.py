@@ -259,24 +259,6 @@ def donated_leaves(call: Call, positions, names) -> frozenset[int]:
     return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
 
 
-def consume(leaf, placed, kept, shared: bool):
-    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
-    if isinstance(leaf, MpmdArray):
-        leaf._consume()
-        return
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted() or any(id(a) in kept for a in placed.values()):
-        return
-    if shared and not _buffers([leaf]).isdisjoint(_buffers(kept.values())):
-        return  # where groups share devices, a transfer may have made it part of a result
-    leaf.delete()
-
-
-def _buffers(arrays) -> set[int]:
-    """Addresses of the shards that arrays have here."""
-    live = (a for a in arrays if not a.is_deleted() and not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended))
-    return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}
-
-
 def zeros_of(aval):
     """Zeros (or keys of zeros) of a type."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):

@@ -20,7 +20,6 @@ from mpmd.arguments import (
     Hint,
     broadcast,
     check_leaves,
-    consume,
     hint_of,
     layout_of,
     leaf_type,
@@ -29,6 +28,7 @@ from mpmd.arguments import (
     zeros_of,
 )
 from mpmd.array import MpmdArray
+from mpmd.donating import consume, usable
 from mpmd.execute import Executor
 from mpmd.explain import Roles, explain, flops_per_step, memory_by_group
 from mpmd.homes import outline_step
@@ -183,7 +183,7 @@ class Compiled:
     def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int]):
         self._programs = programs
         self._program = program
-        self._donated = donated
+        self._donated = usable(programs, donated)
         self._executor = Executor(programs, program)
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}

@@ -414,6 +414,25 @@ def test_donated_device_arrays_are_deleted_as_under_jax_jit():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("where", ["auto", "shared"])
+def test_a_donated_array_that_no_result_can_use_is_kept_with_jaxs_warning(where):
+    mesh = shared_device(2) if where == "shared" else mpmd.MpmdMesh(make_mesh(2, AxisType.Auto), "stage")
+
+    def step(w, unread, x):
+        def one(x):
+            return jnp.mean(mpmd.mark_stage_end(x * w) * 2)
+
+        return w + mpmd.treduce(one, x, schedule=scheduler.OneFOneB(2))
+
+    w, unread, x = jnp.ones(3), jnp.ones(3), jnp.ones((8, 4, 3))
+    warned = r"Some donated buffers were not usable: float32\[8,4,3\] \(x\)\.\nNo result has their type\. See an expl"
+    with pytest.warns(UserWarning, match=warned) as caught:
+        mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=(0, 1, 2))(w, unread, x)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [a.is_deleted() for a in (w, unread, x)] == [True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_donating_the_batch_leaves_results_right():
     counted = Counted()
     reference = jax.jit(counted._build(plain_loop()))
