@@ -1,5 +1,6 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
+from mpmd import _jax_version  # noqa: F401  before all that an older JAX lacks
 from mpmd.across import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.api import jit
 from mpmd.array import MpmdArray

@@ -119,7 +119,7 @@ def search(
         progress: Called with a line of text now and then.
 
     Raises:
-        ScheduleError: No order keeps to the memory limit.
+        ScheduleError: No order keeps to the memory limit, or the time ran out before one was found.
         ValueError: An argument is not of the kind described.
 
     Example:
@@ -181,6 +181,13 @@ class _Search:
         self.proved = False
 
     def run(self) -> Found:
+        least = _least(self.problem)
+        if any(need > self.problem.limit(group) + _CLOSE for group, need in enumerate(least)):
+            needs = ", ".join(f"{need:g} in group {group}" for group, need in enumerate(least))
+            raise ScheduleError(
+                f"search: no order keeps to memory_limit; the oldest microbatch alone needs {needs}."
+                " Raise the limit, or lower activation_bytes (rematerialise)."
+            )
         seed_name, best_seed = "", None
         for name, candidate in self._seeds():
             self._add(candidate)
@@ -192,9 +199,8 @@ class _Search:
             self._rank_randomly()
         if not self.pool:
             raise ScheduleError(
-                "search: no order was found that keeps to memory_limit; the oldest microbatch alone needs "
-                + ", ".join(f"{need:g} in group {group}" for group, need in enumerate(_least(self.problem)))
-                + ". Raise the limit, or lower activation_bytes (rematerialise)."
+                f"search: the time ran out (seconds={self.seconds:g}) when {self.tries} orders had been tried, before"
+                " one was found that keeps to memory_limit. Allow more seconds, or raise the limit."
             )
         exactly = not self._done() and can_solve(self.problem)
         if exactly:
@@ -277,7 +283,7 @@ class _Search:
         count = max(20, int(0.3 * self.seconds * _PLACED_PER_SECOND / tasks))
         best: tuple[float, dict[str, float]] | None = None
         for index in range(count):
-            if index % 16 == 0 and self._late():
+            if index and index % 16 == 0 and self._late():  # some are tried however slow the machine is
                 break
             genes = random_genes(self.random)
             if best is not None and self.random.random() < 0.6:

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,18 @@ def _output(script: str) -> str:
 
 def test_importing_scheduler_loads_neither_jax_nor_numpy():
     assert _loaded_after("import scheduler").isdisjoint({"jax", "jaxlib", "numpy", "mpmd", "reshard"})
+
+
+@pytest.mark.parametrize("package", ["mpmd", "reshard"])
+def test_an_older_jax_is_refused_in_one_line(package, tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text('__version__ = "0.9.1"\n__version_info__ = (0, 9, 1)\n')
+    command = [sys.executable, "-c", f"import {package}"]
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = subprocess.run(command, cwd=tmp_path, env=path, text=True, stderr=subprocess.PIPE)
+    assert run.stderr.splitlines()[-1] == (
+        "ImportError: jax-mpmd needs jax>=0.10.2; jax 0.9.1 is installed. Upgrade it: pip install -U jax"
+    )
 
 
 def test_importing_mpmd_starts_no_backend():

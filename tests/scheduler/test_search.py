@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
+import sys
+import types
 
 import pytest
 
@@ -15,6 +18,18 @@ from scheduler.listing import Problem
 from scheduler.ordering import order_faults
 from scheduler.simulate import simulate_orders
 from scheduler.v_schedules import v_placement
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(monkeypatch):
+    """No test depends on how busy the machine is: the number of tries follows from `seconds`, and all are made."""
+    monkeypatch.setattr(sys.modules["scheduler.search"], "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+
+
+def _clock_that_runs(monkeypatch):
+    seconds = itertools.count()
+    clock = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(sys.modules["scheduler.search"], "time", clock)
 
 
 def uneven(num_stages, seed=0):
@@ -67,8 +82,26 @@ def test_a_limit_that_no_order_keeps_to_is_refused():
     with pytest.raises(ScheduleError) as error:
         search(4, 2, 4, placement="v", memory_limit=1, seconds=0.1)
     assert str(error.value) == (
-        "search: no order was found that keeps to memory_limit; the oldest microbatch alone needs 2 in group 0, 2 in "
+        "search: no order keeps to memory_limit; the oldest microbatch alone needs 2 in group 0, 2 in "
         "group 1. Raise the limit, or lower activation_bytes (rematerialise)."
+    )
+
+
+def test_a_search_without_any_time_still_finds_an_order(monkeypatch):
+    _clock_that_runs(monkeypatch)
+    found = investigate(4, 2, 4, uneven(4), placement=(0, 1, 1, 0), memory_limit=2, seconds=0)
+    assert max(found.timeline.peak_bytes) <= 2 and found.tries == 16
+    assert "time ran out before all planned tries" in str(found)
+
+
+def test_a_search_that_runs_out_of_time_says_so(monkeypatch):
+    _clock_that_runs(monkeypatch)
+    monkeypatch.setattr(sys.modules["scheduler.search"], "list_schedule", lambda problem, ranking: None)
+    with pytest.raises(ScheduleError) as error:
+        search(3, 2, 4, Costs(), placement=(0, 1, 1), memory_limit=2, seconds=0)
+    assert str(error.value) == (
+        "search: the time ran out (seconds=0) when 16 orders had been tried, before one was found that keeps to"
+        " memory_limit. Allow more seconds, or raise the limit."
     )
 
 
