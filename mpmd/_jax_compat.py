@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +27,8 @@ from jax._src import (
     dtypes,
     effects,
     source_info_util,
+    stages,
+    tree_util,
     xla_bridge,
 )
 from jax._src import shard_map as shard_map_internals
@@ -522,17 +525,42 @@ def named_sharding(sharding, mesh: Mesh) -> NamedSharding:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def register_array_type(cls: type, read: Callable[[Any], Any]) -> None:
-    """Lets jitted functions take objects of `cls`; `read(x)` gives the `jax.Array` to compute with.
+def typed_as(x, sharding: NamedSharding):
+    """The type of an array of this shape, dtype and sharding."""
+    return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype, x.weak_type), sharding)
 
-    Without it they still work wherever JAX reads `__jax_array__` (`jnp.asarray`, operators).
+
+def register_array_type(
+    cls: type, read: Callable[[Any], Any], sharding: Callable[[Any], NamedSharding], mismatch: Callable[..., str]
+) -> None:
+    """Lets JAX's functions take objects of `cls` for the `jax.Array` that `read(x)` gives, of sharding `sharding(x)`.
+
+    `jax.jit` sees each as a tree of one leaf, an array of that sharding. Where it finds that its arguments lie on
+    different devices, `mismatch(x, devices, other_devices)` is its error. Without all this such objects still work
+    wherever JAX reads `__jax_array__` (`jnp.asarray`, operators).
     """
 
-    def aval(x):
-        return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype, x.weak_type), x.sharding)
+    class Argument:
+        """What `jax.jit` sees of an object."""
 
-    core.pytype_aval_mappings[cls] = aval
+        __slots__ = ("of", "sharding")
+
+        def __init__(self, of):
+            self.of, self.sharding = of, sharding(of)
+
+    def aval(argument):
+        error = sys.exc_info()[1]  # JAX asks for the types once more to tell of a mismatch
+        if isinstance(error, stages.DeviceAssignmentMismatchError):
+            first, second = error.args[0]
+            raise ValueError(mismatch(argument.of, first.da, second.da)) from None
+        return typed_as(argument.of, argument.sharding)
+
+    core.pytype_aval_mappings[cls] = lambda x: typed_as(x, sharding(x))
     dtypes.register_canonicalize_value_handler(cls, read)
+    core.pytype_aval_mappings[Argument] = aval
+    dtypes.register_canonicalize_value_handler(Argument, lambda argument: read(argument.of))
+    tree_util.tracing_registry.register_node(cls, lambda x: ((Argument(x),), None), lambda _, leaves: leaves[0])
+    tree_util.dispatch_registry.register_node(cls, lambda x: ((read(x),), None), lambda _, leaves: leaves[0])
 
 
 def devices(sharding: NamedSharding) -> np.ndarray:

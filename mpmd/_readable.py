@@ -1,19 +1,26 @@
 """How an object that holds a `jax.Array` answers as that array does: operators, conversions, methods."""
 
+# pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
+
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 # What is answered by the array that is held. Whatever says where the array lies is for the holder to answer.
 _METHODS = """
-T all any argmax argmin argpartition argsort astype at choose clip compress conj conjugate copy_to_host_async cumprod
-cumsum diagonal dot flat flatten imag is_ready item mT max mean min nonzero on_device_size_in_bytes prod ptp ravel real
-repeat reshape round searchsorted sort squeeze std sum swapaxes take tobytes tolist trace transpose var view
+T __array_namespace__ all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate
+copy_to_host_async cumprod cumsum diagonal dot flat flatten imag is_ready item mT max mean min nonzero
+on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum swapaxes take
+to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
 """
-_DELEGATED = frozenset(_METHODS.split())
+
+
+def _delegated(name: str) -> property:
+    """An attribute that is answered by the array which this process holds."""
+    return property(lambda self: getattr(self._readable(), name), doc=f"As `jax.Array.{name}`, of what is held here.")
 
 
 def _unary(name: str) -> Callable[["ReadableArray"], Any]:
@@ -39,10 +46,11 @@ def _binary(name: str) -> Callable[["ReadableArray", Any], Any]:
     return forward
 
 
-class ReadableArray:
+class ReadableArray(jax.Array):
     """Everything that `jnp` and numpy ask of an array, answered by the array that `_readable` gives.
 
-    numpy leaves `numpy_array + x` to us, as it does for `jax.Array`.
+    It is a `jax.Array` to whoever asks `isinstance`: `jax.random` knows keys by that, and Flax, Equinox and Optax know
+    arrays by it. numpy leaves `numpy_array + x` to us, as it does for `jax.Array`.
     """
 
     __slots__ = ()
@@ -74,11 +82,6 @@ class ReadableArray:
                 raise ValueError(f"{self!r} cannot become {np.dtype(dtype)} without a copy.")
             return array.astype(dtype)
         return array.copy() if copy else array
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _DELEGATED:
-            return getattr(self._readable(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __getitem__(self, index: Any) -> Any:
         return self._readable()[index]
@@ -130,6 +133,15 @@ class ReadableArray:
     __xor__, __rxor__ = _binary("xor"), _binary("rxor")
     __lshift__, __rlshift__ = _binary("lshift"), _binary("rlshift")
     __rshift__, __rrshift__ = _binary("rshift"), _binary("rrshift")
-    __eq__, __ne__ = _binary("eq"), _binary("ne")  # pyright: ignore[reportAssignmentType]
+    __eq__, __ne__ = _binary("eq"), _binary("ne")
     __lt__, __le__, __gt__, __ge__ = map(_binary, ("lt", "le", "gt", "ge"))
-    __hash__ = None  # pyright: ignore[reportAssignmentType] (as for jax.Array: == is elementwise)
+    __hash__ = None  # as for jax.Array: == is elementwise
+
+
+def is_plain(x: Any) -> TypeGuard[jax.Array]:
+    """Whether it is an array of JAX's own, in one place; an MpmdArray is a `jax.Array` to `isinstance` too."""
+    return isinstance(x, jax.Array) and not isinstance(x, ReadableArray)
+
+
+for _name in _METHODS.split():
+    setattr(ReadableArray, _name, _delegated(_name))

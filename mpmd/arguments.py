@@ -50,8 +50,8 @@ def leaf_type(x, explicit):
         _check_is_array("an argument", x)
         aval = compat.shaped_array(x)
         return aval.shape, aval.dtype, aval.weak_type, ()
-    sharding = getattr(x, "sharding", None) if explicit else None
-    spec = _only(sharding.spec, explicit) if isinstance(sharding, NamedSharding) else ()
+    sharding = getattr(x, "mpmd_sharding", None) or getattr(x, "sharding", None) if explicit else None
+    spec = _only(sharding.spec, explicit) if isinstance(sharding, (NamedSharding, MpmdSharding)) else ()
     return (
         x.shape,
         jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),

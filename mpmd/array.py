@@ -14,24 +14,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpmd._jax_compat import register_array_type
-from mpmd._readable import ReadableArray
-from mpmd.mesh import Device, MpmdSharding, groups_text
+from mpmd._jax_compat import Tracer, register_array_type, typed_as
+from mpmd._readable import ReadableArray, is_plain
+from mpmd.mesh import MpmdSharding, groups_text
+from mpmd.parts import arrays_by_group, check_arrays
+from mpmd.shards import Device, PlacedShard
 
 
 @dataclasses.dataclass(frozen=True)
 class MpmdShard:
-    """The part of an `MpmdArray` on one device of this process.
+    """The part of an `MpmdArray` on one device.
 
-    Shaped as `jax.Shard`, and `group` beside it. Over all groups and processes, exactly one shard of each index
-    has `replica_id` 0; it is in the lowest group that holds the array.
+    Shaped as `jax.Shard`, and `group` beside it. Over all groups and processes, the shards of one index have the
+    replica ids 0, 1, 2, …; number 0 is in the lowest group that has this index. `data` is None in other processes.
     """
 
     device: Device
     index: tuple[slice, ...]
     replica_id: int
     group: int
-    data: jax.Array = dataclasses.field(repr=False)
+    data: jax.Array | None = dataclasses.field(repr=False)
 
 
 class MpmdArray(ReadableArray):
@@ -41,8 +43,9 @@ class MpmdArray(ReadableArray):
     raises a RuntimeError that says which groups have it.
 
     Args:
-        arrays: the arrays of this process's groups: a sequence in ascending order of the groups, or a mapping from
-            group to array. Empty if this process has none of `mpmd_sharding.mesh_ids`.
+        arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. Where groups share
+            devices, equal meshes are filled in ascending order; or a mapping from group to array says it. Empty if this
+            process has none of `mpmd_sharding.mesh_ids`.
         mpmd_sharding: where the array lies.
         shape: needed if `arrays` is empty.
         dtype: needed if `arrays` is empty.
@@ -55,10 +58,10 @@ class MpmdArray(ReadableArray):
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> sharding = MpmdSharding(mesh, 1, PartitionSpec("data"))
         >>> MpmdArray([jax.device_put(jnp.arange(4.0), sharding.group_sharding(1))], sharding)
-        MpmdArray(float32[4], group 1 of 4, P('data',))
+        MpmdArray([0., 1., 2., 3.], float32[4], group 1 of 4, P('data',))
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_committed", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
+    __slots__ = ("_arrays", "_committed", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
 
     _arrays: dict[int, jax.Array]
     _mpmd_sharding: MpmdSharding
@@ -75,7 +78,7 @@ class MpmdArray(ReadableArray):
         shape: Sequence[int] | None = None,
         dtype: Any = None,
     ):
-        by_group = _by_group(arrays, mpmd_sharding)
+        by_group = arrays_by_group(arrays, mpmd_sharding)
         first = next(iter(by_group.values()), None)
         if first is None and (shape is None or dtype is None):
             raise ValueError(
@@ -89,7 +92,7 @@ class MpmdArray(ReadableArray):
         self._weak_type = getattr(first, "weak_type", False)
         self._gone = None
         self._committed = True
-        _check_arrays(self)
+        check_arrays(by_group, mpmd_sharding, self._shape, self._dtype)
 
     @classmethod
     def _unchecked(
@@ -156,9 +159,19 @@ class MpmdArray(ReadableArray):
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding inside one group: the one that is read here, or the lowest if this process has none."""
-        sharding = self._mpmd_sharding
-        return sharding.group_sharding(next(iter(self._arrays), sharding.groups[0]))
+        """Over all devices of `mpmd_idxs`, alike in every process. (`MpmdSharding.group_sharding`: in one group.)"""
+        return self._mpmd_sharding.sharding
+
+    @property
+    def device(self) -> Any:
+        """As `jax.Array.device`: the device if there is just one, else the sharding."""
+        devices = self.devices()
+        return next(iter(devices)) if len(devices) == 1 else self.sharding
+
+    @property
+    def aval(self) -> Any:
+        """The type under which JAX sees what this process reads: with the sharding of one group, on Explicit axes."""
+        return typed_as(self, self._group_sharding())
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
@@ -173,7 +186,7 @@ class MpmdArray(ReadableArray):
     @property
     def is_partially_addressable(self) -> bool:
         """Whether this process has a shard of it."""
-        return bool(self._arrays) if self._gone is None else bool(_local_groups(self._mpmd_sharding))
+        return bool(self._arrays) if self._gone is None else bool(self._mpmd_sharding.local_groups)
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -185,8 +198,7 @@ class MpmdArray(ReadableArray):
     @property
     def is_fully_replicated(self) -> bool:
         """Whether every device that holds it has all of it."""
-        sharding = self._mpmd_sharding
-        return all(sharding.group_sharding(group).is_fully_replicated for group in sharding.groups)
+        return self._mpmd_sharding.is_fully_replicated
 
     @property
     def committed(self) -> bool:
@@ -197,8 +209,7 @@ class MpmdArray(ReadableArray):
 
     def devices(self) -> set[Device]:
         """The devices of all groups that hold it, of other processes too."""
-        sharding = self._mpmd_sharding
-        return set().union(*(sharding.group_sharding(group).device_set for group in sharding.groups))
+        return set(self._mpmd_sharding.device_set)
 
     # The arrays of this process.
 
@@ -228,20 +239,29 @@ class MpmdArray(ReadableArray):
         return self._arrays.get(self._mpmd_sharding.groups[0])
 
     @property
-    def addressable_shards(self) -> list[MpmdShard]:
-        """The parts on this process's devices, group by group."""
+    def global_shards(self) -> list[MpmdShard]:
+        """The parts on all devices, in the same order in every process; those of other processes have no data."""
         self._check_not_gone()
-        sharding = self._mpmd_sharding
-        shards: list[MpmdShard] = []
-        replicas_before = 0
-        for group in sharding.groups:
-            if (array := self._arrays.get(group)) is not None:
-                shards += [
-                    MpmdShard(s.device, s.index, s.replica_id + replicas_before, group, s.data)
-                    for s in array.addressable_shards
-                ]
-            replicas_before += sharding.group_sharding(group).num_devices
-        return shards
+        data = {(g, s.device): s.data for g, array in self._arrays.items() for s in array.addressable_shards}
+        return [MpmdShard(*placed, data.get((placed.group, placed.device))) for placed in self._placed()]
+
+    @property
+    def addressable_shards(self) -> list[MpmdShard]:
+        """The parts on this process's devices."""
+        return [shard for shard in self.global_shards if shard.data is not None]
+
+    def addressable_data(self, index: int) -> jax.Array:
+        """The part of `addressable_shards[index]`, as an array on its device."""
+        data = self.addressable_shards[index].data
+        assert data is not None
+        return data
+
+    def _placed(self) -> tuple[PlacedShard, ...]:
+        return self._mpmd_sharding.shards(self._shape)
+
+    def _group_sharding(self) -> NamedSharding:
+        """The sharding in the group that is read here, or in the lowest if this process has none."""
+        return self._mpmd_sharding.group_sharding(next(iter(self._arrays), self._mpmd_sharding.groups[0]))
 
     # Waiting, deleting, copying.
 
@@ -327,24 +347,25 @@ class MpmdArray(ReadableArray):
 
     def _operands(self, other: Any) -> tuple[Any, Any]:
         """Both sides of an operator as arrays of one group, the lowest that has both."""
-        if not isinstance(other, MpmdArray):
-            return self._readable(), other
-        mine, theirs = self._readable(), other._readable()
-        for group, array in self._arrays.items():
-            if group in other._arrays:
-                return array, other._arrays[group]
-        if mine.sharding.device_set == theirs.sharding.device_set:
-            return mine, theirs
+        mine = self._readable()
+        if isinstance(other, MpmdArray):
+            theirs = [other._readable(), *other._arrays.values()]
+        elif is_plain(other) and not isinstance(other, Tracer) and other.committed:
+            theirs = [other]
+        else:
+            return mine, other
+        for array in self._arrays.values():
+            for one in theirs:
+                if array.sharding.device_set == one.sharding.device_set:
+                    return array, one
+        there = repr(other) if isinstance(other, MpmdArray) else f"an array in {_place(self, other.devices())}"
         raise ValueError(
-            f"operands are in different groups: {self!r} and {other!r}.\n"
-            "  Compute with them inside a step, or read both with numpy.asarray(x) or float(x)."
+            f"operands are in different groups: {self!r} and {there}.\n"
+            "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."
         )
 
     def __str__(self) -> str:
-        readable = not self.is_deleted() and any(
-            array.is_fully_addressable or array.is_fully_replicated for array in self._arrays.values()
-        )
-        return str(self._host_readable()) if readable else repr(self)
+        return str(self._host_readable()) if self._is_here() else repr(self)
 
     def __repr__(self) -> str:
         sharding = self._mpmd_sharding
@@ -355,67 +376,47 @@ class MpmdArray(ReadableArray):
             here = f", {self._gone or 'deleted'}"
         else:
             here = "" if self._arrays else ", not in this process"
-        return f"MpmdArray({name}[{','.join(map(str, self._shape))}], {where}, {sharding.spec}{memory}{here})"
+        shape = ",".join(map(str, self._shape))
+        return f"MpmdArray({self._few_values()}{name}[{shape}], {where}, {sharding.spec}{memory}{here})"
+
+    def _few_values(self) -> str:
+        """A scalar's or a short vector's values, where they can be read; so that a tree of metrics prints them."""
+        if self.ndim > 1 or self.size > 16 or jnp.issubdtype(self._dtype, jax.dtypes.extended) or not self._is_here():
+            return ""
+        try:
+            values = np.asarray(self._host_readable())
+            return (np.array2string(values, separator=", ") if self.ndim else str(values)) + ", "
+        except Exception:  # what was to compute it failed: whoever reads it is told
+            return ""
+
+    def _is_here(self) -> bool:
+        """Whether this process has every value."""
+        return not self.is_deleted() and any(
+            array.is_fully_addressable or array.is_fully_replicated for array in self._arrays.values()
+        )
 
 
-register_array_type(MpmdArray, MpmdArray.__jax_array__)
+def _mismatch(x: MpmdArray, devices: Any, other_devices: Any) -> str:
+    """The error where one function of JAX is called on arrays of several groups."""
+    return (
+        f"jax.jit: the arguments are on different devices: {_place(x, devices)} and {_place(x, other_devices)}.\n"
+        "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
+        " where its arguments are; or bring all values to the host first, mpmd.device_get(tree)."
+    )
 
 
-def _local_groups(sharding: MpmdSharding) -> list[int]:
-    """The groups of this process that hold the array, ascending."""
-    return [group for group in sharding.groups if group in sharding.mpmd_mesh.local_groups]
+def _place(x: MpmdArray, devices: Any) -> str:
+    """The groups of some devices, for messages."""
+    if isinstance(devices, int):
+        return f"a mesh of {devices} devices"
+    try:
+        return groups_text({x.mpmd_sharding.mpmd_mesh.group_of(device) for device in devices})
+    except ValueError:  # a device of no group
+        return ", ".join(map(str, devices))
+
+
+register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, _mismatch)
 
 
 def _canonical_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-
-
-def _by_group(arrays: Sequence[jax.Array] | Mapping[int, jax.Array], sharding: MpmdSharding) -> dict[int, jax.Array]:
-    if not isinstance(sharding, MpmdSharding):
-        raise ValueError(f"MpmdArray: mpmd_sharding is a {type(sharding).__name__}, not an MpmdSharding.")
-    local = _local_groups(sharding)
-    if isinstance(arrays, Mapping):
-        if sorted(arrays) != local:
-            raise ValueError(
-                f"MpmdArray: arrays has {groups_text(arrays)}, but of {sharding!r} this process "
-                f"holds {groups_text(local)}."
-            )
-        return {group: arrays[group] for group in local}
-    if isinstance(arrays, (jax.Array, np.ndarray)):
-        raise ValueError("MpmdArray: arrays is one array; give a sequence with one array for each group: [array].")
-    if len(arrays) != len(local):
-        raise ValueError(
-            f"MpmdArray: arrays has {len(arrays)} entries, but of {sharding!r} this process holds "
-            f"{groups_text(local)}; one array for each is needed, in ascending order."
-        )
-    return dict(zip(local, arrays, strict=True))
-
-
-def _check_arrays(array: MpmdArray) -> None:
-    """Raises one ValueError that names everything about the arrays that does not fit."""
-    sharding, shape = array._mpmd_sharding, array._shape
-    faults: list[str] = []
-    for group, part in array._arrays.items():
-        if not isinstance(part, jax.Array) or not hasattr(part, "addressable_shards"):
-            faults.append(f"group {group}: a {type(part).__name__}, not a concrete jax.Array")
-            continue
-        if part.shape != shape:
-            faults.append(f"group {group}: shape {part.shape}, expected {shape}")
-        if part.dtype != array._dtype:
-            faults.append(f"group {group}: dtype {part.dtype}, expected {array._dtype}")
-        if part.is_deleted():
-            faults.append(f"group {group}: the array has been deleted")
-    if len(sharding.spec) > len(shape):
-        faults.append(f"spec {sharding.spec} has {len(sharding.spec)} entries, but the array has {len(shape)} axes")
-    for group in sharding.groups if len(sharding.spec) <= len(shape) else ():
-        expected = sharding.group_sharding(group)
-        try:
-            expected.shard_shape(shape)
-        except Exception as error:  # JAX's errors for specs share no base class
-            faults.append(f"group {group}: {error}")
-            continue
-        part = array._arrays.get(group)
-        if part is not None and not faults and not part.sharding.is_equivalent_to(expected, len(shape)):
-            faults.append(f"group {group}: sharding {part.sharding}, expected one equivalent to {expected}")
-    if faults:
-        raise ValueError(f"MpmdArray: the arrays do not fit {sharding!r}:\n" + "\n".join(f"  {f}" for f in faults))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from mpmd.mesh import Device, MpmdSharding, ShardingLike
+from mpmd.mesh import Device, MpmdSharding
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -185,7 +185,7 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
     return boxes
 
 
-def group_boxes(sharding: ShardingLike, shape: Sequence[int]) -> dict[int, dict[Device, Box]]:
+def group_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[int, dict[Device, Box]]:
     """The boxes on each device, for each group that holds the array; a JAX sharding counts as group 0."""
     shape = tuple(shape)
     if isinstance(sharding, MpmdSharding):
@@ -193,7 +193,7 @@ def group_boxes(sharding: ShardingLike, shape: Sequence[int]) -> dict[int, dict[
     return {0: device_boxes(sharding, shape)}
 
 
-def replicas(sharding: ShardingLike, shape: Sequence[int]) -> dict[Box, tuple[Device, ...]]:
+def replicas(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[Device, ...]]:
     """The devices that hold each box, in the order of groups and meshes; a device shared by groups once."""
     holders: dict[Box, dict[Device, None]] = {}
     for boxes in group_boxes(sharding, shape).values():

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import distributed
+from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
 from mpmd.execute import NUMBER_BITS
 from mpmd.mesh import Device
@@ -35,7 +36,7 @@ def device_get(tree):
       np.float32(3.0)
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, MpmdArray | jax.Array)]
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
     job = distributed.current() if arrays else None
     away = [i for i in arrays if job is not None and len(_readers(leaves[i])) < job.num_ranks]
     if job is not None and away:
@@ -55,7 +56,7 @@ def _readers(x: MpmdArray | jax.Array) -> set[int]:
     found: set[int] = set()
     for sharding in shardings:
         processes = {d.process_index for d in sharding.device_set}
-        if isinstance(x, jax.Array) and len(processes) == 1:
+        if is_plain(x) and len(processes) == 1:
             return set(range(jax.process_count()))  # each process has one of its own
         if len(processes) == 1 or sharding.is_fully_replicated:
             found |= processes

@@ -5,7 +5,6 @@ such groups, or takes separate meshes as they are; `MpmdSharding` says which gro
 each of them shards it. Both are values: they own no memory, compare by content and can be dictionary keys.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Device = Any
-SpecLike = PartitionSpec | Sequence[Any] | str | None
+from mpmd.shards import Device, PlacedShard, placed_shards, stacked
+from mpmd.specs import SpecLike, as_spec, group_shardings, quoted, without_axis
 
 
 class MpmdMesh:
@@ -53,7 +52,7 @@ class MpmdMesh:
         if mpmd_axis_name not in jax_mesh.axis_names:
             raise ValueError(
                 f"MpmdMesh: mpmd_axis_name={mpmd_axis_name!r} is not an axis of the mesh, which has "
-                f"{_quoted(jax_mesh.axis_names)}."
+                f"{quoted(jax_mesh.axis_names)}."
             )
         self.jax_mesh = jax_mesh
         self.mpmd_axis_name = mpmd_axis_name
@@ -195,10 +194,36 @@ class MpmdMesh:
             Mesh(devices, self.jax_mesh.axis_names, axis_types=self.jax_mesh.axis_types), self.mpmd_axis_name
         )
 
+    def mesh_over(self, ids: Sequence[int]) -> Mesh:
+        """One mesh over the devices of some groups; over separate groups it has one more axis, in front.
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class MpmdSharding:
+        Raises:
+            ValueError: the groups' meshes differ in shape or axes, or share some of their devices.
+        """
+        meshes = [self.groups[i] for i in ids]
+        if all(mesh == meshes[0] for mesh in meshes):
+            return meshes[0]
+        if self.jax_mesh is not None:
+            mesh = self.mpmd_submesh(ids).jax_mesh
+            assert mesh is not None
+            return mesh
+        if len({(mesh.devices.shape, mesh.axis_names) for mesh in meshes}) > 1:
+            fault = "differ in shape or axes"
+        elif len({device for mesh in meshes for device in mesh.devices.flat}) < sum(mesh.size for mesh in meshes):
+            fault = "share some of their devices"
+        else:
+            return stacked(meshes)
+        raise ValueError(
+            f"{groups_text(ids)} of {self!r} {fault}, so that no one sharding covers them.\n"
+            "  Use mpmd_sharding.group_sharding(group), for each group."
+        )
+
+
+class MpmdSharding(jax.sharding.Sharding):
     """Which groups hold an array, and how each of them shards it.
+
+    It says where an array lies wherever JAX merely asks (`jax.ShapeDtypeStruct(shape, dtype, sharding=…)`); where JAX
+    would make an array of its own (`jax.device_put`, `jax.jit(out_shardings=…)`), the error names what to call instead.
 
     Args:
         mpmd_mesh: the groups.
@@ -217,11 +242,6 @@ class MpmdSharding:
         MpmdSharding(groups {0, 3} of 4, P('data',))
     """
 
-    mpmd_mesh: MpmdMesh
-    mesh_ids: frozenset[int]
-    spec: PartitionSpec
-    memory_kind: str | None
-
     def __init__(
         self,
         mpmd_mesh: MpmdMesh,
@@ -233,53 +253,153 @@ class MpmdSharding:
             raise ValueError(f"MpmdSharding: mpmd_mesh is a {type(mpmd_mesh).__name__}, not an MpmdMesh.")
         if isinstance(mesh_ids, (int, np.integer)):
             mesh_ids = (int(mesh_ids),)
-        set_field = functools.partial(object.__setattr__, self)
-        set_field("mpmd_mesh", mpmd_mesh)
-        set_field("mesh_ids", frozenset(int(i) for i in mesh_ids))
-        set_field("spec", _without_axis(_as_spec(spec), mpmd_mesh.mpmd_axis_name))
-        set_field("memory_kind", memory_kind)
-        _check_mesh_ids(mpmd_mesh, self.mesh_ids)
-        set_field("_group_shardings", _checked_group_shardings(self))
-        set_field("_hash", hash((mpmd_mesh, self.mesh_ids, self.spec, memory_kind)))
+        ids = frozenset(int(i) for i in mesh_ids)
+        self._key = (mpmd_mesh, ids, without_axis(as_spec(spec), mpmd_mesh.mpmd_axis_name), memory_kind)
+        self._hash = hash(self._key)
+        _check_mesh_ids(mpmd_mesh, ids)
+        self._group_shardings = group_shardings({g: mpmd_mesh.groups[g] for g in self.groups}, self.spec, memory_kind)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, MpmdSharding) and self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
-        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return MpmdSharding, self._key
 
     def __repr__(self) -> str:
         memory = "" if self.memory_kind is None else f", {self.memory_kind}"
         return f"MpmdSharding({groups_text(self.mesh_ids)} of {self.mpmd_mesh.num_groups}, {self.spec}{memory})"
 
     @property
+    def mpmd_mesh(self) -> MpmdMesh:
+        return self._key[0]
+
+    @property
+    def mesh_ids(self) -> frozenset[int]:
+        """The groups that hold the array; empty if no group uses it."""
+        return self._key[1]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How each group shards the array."""
+        return self._key[2]
+
+    @property
+    def memory_kind(self) -> str | None:
+        return self._key[3]
+
+    @property
     def groups(self) -> tuple[int, ...]:
         """The groups that hold the array, ascending; group 0 if `mesh_ids` is empty."""
         return tuple(sorted(self.mesh_ids)) or (0,)
 
+    @property
+    def local_groups(self) -> list[int]:
+        """Those of them that have a device of this process."""
+        return [group for group in self.groups if group in self.mpmd_mesh.local_groups]
+
     def group_sharding(self, group: int) -> NamedSharding:
         """The sharding of the array inside one group, which need not be one of `mesh_ids`."""
-        sharding = self._group_shardings.get(group)  # pyright: ignore[reportAttributeAccessIssue]
+        sharding = self._group_shardings.get(group)
         if sharding is None:
             sharding = NamedSharding(self.mpmd_mesh.groups[group], self.spec, memory_kind=self.memory_kind)
-            self._group_shardings[group] = sharding  # pyright: ignore[reportAttributeAccessIssue]
+            self._group_shardings[group] = sharding
         return sharding
+
+    @functools.cached_property
+    def sharding(self) -> NamedSharding:
+        """The sharding of a `jax.Array` over all devices of these groups, alike in every process.
+
+        Raises:
+            ValueError: the groups' meshes differ in shape or axes, or share some of their devices.
+        """
+        return NamedSharding(self.mpmd_mesh.mesh_over(self.groups), self.spec, memory_kind=self.memory_kind)
+
+    def shards(self, shape: Sequence[int]) -> tuple[PlacedShard, ...]:
+        """Which part of an array of this shape each device has, in the order of `.sharding`, alike in every process.
+
+        Of the shards of one index exactly one has `replica_id` 0, in the lowest group that has this index. Where
+        there is no such sharding, and where groups share devices, the order is that of the groups.
+        """
+        return _shards(self, tuple(shape))
 
     def replace(self, **changes: Any) -> "MpmdSharding":
         """The same sharding with some fields changed."""
         fields = {name: getattr(self, name) for name in ("mpmd_mesh", "mesh_ids", "spec", "memory_kind")}
         return MpmdSharding(**(fields | changes))
 
-    def is_equivalent_to(self, other: "MpmdSharding", ndim: int) -> bool:
+    def with_memory_kind(self, kind: str) -> "MpmdSharding":
+        return self.replace(memory_kind=kind)
+
+    def is_equivalent_to(self, other: jax.sharding.Sharding, ndim: int) -> bool:
         """Whether an array of this rank lies alike under both, however their specs are written."""
         if self == other:
             return True
         return (
-            self.mpmd_mesh == other.mpmd_mesh
+            isinstance(other, MpmdSharding)
+            and self.mpmd_mesh == other.mpmd_mesh
             and self.groups == other.groups
             and all(self.group_sharding(g).is_equivalent_to(other.group_sharding(g), ndim) for g in self.groups)
         )
 
-    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one device's part, in the lowest group that holds the array."""
-        return self.group_sharding(self.groups[0]).shard_shape(tuple(shape))
+        return self.group_sharding(self.groups[0]).shard_shape(tuple(global_shape))
+
+    def check_compatible_aval(self, aval_shape: Sequence[int]) -> None:
+        """Raises a ValueError if an array of this shape has fewer axes than the spec has entries."""
+        for group in self.groups:
+            self.group_sharding(group).check_compatible_aval(tuple(aval_shape))
+
+    @functools.cached_property
+    def device_set(self) -> set[Device]:
+        """The devices of all groups that hold the array, of other processes too."""
+        return set().union(*(self.group_sharding(group).device_set for group in self.groups))
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.device_set)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every device that holds the array has all of it."""
+        return all(self.group_sharding(group).is_fully_replicated for group in self.groups)
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether all these devices are this process's."""
+        return all(_is_local(device) for device in self.device_set)
+
+    def devices_indices_map(self, global_shape: Sequence[int]) -> dict[Device, tuple[slice, ...]]:
+        """Per device, the part of an array that it has; of a device that groups share, the lowest group's."""
+        found: dict[Device, tuple[slice, ...]] = {}
+        for shard in self.shards(global_shape):
+            found.setdefault(shard.device, shard.index)
+        return found
+
+    # What makes one `jax.Array` of a sharding asks for one of these.
+
+    def _no_single_array(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"{self!r} is where an MpmdArray lies, as one array in each group; jax.device_put and jax.jit make a"
+            " jax.Array.\n  Bring an array there by reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, sharding), or compute it"
+            " there by mpmd.jit(fun, mpmd_mesh=mpmd_mesh, out_shardings=sharding).\n"
+            "  JAX takes sharding.sharding, the NamedSharding over all devices of these groups."
+        )
+
+    _device_assignment = _internal_device_list = property(_no_single_array)
+    _to_xla_hlo_sharding = _to_sdy_sharding = _no_single_array
+
+
+@functools.lru_cache(maxsize=4096)
+def _shards(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[PlacedShard, ...]:
+    indices = {group: sharding.group_sharding(group).devices_indices_map(shape) for group in sharding.groups}
+    whole = sharding.mpmd_mesh.jax_mesh
+    return placed_shards(indices, None if whole is None else list(whole.devices.flat))
 
 
 def groups_text(groups: Iterable[int]) -> str:
@@ -294,64 +414,9 @@ def _is_local(device: Device) -> bool:
     return device.process_index == device.client.process_index()
 
 
-def _quoted(names: Iterable[Any]) -> str:
-    return ", ".join(repr(name) for name in names) or "no axes"
-
-
-def _as_spec(spec: SpecLike) -> PartitionSpec:
-    if isinstance(spec, PartitionSpec):
-        return spec
-    if spec is None:
-        return PartitionSpec()
-    if isinstance(spec, str):
-        return PartitionSpec(spec)
-    if isinstance(spec, (tuple, list)):
-        return PartitionSpec(*spec)
-    raise ValueError(f"MpmdSharding: spec={spec!r} is a {type(spec).__name__}, not a jax.sharding.PartitionSpec.")
-
-
-def _without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
-    """The spec with one mesh axis dropped, and each entry in its shortest form."""
-    entries: list[Any] = []
-    for entry in spec.partitions:
-        if isinstance(entry, (tuple, list)):
-            names = tuple(name for name in entry if name != axis_name)
-            entries.append(names[0] if len(names) == 1 else names or None)
-        else:
-            entries.append(None if entry is not None and entry == axis_name else entry)
-    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
-
-
 def _check_mesh_ids(mesh: MpmdMesh, mesh_ids: frozenset[int]) -> None:
     bad = sorted(i for i in mesh_ids if not 0 <= i < mesh.num_groups)
     if bad:
         raise ValueError(
             f"MpmdSharding: mesh_ids has {', '.join(map(str, bad))}, but {mesh!r} has groups 0..{mesh.num_groups - 1}."
         )
-
-
-def _checked_group_shardings(sharding: MpmdSharding) -> dict[int, NamedSharding]:
-    """The sharding in each group that holds the array; raises one error for all groups where there is none."""
-    mesh, spec = sharding.mpmd_mesh, sharding.spec
-    if PartitionSpec.UNCONSTRAINED in spec.partitions:
-        raise ValueError(f"MpmdSharding: spec={spec} is unconstrained; where an array lies must be said in full.")
-    named = {n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
-    faults: list[str] = []
-    shardings: dict[int, NamedSharding] = {}
-    for group in sharding.groups:
-        axis_names = mesh.groups[group].axis_names
-        missing = sorted(map(str, named.difference(axis_names)))
-        if missing:
-            faults.append(f"group {group} has axes {_quoted(axis_names)}, but no {_quoted(missing)}")
-            continue
-        try:
-            shardings[group] = NamedSharding(mesh.groups[group], spec, memory_kind=sharding.memory_kind)
-        except Exception as error:  # JAX's errors for specs share no base class
-            faults.append(f"group {group}: {error}")
-    if faults:
-        raise ValueError(f"MpmdSharding: spec={spec} does not fit:\n" + "\n".join(f"  {fault}" for fault in faults))
-    return shardings
-
-
-# jax.sharding.Sharding is not subclassed: its contract (one device assignment) does not hold over groups.
-ShardingLike = jax.sharding.Sharding | MpmdSharding

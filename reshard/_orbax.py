@@ -1,4 +1,4 @@
-"""The one module that touches what Orbax does not document: the leaf handler, and the two places that check leaf types.
+"""The one module that touches what Orbax does not document: the leaf handler, and what it restores into.
 
 Orbax hands each leaf of a tree to the handler of its type. The handler for `jax.Array` is replaced by one that does
 the same for a `jax.Array` and knows an `MpmdArray` too, so that both are written in one go, under the same names, and
@@ -26,6 +26,7 @@ from orbax.checkpoint._src.serialization import jax_array_handlers, limits, repl
 from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
 from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
 
+from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
 from mpmd.boxes import Box
 from mpmd.errors import ReshardError
@@ -271,7 +272,7 @@ def _chunks_on_host(array: MpmdArray, pieces: Sequence[Piece], plan: Writing) ->
     return replica_slices.ReplicaSlices(
         global_shape=array.shape,
         local_shape=plan.chunk_shape,
-        sharding=array.sharding,
+        sharding=array.mpmd_sharding.group_sharding(array.mpmd_sharding.groups[0]),
         dtype=array.dtype,
         is_on_host=True,
         replica_slices=slices,
@@ -284,7 +285,7 @@ def fault_of_array(array: Any) -> str | None:
         return f"{type_text(array)} has been deleted, or donated to a step: save what the step returned"
     if array.size == 0:
         return f"{type_text(array)} has no elements, and Orbax stores no empty arrays"
-    if jax.process_count() > 1 and isinstance(array, jax.Array) and array.is_fully_addressable:
+    if jax.process_count() > 1 and is_plain(array) and array.is_fully_addressable:
         return (
             f"{type_text(array)} is a jax.Array of process {jax.process_index()} alone, and others have their own; "
             "make it an MpmdArray, a global array, or a numpy array (of which process 0's is saved)"
@@ -313,7 +314,7 @@ def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
     # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.
-    largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), default=0)
+    largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if is_plain(x)), default=0)
     handler = ocp.BasePyTreeCheckpointHandler(
         save_concurrent_bytes=max(in_flight_nbytes, largest + 1),
         use_zarr3=use_zarr3,
@@ -344,20 +345,6 @@ def wait_for_all(folder: Any, timeout_s: int) -> None:
         ) from error
 
 
-class _Hidden(int):
-    """Stands for an MpmdArray while Orbax checks a tree: a number passes, as it is."""
-
-    array: MpmdArray
-
-
-def _hide(leaf: Any) -> Any:
-    if not isinstance(leaf, MpmdArray):
-        return leaf
-    hidden = _Hidden()
-    hidden.array = leaf
-    return hidden
-
-
 def register() -> None:
     """Makes Orbax's own checkpointers take MpmdArrays. A second call does nothing."""
     registry = GLOBAL_TYPE_HANDLER_REGISTRY
@@ -368,25 +355,14 @@ def register() -> None:
     kind = type("MpmdArrayHandler", bases, {})
     handler = kind.__new__(kind)
     vars(handler).update(vars(before))  # the options of the handler that it replaces, and its store of metadata
-    registry.add(
-        jax.Array,
-        handler,
-        func=lambda kind: issubclass(kind, (jax.Array, MpmdArray)),
-        override=True,
-        ignore_warnings=True,
-    )
-    _let_standard_handler_pass()
+    registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
+    _let_standard_handler_describe()
 
 
-def _let_standard_handler_pass() -> None:
-    """`StandardCheckpointHandler` turns what numpy can read into numpy arrays, and refuses other types."""
+def _let_standard_handler_describe() -> None:
+    """`StandardCheckpointHandler` restores what it is given arrays for into their `.sharding`, one `jax.Array` each."""
     handler = ocp.StandardCheckpointHandler
-    check, restore = handler._validate_save_state, handler.restore
-
-    @functools.wraps(check)
-    def check_save(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
-        checked = check(self, jax.tree.map(_hide, item), *args, **kwargs)
-        return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, _Hidden) else leaf, checked)
+    restore = handler.restore
 
     def described(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: abstract(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
@@ -397,5 +373,4 @@ def _let_standard_handler_pass() -> None:
             args = dataclasses.replace(args, item=described(args.item))
         return restore(self, directory, described(item), args)
 
-    handler._validate_save_state = check_save
     handler.restore = restore_described

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import distributed
+from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
 from mpmd.boxes import Box, device_boxes
 from mpmd.errors import ReshardError
@@ -199,7 +200,7 @@ def _as_jax_would(source: Any, job: distributed.Job | None) -> Any:
 
     Beside other processes an array on this one's devices alone is a host value too: each has its own.
     """
-    if job is not None and isinstance(source, jax.Array) and source.is_fully_addressable and not source.is_deleted():
+    if job is not None and is_plain(source) and source.is_fully_addressable and not source.is_deleted():
         return source if _is_key(source) else np.asarray(source)
     if isinstance(source, (np.ndarray, np.generic, bool, int, float, complex)):
         array = np.asarray(source)
@@ -211,7 +212,7 @@ def _fault_of_source(source: Any, job: distributed.Job | None) -> str | None:
     if isinstance(source, np.ndarray):
         known = source.dtype == bool or jnp.issubdtype(source.dtype, np.number)
         return None if known else f"has the dtype {source.dtype}, which JAX has no arrays of"
-    if not isinstance(source, (jax.Array, MpmdArray)) or not hasattr(source, "is_deleted"):
+    if not isinstance(source, jax.Array) or not hasattr(source, "is_deleted"):
         return f"is a {type(source).__name__}, not an array"
     if source.is_deleted():
         return "has been deleted"
@@ -242,7 +243,7 @@ def _is_key(x: Any) -> bool:
 
 def _is_everywhere(x: Any) -> bool:
     """Whether each process has a host array, or keys on a device of its own."""
-    return isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and x.is_fully_addressable)
+    return isinstance(x, np.ndarray) or (is_plain(x) and x.is_fully_addressable)
 
 
 def _key_data(x: Any, job: distributed.Job | None) -> Any:

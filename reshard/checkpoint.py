@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpmd.array import MpmdArray
 from mpmd.errors import ReshardError
 from reshard import _orbax
-from reshard.abstract import MpmdShapeDtypeStruct, abstract
+from reshard.abstract import abstract
 from reshard.commit import Working
 from reshard.inventory import (
     IN_FLIGHT_NBYTES,
@@ -29,7 +28,7 @@ from reshard.inventory import (
 from reshard.matching import Part, check_fit, wants_of
 from reshard.restoring import Request
 
-__all__ = ["MpmdShapeDtypeStruct", "Part", "abstract", "restore", "save"]
+__all__ = ["Part", "abstract", "restore", "save"]
 
 _orbax.register()
 
@@ -140,7 +139,7 @@ def _check_leaves(tree: Any) -> None:
 
 
 def _fault_of_leaf(leaf: Any) -> str | None:
-    if isinstance(leaf, (MpmdArray, jax.Array, np.ndarray)):
+    if isinstance(leaf, (jax.Array, np.ndarray)):
         return _orbax.fault_of_array(leaf)
     if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
         return None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpmd.array import MpmdArray
@@ -35,14 +35,9 @@ def pointers(array):
     return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
 
 
-class Elsewhere(MpmdArray):
-    """An array as a process without a shard sees it, whose metadata is all there is."""
-
-    __slots__ = ()
-
-
 def elsewhere(sharding, shape, dtype):
-    return Elsewhere._unchecked({}, sharding, shape, np.dtype(dtype))
+    """An array as a process without a shard sees it, whose metadata is all there is."""
+    return MpmdArray._unchecked({}, sharding, shape, np.dtype(dtype))
 
 
 VALUE = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -56,7 +51,10 @@ def test_an_array_knows_shape_dtype_and_place(mesh):
     assert not x.is_fully_replicated
     assert x.spec == P("data")
     assert x.mpmd_sharding == MpmdSharding(mesh, {1, 3}, P("data"))
-    assert x.sharding == x.array_in(1).sharding
+    assert x.sharding == NamedSharding(mesh.mpmd_submesh([1, 3]).jax_mesh, P("data"))
+    assert x.sharding.device_set == x.devices()
+    assert x.device == x.sharding
+    assert x.aval == jax.typeof(x) == x.array_in(1).aval
     assert x.devices() == set(mesh.groups[1].devices.flat) | set(mesh.groups[3].devices.flat)
     assert repr(x) == "MpmdArray(float32[4,2], groups {1, 3} of 4, P('data',))"
     assert jax.tree.leaves({"w": x})[0] is x
@@ -74,15 +72,41 @@ def test_local_arrays_and_the_first_replica(mesh):
     assert str(error.value) == "MpmdArray(float32[4,2], group 2 of 4, P()) has no shard of group 1 in process 0."
 
 
-def test_exactly_one_shard_of_each_index_is_replica_zero(mesh):
-    x = put(VALUE, mesh, {1, 3}, P("data"))
-    shards = x.addressable_shards
-    assert [s.group for s in shards] == [1, 1, 3, 3]
-    assert [s.replica_id for s in shards] == [0, 0, 2, 2]
-    for s in shards:
-        np.testing.assert_array_equal(s.data, VALUE[s.index])
-    replicated = put(VALUE, mesh, {0, 2}).addressable_shards
-    assert [s.replica_id for s in replicated] == [0, 1, 2, 3]
+@pytest.mark.parametrize("axis_names", [("stage", "data"), ("data", "stage")])
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")])
+def test_shards_are_numbered_as_those_of_a_jax_array_on_all_these_devices(axis_names, spec):
+    mesh = MpmdMesh(jax.make_mesh((4, 2) if axis_names[0] == "stage" else (2, 4), axis_names), "stage")
+    x = put(VALUE, mesh, {1, 3}, spec)
+    wanted = jax.device_put(VALUE, x.sharding)
+    for ours, theirs in [
+        (x.global_shards, wanted.global_shards),
+        (x.addressable_shards, wanted.addressable_shards),
+    ]:
+        assert [(s.device, s.index, s.replica_id) for s in ours] == [(s.device, s.index, s.replica_id) for s in theirs]
+        for s in ours:
+            assert s.device in mesh.groups[s.group].devices
+            np.testing.assert_array_equal(s.data, VALUE[s.index])
+    np.testing.assert_array_equal(x.addressable_data(2), wanted.addressable_data(2))
+
+
+def test_shards_of_groups_that_differ_or_share_devices_are_numbered_without_gaps():
+    devices = jax.devices()
+    wide, narrow = Mesh(np.array(devices[:2]), ("data",)), Mesh(np.array(devices[2:3]), ("data",))
+    uneven = put(VALUE, MpmdMesh.from_groups([wide, narrow, wide]), {0, 1, 2}, P("data"))
+    halves, whole = [slice(0, 2), slice(2, 4)], slice(None)
+    assert [(s.group, s.index[0], s.replica_id) for s in uneven.global_shards] == [
+        (0, halves[0], 0), (0, halves[1], 0), (1, whole, 0), (2, halves[0], 1), (2, halves[1], 1)
+    ]  # fmt: skip
+    assert uneven.devices() == set(devices[:3])
+    with pytest.raises(ValueError) as error:
+        _ = uneven.sharding
+    assert str(error.value) == (
+        "groups {0, 1, 2} of MpmdMesh(groups ('data': 2), ('data': 1), ('data': 2), on shared devices) differ in shape "
+        "or axes, so that no one sharding covers them.\n  Use mpmd_sharding.group_sharding(group), for each group."
+    )
+    one = put(VALUE, MpmdMesh.from_groups([narrow] * 3), {0, 2})
+    assert [(s.group, s.replica_id) for s in one.global_shards] == [(0, 0), (2, 1)]
+    assert one.sharding == NamedSharding(narrow, P()) and one.device == devices[2]
 
 
 def test_it_is_accepted_where_jnp_and_numpy_take_an_array(mesh):
@@ -175,9 +199,9 @@ def test_operands_of_two_groups_are_read_where_both_are_or_refused(mesh):
     with pytest.raises(ValueError) as error:
         _ = put(1.0, mesh, 0) + put(2.0, mesh, 1)
     assert str(error.value) == (
-        "operands are in different groups: MpmdArray(float32[], group 0 of 4, P()) and "
-        "MpmdArray(float32[], group 1 of 4, P()).\n"
-        "  Compute with them inside a step, or read both with numpy.asarray(x) or float(x)."
+        "operands are in different groups: MpmdArray(1.0, float32[], group 0 of 4, P()) and "
+        "MpmdArray(2.0, float32[], group 1 of 4, P()).\n"
+        "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."
     )
 
 
@@ -288,13 +312,15 @@ def test_typed_keys_are_content(mesh):
     np.testing.assert_array_equal(jax.random.key_data(copy.copy(x).array_in(2)), jax.random.key_data(keys))
 
 
-def test_arrays_are_given_in_group_order_or_by_group(mesh):
+def test_arrays_are_given_in_any_order_or_by_group(mesh):
     sharding = MpmdSharding(mesh, {3, 1}, P("data"))
     parts = {g: jax.device_put(VALUE, sharding.group_sharding(g)) for g in (3, 1)}
-    assert MpmdArray(parts, sharding).array_in(3) is parts[3]
-    assert MpmdArray([parts[1], parts[3]], sharding).array_in(3) is parts[3]
-    with pytest.raises(ValueError, match=r"sharding .* expected one equivalent to"):
-        MpmdArray([parts[3], parts[1]], sharding)
+    elsewhere = jax.device_put(VALUE, sharding.group_sharding(2))
+    for arrays in (parts, [parts[1], parts[3]], [parts[3], parts[1]]):
+        x = MpmdArray(arrays, sharding)
+        assert x.array_in(1) is parts[1] and x.array_in(3) is parts[3]
+    with pytest.raises(ValueError, match=r"group 1: sharding .* expected one equivalent to"):
+        MpmdArray([parts[3], elsewhere], sharding)
     with pytest.raises(ValueError) as error:
         MpmdArray({1: parts[1]}, sharding)
     assert str(error.value) == (
@@ -305,6 +331,14 @@ def test_arrays_are_given_in_group_order_or_by_group(mesh):
         MpmdArray([parts[1]], sharding)
     with pytest.raises(ValueError, match="arrays is one array"):
         MpmdArray(parts[1], sharding)
+
+
+def test_arrays_of_groups_on_one_device_are_taken_in_the_order_of_the_groups():
+    mesh = MpmdMesh.from_groups([Mesh(np.array(jax.devices()[:1]), ("data",))] * 3)
+    sharding = MpmdSharding(mesh, {0, 2})
+    parts = [jax.device_put(VALUE + i, sharding.group_sharding(0)) for i in range(2)]
+    x = MpmdArray(parts, sharding)
+    assert x.array_in(0) is parts[0] and x.array_in(2) is parts[1]
 
 
 def test_an_array_without_a_group_lies_in_group_zero(mesh):

@@ -1,0 +1,59 @@
+"""Specs: the ways to write them, and whether the meshes of groups can follow them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+SpecLike = PartitionSpec | Sequence[Any] | str | None
+
+
+def as_spec(spec: SpecLike) -> PartitionSpec:
+    if isinstance(spec, PartitionSpec):
+        return spec
+    if spec is None:
+        return PartitionSpec()
+    if isinstance(spec, str):
+        return PartitionSpec(spec)
+    if isinstance(spec, (tuple, list)):
+        return PartitionSpec(*spec)
+    raise ValueError(f"MpmdSharding: spec={spec!r} is a {type(spec).__name__}, not a jax.sharding.PartitionSpec.")
+
+
+def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
+    """The spec with one mesh axis dropped, and each entry in its shortest form."""
+    entries: list[Any] = []
+    for entry in spec.partitions:
+        if isinstance(entry, (tuple, list)):
+            names = tuple(name for name in entry if name != axis_name)
+            entries.append(names[0] if len(names) == 1 else names or None)
+        else:
+            entries.append(None if entry is not None and entry == axis_name else entry)
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def group_shardings(
+    meshes: Mapping[int, Mesh], spec: PartitionSpec, memory_kind: str | None
+) -> dict[int, NamedSharding]:
+    """The sharding in each group; raises one error for all groups where there is none."""
+    if PartitionSpec.UNCONSTRAINED in spec.partitions:
+        raise ValueError(f"MpmdSharding: spec={spec} is unconstrained; where an array lies must be said in full.")
+    named = {n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
+    faults: list[str] = []
+    shardings: dict[int, NamedSharding] = {}
+    for group, mesh in meshes.items():
+        missing = sorted(map(str, named.difference(mesh.axis_names)))
+        if missing:
+            faults.append(f"group {group} has axes {quoted(mesh.axis_names)}, but no {quoted(missing)}")
+            continue
+        try:
+            shardings[group] = NamedSharding(mesh, spec, memory_kind=memory_kind)
+        except Exception as error:  # JAX's errors for specs share no base class
+            faults.append(f"group {group}: {error}")
+    if faults:
+        raise ValueError(f"MpmdSharding: spec={spec} does not fit:\n" + "\n".join(f"  {fault}" for fault in faults))
+    return shardings
+
+
+def quoted(names: Iterable[Any]) -> str:
+    return ", ".join(repr(name) for name in names) or "no axes"

@@ -1,0 +1,168 @@
+"""MpmdArrays outside of steps: in JAX's own functions, in libraries, printed, and where they cannot be used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+from mpmd.array import MpmdArray
+from mpmd.mesh import MpmdMesh, MpmdSharding
+
+VALUE = np.arange(4, dtype=np.float32)
+
+
+@pytest.fixture
+def mesh():
+    return MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
+
+
+def put(value, mesh, ids, spec=None):
+    sharding = MpmdSharding(mesh, ids, spec)
+    return MpmdArray([jax.device_put(value, sharding.group_sharding(g)) for g in sharding.groups], sharding)
+
+
+def test_a_key_of_a_state_is_a_key():
+    mesh = MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    key = jax.random.key(3)
+    x = mpmd.jit(lambda key: key, mpmd_mesh=mesh)(put(key, mesh, {0, 1}))
+    for use in (
+        jax.random.split,
+        jax.random.key_data,
+        jax.random.clone,
+        lambda k: jax.random.fold_in(k, 1),
+        lambda k: jax.random.normal(k, (2,)),
+        lambda k: jax.jit(jax.random.split)(k),
+        lambda k: jax.vmap(jax.random.bits)(jax.random.split(k)),
+    ):
+        got, wanted = use(x), use(key)
+        if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+            got, wanted = jax.random.key_data(got), jax.random.key_data(wanted)
+        np.testing.assert_array_equal(got, wanted)
+    assert jax.random.key_impl(x) == jax.random.key_impl(key)
+    assert repr(x) == "MpmdArray(key<fry>[], groups {0, 1} of 2, P())"
+
+
+def test_a_tree_of_metrics_prints_values(mesh):
+    metrics = {
+        "loss": put(np.float32(2.5), mesh, 3),
+        "norms": put(VALUE, mesh, {0, 1}),
+        "ok": put(np.bool_(True), mesh, 0),
+        "w": put(np.ones((2, 2), np.float32), mesh, 0),
+    }
+    assert str(metrics) == (
+        "{'loss': MpmdArray(2.5, float32[], group 3 of 4, P()),"
+        " 'norms': MpmdArray([0., 1., 2., 3.], float32[4], groups {0, 1} of 4, P()),"
+        " 'ok': MpmdArray(True, bool[], group 0 of 4, P()),"
+        " 'w': MpmdArray(float32[2,2], group 0 of 4, P())}"
+    )
+    assert f"{metrics['loss']:.3f} {metrics['loss']}" == "2.500 2.5"
+    metrics["loss"].delete()
+    assert str(metrics["loss"]) == "MpmdArray(float32[], group 3 of 4, P(), deleted)"
+
+
+def test_a_jitted_function_takes_arrays_of_the_same_group_from_several(mesh):
+    x, y = put(VALUE, mesh, {1, 2}, P("data")), put(VALUE, mesh, {1}, P("data"))
+    add = jax.jit(lambda tree, z: tree["x"] + tree["y"] * z)
+    for _ in range(2):
+        found = add({"x": x, "y": y}, 2.0)
+        assert found.sharding.device_set == set(mesh.groups[1].devices.flat)
+        np.testing.assert_array_equal(found, VALUE * 3)
+
+
+MISMATCH = (
+    "jax.jit: the arguments are on different devices: group 0 and group 1.\n"
+    "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
+    " where its arguments are; or bring all values to the host first, mpmd.device_get(tree)."
+)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [jax.jit(lambda x, y: x + y), jnp.matmul, lambda x, y: jnp.where(True, x, y), jnp.dot, jnp.maximum],
+    ids=["jit", "matmul", "where", "dot", "maximum"],
+)
+def test_arrays_of_different_groups_in_a_function_of_jax_are_refused_by_name(mesh, fun):
+    with pytest.raises(ValueError) as error:
+        fun(put(VALUE, mesh, 0), put(VALUE, mesh, 1))
+    assert str(error.value) == MISMATCH
+
+
+def test_operators_meet_in_a_group_that_has_both_or_say_where_they_are(mesh):
+    x, there = put(VALUE, mesh, {0, 1}), jax.device_put(VALUE, MpmdSharding(mesh, 1).group_sharding(1))
+    assert (x + there).sharding.device_set == set(mesh.groups[1].devices.flat)
+    w = put(np.ones((4, 4), np.float32), mesh, 0)
+    with pytest.raises(ValueError) as error:
+        w * there
+    assert str(error.value) == (
+        "operands are in different groups: MpmdArray(float32[4,4], group 0 of 4, P()) and an array in group 1.\n"
+        "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."
+    )
+
+
+def test_one_jax_array_cannot_be_put_into_groups_and_the_error_says_what_to_call(mesh):
+    sharding = MpmdSharding(mesh, {1, 3}, P("data"))
+    for make in (
+        lambda: jax.device_put(VALUE, sharding),
+        lambda: jax.jit(lambda x: x, out_shardings=sharding)(VALUE),
+        lambda: jax.jit(lambda x: x, in_shardings=sharding)(VALUE),
+        lambda: jnp.zeros(4, device=sharding),
+    ):
+        with pytest.raises(ValueError) as error:
+            make()
+        assert str(error.value) == (
+            "MpmdSharding(groups {1, 3} of 4, P('data',)) is where an MpmdArray lies, as one array in each group;"
+            " jax.device_put and jax.jit make a jax.Array.\n"
+            "  Bring an array there by reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, sharding), or compute it there by"
+            " mpmd.jit(fun, mpmd_mesh=mpmd_mesh, out_shardings=sharding).\n"
+            "  JAX takes sharding.sharding, the NamedSharding over all devices of these groups."
+        )
+    np.testing.assert_array_equal(jax.device_put(VALUE, sharding.sharding), VALUE)
+
+
+def test_a_description_of_an_array_may_have_an_mpmd_sharding(mesh):
+    sharding = MpmdSharding(mesh, 2, P("data"))
+    x = jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding)
+    assert jax.eval_shape(lambda x: x, x).shape == (4,)
+    compiled = mpmd.jit(lambda x: x * 2, mpmd_mesh=mesh).lower(x).compile()
+    assert compiled.input_shardings == ((sharding,), {})
+    np.testing.assert_array_equal(compiled(put(VALUE, mesh, 2, P("data"))), VALUE * 2)
+
+
+def test_separate_groups_of_one_shape_have_a_sharding_with_an_axis_of_groups():
+    devices = np.array(jax.devices())
+    mesh = MpmdMesh.from_groups([Mesh(devices[4 * i : 4 * i + 4].reshape(2, 2), ("a", "mpmd")) for i in range(2)])
+    x = put(VALUE, mesh, {0, 1}, P("a"))
+    assert x.sharding.mesh.shape == {"mpmd_": 2, "a": 2, "mpmd": 2} and x.sharding.spec == P("a")
+    wanted = jax.device_put(VALUE, x.sharding)
+    shards = [[(s.device, s.index, s.replica_id) for s in y.global_shards] for y in (x, wanted)]
+    assert shards[0] == shards[1]
+
+
+def test_flax_and_equinox_take_states_of_several_groups(tmp_path, mesh):
+    equinox = pytest.importorskip("equinox")
+    serialization = pytest.importorskip("flax.serialization")
+    checkpoints = pytest.importorskip("flax.training.checkpoints")
+    state = {
+        "w": put(VALUE, mesh, 0),
+        "b": put(VALUE.astype(jnp.bfloat16), mesh, {1, 2}, P("data")),
+        "step": put(np.int32(3), mesh, {0, 3}),
+    }
+
+    def check(found):
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+    check(serialization.from_bytes(state, serialization.to_bytes(state)))
+    checkpoints.save_checkpoint_multiprocess(tmp_path / "flax", state, 1)
+    check(checkpoints.restore_checkpoint(tmp_path / "flax", state))
+    equinox.tree_serialise_leaves(tmp_path / "equinox", state)
+    check(equinox.tree_deserialise_leaves(tmp_path / "equinox", jax.tree.map(jnp.asarray, mpmd.device_get(state))))
+    arrays, rest = equinox.partition(state, equinox.is_array)
+    assert jax.tree.leaves(rest) == [] and jax.tree.leaves(arrays)[1] is state["step"]
+    assert float(optax.tree.norm(mpmd.device_get(state["w"]))) == pytest.approx(np.linalg.norm(VALUE))
