@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jax._src import (
     effects,
     source_info_util,
     stages,
+    traceback_util,
     tree_util,
     xla_bridge,
 )
@@ -45,6 +46,9 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
     Jaxpr: TypeAlias = Any
@@ -88,6 +92,13 @@ __all__ = [
 
 # Errors and `explain()` name the user's line, not ours.
 source_info_util.register_exclusion(__file__.rsplit("/", 1)[0])
+for _package in ("mpmd", "reshard", "scheduler"):
+    traceback_util.register_exclusion(f"{__file__.rsplit('/', 2)[0]}/{_package}")
+
+
+def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
+    """`fun`, whose errors come with the user's frames alone, as `jax_traceback_filtering` says."""
+    return traceback_util.api_boundary(fun)
 
 
 # --- jaxprs ---------------------------------------------------------------------------------------

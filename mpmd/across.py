@@ -32,6 +32,7 @@ compat.ad.primitive_jvps[place_p] = lambda primals, tangents, **params: (
 )
 
 
+@compat.api_boundary
 def place(x, group: int | Iterable[int]):
     """Puts values into a group, or a copy into each of several.
 
@@ -124,6 +125,7 @@ compat.ad.primitive_jvps[across_p] = _across_jvp
 compat.batching.primitive_batchers[across_p] = _across_batch
 
 
+@compat.api_boundary
 def cross_mpmd_all_reduce(x, *more):
     """The sum of values that live in different groups, in all groups.
 
@@ -153,6 +155,7 @@ def cross_mpmd_all_reduce(x, *more):
     return _everywhere("cross_mpmd_all_reduce", "sum", (x, *more))
 
 
+@compat.api_boundary
 def cross_mpmd_stack(x, *more):
     """Values that live in different groups, stacked along a new axis 0, in all groups.
 

@@ -65,6 +65,7 @@ def jit(
 ) -> "Callable[[Callable], Jitted]": ...
 
 
+@compat.api_boundary
 def jit(
     fun: Callable | None = None,
     *,
@@ -139,6 +140,7 @@ class Jitted:
         self._cache: dict[Any, list[Compiled]] = {}
         self._wished: dict[Any, list] = {}
 
+    @compat.api_boundary
     def __call__(self, *args, **kwargs):
         if jax.config.values["jax_disable_jit"]:
             args, kwargs = _on_one_device((args, kwargs))
@@ -155,14 +157,17 @@ class Jitted:
     def __get__(self, obj, owner=None):
         return self if obj is None else functools.partial(self, obj)
 
+    @compat.api_boundary
     def trace(self, *args, **kwargs) -> "Traced":
         """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
         return self._trace(self._read(args, kwargs))
 
+    @compat.api_boundary
     def lower(self, *args, **kwargs) -> "Lowered":
         """The step, cut into tasks and placed on groups."""
         return self.trace(*args, **kwargs).lower()
 
+    @compat.api_boundary
     def eval_shape(self, *args, **kwargs):
         """The shapes and dtypes of the result; nothing is compiled."""
         traced = self.trace(*args, **kwargs)._trace
@@ -184,11 +189,14 @@ class Jitted:
             if t == AxisType.Explicit
         } - {self._mesh.mpmd_axis_name}  # fmt: skip
         wishes = self._wishes(tree, fixed, len(args))
+        types, fault = (), None
         try:
             types = tuple(leaf_type(x, explicit if w is None else ()) for x, w in zip(leaves, wishes, strict=True))
-        except TypeError:
+        except TypeError as e:
+            fault = e
+        if fault is not None:  # said again, with the argument's name
             check_leaves(leaves, argument_names(self._fun, Call(len(args), fixed, leaves, tree, (), None)))
-            raise
+            raise fault
         return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
     def _wishes(self, tree, fixed, num_args) -> list:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mpmd import _jax_compat as compat
 from mpmd._jax_compat import Tracer, register_array_type, typed_as
 from mpmd._readable import ReadableArray, is_plain
 from mpmd.mesh import MpmdSharding, groups_text
@@ -71,6 +72,7 @@ class MpmdArray(ReadableArray):
     _gone: str | None
     _committed: bool
 
+    @compat.api_boundary
     def __init__(
         self,
         arrays: Sequence[jax.Array] | Mapping[int, jax.Array],
@@ -213,6 +215,7 @@ class MpmdArray(ReadableArray):
 
     # The arrays of this process.
 
+    @compat.api_boundary
     def array_in(self, group: int) -> jax.Array:
         """The array of one group, which must be this process's.
 

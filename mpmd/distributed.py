@@ -123,6 +123,7 @@ def _check_deadline(e: Exception, what: str) -> None:
 _job: Job | None = None
 
 
+@compat.api_boundary
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

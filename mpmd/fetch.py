@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mpmd import _jax_compat as compat
 from mpmd import distributed
 from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
@@ -14,6 +15,7 @@ from mpmd.mesh import Device
 from mpmd.transfer import Route
 
 
+@compat.api_boundary
 def device_get(tree):
     """The values of a tree of MpmdArrays and jax.Arrays on the host.
 

@@ -15,6 +15,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 
 
+@compat.api_boundary
 def from_exported(exported: jax.export.Exported) -> Callable[..., Any]:
     """A program exported by `jax.export` as a function to call inside a stage.
 
@@ -53,6 +54,7 @@ def from_exported(exported: jax.export.Exported) -> Callable[..., Any]:
     return _function(exported, f"from_exported({exported.fun_name})", remedy)
 
 
+@compat.api_boundary
 def from_stablehlo(program: str | bytes) -> Callable[..., Any]:
     """A StableHLO program as a function to call inside a stage.
 

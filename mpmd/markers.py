@@ -153,6 +153,7 @@ mark_p = compat.Primitive("mark_stage_end")
 mark_p.multiple_results = True
 
 
+@compat.api_boundary
 def mark_stage_end(x, name: str | None = None):
     """Ends a pipeline stage here: returns `x`, and what is computed from it belongs to the next stage.
 
@@ -257,6 +258,7 @@ class LoopInfo:
     operations: tuple[type[Operation], ...]
 
 
+@compat.api_boundary
 def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
@@ -297,6 +299,7 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
     return _treduce(take, num_microbatches, schedule, operation, "treduce")
 
 
+@compat.api_boundary
 def treduce_i(fun: Callable, n: int, *, schedule, operation=Add):
     """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mpmd import _jax_compat as compat
 from mpmd.shards import Device, PlacedShard, placed_shards, stacked
 from mpmd.specs import SpecLike, as_spec, group_shardings, quoted, without_axis
 
@@ -43,6 +44,7 @@ class MpmdMesh:
     mpmd_axis_name: str | None
     groups: tuple[Mesh, ...]
 
+    @compat.api_boundary
     def __init__(self, jax_mesh: Mesh, mpmd_axis_name: str):
         if not isinstance(jax_mesh, Mesh):
             raise ValueError(
@@ -65,6 +67,7 @@ class MpmdMesh:
         self._hash = hash(self._key)
 
     @classmethod
+    @compat.api_boundary
     def from_groups(cls, groups: Iterable[Mesh]) -> "MpmdMesh":
         """A mesh of groups that are meshes of their own.
 
@@ -130,6 +133,7 @@ class MpmdMesh:
                 lowest.setdefault(device, group)
         return lowest
 
+    @compat.api_boundary
     def group_of(self, device: Device) -> int:
         """The group that has this device, the lowest one if several share it."""
         try:
@@ -177,6 +181,7 @@ class MpmdMesh:
         """The mesh under which steps are traced: the whole mesh, or the first of separate groups."""
         return self.groups[0] if self.jax_mesh is None else self.jax_mesh
 
+    @compat.api_boundary
     def mpmd_submesh(self, ids: Iterable[int]) -> "MpmdMesh":
         """The groups `ids` alone, in that order, renumbered from 0."""
         ids = [int(i) for i in ids]
@@ -242,6 +247,7 @@ class MpmdSharding(jax.sharding.Sharding):
         MpmdSharding(groups {0, 3} of 4, P('data',))
     """
 
+    @compat.api_boundary
     def __init__(
         self,
         mpmd_mesh: MpmdMesh,
@@ -327,6 +333,7 @@ class MpmdSharding(jax.sharding.Sharding):
         """
         return _shards(self, tuple(shape))
 
+    @compat.api_boundary
     def replace(self, **changes: Any) -> "MpmdSharding":
         """The same sharding with some fields changed."""
         fields = {name: getattr(self, name) for name in ("mpmd_mesh", "mesh_ids", "spec", "memory_kind")}

@@ -79,6 +79,7 @@ class Traced:
         """The structure of the result."""
         return self._trace.out_tree
 
+    @compat.api_boundary
     def lower(self, *, mpmd_mesh: MpmdMesh | None = None) -> "Lowered":
         """Cuts the step into tasks and places everything on groups.
 
@@ -142,11 +143,13 @@ class Lowered:
     def __repr__(self):
         return f"Lowered({_items(self._outline, self._mesh)})"
 
+    @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:
         """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
         layouts = [h.layout for h in self._ins]
         return estimate(self._outline, self._mesh, layouts, self._donated, Roles(self._outline).role)
 
+    @compat.api_boundary
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
         """Compiles each distinct task once, builds the program and checks it.
 
@@ -246,6 +249,7 @@ class Compiled:
         """The structure of the result."""
         return self._out_tree
 
+    @compat.api_boundary
     def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
         """The partition and the program, for people; with arguments, the programs that XLA is given.
 
@@ -278,6 +282,7 @@ class Compiled:
         """Floating-point operations of one step, by XLA's cost analysis of each executable."""
         return {"flops": flops_per_step(self._programs, self._program)}
 
+    @compat.api_boundary
     def last_timeline(self) -> Timeline:
         """When each task of the (last) loop ran, measured.
 
@@ -305,6 +310,7 @@ class Compiled:
 
     # --- running ----------------------------------------------------------------------------------
 
+    @compat.api_boundary
     def __call__(self, *args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._in_tree:
@@ -372,7 +378,7 @@ class Compiled:
             tree = jax.tree.structure((tuple(apart), {}))
             trace = trace_step(lambda *arrays: list(arrays), avals, tree, [names[i] for i in apart], mesh)
             targets = [self._ins[i] for i in apart]
-            self._movers[key] = Traced(trace, "move", mesh, hints, targets, frozenset()).lower().compile()
+            self._movers[key] = Traced(trace, "move", mesh, hints, targets, frozenset(), {}).lower().compile()
         leaves = list(leaves)
         for i, x in zip(apart, self._movers[key](*xs), strict=True):
             leaves[i] = x

@@ -32,6 +32,7 @@ def last_stats() -> Stats:
     return _last_stats
 
 
+@compat.api_boundary
 def spmd_to_mpmd_reshard(
     mpmd_mesh: MpmdMesh,
     spmd_arrays: Any,
@@ -80,6 +81,7 @@ def spmd_to_mpmd_reshard(
     return _reshard(spmd_arrays, mpmd_shardings, "mpmd_shardings", check, threshold, donate, progress)
 
 
+@compat.api_boundary
 def mpmd_to_spmd_reshard(
     mpmd_mesh: MpmdMesh,
     mpmd_arrays: Any,
@@ -109,6 +111,7 @@ def mpmd_to_spmd_reshard(
     return _reshard(mpmd_arrays, spmd_shardings, "spmd_shardings", check, threshold, donate, progress)
 
 
+@compat.api_boundary
 def mpmd_to_mpmd_reshard(
     mpmd_arrays: Any,
     mpmd_shardings: Any,
@@ -293,6 +296,7 @@ def _free_host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+@compat.api_boundary
 def logically_stacked(
     array: Any, comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0, strict: bool = False
 ) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from reshard import _orbax
 from reshard.abstract import abstract
@@ -33,6 +34,7 @@ __all__ = ["Part", "abstract", "restore", "save"]
 _orbax.register()
 
 
+@compat.api_boundary
 def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300) -> None:
     """Saves a tree as an Orbax checkpoint. Returns when it is finished, and finished it is whole.
 
@@ -77,6 +79,7 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
     working.put_in_place(timeout_s)
 
 
+@compat.api_boundary
 def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = False) -> Any:
     """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
 from reshard.chunk import Loads, Packer, Round
@@ -151,6 +152,7 @@ class ReshardPlan:
         return "\n".join([str(self), "", *lines])
 
 
+@compat.api_boundary
 def plan(arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold: int | None = None) -> ReshardPlan:
     """Plans a reshard without touching data.
 
