@@ -83,14 +83,17 @@ class GPT:
 
     def logits(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Logits of the next byte, (rows, length, 256), for tokens (rows, length)."""
-        last_layers = [self.num_layers * (stage + 1) // self.num_stages for stage in range(self.num_stages - 1)]
         x = params["embed"][tokens] / EMBED_SCALE
         for index, layer in enumerate(params["layers"]):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
             x = self._layer(layer, x, key)
-            if index + 1 in last_layers:
+            if self.ends_stage(index):
                 x = mpmd.mark_stage_end(x)
         return rms_norm(x, params["norm"]) @ params["embed"].T
+
+    def ends_stage(self, index: int) -> bool:
+        """Whether a pipeline stage ends behind this layer. The last stage ends with the loss."""
+        return index + 1 in [self.num_layers * stage // self.num_stages for stage in range(1, self.num_stages)]
 
     def loss(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Mean cross-entropy, in nats a byte, of each byte given those before it."""
@@ -99,15 +102,18 @@ class GPT:
 
     def _layer(self, layer: dict[str, Any], x: jax.Array, key: jax.Array | None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
-        x = x + dropout(self._attention(layer, rms_norm(x, layer["attention_norm"])), self.dropout, keys[0])
-        hidden = jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["up"])
-        return x + dropout(hidden @ layer["down"], self.dropout, keys[1])
+        attended = jax.nn.dot_product_attention(*self.heads(layer, x), is_causal=True)
+        x = x + dropout(attended.reshape(x.shape) @ layer["out"], self.dropout, keys[0])
+        return x + dropout(self.mlp(layer, x), self.dropout, keys[1])
 
-    def _attention(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-        qkv = (x @ layer["qkv"]).reshape(*x.shape[:-1], 3, -1, self.head_size)
-        q, k, v = qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]
-        attended = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
-        return attended.reshape(x.shape) @ layer["out"]
+    def heads(self, layer: dict[str, Any], x: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, (rows, length, heads, features), of bytes at the positions from `start` on."""
+        qkv = (rms_norm(x, layer["attention_norm"]) @ layer["qkv"]).reshape(*x.shape[:-1], 3, -1, self.head_size)
+        return rotary(qkv[..., 0, :, :], start), rotary(qkv[..., 1, :, :], start), qkv[..., 2, :, :]
+
+    def mlp(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
+        """What the second half of a layer adds to x."""
+        return jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["up"]) @ layer["down"]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -115,13 +121,13 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
 
 
-def rotary(x: jax.Array) -> jax.Array:
-    """Rotates pairs of features of (rows, length, heads, features) by angles that grow with the position.
+def rotary(x: jax.Array, start: Any = 0) -> jax.Array:
+    """Rotates pairs of features of (rows, length, heads, features) by angles that grow with the position, from `start`.
 
     Source: arXiv:2104.09864.
     """
     length, half = x.shape[1], x.shape[-1] // 2
-    angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    angles = (start + jnp.arange(length))[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -259,7 +259,7 @@ class LoopInfo:
 
 
 @compat.api_boundary
-def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
+def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add):
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
     Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
@@ -300,7 +300,7 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation=Add):
 
 
 @compat.api_boundary
-def treduce_i(fun: Callable, n: int, *, schedule, operation=Add):
+def treduce_i(fun: Callable, n: int, *, schedule, operation: Any = Add):
     """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
 
     Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.

@@ -229,10 +229,11 @@ def contains(jaxpr: compat.Jaxpr, primitives) -> bool:
     )
 
 
+_CALL_FOR_EACH = "\n  Where the loop is over tokens or steps, call the jitted function once for each, from Python."
 _REMEDY = {
     "checkpoint": "Put jax.checkpoint around each stage, between the marks, instead of around all of them.",
-    "scan": "Write the stages as a Python loop, and use lax.scan for the layers inside each stage.",
-    "while": "Write the stages as a Python loop; loops inside a stage are fine.",
+    "scan": f"Write the stages as a Python loop, and use lax.scan for the layers inside each stage.{_CALL_FOR_EACH}",
+    "while": f"Write the stages as a Python loop; loops inside a stage are fine.{_CALL_FOR_EACH}",
     "cond": "Mark the stage end after the cond, so that both branches belong to one stage.",
     "shard_map": "Call shard_map once per stage, and mark the stage end outside of it.",
 }

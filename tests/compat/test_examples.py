@@ -18,3 +18,32 @@ def test_an_example_trains(name, package, capsys):
         losses = importlib.import_module(name).main(["--steps", "12"])
     assert losses[-1] < 0.8 * losses[0], losses
     assert capsys.readouterr().out.splitlines()[-1] == f"step   11  loss {losses[-1]:.4f}"
+
+
+_SMALL = "--stages 2 --layers 2 --d-model 32".split()
+
+
+@pytest.mark.parametrize("trained", ["here", pytest.param("before", marks=pytest.mark.slow)])
+def test_requests_in_flight_get_the_text_that_they_get_one_at_a_time(trained, tmp_path, capsys):
+    pytest.importorskip("optax")
+    if trained == "before":
+        train = [
+            *_SMALL,
+            *"--steps 3 --batch 4 --microbatches 2 --seq-len 16".split(),
+            "--checkpoint-dir",
+            str(tmp_path),
+        ]
+        assert importlib.import_module("train_gpt").main(train) == 0
+        capsys.readouterr()
+    source = ["--steps", "2"] if trained == "here" else ["--checkpoint-dir", str(tmp_path)]
+    with quickly_compiled():
+        status = importlib.import_module("generate").main(
+            [*_SMALL, *source, *"--requests 2 --rows 2 --length 5".split()]
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert [line.partition(":")[0] for line in lines if line.endswith("tokens/s")] == [
+        "one request at a time", "2 requests in flight"
+    ]  # fmt: skip
+    assert "the same text" in lines
+    assert sum(line.startswith("def ") for line in lines) == 2
