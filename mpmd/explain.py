@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import scheduler
 from mpmd import costs
 from mpmd.body import Place
+from mpmd.crossings import crossing_lines
 from mpmd.memory import measured
 from mpmd.outline import Outline, Segment
 from mpmd.stepping import StepPrograms
@@ -40,8 +41,10 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
         )
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
-            f"no pipelined loop: {marks} stage ends stand outside of a treduce with a schedule and mark nothing"
+            f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
+            " other; a treduce over several batches keeps them busy (docs/inference.md)"
         )
+    lines += crossing_lines(programs.outline, _bytes)
     lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = sum(1 for _ in executables(programs))

@@ -9,6 +9,7 @@ from mpmd.control_flow import pinned_parts
 from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
+from mpmd.packing import pack_scalars
 from mpmd.pins import Pins, StageText, runs_once
 from mpmd.trace import Trace
 
@@ -30,10 +31,10 @@ def outline_step(trace: Trace, mpmd_mesh: MpmdMesh, in_groups, out_groups, forwa
     """
     with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
         items, outvars = step_items(trace, mpmd_mesh, forwarded)
-    donors = match_state(trace)
-    placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)
-    placer.solve()
-    return placer.outline()
+        donors = match_state(trace)
+        placer = _Placer(trace, mpmd_mesh.num_groups, items, outvars, list(in_groups), list(out_groups), donors)
+        placer.solve()
+        return placer.outline()
 
 
 class _Placer:
@@ -290,12 +291,14 @@ class _Placer:
         for (i, g), level in sorted(instances.items()):
             by_segment[level, g].append(i)
         readers = self._readers(instances, loop_levels)
-        transfers = self._transfers(homes, readers)
+        packed = pack_scalars(self._transfers(homes, readers), readers, set(by_segment), set(loop_levels.values()))
+        transfers = packed.transfers
+        readers.update(packed.readers)
         sent = {(t.var, t.source) for t in transfers}
         names = self._names()
         items: list[Segment | Transfer | Loop] = [t for t in transfers if t.level < 0]
         levels = sorted(
-            {level for level, _ in by_segment}
+            {level for level, _ in (*by_segment, *packed.first, *packed.last)}
             | {t.level for t in transfers if t.level >= 0}
             | set(loop_levels.values())
         )
@@ -304,8 +307,9 @@ class _Placer:
             if level in drafts:
                 items.append(drafts[level].placed(level))
             for g in sorted(self.everywhere):
-                if (level, g) in by_segment:
-                    eqns = tuple(self.items[i] for i in by_segment[level, g])
+                own = [self.items[i] for i in by_segment.get((level, g), ())]
+                eqns = (*packed.first.get((level, g), ()), *own, *packed.last.get((level, g), ()))
+                if eqns:
                     items.append(self._segment(level, g, eqns, readers, sent))
             items += [t for t in transfers if t.level == level]
         for item in items:
@@ -324,6 +328,7 @@ class _Placer:
             tuple(d if d is None else d - num_consts for d in self.donors),
             names,
             self.committed(),
+            packed.sizes,
         )
 
     def _names(self):

@@ -90,6 +90,7 @@ class Outline:
       items: segments, transfers and loops in one global order.
       donors: per flat result, the flat argument whose place it takes (None: none).
       committed: per flat result, whether something that is placed says where it is.
+      packed: vectors of scalars that cross together, and how many each holds.
     """
 
     trace: Trace
@@ -99,6 +100,7 @@ class Outline:
     donors: tuple[int | None, ...]
     names: dict[compat.Var, str]
     committed: tuple[bool, ...]
+    packed: dict[compat.Var, int]
 
     @property
     def loops(self) -> list[Loop]:
@@ -190,6 +192,8 @@ def _live(items, outvars):
                 needed.update(task.operands)
             kept.append(item)
         elif item.effects or any(v in needed for v in item.outvars):
+            if item.primitive.name in ("cond", "scan", "while"):  # their parts are found by what is read of them
+                item = item.replace(outvars=[v if v in needed else compat.DropVar(v.aval) for v in item.outvars])
             needed.update(costs.variables(item.invars))
             kept.append(item)
     return kept[::-1]

@@ -142,7 +142,9 @@ class Pins:
             stage = self._stage(eqn) if (runs_once(eqn) or _looks_up(eqn)) and not eqn.effects else None
             return None if stage is None else frozenset([self.stage_groups[stage]])
         common = frozenset.intersection(*(groups for groups, _ in held))
-        return common or frozenset([self._choose(eqn, held)])
+        if not common:
+            return frozenset([self._choose(eqn, held)])
+        return self._in_its_text(eqn, held, common) or common
 
     def bind(self, eqn, pin: Groups | None):
         """Records where an equation's results are."""
@@ -176,6 +178,16 @@ class Pins:
             elif (groups := self.of[v]) is not None:
                 found.append((groups, v))
         return found
+
+    def _in_its_text(self, eqn, held, common: Groups) -> Groups | None:
+        """The group of the stage in whose text a heavy equation stands, if it is cheaper to bring its operands there
+        than its results: tokens go to the embedding of the first stage, although the last one has a copy of it.
+        """
+        stage = self._stage(eqn) if runs_once(eqn) or _looks_up(eqn) else None
+        if stage is None or (group := self.stage_groups[stage]) in common:
+            return None
+        missing = sum(costs.nbytes(v.aval) for groups, v in held if group not in groups)
+        return frozenset([group]) if missing < sum(costs.nbytes(v.aval) for v in eqn.outvars) else None
 
     def _choose(self, eqn, held) -> int:
         """The group that runs an equation whose operands have no group in common."""

@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def num_marks(self) -> int:
-        """How many stage ends stand outside of loops, where they mark nothing."""
+        """How many stage ends stand outside of loops."""
         return sum(e.primitive is mark_p and e.params["kind"] == "forward" for e in self.jaxpr.eqns)
 
     def __str__(self):

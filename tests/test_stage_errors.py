@@ -550,13 +550,13 @@ def test_a_value_that_has_left_its_microbatch_is_refused_with_its_line():
     )
 
 
-def test_explain_says_that_marks_outside_of_a_loop_mark_nothing():
+def test_explain_says_that_without_a_loop_stages_wait_for_each_other():
     def step(params, xs):
         return squared_error(chain(MARK_ONLY, params, xs["x"]), xs["y"])
 
     args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
     text = mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(*args).compile().explain()
-    assert "no pipelined loop: 1 stage ends stand outside of a treduce with a schedule and mark nothing" in text
+    assert "no pipelined loop: one batch passes the 1 stage ends one after the other" in text
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_its_path():
