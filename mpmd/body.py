@@ -78,6 +78,12 @@ class Body:
         """The node that makes a variable; None for operands, the index and literals."""
         return None if isinstance(v, compat.Literal) else self.producer.get(v)
 
+    def reads_whole_operand(self, node) -> bool:
+        """Whether an equation reads a large operand other than by taking this microbatch's slice of it."""
+        if node.eqn.primitive.name == "dynamic_slice":
+            return False
+        return any(v in self.operands and costs.size(v.aval) > 64 for v in self.inputs(node))
+
     def ancestors(self, atoms) -> set[int]:
         """Identities of the nodes that `atoms` depend on."""
         found: set[int] = set()

@@ -84,6 +84,11 @@ def shrinks(eqn) -> bool:
     return sum(nbytes(v.aval) for v in eqn.outvars) < read
 
 
+def is_free_view(eqn) -> bool:
+    """Whether each reader makes the view again, so that only what is viewed is kept or sent."""
+    return is_layout(eqn) and not shrinks(eqn)
+
+
 def is_scalar_work(eqn) -> bool:
     """Whether nothing larger than a scalar (or a PRNG key) goes in or out."""
     return all(size(v.aval) <= 2 for v in (*eqn.invars, *eqn.outvars))

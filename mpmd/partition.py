@@ -23,16 +23,12 @@ from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
+from mpmd.backward_places import backward_stages, find_backward
 from mpmd.body import Body, Place
+from mpmd.forward_places import forward_stages
 from mpmd.markers import Concat, LoopInfo
-from mpmd.placing import (
-    Marks,
-    check_marks_are_used,
-    place_backward,
-    place_forward,
-    resolve_floats,
-    sink_residuals,
-)
+from mpmd.marks import Marks, check_marks_are_used
+from mpmd.placing import resolve_floats, sink_residuals
 from mpmd.reducing import Accumulator, reduce_outputs
 
 
@@ -125,14 +121,25 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     check_marks_are_used(body)
     marks = Marks.of(body, info)
     body.drop_microbatch_free()
-    place_forward(body, marks)
-    place_backward(body, marks)
+    _place(body, marks, info.num_microbatches)
     body.forget_marks()
     resolve_floats(body, marks.num_stages)
     sink_residuals(body)
     accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
     body.keep_live([a.value for a in accumulators])
     return _build(body, info, marks.labels, accumulators, after, split)
+
+
+def _place(body: Body, marks: Marks, num_microbatches: int):
+    backward = find_backward(body, marks)
+    forward = forward_stages(body, marks, backward, num_microbatches)
+    gradients = backward_stages(body, marks, backward, forward)
+    for node in body.nodes:
+        node.backward = id(node) in backward
+        if id(node) in forward:
+            node.place = Place(forward[id(node)], "F")
+        elif id(node) in gradients:
+            node.place = Place(gradients[id(node)], "B")
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def _gather(body: Body, place, own, position, accumulators) -> _Draft:
         node = body.source(v)
         if node is None or node.place == place:
             continue
-        if node.clonable or _is_free_view(node):
+        if node.clonable or costs.is_free_view(node.eqn):
             i = position[v]
             if i not in wanted:
                 wanted.add(i)
@@ -191,11 +198,6 @@ def _gather(body: Body, place, own, position, accumulators) -> _Draft:
         elif node.per_microbatch:
             reads.add(v)
     return _Draft([body.nodes[i].eqn for i in sorted(wanted)], reads)
-
-
-def _is_free_view(node) -> bool:
-    """A view of a value is made again by each reader rather than kept or sent beside the value."""
-    return costs.is_layout(node.eqn) and not costs.shrinks(node.eqn)
 
 
 def _live(eqns, wanted):

@@ -1,0 +1,160 @@
+"""The stage of each backward equation of a loop's body: that of the forward equation which it transposes."""
+
+import bisect
+from collections import defaultdict
+from typing import NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.body import Body, Node
+from mpmd.marks import Marks
+
+
+def find_backward(body: Body, marks: Marks) -> set[int]:
+    """The nodes of the backward pass: what comes from transposition, and what depends on it."""
+    before_forward_marks = body.ancestors(v for n in marks.forward for v in n.eqn.invars)
+    made, found = set(), set()
+    for node in body.nodes:
+        if not node.per_microbatch:
+            continue
+        if id(node) in marks.number:
+            is_backward = node.eqn.params["kind"] == "backward"
+        else:
+            transposed = compat.is_transposed(node.eqn) and id(node) not in before_forward_marks
+            is_backward = transposed or any(v in made for v in body.inputs(node))
+        if is_backward:
+            found.add(id(node))
+            made.update(node.eqn.outvars)
+    return found
+
+
+def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[int, int]) -> dict[int, int]:
+    """The stage of each backward equation, by the identity of its node. Equations without one float.
+
+    JAX transposes a forward pass in reverse order. So a backward equation belongs between the forward equations that
+    its neighbours are known to transpose: backward marks their mark, others one that made or read what they read. If
+    these are of several stages, it belongs to the last of them that the gradients which it reads allow.
+
+    Args:
+      backward: the nodes of the backward pass.
+      forward: the stage of each forward equation.
+    """
+    last = marks.num_stages - 1
+    text = _Text(body, marks, backward, forward)
+    spans = _spans(body, marks, backward, forward, text)
+    at_least = _before_backward_marks(body, marks, backward)
+    stages: dict[int, int] = {}
+    for node in body.nodes:
+        if id(node) not in backward:
+            continue
+        if id(node) in marks.number:
+            stages[id(node)] = marks.number[id(node)]
+            continue
+        sources = [s for v in body.inputs(node) if (s := body.source(v)) and s.per_microbatch]
+        limit = min([last, *(stages[id(s)] for s in sources if id(s) in stages)])
+        is_rooted = any(id(s) in stages or id(s) in forward for s in sources) or id(node) in at_least
+        if is_rooted:
+            stage = text.last_stage(spans[id(node)], limit) if id(node) in spans else limit
+            stages[id(node)] = max(stage, at_least.get(id(node), 0))
+    return stages
+
+
+class _Span(NamedTuple):
+    """Positions of forward equations in the body, both ends included."""
+
+    first: int
+    last: int
+
+
+class _Text:
+    """Where forward equations stand, and which of them make and read a value.
+
+    What no microbatch changes is computed before the loop; its gradient belongs where it is read.
+    """
+
+    def __init__(self, body: Body, marks: Marks, backward: set[int], forward: dict[int, int]):
+        self.of_value: dict[compat.Var, _Span] = {}
+        self.of_stage: dict[int, list[int]] = defaultdict(list)
+        read_in: dict[compat.Var, set[int]] = defaultdict(set)
+        for position, node in reversed(list(enumerate(body.nodes))):
+            if id(node) in backward or id(node) in marks.number or compat.is_transposed(node.eqn):
+                continue
+            made_here = {forward[id(node)]} if id(node) in forward else set()
+            stages = made_here or set().union(*(read_in[v] for v in node.eqn.outvars))
+            for v in body.inputs(node):
+                read_in[v] |= stages
+            for stage in stages:
+                self.of_stage[stage].append(position)
+            for v in [*body.inputs(node), *node.eqn.outvars]:
+                self.of_value[v] = _Span(position, self.of_value[v].last if v in self.of_value else position)
+        for positions in self.of_stage.values():
+            positions.reverse()
+
+    def last_stage(self, span: _Span, limit: int) -> int:
+        """The last stage, up to `limit`, with a forward equation in `span`; `limit` if there is none."""
+        for stage in range(limit, -1, -1):
+            positions = self.of_stage[stage]
+            at = bisect.bisect_left(positions, span.first)
+            if at < len(positions) and positions[at] <= span.last:
+                return stage
+        return limit
+
+
+def _spans(body: Body, marks: Marks, backward: set[int], forward, text: _Text) -> dict[int, _Span]:
+    """For each backward equation, where the forward equation stands that it transposes."""
+    at = {id(n): p for p, n in enumerate(body.nodes)}
+    position = [at[id(n)] for n in marks.forward]
+    spans: dict[int, _Span] = {}
+    for end, nodes in _passes(body, backward, forward):
+        known = [_known_span(body, marks, node, text, position) for node in nodes]
+        known = [span if span and span.first < end else None for span in known]
+        lasts, last = [], end
+        for span in known:
+            last = min(last, span.last if span else last)
+            lasts.append(last)
+        first = 0
+        for node, span, last in zip(reversed(nodes), reversed(known), reversed(lasts), strict=True):
+            first = max(first, span.first if span else first)
+            spans[id(node)] = _Span(min(first, last), max(first, last))
+    return spans
+
+
+def _passes(body: Body, backward: set[int], forward) -> list[tuple[int, list[Node]]]:
+    """Backward equations in the order of the text, cut where forward ones stand between them: each run, and where
+    it begins. A body may differentiate several times.
+    """
+    passes: list[tuple[int, list[Node]]] = []
+    is_open = False
+    for position, node in enumerate(body.nodes):
+        if id(node) in backward and compat.is_transposed(node.eqn):
+            if not is_open:
+                passes.append((position, []))
+            passes[-1][1].append(node)
+            is_open = True
+        elif id(node) in forward:
+            is_open = False
+    return passes
+
+
+def _known_span(body: Body, marks: Marks, node: Node, text: _Text, position) -> _Span | None:
+    """Where the transposed equation stands by the equation alone."""
+    if id(node) in marks.number:
+        at = position[marks.number[id(node)]]
+        return _Span(at, at)
+    spans = [text.of_value[v] for v in body.inputs(node) if v in text.of_value]
+    return _Span(max(s.first for s in spans), min(s.last for s in spans)) if spans else None
+
+
+def _before_backward_marks(body: Body, marks: Marks, backward: set[int]) -> dict[int, int]:
+    """For each backward equation that a backward mark depends on, the stage that it must not come after."""
+    bound: dict[int, int] = {}
+    for node in reversed(body.nodes):
+        stage = bound.get(id(node), -1)
+        if id(node) in marks.number and id(node) in backward:
+            stage = max(min(marks.number[id(node)] + 1, marks.num_stages - 1), stage)
+        if stage < 0:
+            continue
+        for v in body.inputs(node):
+            source = body.source(v)
+            if source and id(source) in backward:
+                bound[id(source)] = max(bound.get(id(source), 0), stage)
+    return bound

@@ -1,0 +1,247 @@
+"""Labels in order that cost least, by minimum cuts: which stage runs what, so that the fewest bytes cross.
+
+Nothing here knows of JAX. Nodes are numbers, labels are stages, costs are integers.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """`weight` for each label at which some of `readers` are and `producer` is not.
+
+    Without a producer, the first of these labels is free: what is read in one place alone costs nothing.
+    """
+
+    weight: int
+    producer: int | None
+    readers: tuple[int, ...]
+
+
+class Labelling(NamedTuple):
+    """Nodes that need a label each, from `low` to `high` of the node, and what a choice costs.
+
+    Attributes:
+      start: a first choice, which is feasible. Of equally cheap choices, the one that keeps most of it wins.
+      pairs: the label of the first node of a pair is at most that of the second.
+    """
+
+    low: Sequence[int]
+    high: Sequence[int]
+    start: Sequence[int]
+    pairs: Sequence[tuple[int, int]]
+    costs: Sequence[Cost]
+
+
+def cost_of(labels, costs) -> int:
+    """What a choice of labels costs."""
+    total = 0
+    for weight, producer, readers in costs:
+        places = {labels[r] for r in readers}
+        total += weight * (len(places - {labels[producer]}) if producer is not None else max(0, len(places) - 1))
+    return total
+
+
+def cheapest_labels(problem: Labelling) -> list[int]:
+    """Labels that no move to one label makes cheaper (alpha-expansion); with two labels they are the cheapest of all.
+
+    A move takes any set of nodes to one label; the best one is a minimum cut. Each move that is made lowers the cost,
+    so the search ends.
+
+    Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001.
+    """
+    labels = list(problem.start)
+    for nodes, pairs, costs in _independent_parts(problem):
+        # Scaled, so that a node which keeps its first label decides between choices that cost the same.
+        scaled = [c._replace(weight=c.weight * (len(nodes) + 1)) for c in costs]
+
+        def measure(candidate, nodes=nodes, scaled=scaled):
+            return cost_of(candidate, scaled) + sum(candidate[v] != problem.start[v] for v in nodes)
+
+        best, least = measure(labels), _least(problem, scaled)
+        stages = range(min(problem.low[v] for v in nodes), max(problem.high[v] for v in nodes) + 1)
+        tried = 0
+        while best > least and tried < len(stages):
+            for label in stages:
+                moved = _expanded(problem, labels, label, nodes, pairs, scaled)
+                found = measure(moved)
+                assert found <= best, (found, best)
+                tried = tried + 1 if found == best else 0
+                if found < best:
+                    labels, best = moved, found
+                if best == least or tried == len(stages):
+                    break
+    return labels
+
+
+def _least(problem: Labelling, costs) -> int:
+    """What the nodes that have one label only cost by themselves: no choice costs less."""
+    total = 0
+    for weight, producer, readers in costs:
+        places = {problem.low[r] for r in readers if problem.low[r] == problem.high[r]}
+        is_fixed = producer is not None and problem.low[producer] == problem.high[producer]
+        total += weight * (len(places - {problem.low[producer]}) if is_fixed else max(0, len(places) - 1))
+    return total
+
+
+def _independent_parts(problem: Labelling):
+    """The nodes with a choice, in sets that do not bear on each other: (nodes, pairs, costs) of each."""
+    parent = list(range(len(problem.start)))
+
+    def find(v):
+        while parent[v] != v:
+            parent[v] = v = parent[parent[v]]
+        return v
+
+    def free(nodes):
+        return [v for v in nodes if problem.low[v] < problem.high[v]]
+
+    pairs = [(u, v) for u, v in problem.pairs if len(free((u, v))) == 2]
+    costs = [(c, free(c.readers if c.producer is None else (c.producer, *c.readers))) for c in problem.costs]
+    for together in (*pairs, *(nodes for _, nodes in costs)):
+        for v in together[1:]:
+            parent[find(v)] = find(together[0])
+    parts: dict[int, tuple[list, list, list]] = {}
+    for v in free(range(len(problem.start))):
+        parts.setdefault(find(v), ([], [], []))[0].append(v)
+    for pair in pairs:
+        parts[find(pair[0])][1].append(pair)
+    for cost, nodes in costs:
+        if nodes:
+            parts[find(nodes[0])][2].append(cost)
+    return list(parts.values())
+
+
+def _expanded(problem: Labelling, labels, label: int, nodes, pairs, costs) -> list[int]:
+    """The best of the choices in which each node keeps its label or takes `label`."""
+    movable = [v for v in nodes if labels[v] != label and problem.low[v] <= label <= problem.high[v]]
+    number = {v: i for i, v in enumerate(movable)}
+    cut = _Move(number, labels, label)
+    for v in movable:
+        if labels[v] != problem.start[v]:
+            cut.charge(1, labels[v], [v], None)
+        elif label != problem.start[v]:
+            cut.charge(1, label, [v], None)
+    for u, v in pairs:
+        cut.keep_order(u, v)
+    for weight, producer, readers in costs:
+        for stage in {labels[r] for r in readers} | {label}:
+            cut.charge(weight, stage, readers, producer)
+    moves = cut.solve()
+    return [label if number.get(v) in moves else old for v, old in enumerate(labels)]
+
+
+class _Move:
+    """A move to one label as a cut: nodes on the side of the source stay, those on the side of the sink move."""
+
+    def __init__(self, number: dict[int, int], labels, label: int):
+        self.number, self.labels, self.label = number, labels, label
+        self.edges: list[tuple[int, int, int | None]] = []
+        self.source, self.sink, self.size = len(number), len(number) + 1, len(number) + 2
+
+    def keep_order(self, u: int, v: int):
+        """Forbids that `u` gets a larger label than `v`."""
+        if u in self.number and self.label > self.labels[v]:
+            self.edges.append((self.number.get(v, self.source), self.number[u], None))
+        if v in self.number and self.labels[u] > self.label:
+            self.edges.append((self.number.get(u, self.source), self.number[v], None))
+
+    def charge(self, weight: int, stage: int, readers, producer: int | None):
+        """Adds `weight` if a reader is at `stage` and the producer is not."""
+        here = [r for r in readers if self._may_be_at(r, stage)]
+        if not here or (producer is not None and producer not in self.number and self.labels[producer] == stage):
+            return
+        moving = stage == self.label
+        one, other = (self.sink, self.source) if moving else (self.source, self.sink)
+        end = self.number[producer] if producer in self.number and self._may_be_at(producer, stage) else other
+        if any(r not in self.number for r in here):
+            start = one
+        elif len(here) == 1:
+            start = self.number[here[0]]
+        else:
+            start, self.size = self.size, self.size + 1
+            for r in here:
+                self._add(self.number[r], start, None, moving)
+        if {start, end} != {self.source, self.sink}:
+            self._add(start, end, weight, moving)
+
+    def _may_be_at(self, node: int, stage: int) -> bool:
+        return self.labels[node] == stage or (node in self.number and stage == self.label)
+
+    def _add(self, a: int, b: int, weight: int | None, reverse: bool):
+        self.edges.append((b, a, weight) if reverse else (a, b, weight))
+
+    def solve(self) -> set[int]:
+        infinite = sum(w for *_, w in self.edges if w is not None) + 1
+        edges = [(a, b, infinite if w is None else w) for a, b, w in self.edges]
+        return set(self.number.values()) - minimum_cut(self.size, edges, self.source, self.sink)
+
+
+def minimum_cut(num_nodes: int, edges, source: int, sink: int) -> set[int]:
+    """The nodes on the side of the source in a minimum cut, of several the one with most of them (Dinic's algorithm).
+
+    Args:
+      num_nodes: how many nodes.
+      edges: of each, where it begins, where it ends, and its capacity.
+      source, sink: the nodes to be parted.
+    """
+    heads: list[int] = []
+    room: list[int] = []
+    out: list[list[int]] = [[] for _ in range(num_nodes)]
+    for a, b, capacity in edges:
+        out[a].append(len(heads))
+        out[b].append(len(heads) + 1)
+        heads += b, a
+        room += capacity, 0
+    while True:
+        level = _distances(num_nodes, heads, room, out, source)
+        if level[sink] < 0:
+            break
+        _saturate(heads, room, out, level, source, sink)
+    # Against the flow from the sink: what cannot reach it stays with the source.
+    reached, waiting = {sink}, [sink]
+    while waiting:
+        for e in out[waiting.pop()]:
+            if room[e ^ 1] and heads[e] not in reached:
+                reached.add(heads[e])
+                waiting.append(heads[e])
+    return set(range(num_nodes)) - reached
+
+
+def _distances(num_nodes, heads, room, out, source) -> list[int]:
+    level = [-1] * num_nodes
+    level[source] = 0
+    waiting = deque([source])
+    while waiting:
+        v = waiting.popleft()
+        for e in out[v]:
+            if room[e] and level[heads[e]] < 0:
+                level[heads[e]] = level[v] + 1
+                waiting.append(heads[e])
+    return level
+
+
+def _saturate(heads, room, out, level, source, sink):
+    """Sends flow along shortest paths until each has an edge without room."""
+    rest = [list(edges) for edges in out]  # edges that have not been found useless
+    path: list[int] = []
+    v = source
+    while True:
+        if v == sink:
+            amount = min(room[e] for e in path)
+            for e in path:
+                room[e] -= amount
+                room[e ^ 1] += amount
+            path.clear()
+            v = source
+        while rest[v] and not (room[rest[v][-1]] and level[heads[rest[v][-1]]] == level[v] + 1):
+            rest[v].pop()
+        if rest[v]:
+            path.append(rest[v][-1])
+            v = heads[path[-1]]
+        elif v == source:
+            return
+        else:
+            rest[heads[path[-1] ^ 1]].pop()
+            v = heads[path.pop() ^ 1]
