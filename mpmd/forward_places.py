@@ -1,5 +1,6 @@
 """The stage of each forward equation of a loop's body: where it was written, or where fewer bytes cross."""
 
+import functools
 from collections import defaultdict
 
 import jax
@@ -19,11 +20,10 @@ def forward_stages(body: Body, marks: Marks, backward: set[int], num_microbatche
     or later (not after the first mark that needs it) where fewer bytes cross between stages in a step; the bytes of
     parameters that several stages read, and of their gradients, are counted. No stage loses all of its parameters.
     """
-    graph = _Graph(body, marks, backward)
-    costs_ = graph.costs(num_microbatches)
+    graph = _Graph(body, marks, backward, num_microbatches)
     pinned = {i: graph.written[i] for i, node in enumerate(graph.nodes) if node.eqn.effects}
     while True:
-        problem = graph.problem(pinned, costs_)
+        problem = graph.problem(pinned)
         stages = cheapest_labels(problem)
         lost = graph.with_parameters(problem.start) - graph.with_parameters(stages)
         if not lost:
@@ -41,12 +41,14 @@ class _Graph:
       parameters: the parameters that each equation reads, by its number; equations that read none are left out.
       written: where each equation stands between the forward marks.
       made: the equations that make what each equation reads, perhaps through marks.
+      after_marks, before_marks: the stages to which the marks next to an equation bind it.
       side: losses, metrics, residuals: what neither a mark nor an equation with parameters needs.
     """
 
-    def __init__(self, body: Body, marks: Marks, backward: set[int]):
+    def __init__(self, body: Body, marks: Marks, backward: set[int], num_microbatches: int):
         self.body, self.marks = body, marks
         self.last = marks.num_stages - 1
+        self.num_microbatches = num_microbatches
         forward = [n for n in body.nodes if n.per_microbatch and id(n) not in backward]
         self.roots = _parameter_roots(body)
         floating = _floating(body, marks, forward, self.roots) if self.last else set()
@@ -61,6 +63,7 @@ class _Graph:
         self.written = self._text_stages()
         self.made = [sorted({self.number[id(s)] for s in self._sources(n) if id(s) in self.number}) for n in self.nodes]
         self.side = self._side_work()
+        self.after_marks, self.before_marks = self._stages_between_marks()
 
     def _sources(self, node: Node) -> list:
         """The nodes, other than marks, that make what an equation reads."""
@@ -93,7 +96,7 @@ class _Graph:
         """The stages in which an equation reads a parameter."""
         return {stages[i] for i in self.parameters}
 
-    def problem(self, pinned: dict[int, int], costs_) -> Labelling:
+    def problem(self, pinned: dict[int, int]) -> Labelling:
         """What may be chosen, and what it costs. Side work on what has no choice has none either."""
         start, low, high = self._start(*self._bounds(pinned))
         fixed = {i for i in range(len(start)) if low[i] == high[i]}
@@ -102,7 +105,7 @@ class _Graph:
                 fixed.add(i)
         start, low, high = self._start(*self._bounds({i: start[i] for i in fixed}))
         pairs = [(j, i) for i, made in enumerate(self.made) for j in made]
-        return Labelling(low, high, start, pairs, costs_)
+        return Labelling(low, high, start, pairs, self._costs if low != high else [])
 
     def _start(self, low, high):
         """Where equations stand in the text; those of `side`, where what they read is made."""
@@ -114,28 +117,33 @@ class _Graph:
         return start, low, high
 
     def _bounds(self, pinned: dict[int, int]) -> tuple[list[int], list[int]]:
-        """For each equation, the stage of the latest mark before it, and that of the first mark after it."""
-        low, high = [0] * len(self.nodes), [self.last] * len(self.nodes)
-        after: dict[compat.Var, int] = {}  # a value is made in this stage, or later
-        for node in self.body.nodes:
-            i = self.number.get(id(node))
-            at = max((after.get(v, 0) for v in self.body.inputs(node)), default=0)
-            if i is not None:
-                at = low[i] = max(at, pinned.get(i, 0))
-            after.update(dict.fromkeys(node.eqn.outvars, self.marked.get(id(node), at)))
-        before: dict[compat.Var, int] = {}  # a value is read in this stage, or later
-        for node in reversed(self.body.nodes):
-            i = self.number.get(id(node))
-            at = min((before.get(v, self.last) for v in node.eqn.outvars), default=self.last)
-            if i is not None:
-                at = high[i] = min(at, pinned.get(i, self.last))
-            elif id(node) in self.marked:
-                at = min(at, self.marks.number[id(node)])
-            for v in self.body.inputs(node):
-                before[v] = min(at, before.get(v, self.last))
+        """For each equation, the first and the last stage that marks and what is pinned allow."""
+        low, high = list(self.after_marks), list(self.before_marks)
+        for i, stage in pinned.items():
+            low[i], high[i] = max(low[i], stage), min(high[i], stage)
+        for i, made in enumerate(self.made):
+            for j in made:
+                low[i] = max(low[i], low[j])
+        for i in reversed(range(len(high))):
+            for j in self.made[i]:
+                high[j] = min(high[j], high[i])
         return low, high
 
-    def costs(self, num_microbatches: int) -> list[Cost]:
+    def _stages_between_marks(self) -> tuple[list[int], list[int]]:
+        """For each equation, the stage of the latest mark that it depends on, and that of the first that needs it."""
+        after: dict[compat.Var, int] = {}
+        before: dict[compat.Var, int] = {}
+        for node in self.body.nodes:
+            if id(node) in self.marked:
+                after.update(dict.fromkeys(node.eqn.outvars, self.marked[id(node)]))
+                for v in self.body.inputs(node):
+                    before[v] = min(before.get(v, self.last), self.marks.number[id(node)])
+        low = [max((after.get(v, 0) for v in self.body.inputs(n)), default=0) for n in self.nodes]
+        high = [min((before.get(v, self.last) for v in n.eqn.outvars), default=self.last) for n in self.nodes]
+        return low, high
+
+    @functools.cached_property
+    def _costs(self) -> list[Cost]:
         """The bytes that cross in a step: values forward, their gradients backward, parameters there and back.
 
         Scalars are free, so that no loss is moved to spare one.
@@ -155,7 +163,7 @@ class _Graph:
             if self.is_trained and reads:
                 learned.update(v for v in node.eqn.outvars if jax.dtypes.issubdtype(v.aval.dtype, np.inexact))
         found = [
-            Cost(num_microbatches * costs.nbytes(v.aval), self.number[id(source)], tuple(readers))
+            Cost(self.num_microbatches * costs.nbytes(v.aval), self.number[id(source)], tuple(readers))
             for v, readers in [*values.items(), *((v, r) for v, r in gradients.items() if v in learned)]
             if costs.size(v.aval) > 1 and (source := self.body.source(v)) and id(source) in self.number
         ]

@@ -94,22 +94,22 @@ def _independent_parts(problem: Labelling):
             parent[v] = v = parent[parent[v]]
         return v
 
-    def free(nodes):
-        return [v for v in nodes if problem.low[v] < problem.high[v]]
-
-    pairs = [(u, v) for u, v in problem.pairs if len(free((u, v))) == 2]
-    costs = [(c, free(c.readers if c.producer is None else (c.producer, *c.readers))) for c in problem.costs]
-    for together in (*pairs, *(nodes for _, nodes in costs)):
-        for v in together[1:]:
-            parent[find(v)] = find(together[0])
+    free = {v for v, (a, b) in enumerate(zip(problem.low, problem.high, strict=True)) if a < b}
+    pairs = [(u, v) for u, v in problem.pairs if u in free and v in free]
+    costs = [
+        (c, free.intersection((*c.readers, *(() if c.producer is None else (c.producer,))))) for c in problem.costs
+    ]
+    for first, *others in (*pairs, *(nodes for _, nodes in costs if nodes)):
+        for v in others:
+            parent[find(v)] = find(first)
     parts: dict[int, tuple[list, list, list]] = {}
-    for v in free(range(len(problem.start))):
+    for v in sorted(free):
         parts.setdefault(find(v), ([], [], []))[0].append(v)
     for pair in pairs:
         parts[find(pair[0])][1].append(pair)
     for cost, nodes in costs:
         if nodes:
-            parts[find(nodes[0])][2].append(cost)
+            parts[find(min(nodes))][2].append(cost)
     return list(parts.values())
 
 
