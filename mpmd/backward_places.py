@@ -53,7 +53,7 @@ def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[
         limit = min([last, *(stages[id(s)] for s in sources if id(s) in stages)])
         is_rooted = any(id(s) in stages or id(s) in forward for s in sources) or id(node) in at_least
         if is_rooted:
-            stage = text.last_stage(spans[id(node)], limit) if id(node) in spans else limit
+            stage = text.last_stage(node, spans[id(node)], limit) if id(node) in spans else limit
             stages[id(node)] = max(stage, at_least.get(id(node), 0))
     return stages
 
@@ -72,8 +72,10 @@ class _Text:
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[int], forward: dict[int, int]):
+        self.body = body
         self.of_value: dict[compat.Var, _Span] = {}
         self.of_stage: dict[int, list[int]] = defaultdict(list)
+        self.at: dict[compat.Var, set[int]] = {}
         read_in: dict[compat.Var, set[int]] = defaultdict(set)
         for position, node in reversed(list(enumerate(body.nodes))):
             if id(node) in backward or id(node) in marks.number or compat.is_transposed(node.eqn):
@@ -85,18 +87,23 @@ class _Text:
             for stage in stages:
                 self.of_stage[stage].append(position)
             for v in [*body.inputs(node), *node.eqn.outvars]:
+                if stages:
+                    self.at.setdefault(v, set()).update(stages)
                 self.of_value[v] = _Span(position, self.of_value[v].last if v in self.of_value else position)
         for positions in self.of_stage.values():
             positions.reverse()
 
-    def last_stage(self, span: _Span, limit: int) -> int:
-        """The last stage, up to `limit`, with a forward equation in `span`; `limit` if there is none."""
-        for stage in range(limit, -1, -1):
-            positions = self.of_stage[stage]
-            at = bisect.bisect_left(positions, span.first)
-            if at < len(positions) and positions[at] <= span.last:
-                return stage
-        return limit
+    def last_stage(self, node: Node, span: _Span, limit: int) -> int:
+        """The last stage up to `limit` with a forward equation in `span`, preferably one that has what the node reads."""
+        found = [s for s in range(limit, -1, -1) if self._stands_in(s, span)]
+        having = [s for s in found if all(s in self.at[v] for v in self.body.inputs(node) if v in self.at)]
+        return next(iter(having or found), limit)
+
+    def _stands_in(self, stage: int, span: _Span) -> bool:
+        """Whether a forward equation of `stage` stands in `span`."""
+        positions = self.of_stage[stage]
+        at = bisect.bisect_left(positions, span.first)
+        return at < len(positions) and positions[at] <= span.last
 
 
 def _spans(body: Body, marks: Marks, backward: set[int], forward, text: _Text) -> dict[int, _Span]:

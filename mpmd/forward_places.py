@@ -101,20 +101,24 @@ class _Graph:
         start, low, high = self._start(*self._bounds(pinned))
         fixed = {i for i in range(len(start)) if low[i] == high[i]}
         for i in sorted(self.side - fixed):
-            if self.made[i] and fixed.issuperset(self.made[i]):
+            if fixed.issuperset(self.made[i]) and start[i] == self._made_in(i, start):
                 fixed.add(i)
         start, low, high = self._start(*self._bounds({i: start[i] for i in fixed}))
         pairs = [(j, i) for i, made in enumerate(self.made) for j in made]
         return Labelling(low, high, start, pairs, self._costs if low != high else [])
 
     def _start(self, low, high):
-        """Where equations stand in the text; those of `side`, where what they read is made."""
+        """Where equations stand in the text; those of `side`, where what they read is made, if marks allow that."""
         start: list[int] = []
         for i, stage in enumerate(self.written):
-            if i in self.side and self.made[i]:
-                stage = max(start[j] for j in self.made[i])
+            if i in self.side and self._made_in(i, start) >= low[i]:
+                stage = self._made_in(i, start)
             start.append(min(max(stage, low[i]), high[i]))
         return start, low, high
+
+    def _made_in(self, i: int, stages) -> int:
+        """The last stage in which something is made that an equation reads; -1 if it reads data alone."""
+        return max((stages[j] for j in self.made[i]), default=-1)
 
     def _bounds(self, pinned: dict[int, int]) -> tuple[list[int], list[int]]:
         """For each equation, the first and the last stage that marks and what is pinned allow."""

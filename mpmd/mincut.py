@@ -121,7 +121,7 @@ def _expanded(problem: Labelling, labels, label: int, nodes, pairs, costs) -> li
     for v in movable:
         if labels[v] != problem.start[v]:
             cut.charge(1, labels[v], [v], None)
-        elif label != problem.start[v]:
+        if label != problem.start[v]:
             cut.charge(1, label, [v], None)
     for u, v in pairs:
         cut.keep_order(u, v)
