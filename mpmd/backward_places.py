@@ -78,7 +78,8 @@ class _Text:
         self.at: dict[compat.Var, set[int]] = {}
         read_in: dict[compat.Var, set[int]] = defaultdict(set)
         for position, node in reversed(list(enumerate(body.nodes))):
-            if id(node) in backward or id(node) in marks.number or compat.is_transposed(node.eqn):
+            is_constant = not node.per_microbatch and compat.is_transposed(node.eqn)
+            if id(node) in backward or id(node) in marks.number or is_constant:
                 continue
             made_here = {forward[id(node)]} if id(node) in forward else set()
             stages = made_here or set().union(*(read_in[v] for v in node.eqn.outvars))
@@ -94,7 +95,7 @@ class _Text:
             positions.reverse()
 
     def last_stage(self, node: Node, span: _Span, limit: int) -> int:
-        """The last stage up to `limit` with a forward equation in `span`, preferably one that has what the node reads."""
+        """The last stage up to `limit` with a forward equation in `span`; rather one that has what the node reads."""
         found = [s for s in range(limit, -1, -1) if self._stands_in(s, span)]
         having = [s for s in found if all(s in self.at[v] for v in self.body.inputs(node) if v in self.at)]
         return next(iter(having or found), limit)

@@ -21,7 +21,7 @@ def forward_stages(body: Body, marks: Marks, backward: set[int], num_microbatche
     parameters that several stages read, and of their gradients, are counted. No stage loses all of its parameters.
     """
     graph = _Graph(body, marks, backward, num_microbatches)
-    pinned = {i: graph.written[i] for i, node in enumerate(graph.nodes) if node.eqn.effects}
+    pinned = {i for i, node in enumerate(graph.nodes) if node.eqn.effects}
     while True:
         problem = graph.problem(pinned)
         stages = cheapest_labels(problem)
@@ -29,7 +29,7 @@ def forward_stages(body: Body, marks: Marks, backward: set[int], num_microbatche
         if not lost:
             return graph.marked | {id(n): s for n, s in zip(graph.nodes, stages, strict=True)}
         before = len(pinned)
-        pinned |= {i: problem.start[i] for i in graph.parameters if problem.start[i] in lost}
+        pinned |= {i for i in graph.parameters if problem.start[i] in lost}
         assert len(pinned) > before  # each round pins more equations
 
 
@@ -96,35 +96,36 @@ class _Graph:
         """The stages in which an equation reads a parameter."""
         return {stages[i] for i in self.parameters}
 
-    def problem(self, pinned: dict[int, int]) -> Labelling:
+    def problem(self, pinned: set[int]) -> Labelling:
         """What may be chosen, and what it costs. Side work on what has no choice has none either."""
-        start, low, high = self._start(*self._bounds(pinned))
-        fixed = {i for i in range(len(start)) if low[i] == high[i]}
+        low, high = self._bounds({})
+        start = self._start(low, high)
+        fixed = pinned | {i for i in range(len(start)) if low[i] == high[i]}
         for i in sorted(self.side - fixed):
             if fixed.issuperset(self.made[i]) and start[i] == self._made_in(i, start):
                 fixed.add(i)
-        start, low, high = self._start(*self._bounds({i: start[i] for i in fixed}))
+        low, high = self._bounds({i: start[i] for i in fixed})
         pairs = [(j, i) for i, made in enumerate(self.made) for j in made]
         return Labelling(low, high, start, pairs, self._costs if low != high else [])
 
-    def _start(self, low, high):
+    def _start(self, low, high) -> list[int]:
         """Where equations stand in the text; those of `side`, where what they read is made, if marks allow that."""
         start: list[int] = []
         for i, stage in enumerate(self.written):
             if i in self.side and self._made_in(i, start) >= low[i]:
                 stage = self._made_in(i, start)
             start.append(min(max(stage, low[i]), high[i]))
-        return start, low, high
+        return start
 
     def _made_in(self, i: int, stages) -> int:
         """The last stage in which something is made that an equation reads; -1 if it reads data alone."""
         return max((stages[j] for j in self.made[i]), default=-1)
 
-    def _bounds(self, pinned: dict[int, int]) -> tuple[list[int], list[int]]:
-        """For each equation, the first and the last stage that marks and what is pinned allow."""
+    def _bounds(self, fixed: dict[int, int]) -> tuple[list[int], list[int]]:
+        """For each equation, the first and the last stage that marks and fixed equations allow."""
         low, high = list(self.after_marks), list(self.before_marks)
-        for i, stage in pinned.items():
-            low[i], high[i] = max(low[i], stage), min(high[i], stage)
+        for i, stage in fixed.items():
+            low[i] = high[i] = stage
         for i, made in enumerate(self.made):
             for j in made:
                 low[i] = max(low[i], low[j])
@@ -159,12 +160,12 @@ class _Graph:
         for i, node in enumerate(self.nodes):
             for parameter in self.parameters.get(i, ()):
                 parameters[parameter].append(i)
-            for v in costs.variables(node.eqn.invars):
-                if not _is_free_view(node):
-                    values[self._base(v)].append(i)
-                gradients[self._unmarked(v)].append(i)
-            reads = self._parameters(node) or any(self._unmarked(v) in learned for v in self.body.inputs(node))
-            if self.is_trained and reads:
+            for v in () if _is_free_view(node) else self._read(node, self._base):
+                values[v].append(i)
+            read = self._read(node, self._unmarked)
+            for v in read:
+                gradients[v].append(i)
+            if self.is_trained and (self._parameters(node) or not learned.isdisjoint(read)):
                 learned.update(v for v in node.eqn.outvars if jax.dtypes.issubdtype(v.aval.dtype, np.inexact))
         found = [
             Cost(self.num_microbatches * costs.nbytes(v.aval), self.number[id(source)], tuple(readers))
@@ -174,7 +175,11 @@ class _Graph:
         return found + [Cost(2 * costs.nbytes(v.aval), None, tuple(readers)) for v, readers in parameters.items()]
 
     def _parameters(self, node: Node) -> frozenset:
-        return _parameters_read(self.body, node, [self._base(v) for v in self.body.inputs(node)], self.roots)
+        return _parameters_read(self.body, node, self._read(node, self._base), self.roots)
+
+    def _read(self, node: Node, origin) -> list[compat.Var]:
+        """The variables that an equation reads, by their origins."""
+        return costs.variables(map(origin, self.body.inputs(node)))
 
     def _unmarked(self, v):
         """The value that marks hand on as `v`."""

@@ -80,8 +80,10 @@ def _least(problem: Labelling, costs) -> int:
     total = 0
     for weight, producer, readers in costs:
         places = {problem.low[r] for r in readers if problem.low[r] == problem.high[r]}
-        is_fixed = producer is not None and problem.low[producer] == problem.high[producer]
-        total += weight * (len(places - {problem.low[producer]}) if is_fixed else max(0, len(places) - 1))
+        if producer is not None and problem.low[producer] == problem.high[producer]:
+            total += weight * len(places - {problem.low[producer]})
+        else:
+            total += weight * max(0, len(places) - 1)
     return total
 
 
