@@ -155,10 +155,11 @@ mark_p.multiple_results = True
 
 @compat.api_boundary
 def mark_stage_end(x, name: str | None = None):
-    """Ends a pipeline stage here: returns `x`, and what is computed from it belongs to the next stage.
+    """Ends a pipeline stage here: returns `x`, and what is written after it belongs to the next stage.
 
-    Outside of `mpmd.jit` it is the identity. The transpose of a mark marks the same boundary in the backward
-    pass, so that each stage's gradient runs where the stage runs.
+    So does what does not depend on `x`: a second model that starts from the data, or a block's own projection of a
+    vector that all blocks read. An equation runs in another stage only where fewer bytes cross so. Its gradient runs
+    where it runs. Outside of `mpmd.jit` a mark is the identity.
 
     Args:
       x: a pytree of arrays, the values that cross the boundary. Other values may cross it too (skip

@@ -1,15 +1,14 @@
 """Cuts a loop's body into tasks: forward and backward of each stage, by one place per equation.
 
-The rules, in the order in which they are applied (each is a function below):
+The rules, in the order in which they are applied (each is a function of this file or of one that it imports):
 
   hoist       what depends on neither the microbatch nor its index runs once, before the loop
   marks       the k-th mark ends stage k; a backward mark is tied to the forward mark that it transposes
-  forward     an equation runs in the stage after the latest mark that it depends on; with no mark, in stage 0
-              if stage 0's mark needs it and it reads a parameter (or reads what does)
-  backward    an equation that depends on a backward mark, or comes from transposition, runs in the stage of
-              that mark, or where the forward values that it reads are
-  float       what has no place by these (labels, masks, positions, keys) is computed again by each reader if
-              that is cheap, else once and sent
+  float       cheap work on the microbatch alone (labels, masks, positions, keys) is done again by each reader
+  forward     an equation runs in the stage in which it stands in the text, or where fewer bytes cross: a minimum
+              cut, between the latest mark that it depends on and the first mark that needs it
+  side        a loss, metric or residual of values whose stage is known runs where these are
+  backward    an equation runs in the stage of the forward equation that it transposes
   sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
   join        in a split backward, what is made of several stages' gradients is computed after the loop
