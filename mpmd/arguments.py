@@ -72,14 +72,12 @@ def _only(spec, names) -> tuple:
 
 
 def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
-    """The type under which an argument is traced: with a sharding on Explicit axes, where it has one."""
+    """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
     shape, dtype, weak, _ = leaf_type(x, frozenset())
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit} - {
-        mpmd_axis
-    }
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     spec, kind = hint.layout or (PartitionSpec(), None)
-    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit)))
-    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or len(typed) else None
+    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit - {mpmd_axis})))
+    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or explicit else None
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
@@ -178,11 +176,11 @@ def argument_names(fun, call: Call):
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = [i for i in range(call.num_args) if i not in call.static_positions]
     names = []
     for i, arg in zip(positions, args, strict=True):
-        plain = i < len(parameters) and parameters[i].kind is not inspect.Parameter.VAR_POSITIONAL
-        root = parameters[i].name if plain else f"args[{i}]"
+        root = positional[i] if i < len(positional) else f"args[{i}]"
         names += [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
     for key in sorted(kwargs):
         names += [key + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kwargs[key])[0]]

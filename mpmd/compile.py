@@ -274,7 +274,7 @@ def _typed(aval, mesh: Mesh) -> NamedSharding | None:
     if mesh.size == 1 or costs.size(aval) <= 1:
         return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     typed = getattr(aval, "sharding", None)
-    if typed is not None and all(t == AxisType.Explicit for t in mesh.axis_types):
+    if typed is not None and all(t == AxisType.Explicit for t in (*mesh.axis_types, *typed.mesh.axis_types)):
         return NamedSharding(mesh, typed.spec, memory_kind=kind)
     return None
 

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
-from mpmd.markers import explicit_sharding
 from mpmd.transfer import memory_kind
 
 
@@ -81,7 +80,8 @@ class Distinct:
         fun, closed = compat.jaxpr_as_fun(self.closed), self.closed
 
         def program(*args):
-            return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
+            with compat.tracing(mesh.abstract_mesh):
+                return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
 
         program.__name__ = program.__qualname__ = name or self.name
         outs = [None if s is None else on_mesh(mesh, s) for s in self.out_shardings]
@@ -214,9 +214,12 @@ def _is_sub_byte(dtype) -> bool:
 
 
 def _typed_as(aval, x):
-    """An argument whose sharding XLA chooses has no type on Explicit axes beside Auto ones; here it gets it."""
-    typed = explicit_sharding(aval)
-    return x if typed is None or not jax.typeof(x).sharding.mesh.empty else jax.reshard(x, typed.spec)
+    """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`."""
+    here, typed = jax.typeof(x).sharding.mesh, aval.sharding
+    if here == typed.mesh or typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
+        return x
+    with compat.use_abstract_mesh(typed.mesh):
+        return jax.reshard(x, typed)
 
 
 def _abstract(aval, sharding):

@@ -189,7 +189,7 @@ def _abstract_eval(*avals, exported: jax.export.Exported, name: str):
 
 def _typed(x, spec: PartitionSpec | None):
     """The type of a result, with what of its spec is on Explicit axes of the current mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = compat.current_mesh()
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     if not explicit:
         return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype))

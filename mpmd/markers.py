@@ -337,7 +337,30 @@ def _check_microbatch_axis(names, leaves, axis) -> int:
                              f"  All leaves of xs need the same number of microbatches on axis {axis}.")  # fmt: skip
     if sizes[0] == 0:
         raise StageError(f"treduce: {names[0]} has 0 rows on axis {axis}. At least one microbatch is needed.")
+    for name, x in zip(names, leaves, strict=True):
+        _check_microbatches_are_whole(name, jax.typeof(x), axis % x.ndim)
     return sizes[0]
+
+
+def _check_microbatches_are_whole(name, aval, axis):
+    """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
+    sharding = explicit_sharding(aval)
+    entry = None if sharding is None else sharding.spec[axis]
+    if sharding is None or aval.shape[axis] == sharding.shard_shape(aval.shape)[axis]:
+        return
+    size = aval.shape[axis] // sharding.shard_shape(aval.shape)[axis]
+    spec = [None if a == axis else e for a, e in enumerate(sharding.spec.partitions)]
+    free = (a for a, e in enumerate(spec) if a != axis and e is None and aval.shape[a] % size == 0)
+    if (rows := next(free, None)) is not None:
+        spec[rows] = entry
+    while spec and spec[-1] is None:
+        spec.pop()
+    wanted = f"P({', '.join(map(repr, spec))})"
+    raise StageError(
+        f"treduce: {name} is {aval.str_short(short_dtypes=True)}, sharded over {entry!r} on axis {axis}, its microbatch"
+        f" axis.\n  Every device needs its rows of each microbatch: jax.reshard(x, {wanted}) before treduce, or"
+        f" in_shardings={wanted} where it is an argument of the step."
+    )
 
 
 def _slice(x, index, axis):
@@ -366,7 +389,7 @@ def _treduce(take, num_microbatches, schedule, operation, name):
         frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
         return [x if isinstance(x, jax.Array) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
-    body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32))
+    body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
     operations = _broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     _check_operations(operations, body.out_avals, name)

@@ -80,25 +80,23 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
         return [x for _, x in paths]
 
     whole, axis = mpmd_mesh.lowering_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
-    closed, jaxpr = _traced(flat, avals, whole)
-    if axis is not None and _unchecked_shard_map(jaxpr, axis) is not None:
-        closed, jaxpr = _traced_unchecked(flat, avals, whole, axis, jaxpr)
+    with compat.tracing(whole, frozenset(g.abstract_mesh for g in mpmd_mesh.groups), axis):
+        closed, jaxpr = _traced(flat, avals)
     _check_axis(jaxpr, axis)
     jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
-def _traced(flat: Callable, avals, mesh: jax.sharding.AbstractMesh) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
+def _traced(flat: Callable, avals) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
     """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
-    with compat.use_abstract_mesh(mesh):
-        try:
-            closed = jax.make_jaxpr(lambda *leaves: flat(*leaves))(*avals)  # a new function: traces are cached
-        except _NEEDS_A_VALUE as e:
-            raise StageError(
-                f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
-                f"  {str(e).splitlines()[0]}\n"
-                "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
-            ) from e
+    try:
+        closed = jax.make_jaxpr(flat)(*avals)
+    except _NEEDS_A_VALUE as e:
+        raise StageError(
+            f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
+            f"  {str(e).splitlines()[0]}\n"
+            "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+        ) from e
     _check_no_leaks(closed)
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
     return closed, compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
@@ -305,40 +303,6 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             _check_axis(inner, axis)
 
 
-def _traced_unchecked(flat, avals, whole, axis: str, jaxpr: compat.Jaxpr):
-    """The step again, with each `shard_map` left automatic over the mpmd axis, over which nothing is split."""
-    try:
-        with compat.shard_maps_without(axis):
-            closed, again = _traced(flat, avals, whole)
-    except (NameError, ValueError):
-        _check_axis(jaxpr, axis)  # what names the axis can be manual over it alone
-        raise
-    if (unchecked := _unchecked_shard_map(again, axis)) is not None:
-        used = ", ".join(repr(n) for n in unchecked.params["mesh"].axis_names if n != axis)
-        raise StageError(
-            f"shard_map(check_vma=False) over all mesh axes is differentiated inside a function that JAX has traced"
-            f" before: its gradient would sum over the mpmd axis {axis!r}.\n"
-            f"  Pass axis_names={{{used}}} to shard_map, or leave check_vma=True, or leave out the jax.jit around it."
-        )
-    return closed, again
-
-
-def _unchecked_shard_map(jaxpr: compat.Jaxpr, axis: str):
-    """A differentiated `shard_map` without `check_vma` that is manual over `axis` too.
-
-    Its gradient sums over every manual axis and divides by their sizes, which in a group are others.
-    """
-    for eqn in jaxpr.eqns:
-        params = eqn.params
-        is_one = eqn.primitive.name == "shard_map" and not params["check_vma"] and axis in params["newly_manual_axes"]
-        if is_one and compat.is_differentiated(eqn):
-            return eqn
-        for inner in compat.jaxprs_in(params):
-            if (found := _unchecked_shard_map(inner, axis)) is not None:
-                return found
-    return None
-
-
 def _names_axis(eqn, axis) -> bool:
     for key, value in eqn.params.items():
         if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
@@ -365,7 +329,9 @@ def _mentions(value, axis) -> bool:
 
 def trace_equations(fun, *atoms):
     """The equations of `fun` on the types of `atoms`, reading `atoms`, with variables of their own: (eqns, results)."""
-    closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
+    meshes = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
+    with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
+        closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
     flat = inline(closed.jaxpr)
     env = dict(zip(flat.invars, atoms, strict=True))
     env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}

@@ -354,23 +354,6 @@ def test_an_axis_index_of_the_pipelines_axis_is_refused():
     assert message.startswith(f"axis_index names the mpmd axis 'stage', at {_here(local)}"), message
 
 
-def test_an_unchecked_shard_map_that_jax_has_traced_already_is_refused_with_two_remedies():
-    mesh = make_mesh(4, AxisType.Auto, ("data",))
-    split = jax.jit(
-        jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    )
-
-    def loss(params, microbatch):
-        x = microbatch["x"][:2]
-        for stage, p in enumerate(params):
-            x = split(residual(p, x if stage == 0 else mpmd.mark_stage_end(x)))
-        return jnp.sum(x)
-
-    message = _without_columns(_refusal(loss, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")))
-    assert "shard_map(check_vma=False) over all mesh axes is differentiated" in message
-    assert "Pass axis_names={'data'} to shard_map, or leave check_vma=True" in message
-
-
 def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():
     def apply(mesh, x):
         whole = jax.shard_map(lambda x: x * 2.0, mesh=mesh, in_specs=P(None, "stage"), out_specs=P(None, "stage"))
@@ -380,6 +363,24 @@ def test_a_shard_map_whose_specs_name_the_pipelines_axis_is_refused():
 
 
 # --- the loop's arguments ---
+
+
+@pytest.mark.parametrize("schedule", [None, scheduler.OneFOneB(2)], ids=["plain", "pipelined"])
+def test_on_explicit_axes_a_sharded_microbatch_axis_is_refused_with_the_spec_to_write(schedule):
+    mesh = make_mesh(2, AxisType.Explicit, ("data",))
+
+    def step(xs):
+        xs = {"x": jax.reshard(xs["x"], P(None, None, "data")), "y": jax.reshard(xs["y"], P("data"))}
+        return mpmd.treduce(lambda m: m["x"].sum() + m["y"].sum(), xs, schedule=schedule)
+
+    xs = {"x": jnp.ones((4, 3, 2)), "y": jnp.ones((4, 3, 2))}
+    with pytest.raises(mpmd.StageError) as raised:
+        mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")).lower(xs)
+    assert str(raised.value) == (
+        "treduce: xs['y'] is f32[4@data,3,2], sharded over 'data' on axis 0, its microbatch axis.\n"
+        "  Every device needs its rows of each microbatch: jax.reshard(x, P(None, None, 'data')) before treduce, or"
+        " in_shardings=P(None, None, 'data') where it is an argument of the step."
+    )
 
 
 @pytest.mark.parametrize("schedule", [None, scheduler.OneFOneB(4)], ids=["plain", "pipelined"])

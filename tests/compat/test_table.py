@@ -20,6 +20,7 @@ UNDER_1F1B_ALONE = {
     "Equinox example",
     "one trace for all devices of one shape",
     "JAX's persistent compilation cache",
+    "operations of `jax.numpy` and `jax.lax`, on arguments and computed values, on Auto and Explicit axes",
     "`jax.disable_jit` (plain Python on one device)",
 }
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from programs.parts import regression_batch, residual, squared_error, stages_params
+from programs.pipelines import make_mesh
 from programs.program import assert_same, host
 
 import mpmd
@@ -133,3 +135,16 @@ def test_a_step_whose_surroundings_have_changed_is_traced_again():
     assert (run(), calls) == (36.0, 2)
     schedule = scheduler.GPipe(2)
     assert "GPipe" in repr(mpmd.jit(step, mpmd_mesh=mesh).trace(w, xs)) and calls == 3
+
+
+def test_arguments_in_star_args_are_named_by_position_in_errors():
+    def step(w, *more, **options):
+        return w, more
+
+    mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto, ("data",)), "stage")
+    for fun, name in ((step, "args[1]['x']"), (lambda *a, **k: a, "args[1]['x']"), (lambda a, b, *, c=0: b, "b['x']")):
+        with pytest.raises(ValueError) as raised:
+            mpmd.jit(fun, mpmd_mesh=mesh, in_shardings=(None, P("data"))).lower(jnp.ones(2), {"x": jnp.ones(3)})
+        assert str(raised.value).startswith(
+            f"mpmd.jit: the sharding P('data',) of {name} does not fit its shape (3,) in group 0.\n"
+        )
