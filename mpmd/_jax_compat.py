@@ -287,6 +287,7 @@ def tracing(whole: AbstractMesh, groups: frozenset[AbstractMesh] = frozenset(), 
 def _install_hooks():
     _hook(shard_map_internals.__name__, "_shmap_checks", _shard_map_of_a_group)
     _hook(sharding_internals.__name__, "canonicalize_sharding", _sharding_of_a_group)
+    _hook(core.__name__, "update_aval_with_sharding", _type_of_a_groups_array)
     _hook(lax_internals.__name__, "call_sharding_rule", _replicated_without_a_rule)
     for name in ("_all_mesh_names_except_spmd", "_all_newly_manual_mesh_names"):
         _hook(shard_map_internals.__name__, name, _without_the_axis)
@@ -323,6 +324,13 @@ def _sharding_of_a_group(original, step: _Tracing, sharding, *args, **kwargs):
     if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
         sharding = NamedSharding(mesh, sharding.spec)
     return original(sharding, *args, **kwargs)
+
+
+def _type_of_a_groups_array(original, step: _Tracing, aval, sharding, *args, **kwargs):
+    """Of an array that the step closes over, for instance a parameter."""
+    if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return original(aval, sharding, *args, **kwargs)
 
 
 def _replicated_without_a_rule(original, step: _Tracing, primitive, rule, other_rule, num_out, *avals, **params):

@@ -123,6 +123,31 @@ def test_a_function_that_both_jax_and_a_step_have_traced_is_right_in_both():
         np.testing.assert_allclose(np.asarray(found), expected, 2e-6)
 
 
+@pytest.mark.parametrize("axes", [(), ("data",)], ids=["one_device", "two_devices"])
+def test_a_step_closes_over_arrays_of_a_group_and_of_the_whole_mesh(axes):
+    mesh = make_mesh(2, AxisType.Explicit, axes)
+    mpmd_mesh = mpmd.MpmdMesh(mesh, "stage")
+    values = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+    placed = mpmd.jit(lambda x: x, mpmd_mesh=mpmd_mesh)(values)
+    spec = P(*axes)
+    arrays = [placed, *(jax.device_put(values, NamedSharding(m, spec)) for m in (*mpmd_mesh.groups, mesh))]
+
+    def step(x):
+        def stages(x):
+            for w in arrays:
+                x = jnp.tanh(x @ jax.reshard(w, P()))
+            return mpmd.mark_stage_end(x) @ jax.reshard(arrays[1], P())
+
+        return mpmd.treduce(stages, x, schedule=scheduler.GPipe(2), operation=mpmd.Concat), x[0] @ placed
+
+    expected = values[None]
+    for _ in arrays:
+        expected = np.tanh(expected @ values)
+    found, outside = mpmd.jit(step, mpmd_mesh=mpmd_mesh)(np.stack([values, values]))
+    np.testing.assert_allclose(np.asarray(found), np.concatenate([expected @ values] * 2), 2e-5, 1e-6)
+    np.testing.assert_allclose(np.asarray(outside), values @ values, 2e-5, 1e-6)
+
+
 # --- Flax applies the names of partitioned variables where a mesh is set --------------------------
 
 
