@@ -13,10 +13,11 @@
 # shellcheck disable=SC2015 # `a && b || c` is meant as it reads: c also if b fails
 set -uf # globbing off: messages are split into words
 
-# Our variables are in lower case. The caller's that are too (http_proxy) are set aside, and given to the ranks.
+# Our variables are in lower case. The caller's that are too (http_proxy) are set aside, and given to the ranks. So is
+# TMOUT, which would end our reads.
 # shellcheck disable=SC2016 # evaluated later, here and in the agents
 readonly set_aside='own_words=() && while IFS= read -r name; do
-  [[ ! $name =~ ^[a-z_][a-z_0-9]*$ || $name == _ ]] || { own_words+=("$name=${!name}") && unset "$name"; }
+  [[ ! $name =~ ^([a-z_][a-z_0-9]*|TMOUT)$ || $name == _ ]] || { own_words+=("$name=${!name}") && unset "$name"; }
 done < <(compgen -e)'
 
 readonly grace_s=8       # for the victims of a failure to print their table and leave
@@ -26,6 +27,7 @@ readonly beat_s=5        # the launcher's sign of life to agents on other hosts
 readonly silence_s=30    # after which such an agent takes the launcher for dead
 readonly connect_s=60    # for a host to answer
 readonly num_last_lines=20
+readonly most=9999       # processes on a host, devices of a process, restarts
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
@@ -147,19 +149,22 @@ agent_address() { printf '%s' "${SLURMD_NODENAME:-$(hostname 2>/dev/null || cat 
 # Moves to the folder, takes the environment over, and checks that the command is there.
 prepare() {
   local assignment
+  local path=
   for assignment in "${environment[@]}"; do
     [[ $transport != ssh || $assignment != PATH=* ]] || assignment+=:$PATH # the other machine's own comes second
-    [[ $assignment =~ ^[a-z_0-9]+= ]] && own_words+=("$assignment") || export "${assignment?}"
+    [[ $transport != ssh ]] && own_words+=("$assignment") || export "${assignment?}"
   done
   cd -- "$folder" 2>/dev/null || fail 69 "no folder $folder, in which the command would start"
   unset "${contract[@]}"
   export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}       # the last lines before a crash are those that matter
+  path=$PATH
+  for assignment in "${added[@]}"; do [[ $assignment != PATH=* ]] || path=${assignment#PATH=}; done
   local name=${command[0]}
   if [[ $name == */* ]]; then
     [[ -e $name ]] || fail 127 "command not found: $name"
     [[ -x $name && ! -d $name ]] || fail 126 "not an executable file: $name"
   else
-    type -P -- "$name" >/dev/null || fail 127 "command not found: $name (PATH=$PATH)"
+    (PATH=$path && type -P -- "$name") >/dev/null || fail 127 "command not found: $name (PATH=$path)"
   fi
   [[ -z $gpus_per_process ]] || check_gpus
   [[ -z $log_dir ]] || { mkdir -p -- "$log_dir" && [[ -w $log_dir ]]; } 2>/dev/null || fail 69 "cannot write to --log-dir $log_dir"
@@ -296,8 +301,8 @@ run_rank() {
   (
     trap - TERM HUP INT QUIT PIPE
     export "${rank_environment[@]}" "${mark?}"
-    ((${#own_words[@]} == 0)) || exec setsid env "${own_words[@]}" "${command[@]}"
-    exec setsid "${command[@]}"
+    # Some names have a meaning in bash (IFS, UID): those that the user gives are not set in here.
+    exec env "${own_words[@]}" "${added[@]}" "${rank_environment[@]}" "$(type -P setsid)" -- "${command[@]}"
   ) </dev/null >"$work/out.$rank" 2>"$work/err.$rank" {hold}<&- {events}<&- &
   pid=$!
   event started "$rank" "$pid" "$out" "$err"
@@ -411,7 +416,7 @@ listens() { # state 0A is LISTEN; columns: number, local address:port, remote, s
 find_service_python() {
   service_python=python3
   [[ ! ${command[0]##*/} =~ ^python[0-9.]*$ ]] || service_python=${command[0]}
-  "$service_python" -c '
+  env "${added[@]}" "$service_python" -c '
 import importlib.util, os, sys
 specs = [importlib.util.find_spec(name) for name in ("mpmd", "jax")]
 places = list(specs[0].submodule_search_locations or []) if all(specs) else []
@@ -429,7 +434,7 @@ start_service() { # port
     (
       trap - TERM HUP INT QUIT PIPE
       exec {service_life}<&- {events}<&-
-      exec setsid "$service_python" -m mpmd.coordinator "$1" "$num_processes" --bind "$address"
+      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_processes" --bind "$address"
     ) <"$work/service.in" >/dev/null 2>"$work/service.err" &
     exec {service_life}<&-
     event serving $!
@@ -471,6 +476,7 @@ parse() {
       -*) option_error "unknown option $name" ;;
       *) option_error "'$name' is not an option; the command goes after --" ;;
     esac
+    [[ -n ${value//[[:space:]]/} ]] || option_error "$name: the value is empty"
     case $name in
       -n | --procs-per-host) check_number "$name" "$value" 1 && procs_per_host=$value ;;
       -H | --hosts) hosts=$value ;;
@@ -478,7 +484,7 @@ parse() {
       --gpus-per-process) check_number "$name" "$value" 1 && gpus_per_process=$value ;;
       --port) check_number "$name" "$value" 1 65535 && wanted_port=$value ;;
       --hang-timeout)
-        [[ $value =~ ^[0-9]+(\.[0-9]+)?$ ]] || option_error "--hang-timeout: '$value' is not a number of seconds"
+        [[ $value =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] || option_error "--hang-timeout: '$value' is not a number of seconds"
         hang_timeout_s=$value
         ;;
       --restarts) check_number "$name" "$value" 0 && restarts=$value ;;
@@ -486,8 +492,12 @@ parse() {
       --ssh) ssh=$value ;;
       --env)
         [[ $value =~ ^[A-Za-z_][A-Za-z_0-9]*(=.*)?$ ]] || option_error "--env: '$value' is neither NAME nor NAME=VALUE"
-        [[ $value == *=* || -n ${!value+set} ]] || option_error "--env: $value is not set here"
-        [[ $value == *=* ]] && added+=("$value") || added+=("$value=${!value}")
+        [[ " ${contract[*]} " != *" ${value%%=*} "* ]] || option_error "--env: ${value%%=*} is set by the launcher"
+        if [[ $value != *=* ]]; then
+          value=$(from_environment "$value") || option_error "--env: $value is not set here"
+          value=${value%x}
+        fi
+        added+=("$value")
         ;;
       *) option_error "unknown option $name" ;;
     esac
@@ -495,11 +505,24 @@ parse() {
   ((${#command[@]})) || option_error "no command; it goes after --"
   [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process exclude each other"
   [[ $log_dir != *$'\n'* ]] || option_error "--log-dir: a newline in the name"
+  [[ $ssh != *$'\n'* ]] || option_error "--ssh: a newline in the command"
 }
 
 check_number() { # option, value, smallest, largest
-  [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= ${4:-999999999})) ||
+  # No zeros in front: bash and others would read the number as an octal one.
+  [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= ${4:-$2})) ||
     option_error "$1: '$2' is not a whole number from $3 on${4:+ to $4}"
+  (($2 <= ${4:-$most})) || option_error "$1: $2 is more than $most"
+}
+
+# A variable as this process was given it, which for some names (IFS, UID, lower case) is not what bash has under it.
+from_environment() { # name; NAME=VALUE and a guard for newlines at its end
+  local entry
+  while IFS= read -r -d '' entry; do
+    [[ $entry != "$1="* ]] || { printf '%sx' "$entry" && return; }
+  done </proc/$$/environ
+  printf '%s' "$1"
+  return 1
 }
 
 # Who runs where, into host_names (as ssh takes them), host_counts and first_ranks; under Slurm one entry for the whole step.
@@ -513,11 +536,13 @@ plan() {
     if [[ -n ${SLURM_JOB_ID:-} ]] && type -P srun >/dev/null && [[ $step == none || $step == 4294967290 ]]; then
       transport=slurm
       num_nodes=${SLURM_JOB_NUM_NODES:-1}
+      check_number SLURM_JOB_NUM_NODES "$num_nodes" 1
       count=${procs_per_host:-${SLURM_NTASKS_PER_NODE:-}}
       if [[ -z $count && -n ${SLURM_NTASKS:-} && ${SLURM_TASKS_PER_NODE:-} =~ ^([0-9]+)(\(x[0-9]+\))?$ ]]; then
         count=${BASH_REMATCH[1]}
       fi
       procs_per_host=${count:-1} count=${count:-1}
+      check_number SLURM_NTASKS_PER_NODE "$count" 1
       host_names=(srun) host_counts=($((num_nodes * count))) first_ranks=(0)
       num_processes=$((num_nodes * count))
       ((num_nodes > 1)) && local_only=no || local_only=yes
@@ -535,7 +560,8 @@ plan() {
       name=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
       check_number "--hosts: $name" "$count" 1
     fi
-    [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && $name != -* ]] || option_error "--hosts: '$name' is not the name of a host"
+    [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && ! $name =~ ^(-|@|:$|:[^:]) ]] || option_error "--hosts: '$name' is not the name of a host"
+    [[ ! $name =~ ^(.*@)?\[(.+)\]$ ]] || name=${BASH_REMATCH[1]}${BASH_REMATCH[2]} # as ssh takes it
     [[ -z ${seen[$name]:-} ]] || option_error "--hosts: $name is named twice; write $name:K for K processes"
     seen[$name]=yes
     host_names+=("$name") host_counts+=("$count") first_ranks+=("$num_processes")
@@ -549,7 +575,7 @@ is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
 # What the program in each agent needs to know, as bash text; then this script.
 agent_program() { # host
   local h=$1 i agent_index=$1
-  local -a ranks=() local_ids=() environment=("${own_words[@]}" "${added[@]}")
+  local -a ranks=() local_ids=() environment=("${own_words[@]}")
   [[ $transport == slurm ]] || for ((i = 0; i < host_counts[h]; i++)); do
     ranks+=("$((first_ranks[h] + i))") local_ids+=("$i")
   done
@@ -558,14 +584,14 @@ agent_program() { # host
     if is_here "${host_names[h]}"; then
       transport=local
     else
-      environment=("${added[@]}")
+      environment=()
       while IFS= read -r name; do
         [[ ! $name =~ $forwarded ]] || environment+=("$name=${!name}")
       done < <(compgen -e)
     fi
   fi
   printf '%s\n' "$set_aside"
-  declare -p command environment ranks local_ids num_processes cpu_devices gpus_per_process hang_timeout_s \
+  declare -p command environment added ranks local_ids num_processes cpu_devices gpus_per_process hang_timeout_s \
     wanted_port local_only transport agent_index job attempt serve folder line_width log_dir
   printf '%s' "$script_text"
 }

@@ -75,6 +75,35 @@ def test_the_environment_is_the_callers_with_names_that_the_launcher_uses_itself
     assert job.out == "[0] " + " ".join(map(repr, [*names.values(), "x=*"])) + "\n"
 
 
+def test_variables_that_have_a_meaning_in_bash_arrive_as_they_were_given():
+    given = {"IFS": "a", "OPTIND": "x", "UID": "7", "_": "u", "BASH_ENV": "/no", "SHELLOPTS": "xtrace", "RANDOM": "3",
+             "TMOUT": "1", "IFS2": "$(exit 9)", "lines": "one\n two\n"}  # fmt: skip
+    options = [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
+    program = f"import os; print([os.environ[n] for n in {list(given)}])"
+    status, job = run(*options, *python(program))
+    assert (status, job.out, job.err) == (0, f"[0] {list(given.values())}\n", "")
+    names = ["OPTIND", "SECONDS", "hosts", "value"]  # sent as this process has them, not as the shell does
+    options = [word for name in names for word in ("--env", name)]
+    status, job = run(
+        *options, *python(f"import os; print([os.environ[n] for n in {names}])"), **dict.fromkeys(names, "x ")
+    )
+    assert (status, job.out, job.err) == (0, f"[0] {['x '] * 4}\n", "")
+
+
+def test_a_path_that_is_given_is_where_the_command_is_looked_for(tmp_path):
+    (tmp_path / "tool").write_text("#!/bin/sh\necho found $PATH\n")
+    (tmp_path / "tool").chmod(0o755)
+    status, job = run("--env", f"PATH={tmp_path}", "--", "tool")
+    assert (status, job.out, job.err) == (0, f"[0] found {tmp_path}\n", "")
+    status, job = run("--env", "PATH=/nowhere", *shell("true"))
+    assert (status, job.err) == (127, "jax-mpmd: command not found: bash (PATH=/nowhere)\n")
+
+
+def test_a_time_limit_of_the_callers_shell_does_not_end_the_job():
+    status, job = run(*shell("sleep 3; echo $TMOUT"), TMOUT="1")
+    assert (status, job.out, job.err) == (0, "[0] 1\n", "")
+
+
 def test_variables_of_a_job_outside_do_not_come_through():
     status, job = run(*shell("env | grep -c -e SERVICE -e 4711"), MPMD_SERVICE="external", MPMD_COORDINATOR="x:4711")
     assert (status, job.out) == (1, "[0] 0\n")
@@ -462,6 +491,17 @@ def test_two_jobs_at_once_do_not_meet():
         (["-n", "2"], "no command; it goes after --"),
         (["-n", "0", "--", "x"], "-n: '0' is not a whole number from 1 on"),
         (["-n", "two", "--", "x"], "-n: 'two' is not a whole number from 1 on"),
+        (["-n", "010", "--", "x"], "-n: '010' is not a whole number from 1 on"),
+        (["-n", "08", "--", "x"], "-n: '08' is not a whole number from 1 on"),
+        (["-n", "a[$(exit 9)]", "--", "x"], "-n: 'a[$(exit 9)]' is not a whole number from 1 on"),
+        (["-n", "99999", "--", "x"], "-n: 99999 is more than 9999"),
+        (["-n", "", "--", "x"], "-n: the value is empty"),
+        (["-H", "", "--", "x"], "-H: the value is empty"),
+        (["--ssh= ", "--", "x"], "--ssh: the value is empty"),
+        (["-H", "a:08", "--", "x"], "--hosts: a: '08' is not a whole number from 1 on"),
+        (["-H", ":4", "--", "x"], "--hosts: ':4' is not the name of a host"),
+        (["--hang-timeout", "1e3", "--", "x"], "--hang-timeout: '1e3' is not a number of seconds"),
+        (["--env", "MPMD_PROCESS_ID=7", "--", "x"], "--env: MPMD_PROCESS_ID is set by the launcher"),
         (["-n", "--", "x"], "-n needs a value"),
         (["--port", "70000", "--", "x"], "--port: '70000' is not a whole number from 1 on to 65535"),
         (["--bogus", "--", "x"], "unknown option --bogus"),
