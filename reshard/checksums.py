@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpmd.boxes import Box
+from scheduler.files import parse_json
 
 FOLDER = "reshard_checksums"
 ROW_WORDS = 512
@@ -78,7 +79,7 @@ async def read(folder: Any) -> Sums:
         sums: dict[str, list[tuple[Box, int]]] = {}
         directory = folder / FOLDER
         for file in sorted(directory.glob("process_*.json")) if directory.exists() else ():
-            for name, entries in json.loads(file.read_text()).items():
+            for name, entries in parse_json(file.read_text()).items():
                 for *ends, total in entries:
                     box = Box(tuple([a for a, _ in ends]), tuple([b for _, b in ends]))
                     sums.setdefault(name, []).append((box, total))

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -23,9 +23,10 @@ from reshard import copying, retree
 from reshard.copying import Copier, CopyPlan, CopyStats, Progress, human
 from reshard.paths import matches, show
 from reshard.retree import Change, Entry
-from reshard.stored import EMPTY_TYPES, Checkpoint, find, said
+from reshard.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
 
 _WORKING = ".converting-"
+_MOST_CHUNKS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,7 @@ def plan_conversion(
     for pattern, sizes in chunks:
         entries = retree.rechunk(pattern, sizes)(entries)
     entries, of_tree = retree.settle(entries)
+    _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.parts}.values())
     entries = copying.with_writable_chunks(
         entries, threshold, keep=lambda e: any(matches(pattern, e.path) for pattern, _ in chunks)
     )
@@ -133,6 +135,24 @@ def plan_conversion(
         notes.append(f"only the tree is converted, not {', '.join(checkpoint.other_items)}")
     plan = copying.plan_copy(entries, threshold)
     return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree))
+
+
+def _check_size(leaves: Iterable[Leaf]) -> None:
+    """What no machine can read is refused before memory is asked for; a damaged header says such sizes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    num_chunks = 0
+    for leaf in leaves:
+        num_chunks += leaf.num_chunks
+        if leaf.is_array and leaf.chunk_nbytes > memory:
+            raise ReshardError(
+                f"{show(leaf.path)} {list(leaf.shape)} has chunks of {human(leaf.chunk_nbytes)}, and this machine has "
+                f"{human(memory)} of memory."
+            )
+        if num_chunks > _MOST_CHUNKS:
+            raise ReshardError(
+                f"{show(leaf.path)} {list(leaf.shape)} has {leaf.num_chunks} chunks of {list(leaf.chunk)}; more than "
+                f"{_MOST_CHUNKS} in all cannot be copied at once. Pick some of the arrays with --only."
+            )
 
 
 def _check_target(target: File, source: File, given: File) -> list[str]:

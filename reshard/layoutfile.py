@@ -21,7 +21,6 @@ rule has `layers_per_group: [3, 3, 2, 2]`.
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,14 @@ from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdMesh
 from reshard.devices import describe_mesh
 from reshard.paths import compiled
+from scheduler.files import parse_json, read_text
 
+_MOST_NBYTES = 1 << 20
+_MOST_ENTRIES = 100_000
+_MOST_AXES = 32
+_MOST_DEVICES = 1 << 17
+_MOST_FAULTS = 20
+_MOST_SHOWN = 500  # characters of a fault
 _UNITS = {"": 1, "B": 1} | {
     f"{unit}{ending}": base**power
     for power, unit in enumerate("KMGTP", start=1)
@@ -57,7 +63,10 @@ def nbytes_of(text: str | int) -> int:
     unit = (match[2][:1].upper() + match[2][1:]) if match else None
     if match is None or unit not in _UNITS:
         raise ValueError(f"{text!r} is no number of bytes; write it like 64MiB.")
-    return int(float(match[1]) * _UNITS[unit])
+    nbytes = float(match[1]) * _UNITS[unit]
+    if nbytes >= 2**63:
+        raise ValueError(f"{text!r} is more than any memory has.")
+    return int(nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +107,28 @@ def read_layout(file: str | File) -> TargetLayout:
     """
     file = File(file)
     try:
-        text = file.read_text(encoding="utf-8")
-        document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        text = read_text(file, _MOST_NBYTES)
+        document = parse_json(text) if file.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ReshardError(f"{file} cannot be read: {error.strerror}.") from None
+    except RecursionError:
+        raise ReshardError(f"{file} is neither YAML nor JSON: it is nested too deeply.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ReshardError(f"{file} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+    if _is_large(document):
+        raise ReshardError(f"{file} is not a layout: written out it has more than {_MOST_ENTRIES} entries.")
     return parse_layout(document, str(file))
+
+
+def _is_large(document: Any) -> bool:
+    """Whether it has too many entries when each alias is written out; YAML's aliases make a few lines endless."""
+    left, num_entries = [document], 0
+    while left and num_entries <= _MOST_ENTRIES:
+        value = left.pop()
+        entries = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        num_entries += 1
+        left += entries
+    return bool(left)
 
 
 def parse_layout(document: Any, name: str = "layout") -> TargetLayout:
@@ -142,7 +166,13 @@ def parse_layout(document: Any, name: str = "layout") -> TargetLayout:
         rules = []
     made = [_rule(rule, f"rules[{i}]", num_groups, axes, mpmd_axis, faults) for i, rule in enumerate(rules)]
     if faults:
-        raise ReshardError(f"{name} is not a layout:\n" + "\n".join(f"  {fault}." for fault in faults))
+        shown = [fault if len(fault) <= _MOST_SHOWN else f"{fault[:_MOST_SHOWN]}…" for fault in faults[:_MOST_FAULTS]]
+        shown += [f"and {len(faults) - _MOST_FAULTS} faults more"] if len(faults) > _MOST_FAULTS else []
+        raise ReshardError(f"{name} is not a layout:\n" + "\n".join(f"  {fault}." for fault in shown))
+    if len(axes) > _MOST_AXES or math.prod(axes.values()) > _MOST_DEVICES:
+        raise ReshardError(
+            f"{name}: its mesh has more than {_MOST_AXES} axes or {_MOST_DEVICES} devices, and cannot be planned for."
+        )
     mesh = describe_mesh(axes, devices_per_host=per_process)
     groups = MpmdMesh(mesh, mpmd_axis).groups if mpmd_axis else (mesh,)
     return TargetLayout(mesh, mpmd_axis, groups, tuple(made), memory)
@@ -202,6 +232,9 @@ def _rule(
 
 def _spec(value: Any, name: str, axes: Mapping[str, int], mpmd_axis: str | None, faults: list[str]) -> PartitionSpec:
     entries = [tuple(e) if isinstance(e, list) else e for e in value] if isinstance(value, list) else [value]
+    if len(entries) > _MOST_AXES:
+        faults.append(f"{name} has {len(entries)} entries, more than an array has axes")
+        return PartitionSpec()
     names = [n for e in entries if e is not None for n in (e if isinstance(e, tuple) else (e,))]
     if not isinstance(value, list) or not all(isinstance(n, str) for n in names):
         faults.append(

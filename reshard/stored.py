@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path as File
@@ -19,6 +20,7 @@ import tensorstore as ts
 from mpmd.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.paths import Key, Path, show
+from scheduler.files import parse_json, read_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
@@ -28,6 +30,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _OPEN_AT_ONCE = 256
 _INDEX_NBYTES = 8 << 20
+_LONGEST_NAME = 4096
+_MOST_NBYTES = 256 << 20  # of a file of metadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Checkpoint:
         """
         file = self.folder / "_strings.json"
         try:
-            return json.loads(file.read_text())[array_name(path)]
+            return parse_json(read_text(file, _MOST_NBYTES))[array_name(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
 
@@ -231,8 +235,9 @@ def _open_step(folder: File, item: str | None, step: int | None) -> Checkpoint:
 
 def _open(folder: File, item: str | None, step: int | None, others: tuple[str, ...]) -> Checkpoint:
     file = folder / _METADATA
+    _check_files(folder)
     try:
-        metadata = json.loads(file.read_text())
+        metadata = parse_json(read_text(file, _MOST_NBYTES))
         entries = [_leaf(entry) for entry in metadata["tree_metadata"].values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReshardError(
@@ -256,8 +261,21 @@ def _open(folder: File, item: str | None, step: int | None, others: tuple[str, .
     return Checkpoint(folder, item, step, ocdbt, zarr3, fill_missing, tuple(leaves), others)
 
 
+def _check_files(folder: File) -> None:
+    """Tensorstore would wait for ever for a pipe that nobody writes to."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = os.path.join(place, name)
+            if os.path.exists(file) and not os.path.isfile(file):
+                raise ReshardError(f"{file} is a pipe or a device, not a file of a checkpoint.")
+
+
 def _leaf(entry: Any) -> Leaf:
     path = tuple([Key(str(key["key"]), key["key_type"] == 1) for key in entry["key_metadata"]])
+    if not all(key.name.isprintable() for key in path) or len(show(path)) > _LONGEST_NAME:
+        raise ValueError(
+            f"{show(path)[:80]!r} is no name of a leaf: it is too long, or has characters for no one to see"
+        )
     value_type = entry["value_metadata"]["value_type"]
     if value_type not in (*ARRAY_TYPES, *EMPTY_TYPES, "string"):
         raise ValueError(f"{show(path)} is of type {value_type!r}, which is no array, number, text or empty container")
@@ -269,7 +287,7 @@ def _extras(folder: File) -> dict[str, str]:
     found = {}
     for file in sorted((folder / "array_metadatas").glob("process_*")):
         try:
-            for entry in json.loads(file.read_text())["array_metadatas"]:
+            for entry in parse_json(read_text(file, _MOST_NBYTES))["array_metadatas"]:
                 one = entry["array_metadata"]
                 if one.get("ext_metadata"):
                     found[one["param_name"]] = json.dumps(one["ext_metadata"], sort_keys=True)

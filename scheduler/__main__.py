@@ -16,6 +16,7 @@ from scheduler.catalogue import SCHEDULES, make, on_groups, split_costs
 from scheduler.custom import CustomSchedule
 from scheduler.documents import write_documents
 from scheduler.errors import ScheduleError
+from scheduler.files import read_text
 from scheduler.instructions import TaskGraph
 from scheduler.listing import Problem
 from scheduler.lowering import lower
@@ -26,6 +27,7 @@ from scheduler.validate import check
 from scheduler.visualize import critical_path_text, to_text
 
 _NAMES = ", ".join(SCHEDULES)
+_MOST_TASKS = 250_000
 _COSTS = """\
 Costs are JSON, an object with some of: forward, input_grad, weight_grad (seconds), transfer_s, transfer_bytes,
 bytes_per_s, activation_bytes, released_at_input_grad; each a number, or a list with one for each stage. A Chrome trace
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser().parse_args(given)
+        _check_size(options)
         return options.run(options)
     except ScheduleError as error:
         message, faults, status = str(error), list(error.faults), 1
@@ -243,15 +246,26 @@ def _costs(options: argparse.Namespace) -> Costs:
     if not options.costs:
         return Costs()
     try:
-        return Costs.from_json(Path(options.costs).read_text(encoding="utf-8"))
+        return Costs.from_json(read_text(options.costs))
     except UnicodeDecodeError:
         raise ValueError(f"--costs {options.costs}: this is not text; expected JSON.") from None
     except ValueError as error:
         raise ValueError(f"--costs {options.costs}: {error}") from None
 
 
+def _check_size(options: argparse.Namespace) -> None:
+    """A task costs up to 1 ms in all."""
+    stages = getattr(options, "stages", None) or getattr(options, "groups", None) or 1
+    stages *= getattr(options, "stages_per_group", 1)
+    microbatches = getattr(options, "microbatches", None) or 1
+    if stages * microbatches > _MOST_TASKS:
+        raise ValueError(
+            f"{stages} stages and {microbatches} microbatches are more than {_MOST_TASKS} tasks of a kind."
+        )
+
+
 def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not text.isdecimal() or len(text) > 9 or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
 

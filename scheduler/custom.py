@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from scheduler.errors import ScheduleError
+from scheduler.files import read_text
 from scheduler.ordering import order_faults, raise_faults
 from scheduler.task import Orders, Pairs, Schedule, Task
 
@@ -109,7 +110,7 @@ class CustomSchedule(Schedule):
             ScheduleError: With every cell that cannot be read, or every fault of the orders.
         """
         try:
-            rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8-sig").splitlines()) if row]
+            rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
         except (UnicodeDecodeError, csv.Error):
             raise ScheduleError(
                 f"CustomSchedule.from_csv: {path} is no orders file: it is not text. "
@@ -186,6 +187,8 @@ def _places(orders: list[list[Task]]) -> tuple[tuple[int, ...], list[str]]:
         if stage not in places:
             faults.append(f"stage {stage} has no task in any row")
         elif len(places[stage]) > 1:
-            rows = ", ".join(str(group + 1) for group in sorted(places[stage]))
-            faults.append(f"stage {stage} has tasks in rows {rows}; expected one row")
+            rows = sorted(places[stage])
+            shown = ", ".join(str(group + 1) for group in rows[:8])
+            shown += f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+            faults.append(f"stage {stage} has tasks in rows {shown}; expected one row")
     return tuple(min(places[stage]) if stage in places else 0 for stage in range(len(places))), faults

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -12,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from scheduler.clock import Clock, without_collector
+from scheduler.files import parse_json
 from scheduler.ordering import chain_needs
 from scheduler.task import Kind, Orders, Pairs, Schedule, Task
 
@@ -153,7 +153,7 @@ class Costs:
             ValueError: The text is not JSON, or neither of these two.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise ValueError(f"Costs: this is not JSON: {error}.") from None
         if isinstance(data, dict) and "traceEvents" not in data:
@@ -171,10 +171,13 @@ class Costs:
             if isinstance(event, dict) and event.get("ph") == "X" and isinstance(event.get("dur"), int | float):
                 try:
                     durations.append((Task.parse(str(event.get("name"))), event["dur"] / 1e6))
-                except ValueError:
+                except (ValueError, OverflowError):
                     continue
         if not durations:
             raise ValueError("Costs: the Chrome trace has no complete event (ph X, with dur) named like a task, 2F0.")
+        stages = 1 + max(task.stage for task, _ in durations)
+        if stages > 10 * len(durations) + 1000:
+            raise ValueError(f"Costs: the Chrome trace names stage {stages - 1}, and holds {len(durations)} tasks.")
         return cls.measured(durations)
 
 
