@@ -161,9 +161,10 @@ def _dead(views) -> tuple[int, str] | None:
     for rank, v in sorted(views.items()):
         if v.board.phase in ("finished", "failed"):
             continue
-        if v.process == "gone":
+        if v.process == "gone" and v.silent_s < LEFT_S:
             return rank, f"died: process {v.board.pid} on {v.board.host} is gone ({v.where})"
-        if v.process == "unknown" and v.silent_s > SILENT_S:
+        # One that was silent before it went was cut off, and has perhaps ended itself for that.
+        if v.process == "gone" or (v.process == "unknown" and v.silent_s > SILENT_S):
             return rank, (
                 f"no sign of life from {v.board.host} for {v.silent_s:.0f} s: process {v.board.pid} died, or its"
                 f" machine cannot be reached ({v.where})"

@@ -308,7 +308,7 @@ class Watchdog:
         if stopped:
             server = stopped
             return 0, f"process {server.board.pid} on {server.board.host} is stopped for {age:.0f} s ({server.where})"
-        if server is not None and server.board.machine != self._me["machine"]:
+        if server is not None and server.board.host != self._me["host"]:
             why = "its machine cannot be reached, or the coordination service on it has ended"
             return 0, f"no sign of life from {server.board.host} for {age:.0f} s: {why}"
         return 0, f"the coordination service does not answer for {age:.0f} s"

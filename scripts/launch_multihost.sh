@@ -816,7 +816,7 @@ on_ready() { # host, agent, its host name, port, service
   else
     for ((rank = first_ranks[$1]; rank < first_ranks[$1] + host_counts[$1]; rank++)); do host_of[rank]=$3; done
   fi
-  agent_host[$1]=$3
+  agent_host[$1]=$3 transport_text[$1]= # what was said up to here (by the shell's start there) is no reason for an end
   if (($2 == 0)); then
     address=$(first_address "$3"):$4 served=${5:-no}
   fi

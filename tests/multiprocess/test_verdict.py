@@ -72,6 +72,10 @@ GONE = {
             "no sign of life from host1 for 21 s: process 101 died, or its machine cannot be reached (between steps)",
         ),
     ),
+    "cut off, and so it ended itself": (
+        [rank(0), rank(1, process="gone", silent_s=SILENT_S + 1, step=3)],
+        (1, "no sign of life from host1 for 21 s: process 101 died, or its machine cannot be reached (after step 3)"),
+    ),
     "silent here is no death": ([rank(0), rank(1, process="stopped", silent_s=SILENT_S + 1)], None),
     "left": (
         [waiting(0, "F1.0[0]", (1,), LEFT_S + 1), rank(1, phase="finished", step=4, still_s=LEFT_S + 1)],
