@@ -10,7 +10,7 @@ from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh
 from mpmd.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
 from mpmd.packing import pack_scalars
-from mpmd.pins import Pins, StageText, runs_once
+from mpmd.pins import Pins, StageText, runs_once, with_fewest_bytes
 from mpmd.trace import Trace
 
 _END = 1 << 30  # the level of what the step returns
@@ -176,7 +176,20 @@ class _Placer:
             for eqn, pin in pinned_parts(item, held, donor_of):
                 items.append(eqn)
                 pins.append(pin)
+        if held.torn and not has_loop and text is None:
+            pins = with_fewest_bytes(items, pins, held, self._said_of_results())
+            for eqn, pin in zip(items, pins, strict=True):
+                held.of.update((v, pin) for v in eqn.outvars)
         self.items, self.pins = items, pins
+
+    def _said_of_results(self) -> dict[compat.Var, Groups]:
+        """The groups of results that the user or the place of an argument says."""
+        found = {}
+        for v, given, donor in zip(self.outvars, self.out_groups, self.donors, strict=True):
+            groups = given if given is not None or donor is None else self.in_groups[donor]
+            if groups is not None and not isinstance(v, compat.Literal):
+                found[v] = groups
+        return found
 
     def committed(self) -> tuple[bool, ...]:
         """Per result, whether something that is placed says where it is."""

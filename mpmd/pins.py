@@ -5,7 +5,8 @@ matrix product, a convolution) goes to its weights, and any other to the group t
 operands; ties go to the stage in whose text the equation stands, to the group that holds state, then to the value
 that was computed last. What depends on no placed value is not pinned: it runs wherever its result is wanted.
 
-In a step without a loop, marks say where stages end: a value that went through mark k is in the group of stage k + 1
+In a step without a loop and without marks, the equations that no weight holds are then moved so that the fewest bytes
+cross. Where there are marks, they say where stages end: a value that went through mark k is in the group of stage k + 1
 from then on. A stage's group is the one that holds most of its weights; if nothing is placed yet, stages are dealt out
 evenly.
 """
@@ -17,6 +18,7 @@ from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.across import SMALL, across_p, place_p
 from mpmd.markers import mark_p
+from mpmd.mincut import Cost, Labelling, cheapest_labels
 from mpmd.trace import Trace
 
 Groups = frozenset[int]
@@ -121,6 +123,8 @@ class Pins:
         self.placed = placed
         self.follows: set[compat.Var] = set()
         self.order: dict[compat.Var, int] = {}
+        self.anchored: set[compat.Var] = set()  # results of equations that stay with their weights
+        self.torn = False  # whether an equation had to choose between groups
         self.text = text
         self.stage_groups, self.stage_firm = text.groups(items, arguments, num_groups) if text else ([], [])
         self.has_loop = False
@@ -149,6 +153,8 @@ class Pins:
     def bind(self, eqn, pin: Groups | None):
         """Records where an equation's results are."""
         operands = costs.variables(eqn.invars)
+        if eqn.effects or eqn.primitive is place_p or (costs.is_heavy(eqn) and self.weights.intersection(operands)):
+            self.anchored.update(eqn.outvars)
         for v in eqn.outvars:
             self.of[v] = pin
             self.order[v] = len(self.order)
@@ -192,6 +198,7 @@ class Pins:
     def _choose(self, eqn, held) -> int:
         """The group that runs an equation whose operands have no group in common."""
         heavy = costs.is_heavy(eqn)
+        self.torn |= any(costs.size(v.aval) > 1 for v in eqn.outvars)
         stage = self._stage(eqn)
         text = self.stage_groups[stage] if stage is not None else None
         weights: dict[int, int] = defaultdict(int)
@@ -208,6 +215,53 @@ class Pins:
                 if not self.has_loop and costs.size(v.aval) > 1:
                     last[g] = max(last[g], self.order.get(v, 0))
         return max(nbytes, key=lambda g: (weights[g], g == text, nbytes[g], g in state, last[g], -g))
+
+
+def with_fewest_bytes(items, pins: list[Groups | None], held: Pins, wanted: dict) -> list[Groups | None]:
+    """Pins under which the fewest bytes cross, where equations that no weight holds may move to other groups.
+
+    Args:
+      items: the equations of a step without a loop.
+      pins: where they run so far.
+      held: the same by variable.
+      wanted: the groups in which results are wanted, where something says so.
+    """
+    labels: list[int] = []
+    movable: list[bool] = []
+    node: dict[compat.Var, int] = {}
+    readers: dict[compat.Var, set[int]] = defaultdict(set)
+
+    def add(group: int, moves: bool) -> int:
+        labels.append(group)
+        movable.append(moves)
+        return len(labels) - 1
+
+    made = {v for eqn in items for v in eqn.outvars}
+    for v, groups in held.of.items():
+        if v not in made and groups is not None and len(groups) == 1:
+            node[v] = add(min(groups), False)
+    own: dict[int, int] = {}
+    for i, (eqn, pin) in enumerate(zip(items, pins, strict=True)):
+        if pin is None or len(pin) != 1:
+            continue
+        own[i] = add(min(pin), not held.anchored.intersection(eqn.outvars))
+        node.update((v, own[i]) for v in eqn.outvars)
+        for v in costs.variables(eqn.invars):
+            readers[v].add(own[i])
+    for v, groups in wanted.items():
+        for g in groups:
+            readers[v].add(add(g, False))
+    last = max((g for g in labels), default=0)
+    found = cheapest_labels(
+        Labelling(
+            [0 if m else g for g, m in zip(labels, movable, strict=True)],
+            [last if m else g for g, m in zip(labels, movable, strict=True)],
+            labels,
+            (),
+            [Cost(costs.nbytes(v.aval), node[v], tuple(sorted(rs))) for v, rs in readers.items() if v in node],
+        )
+    )
+    return [frozenset([found[own[i]]]) if i in own else pin for i, pin in enumerate(pins)]
 
 
 def _looks_up(eqn) -> bool:
