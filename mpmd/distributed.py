@@ -201,11 +201,6 @@ def current() -> Job | None:
 def compiling() -> contextlib.AbstractContextManager:
     """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
     job = current()
-    if job is None and compat.distributed_client() is None and int(os.environ.get("MPMD_NUM_PROCESSES", "1")) > 1:
-        raise RuntimeError(
-            f"mpmd: the launcher has started {os.environ['MPMD_NUM_PROCESSES']} processes, but this one is alone."
-            " Call mpmd.initialize() first, before any other use of JAX."
-        )
     return contextlib.nullcontext() if job is None else job.watchdog.during("compiling", "compiling a step")
 
 

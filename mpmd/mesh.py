@@ -6,6 +6,7 @@ each of them shards it. Both are values: they own no memory, compare by content 
 """
 
 import functools
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.shards import Device, PlacedShard, placed_shards, stacked
 from mpmd.specs import SpecLike, as_spec, group_shardings, quoted, without_axis
+
+
+def _check_joined() -> None:
+    """A program under the launcher that forgets to join the others would run as often as there are processes."""
+    count = os.environ.get("MPMD_NUM_PROCESSES", "1")
+    if count != "1" and compat.distributed_client() is None:
+        raise RuntimeError(
+            f"MpmdMesh: the launcher has started {count} processes, but this one is alone."
+            " Call mpmd.initialize() first, before any other use of JAX."
+        )
 
 
 class MpmdMesh:
@@ -46,6 +57,7 @@ class MpmdMesh:
 
     @compat.api_boundary
     def __init__(self, jax_mesh: Mesh, mpmd_axis_name: str):
+        _check_joined()
         if not isinstance(jax_mesh, Mesh):
             raise ValueError(
                 f"MpmdMesh: jax_mesh is a {type(jax_mesh).__name__}, not a jax.sharding.Mesh.\n"
@@ -77,6 +89,7 @@ class MpmdMesh:
         Raises:
             ValueError: there is no group, or one of them is not a `jax.sharding.Mesh`.
         """
+        _check_joined()
         groups = tuple(groups)
         if not groups:
             raise ValueError("MpmdMesh.from_groups: no groups given; at least one mesh is needed.")
