@@ -17,6 +17,7 @@ import scheduler
 from mpmd import _jax_compat as compat
 from mpmd import distributed, nans, transfer, wires
 from mpmd.agreement import agree, plan_of, warm_up
+from mpmd.ahead import NUMBER_BITS, Limits, give_up
 from mpmd.body import Place
 from mpmd.compile import Executable
 from mpmd.profiling import annotated
@@ -26,8 +27,6 @@ from mpmd.timing import Timed, as_text, of_text, run_timed
 from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
 
 _RUN, _MOVE, _ALIAS, _SEND, _RECV = range(5)
-# Pieces of all steps of a program are numbered from its own number, shifted so far.
-NUMBER_BITS = 44
 
 
 class Executor:
@@ -114,6 +113,7 @@ class Executor:
                     for slot in op[4]:
                         slots[slot] = None
         except Exception as e:
+            give_up(self._ops[self.position :], base)
             e.add_note(f"jax-mpmd: while it ran {self._texts[self.position]}")
             raise
         finally:
@@ -238,6 +238,7 @@ class _Build:
 
     def __init__(self, programs: StepPrograms, program: Program, job: distributed.Job | None):
         self.job = job
+        self.limits = None if job is None else Limits(job, programs, program)
         self.local = set(programs.mesh.local_groups)
         self.num_pieces = 0
         self.routes: dict = {}
@@ -289,6 +290,11 @@ class _Build:
         for op in self.ops:  # last of all, since it waits for compilations
             if isinstance(op[1], Executable):
                 op[1] = op[1].call
+        if self.limits is not None:
+            self.limits.close(self.num_pieces)
+            for op, (group, _) in zip(self.ops, self.owners, strict=True):
+                if op[0] == _RUN:
+                    op[1] = self.limits.counted(group, op[1])
         if self.indices:
             slots, values, targets = zip(*self.indices, strict=True)
             self.constants.update(zip(slots, self._placed(list(values), list(targets)), strict=True))
@@ -405,24 +411,27 @@ class _Build:
         Where this process receives too, it does both when it comes to the receive, which directly follows.
         """
         value, target = instruction.value, instruction.to_group
-        assert self.job is not None
+        assert self.job is not None and self.limits is not None
         first = self.num_pieces
         self.num_pieces += len(transfer.pieces(source, wanted, tuple(aval.shape)))
         if group not in self.local and target not in self.local:
             return
         route = transfer.Route(self.job, source, wanted, aval, first, self._is_the_users(group, value), text)
-        self.routes[group, target, value] = route
+        flow = self.limits.flow(group, target, value)
+        self.routes[group, target, value] = route, flow
         if group in self.local and route.outgoing:
             if target not in self.local:
-                self._add(_SEND, route.carry, self.slot(group, value), None, text, group)
+                carry = route.carry if flow is None else flow.sending(route.carry)
+                self._add(_SEND, carry, self.slot(group, value), None, text, group)
             self.bytes_moved += self.program.nbytes.get(value.name, 0)
 
     def _receive(self, group, instruction: Recv):
         value, source = instruction.value, instruction.from_group
-        route = self.routes.pop((source, group, value), None)
+        route, flow = self.routes.pop((source, group, value), (None, None))
         if route is not None:
+            carry = route.carry if flow is None else flow.receiving(route.carry)
             ins = self.slot(source, value) if source in self.local else None
-            self._add(_RECV, route.carry, ins, self.slot(group, value), route.what, group)
+            self._add(_RECV, carry, ins, self.slot(group, value), route.what, group)
             self.bytes_moved += 0 if source in self.local else self.program.nbytes.get(value.name, 0)
 
     def _is_the_users(self, group, value) -> bool:
