@@ -23,11 +23,7 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
         m = memory.get(group)
         devices = list(mesh.devices.flat)
         shown = ", ".join(map(str, devices[:4])) + (" …" if len(devices) > 4 else "")
-        held = roles.bytes_in(group)
-        lines.append(
-            f"group {group} on {shown}: parameters {_bytes(held['parameters'])}, optimizer and other state"
-            f" {_bytes(held['state'])}, data {_bytes(held['data'])}{'' if m is None else _per_device(m)}"
-        )
+        lines.append(f"group {group} on {shown}: {_held(group, roles)}{'' if m is None else _per_device(m, roles)}")
         for loop in programs.loops:
             lines += _stages(loop, group, roles)
         for target, (count, nbytes) in sorted(sends[group].items()):
@@ -95,17 +91,28 @@ def _counted(count) -> str:
     return ", ".join(f"{n} {name}" for name, n in count.items())
 
 
-def _per_device(m: dict[str, int]) -> str:
+def _held(group: int, roles: "Roles") -> str:
+    held = {role: _bytes(nbytes) for role, nbytes in roles.bytes_in(group).items()}
+    if roles.trains:
+        return f"parameters {held['parameters']}, optimizer and other state {held['state']}, data {held['data']}"
+    return f"parameters and data {held['data']}, caches and other state {held['state']}"
+
+
+def _per_device(m: dict[str, int], roles: "Roles") -> str:
+    made = "gradients" if roles.trains else "results"
     in_host = f", in host memory {_bytes(m['host'])}" if m["host"] else ""
     return (
-        f"; per device: arguments {_bytes(m['arguments'])}, gradients {_bytes(m['gradients'])}, activations in flight"
+        f"; per device: arguments {_bytes(m['arguments'])}, {made} {_bytes(m['gradients'])}, activations in flight"
         f" {_bytes(m['activations'])} (peak), temporaries {_bytes(m['temporaries'])}, at most {_bytes(m['peak'])}"
         f"{in_host}"
     )
 
 
 class Roles:
-    """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data."""
+    """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data.
+
+    Where no loop has a backward pass, nothing tells parameters from data, and what the step returns is state.
+    """
 
     def __init__(self, outline: Outline):
         num_consts = len(outline.trace.consts)
@@ -118,8 +125,10 @@ class Roles:
                 for eqn in item.eqns:
                     found = set().union(*(self.roots.get(v, set()) for v in costs.variables(eqn.invars)))
                     self.roots.update((v, found) for v in eqn.outvars)
+        tasks = [t for loop in outline.loops for t in loop.partition.tasks]
+        self.trains = any(t.place.kind != "F" and not t.is_empty for t in tasks)
         returned = {self.args[d] for d in outline.donors if d is not None}
-        read = {v for loop in outline.loops for t in loop.partition.tasks for v in self.arguments(t.operands)}
+        read = {v for t in tasks for v in self.arguments(t.operands)} if self.trains else set()
         self.role = {
             v: "data" if v not in returned else "parameters" if v in read and costs.size(v.aval) > 1 else "state"
             for v in self.args
@@ -143,7 +152,7 @@ def _stages(loop, group, roles: Roles):
     for stage in (s for s in range(len(placement)) if placement[s] == group):
         bodies = [t for p, t in loop.tasks.items() if p.stage == stage]
         found = roles.arguments({v for t in bodies for v in t.body.operands})
-        parameters = [v for v in found if roles.role[v] == "parameters"]
+        parameters = [v for v in found if roles.role[v] == "parameters" or not roles.trains]
         count, nbytes = sum(costs.size(v.aval) for v in parameters), sum(costs.nbytes(v.aval) for v in parameters)
         parts = []
         for t in bodies:
@@ -154,7 +163,8 @@ def _stages(loop, group, roles: Roles):
         named = f" ({', '.join(shown[:4])}{more})" if shown else ""
         label = loop.loop.partition.labels[stage]
         title = f"stage {stage} ({label})" if label else f"stage {stage}"
-        yield f"  {title}: {count:,} parameters, {_bytes(nbytes)}{named}; {', '.join(parts)}"
+        held = f"{count:,} parameters," if roles.trains else "reads arguments of"
+        yield f"  {title}: {held} {_bytes(nbytes)}{named}; {', '.join(parts)}"
         for t in bodies:
             if t.body.place.kind == "W":
                 kept = sum(costs.nbytes(v.aval) for v in t.body.reads)
