@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "inference.md").read_text()
 
 def test_the_examples_run_as_printed():
     blocks = re.findall(r"<!-- inference: python -->\n+```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == PAGE.count("```python") == 5
+    assert len(blocks) == PAGE.count("```python") == 6
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     run = subprocess.run(
