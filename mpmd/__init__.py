@@ -8,8 +8,9 @@ from mpmd.distributed import initialize
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
 from mpmd.fetch import device_get
 from mpmd.foreign import from_exported, from_stablehlo
-from mpmd.markers import Add, Concat, Max, Mean, Min, mark_stage_end, treduce, treduce_i
+from mpmd.markers import mark_stage_end, treduce, treduce_i
 from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.operations import Add, Concat, Max, Mean, Min, Operation
 from mpmd.stages import Compiled, Lowered, Traced
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MpmdArray",
     "MpmdMesh",
     "MpmdSharding",
+    "Operation",
     "ReshardError",
     "ScheduleError",
     "StageError",

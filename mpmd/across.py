@@ -15,7 +15,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
-from mpmd.markers import result_types
+from mpmd.operations import result_types
 
 Groups = frozenset[int]
 

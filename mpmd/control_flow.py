@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from mpmd import _jax_compat as compat
 from mpmd import costs
-from mpmd.markers import explicit_sharding
+from mpmd.operations import explicit_sharding
 from mpmd.pins import Groups, Pins
 from mpmd.trace import inline, trace_equations
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd import costs
 from mpmd.body import Body, Place
-from mpmd.markers import Operation
+from mpmd.operations import Operation
 
 # The most elements of a part that is kept for all microbatches.
 _SMALL = 64
@@ -34,7 +34,7 @@ class Join:
     operands: tuple[compat.Var, ...]
     jaxpr: compat.ClosedJaxpr
 
-    def reduced(self, operation: type[Operation], num_microbatches: int) -> Callable:
+    def reduced(self, operation: Operation, num_microbatches: int) -> Callable:
         """The output of the loop, as a function of the stacked parts and the operands."""
         index, value = self.jaxpr.in_avals[0], self.jaxpr.out_avals[0]
         output = compat.jaxpr_as_fun(self.jaxpr)

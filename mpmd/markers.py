@@ -13,131 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
-
-
-class Operation:
-    """How the outputs of a microbatch loop are reduced. Pass the class itself: `operation=mpmd.Mean`.
-
-    Values are accumulated in microbatch order and in their own dtype.
-    """
-
-    @classmethod
-    def init(cls, aval, num_microbatches: int) -> jax.Array:
-        """The accumulator before the first microbatch."""
-        return _full(aval, aval.shape, 0)
-
-    @classmethod
-    def update(cls, acc, x, index):
-        """The accumulator after microbatch `index`, whose output is `x`."""
-        raise NotImplementedError
-
-    @classmethod
-    def finish(cls, acc, num_microbatches: int):
-        """The reduced value, from the last accumulator."""
-        return acc
-
-
-class Add(Operation):
-    """The sum over microbatches."""
-
-    @classmethod
-    def update(cls, acc, x, index):
-        return acc + x if acc.dtype != np.bool_ else acc | x
-
-
-class Mean(Add):
-    """The sum over microbatches divided by their number. Of booleans: the share of True."""
-
-    @classmethod
-    def init(cls, aval, num_microbatches):
-        return _full(aval, aval.shape, 0, np.int32 if aval.dtype == np.bool_ else None)
-
-    @classmethod
-    def update(cls, acc, x, index):
-        return acc + x
-
-    @classmethod
-    def finish(cls, acc, num_microbatches):
-        sharding = explicit_sharding(jax.typeof(acc))
-        if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
-            share = jnp.asarray(1 / num_microbatches, acc.dtype)
-            return acc * jax.reshard(share, PartitionSpec(reduced=sharding.spec.unreduced))
-        return acc / num_microbatches
-
-
-class Max(Operation):
-    """The elementwise maximum over microbatches."""
-
-    @classmethod
-    def init(cls, aval, num_microbatches):
-        return _full(aval, aval.shape, _extreme(aval.dtype, lowest=True))
-
-    @classmethod
-    def update(cls, acc, x, index):
-        return lax.max(acc, x)
-
-
-class Min(Operation):
-    """The elementwise minimum over microbatches."""
-
-    @classmethod
-    def init(cls, aval, num_microbatches):
-        return _full(aval, aval.shape, _extreme(aval.dtype, lowest=False))
-
-    @classmethod
-    def update(cls, acc, x, index):
-        return lax.min(acc, x)
-
-
-class Concat(Operation):
-    """All outputs, stacked along a new axis 0 of length `num_microbatches`."""
-
-    @classmethod
-    def init(cls, aval, num_microbatches):
-        return _full(aval, (num_microbatches, *aval.shape), 0)
-
-    @classmethod
-    def update(cls, acc, x, index):
-        x = lax.expand_dims(jnp.asarray(x, acc.dtype), (0,))
-        return lax.dynamic_update_slice(acc, x, (index,) + (np.int32(0),) * (x.ndim - 1))
-
-
-def explicit_sharding(aval):
-    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
-    sharding = getattr(aval, "sharding", None)
-    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
-
-
-def result_types(fun: Callable, *avals) -> list:
-    """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
-    Explicit axes.
-    """
-    return jax.make_jaxpr(fun)(*avals).out_avals
-
-
-def _full(aval, shape, value, dtype=None):
-    dtype = dtype or aval.dtype
-    sharding = explicit_sharding(aval)
-    if sharding is None:
-        return lax.full(shape, value, dtype)
-    old = sharding.spec
-    entries = (*(None,) * (len(shape) - len(aval.shape)), *old.partitions)
-    spec = PartitionSpec(*entries, unreduced=old.unreduced, reduced=old.reduced)
-    return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
-
-
-def _extreme(dtype, lowest: bool):
-    if dtype == np.bool_:
-        return not lowest
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return info.min if lowest else info.max
-    return -np.inf if lowest else np.inf
-
+from mpmd.operations import (
+    Add,
+    Operation,
+    broadcast_operation,
+    check_operations,
+    explicit_sharding,
+    result_types,
+)
+from scheduler import catalogue
 
 # --- mark_stage_end -------------------------------------------------------------------------------
 
@@ -256,7 +143,13 @@ class LoopInfo:
 
     schedule: Any
     num_microbatches: int
-    operations: tuple[type[Operation], ...]
+    operations: tuple[Operation, ...]
+
+    def __str__(self):
+        operations = ", ".join(map(str, self.operations))
+        return f"LoopInfo({self.schedule}, {self.num_microbatches} microbatches, {operations})"
+
+    __repr__ = __str__
 
 
 @compat.api_boundary
@@ -271,10 +164,11 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add)
       fun: takes a slice of `xs` (the microbatch axis removed) and returns a pytree of arrays. It may close
         over parameters and anything else that is the same for every microbatch.
       xs: a pytree of arrays, each with the same number of microbatches on axis `axis`.
-      schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`, or None.
+      schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`; or its name, `"1f1b"`: then
+        the groups of the mesh and the marks say for how many stages; or None.
       axis: the microbatch axis of every leaf of `xs`.
-      operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, or a pytree
-        prefix of those for the outputs of `fun`.
+      operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, an instance such as `Concat(axis=1)`, a
+        subclass of `mpmd.Operation`, or a pytree prefix of those for the outputs of `fun`.
 
     Returns:
       The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
@@ -390,9 +284,9 @@ def _treduce(take, num_microbatches, schedule, operation, name):
         return [x if isinstance(x, jax.Array) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
     body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
-    operations = _broadcast_operation(operation, out_tree, name)
+    operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
-    _check_operations(operations, body.out_avals, name)
+    check_operations(operations, body.out_avals, name)
     if schedule is not None:
         _check_schedule(schedule, name)
     jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
@@ -412,9 +306,9 @@ def _eager_loop(take, num_microbatches, operation, name):
         leaves, tree = jax.tree.flatten(take(jnp.int32(i)))
         leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
         if i == 0:
-            operations = _broadcast_operation(operation, tree, name)
+            operations = broadcast_operation(operation, tree, name)
             moving = [(op, jax.typeof(x)) for op, x in zip(operations, leaves, strict=True) if not _is_float0(x)]
-            _check_operations([op for op, _ in moving], [aval for _, aval in moving], name)
+            check_operations([op for op, _ in moving], [aval for _, aval in moving], name)
             accs = [
                 x if _is_float0(x) else op.init(jax.typeof(x), num_microbatches)
                 for op, x in zip(operations, leaves, strict=True)
@@ -431,37 +325,16 @@ def _is_float0(x) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def _broadcast_operation(operation, out_tree, name) -> tuple[type[Operation], ...]:
-    def leaf(x):
-        return isinstance(x, type)
-
-    out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
-    try:
-        pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=leaf)
-    except ValueError as e:
-        raise StageError(
-            f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}"
-        ) from None
-    operations = tuple(jax.tree.leaves(pairs, is_leaf=leaf))
-    return operations
-
-
-def _check_operations(operations, out_avals, name):
-    for op, aval in zip(operations, out_avals, strict=True):
-        if not (isinstance(op, type) and issubclass(op, Operation)):
-            raise StageError(
-                f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat (the class itself)."
-            )
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-            raise StageError(
-                f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it."
-            )
-
-
 def _check_schedule(schedule, name):
-    if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+    if isinstance(schedule, str):
+        try:
+            catalogue.find(schedule)
+        except ValueError as e:
+            raise StageError(f"{name}: {e}") from None
+    elif isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
         raise StageError(
-            f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), or None."
+            f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
+            " '1f1b', or None."
         )
 
 

@@ -25,7 +25,7 @@ from mpmd import costs
 from mpmd.backward_places import backward_stages, find_backward
 from mpmd.body import Body, Place
 from mpmd.forward_places import forward_stages
-from mpmd.markers import Concat, LoopInfo
+from mpmd.markers import LoopInfo
 from mpmd.marks import Marks, check_marks_are_used
 from mpmd.placing import resolve_floats, sink_residuals
 from mpmd.reducing import Accumulator, reduce_outputs
@@ -102,7 +102,7 @@ class LoopPartition:
                 yield f"    writes {self.names[v]} {kind} ({costs.nbytes(v.aval):,} B) for {where}"
             for k in t.accumulates:
                 acc = self.accumulators[k]
-                yield f"    accumulates {acc.operation.__name__} {acc.value.aval.str_short(short_dtypes=True)}"
+                yield f"    accumulates {acc.operation} {acc.value.aval.str_short(short_dtypes=True)}"
 
 
 def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
@@ -223,7 +223,7 @@ def _free_variables(body: Body, eqns, accumulated):
 
 def _needs_index(body, eqns, accumulators, accs) -> bool:
     values = [v for e in eqns for v in e.invars] + [accumulators[k].value for k in accs]
-    return any(v is body.index for v in values) or any(accumulators[k].operation is Concat for k in accs)
+    return any(v is body.index for v in values) or any(accumulators[k].operation.reads_index for k in accs)
 
 
 def split_backward(body: Body, accumulators):

@@ -16,7 +16,8 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.body import Body, Node, Place
 from mpmd.joining import Joins
-from mpmd.markers import Add, Concat, LoopInfo, Mean, Operation, result_types
+from mpmd.markers import LoopInfo
+from mpmd.operations import Add, Concat, Mean, Operation, result_types
 from mpmd.trace import copy_equations, trace_equations
 
 
@@ -31,7 +32,7 @@ class Accumulator:
 
     value: compat.Var | compat.Literal
     result: compat.Var
-    operation: type[Operation]
+    operation: Operation
     place: Place
 
 
@@ -67,12 +68,12 @@ def reduce_outputs(body: Body, eqn, info: LoopInfo, num_stages: int, split: bool
         if not is_index and (source is None or not source.per_microbatch):
             after += _same_every_time(body, value, operation, info.num_microbatches, result)
             continue
-        parts = _parts(body, value, readers) if issubclass(operation, Add) else []
+        parts = _parts(body, value, readers) if type(operation) in (Add, Mean) else []
         if len({p.place.stage for p in parts}) < 2:
             if joins and (join := joins.of(value)):
                 for v, place in join.parts:
                     if v not in stacks:
-                        stacks[v] = accumulate(v, Concat, place)
+                        stacks[v] = accumulate(v, Concat(), place)
                 atoms = [*(stacks[v] for v, _ in join.parts), *join.operands]
                 after += _bound(join.reduced(operation, info.num_microbatches), atoms, result)
                 continue
@@ -261,12 +262,12 @@ def _same_every_time(body, value, operation, num_microbatches, result):
     """An output that no microbatch changes: reduced without a loop task (zeros stay zeros)."""
     source = body.source(value)
     zero = isinstance(value, compat.Literal) and not np.any(value.val)
-    if (zero or (source and _is_zeros(source.eqn))) and issubclass(operation, Add):
+    if (zero or (source and _is_zeros(source.eqn))) and type(operation) in (Add, Mean):
         aval = value.aval
 
         def zeros():
             acc = operation.init(aval, num_microbatches)
-            return operation.finish(acc, num_microbatches) if issubclass(operation, Mean) else acc
+            return operation.finish(acc, num_microbatches)
 
         return _bound(zeros, [], result)
 

@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.across import place_p
 from mpmd.errors import StageError
-from mpmd.markers import explicit_sharding, mark_p, scan_loop, treduce_p, without
+from mpmd.markers import mark_p, scan_loop, treduce_p, without
 from mpmd.mesh import MpmdMesh
+from mpmd.named import with_schedules
+from mpmd.operations import explicit_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,7 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
         closed, jaxpr = _traced(flat, avals)
     _check_axis(jaxpr, axis)
     jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
+    jaxpr = compat.new_jaxpr(jaxpr, eqns=with_schedules(jaxpr.eqns, mpmd_mesh.num_groups))
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 

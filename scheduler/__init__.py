@@ -1,5 +1,6 @@
 """Pipeline schedules: orders of tasks, proved before they run, simulated, searched and drawn. Needs Python alone."""
 
+from scheduler.catalogue import make
 from scheduler.custom import CustomSchedule
 from scheduler.errors import ScheduleError
 from scheduler.generators import EagerOneFOneB, GPipe, InterleavedGPipe, InterleavedOneFOneB, OneFOneB
@@ -62,6 +63,7 @@ __all__ = [
     "concatenate",
     "investigate",
     "lower",
+    "make",
     "merge",
     "search",
     "simulate",

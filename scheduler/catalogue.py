@@ -54,8 +54,21 @@ def find(name: str) -> type[ChainSchedule] | type[LoopSchedule] | type[VSchedule
     raise ValueError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}.")
 
 
-def make(name: str, num_stages: int | None, num_groups: int | None) -> Schedule:
-    """A schedule from its name and whichever of its two numbers it needs."""
+def make(name: str, num_stages: int | None = None, num_groups: int | None = None) -> Schedule:
+    """A schedule from its name and whichever of its two numbers it needs.
+
+    Args:
+        name: A name of the catalogue (``python -m scheduler compare`` lists them) or of a class, in any case.
+        num_stages: The number of stages.
+        num_groups: The number of groups; by default one stage a group, and two where a schedule has several.
+
+    Raises:
+        ValueError: There is no such schedule, or none for these numbers.
+
+    Example:
+        >>> make("1f1b", 4), make("zb-v", num_groups=2).num_stages
+        (OneFOneB(num_stages=4), 4)
+    """
     kind = find(name)
     if issubclass(kind, ChainSchedule):
         if num_groups not in (None, num_stages) and num_stages is not None:
@@ -79,6 +92,25 @@ def _given(number: int | None) -> int:
     if number is None:
         raise ValueError("the number of stages or of groups is needed.")
     return number
+
+
+def for_marks(name: str, num_marks: int, num_groups: int) -> Schedule:
+    """The schedule of this name that fits a model with so many stage ends, the last of which may be left out.
+
+    The groups give the number of stages where each has one or two; where it may have any number, the marks do.
+
+    Raises:
+        ValueError: There is no such schedule, or it needs another number of stages.
+    """
+    stages = None
+    if issubclass(find(name), LoopSchedule):
+        stages = next((n for n in (num_marks, num_marks + 1) if n and n % num_groups == 0), None)
+        if stages is None:
+            raise ValueError(
+                f"{name} deals out its stages evenly to {num_groups} groups; "
+                f"{num_marks} stage ends make {num_marks + 1} stages{f' or {num_marks}' if num_marks else ''}."
+            )
+    return make(name, stages, num_groups)
 
 
 def on_groups(num_groups: int, stages_per_group: int = 2) -> Iterator[Named]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from scheduler.errors import ScheduleError
 from scheduler.files import read_text
 from scheduler.ordering import order_faults, raise_faults
-from scheduler.task import Orders, Pairs, Schedule, Task
+from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
 
 _PAIR = re.compile(r"\((?P<first>\w+);(?P<second>\w+)\)OVERLAP_F_B")
 # What torch.distributed.pipelining may also write: communication and parameter sharding, which lower() makes itself.
@@ -81,6 +81,13 @@ class CustomSchedule(Schedule):
         faults += [f"{task} is in {count} pairs; expected one" for task, count in sorted(paired.items()) if count > 1]
         raise_faults(ScheduleError, "CustomSchedule", faults)
 
+    def __str__(self) -> str:
+        """What it is, without its thousands of tasks."""
+        return (
+            f"CustomSchedule({self.num_stages} stages on {self.num_groups} groups, "
+            f"{self.num_microbatches} microbatches)"
+        )
+
     def orders(self, num_microbatches: int) -> Orders:
         if num_microbatches != self.num_microbatches:
             raise ValueError(
@@ -96,6 +103,7 @@ class CustomSchedule(Schedule):
     @classmethod
     def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> CustomSchedule:
         """Any schedule's orders for one number of microbatches, so that they can be edited or written to a file."""
+        check_schedule("CustomSchedule.from_schedule", schedule)
         return cls(schedule.orders(num_microbatches), tuple(schedule.placement), schedule.fused(num_microbatches))
 
     @classmethod

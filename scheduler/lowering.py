@@ -6,15 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scheduler.catalogue import make
 from scheduler.errors import ScheduleError
 from scheduler.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, raise_faults, start_times
-from scheduler.task import Schedule, Task
+from scheduler.task import Schedule, Task, check_schedule
 
 DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
-def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> Program:
+def lower(task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int) -> Program:
     """The instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
 
     All groups' orders are first run once on a clock where F, I and W take 1 and B takes 2. That gives one line of
@@ -29,7 +30,8 @@ def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> P
 
     Args:
         task_graph: What the tasks of one microbatch hand to each other.
-        schedule: The order of each group, and the pairs that become one Run.
+        schedule: The order of each group, and the pairs that become one Run. A name of the catalogue, such as
+            ``"1f1b"``, is that schedule for the graph's number of stages.
         num_microbatches: How often the loop body runs.
 
     Returns:
@@ -45,6 +47,9 @@ def lower(task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> P
         >>> print(*program.groups[1][:3], sep="; ")
         recv a0[0] from group 0; run 1F0(a0[0]) -> r1[0]; free a0[0]
     """
+    if isinstance(schedule, str):
+        schedule = make(schedule, task_graph.num_stages)
+    check_schedule("lower", schedule)
     if task_graph.num_stages != schedule.num_stages:
         raise ScheduleError(
             f"lower: the task graph has {task_graph.num_stages} stages and the schedule "

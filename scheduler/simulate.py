@@ -13,7 +13,7 @@ from typing import Any
 from scheduler.clock import Clock, without_collector
 from scheduler.files import parse_json
 from scheduler.ordering import chain_needs
-from scheduler.task import Kind, Orders, Pairs, Schedule, Task
+from scheduler.task import Kind, Orders, Pairs, Schedule, Task, check_schedule
 
 PerStage = float | tuple[float, ...]
 
@@ -295,6 +295,7 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         >>> timeline.makespan, timeline.peak_activations
         (33.0, (4, 3, 2, 1))
     """
+    check_schedule("simulate", schedule)
     with without_collector():
         orders = schedule.orders(num_microbatches)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()

@@ -86,6 +86,15 @@ class Schedule:
         return frozenset()
 
 
+def check_schedule(owner: str, schedule: object) -> None:
+    """Raises a ValueError that names the argument if ``schedule`` is a name, a class, or no schedule at all."""
+    if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+        raise ValueError(
+            f"{owner}: schedule is {schedule!r}; expected a schedule such as scheduler.OneFOneB(4). "
+            "From a name: scheduler.make('1f1b', num_stages=4)."
+        )
+
+
 def check_count(owner: str, name: str, value: object, at_least: int = 1) -> int:
     """``value`` if it is a whole number that is large enough, else a ValueError that names the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:

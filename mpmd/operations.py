@@ -1,0 +1,232 @@
+"""How the outputs of a microbatch loop are reduced: an accumulator's start, its update, and what is made of it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpmd.errors import StageError
+
+
+class Operation:
+    """How one output of a microbatch loop is reduced: `operation=mpmd.Mean`, or an instance, `mpmd.Concat(axis=1)`.
+
+    A subclass is a reduction of one's own. Its methods are traced and run where the output is made: the values of the
+    microbatches never leave their stage. They are accumulated in microbatch order; the accumulator is one array.
+    Instances with equal attributes are equal, and attributes must be hashable.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> class Product(mpmd.Operation):
+      ...     def init(self, aval, num_microbatches):
+      ...         return self.full(aval, 1)
+      ...     def update(self, acc, x, index):
+      ...         return acc * x
+      >>> float(mpmd.treduce(lambda x: x, jnp.array([2.0, 3.0, 4.0]), schedule=None, operation=Product))
+      24.0
+    """
+
+    reads_index = True  # whether `update` may read its `index`
+
+    def init(self, aval, num_microbatches: int) -> jax.Array:
+        """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
+        return self.full(aval, 0)
+
+    def update(self, acc, x, index):
+        """The accumulator after microbatch `index` (an int32 scalar), whose output is `x`."""
+        raise NotImplementedError(f"{type(self).__name__}.update")
+
+    def finish(self, acc, num_microbatches: int):
+        """The reduced value, from the last accumulator."""
+        return acc
+
+    @staticmethod
+    def full(aval, value, shape=None, dtype=None) -> jax.Array:
+        """An array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
+
+        A shape with more axes has them in front.
+        """
+        shape = aval.shape if shape is None else tuple(shape)
+        return _full(aval, value, shape, range(len(shape) - len(aval.shape)), dtype)
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash((type(self), tuple(sorted(vars(self).items()))))
+
+    def __repr__(self):
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return type(self).__name__ + (f"({values})" if values else "")
+
+
+class Add(Operation):
+    """The sum over microbatches."""
+
+    reads_index = False
+
+    def update(self, acc, x, index):
+        return acc + x if acc.dtype != np.bool_ else acc | x
+
+
+class Mean(Add):
+    """The sum over microbatches divided by their number. Of booleans: the share of True."""
+
+    def init(self, aval, num_microbatches):
+        return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
+
+    def update(self, acc, x, index):
+        return acc + x
+
+    def finish(self, acc, num_microbatches):
+        sharding = explicit_sharding(jax.typeof(acc))
+        if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
+            share = jnp.asarray(1 / num_microbatches, acc.dtype)
+            return acc * jax.reshard(share, PartitionSpec(reduced=sharding.spec.unreduced))
+        return acc / num_microbatches
+
+
+class Max(Operation):
+    """The elementwise maximum over microbatches."""
+
+    reads_index = False
+
+    def init(self, aval, num_microbatches):
+        return self.full(aval, _extreme(aval.dtype, lowest=True))
+
+    def update(self, acc, x, index):
+        return lax.max(acc, x)
+
+
+class Min(Operation):
+    """The elementwise minimum over microbatches."""
+
+    reads_index = False
+
+    def init(self, aval, num_microbatches):
+        return self.full(aval, _extreme(aval.dtype, lowest=False))
+
+    def update(self, acc, x, index):
+        return lax.min(acc, x)
+
+
+class Concat(Operation):
+    """All outputs, stacked along a new axis of length `num_microbatches`.
+
+    Args:
+      axis: where the result has the new axis; a negative one counts from the end of the result's axes.
+    """
+
+    def __init__(self, axis: int = 0):
+        self.axis = axis
+
+    def init(self, aval, num_microbatches):
+        axis = self._axis(len(aval.shape))
+        return _full(aval, 0, (*aval.shape[:axis], num_microbatches, *aval.shape[axis:]), [axis])
+
+    def update(self, acc, x, index):
+        axis = self._axis(acc.ndim - 1)
+        x = lax.expand_dims(jnp.asarray(x, acc.dtype), (axis,))
+        return lax.dynamic_update_slice(acc, x, [index if a == axis else np.int32(0) for a in range(x.ndim)])
+
+    def _axis(self, ndim: int) -> int:
+        """The new axis of a stack of arrays with `ndim` axes."""
+        try:
+            return range(ndim + 1)[self.axis]
+        except (IndexError, TypeError):
+            raise StageError(
+                f"treduce: {self!r} stacks an output with {ndim} axes. Pass an int from {-ndim - 1} to {ndim}."
+            ) from None
+
+
+def explicit_sharding(aval):
+    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
+    sharding = getattr(aval, "sharding", None)
+    return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
+
+
+def result_types(fun: Callable, *avals) -> list:
+    """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
+    Explicit axes.
+    """
+    return jax.make_jaxpr(fun)(*avals).out_avals
+
+
+def _full(aval, value, shape, new_axes, dtype=None):
+    """An array of one value, sharded on Explicit axes like `aval`, and not at all along axes that are new."""
+    dtype = dtype or aval.dtype
+    sharding = explicit_sharding(aval)
+    if sharding is None:
+        return lax.full(shape, value, dtype)
+    old = sharding.spec
+    entries = [*old.partitions, *[None] * (len(aval.shape) - len(old.partitions))]
+    for axis in new_axes:
+        entries.insert(axis, None)
+    spec = PartitionSpec(*entries, unreduced=old.unreduced, reduced=old.reduced)
+    return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _extreme(dtype, lowest: bool):
+    if dtype == np.bool_:
+        return not lowest
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return info.min if lowest else info.max
+    return -np.inf if lowest else np.inf
+
+
+# --- what a user passes ---------------------------------------------------------------------------
+
+
+def _is_operation(x) -> bool:
+    return isinstance(x, (type, Operation))
+
+
+def broadcast_operation(operation, out_tree, name) -> tuple[Any, ...]:
+    """The operation of each output, from a pytree prefix; classes become instances."""
+    out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
+    try:
+        pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=_is_operation)
+    except ValueError as e:
+        raise StageError(
+            f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}"
+        ) from None
+    return tuple(map(_instance, jax.tree.leaves(pairs, is_leaf=_is_operation)))
+
+
+def _instance(operation):
+    return operation() if isinstance(operation, type) and issubclass(operation, Operation) else operation
+
+
+def check_operations(operations, out_avals, name):
+    """Raises a StageError for what is no operation, and for what an operation cannot reduce."""
+    for op, aval in zip(operations, out_avals, strict=True):
+        if not isinstance(op, Operation):
+            raise StageError(
+                f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat, or a subclass of"
+                " mpmd.Operation."
+            )
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+            raise StageError(
+                f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it."
+            )
+        _check_accumulator(op, aval, name)
+
+
+def _check_accumulator(op: Operation, aval, name):
+    """An operation of one's own keeps the type of its accumulator."""
+    if type(op).__module__ == __name__:
+        return
+    acc, *_ = result_types(functools.partial(op.init, aval, 1))
+    new = result_types(op.update, acc, aval, jax.ShapeDtypeStruct((), np.int32))
+    if [(x.shape, x.dtype) for x in new] != [(acc.shape, acc.dtype)]:
+        got = ", ".join(x.str_short() for x in new)
+        raise StageError(
+            f"{name}: {op!r}.update makes {got} of the accumulator {acc.str_short()}.\n"
+            "  It must return one array of the accumulator's shape and dtype, which init chooses."
+        )
