@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
 from mpmd.operations import result_types
@@ -85,7 +86,7 @@ def _array(leaf, name: str):
             "  Call it inside the function that mpmd.jit compiles; to move an array between groups use"
             " reshard.mpmd_to_mpmd_reshard."
         )
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return leaf if is_plain(leaf) else jnp.asarray(leaf)
 
 
 # --- all_reduce and stack -------------------------------------------------------------------------

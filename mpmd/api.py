@@ -192,7 +192,7 @@ class Jitted:
         types, fault = (), None
         try:
             types = tuple(leaf_type(x, explicit if w is None else ()) for x, w in zip(leaves, wishes, strict=True))
-        except TypeError as e:
+        except (TypeError, ValueError) as e:
             fault = e
         if fault is not None:  # said again, with the argument's name
             check_leaves(leaves, argument_names(self._fun, Call(len(args), fixed, leaves, tree, (), None)))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd import transfer
+from mpmd._readable import is_plain
 from mpmd.array import MpmdArray
 from mpmd.errors import StageError
 from mpmd.mesh import MpmdMesh, MpmdSharding
@@ -87,7 +88,7 @@ def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
         wish = x.mpmd_sharding
     if (
         wish is None
-        and isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        and (is_plain(x) or isinstance(x, jax.ShapeDtypeStruct))
         and isinstance(x.sharding, (NamedSharding, MpmdSharding))
     ):
         wish = x.sharding
@@ -128,7 +129,9 @@ def _wished(wish, mesh: MpmdMesh, name: str) -> Hint:
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
             raise ValueError(
-                f"mpmd.jit: {name} has a sharding on another mesh, {wish.mpmd_mesh}, than the step's, {mesh}."
+                f"mpmd.jit: {name} is of another mesh than the step's: {_meshes(wish.mpmd_mesh, mesh)}.\n"
+                "  Bring a state to the step's groups first: reshard.mpmd_to_mpmd_reshard(state, shardings)."
+                " Shardings are in the .input_shardings of the step, compiled for jax.ShapeDtypeStruct(shape, dtype)."
             )
         return Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
     if isinstance(wish, (NamedSharding, PartitionSpec)):
@@ -138,6 +141,11 @@ def _wished(wish, mesh: MpmdMesh, name: str) -> Hint:
     raise TypeError(
         f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
     )
+
+
+def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
+    """Two meshes that differ, for messages."""
+    return f"on {other}, not {mesh}" if str(other) != str(mesh) else f"on other devices in {mesh}"
 
 
 def broadcast(shardings, tree, what, skip=(), total=None):
@@ -204,6 +212,11 @@ def _check_is_array(name, x):
             f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
             "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
             " program."
+        )
+    if isinstance(x, (np.ndarray, np.generic)) and (x.dtype.kind in "OSUMm" or x.dtype.fields is not None):
+        raise TypeError(
+            f"mpmd.jit: {name} is a numpy array of dtype {x.dtype}, which JAX has no arrays of.\n"
+            "  Make it an array of numbers or booleans, or leave it out."
         )
 
 

@@ -34,7 +34,7 @@ class MpmdShard:
     index: tuple[slice, ...]
     replica_id: int
     group: int
-    data: jax.Array | None = dataclasses.field(repr=False)
+    data: Any = dataclasses.field(repr=False)  # a jax.Array; None in other processes
 
 
 class MpmdArray(ReadableArray):
@@ -255,9 +255,7 @@ class MpmdArray(ReadableArray):
 
     def addressable_data(self, index: int) -> jax.Array:
         """The part of `addressable_shards[index]`, as an array on its device."""
-        data = self.addressable_shards[index].data
-        assert data is not None
-        return data
+        return self.addressable_shards[index].data
 
     def _placed(self) -> tuple[PlacedShard, ...]:
         return self._mpmd_sharding.shards(self._shape)

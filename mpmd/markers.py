@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from mpmd import _jax_compat as compat
+from mpmd._readable import is_plain
 from mpmd.errors import StageError
 from mpmd.operations import (
     Add,
@@ -75,7 +76,7 @@ def mark_stage_end(x, name: str | None = None):
         raise TypeError(
             f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses."
         )
-    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward", label=name))
 
 
@@ -183,7 +184,7 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add)
       >>> value, grad = mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule=None)
     """
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(xs)
-    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+    leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
     names = ["xs" + jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     num_microbatches = _check_microbatch_axis(names, leaves, axis)
 
@@ -281,7 +282,7 @@ def _treduce(take, num_microbatches, schedule, operation, name):
         leaves, out_tree = jax.tree.flatten(take(index))
         frozen.clear()  # float0 leaves (gradients of integers) hold nothing to reduce
         frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
-        return [x if isinstance(x, jax.Array) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
+        return [x if is_plain(x) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
     body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
     operations = broadcast_operation(operation, out_tree, name)

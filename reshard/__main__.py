@@ -20,9 +20,10 @@ from mpmd.errors import ReshardError
 from reshard import inspection, retree
 from reshard.convert import convert, plan_conversion
 from reshard.copying import Progress, Stopped, human
-from reshard.layoutfile import nbytes_of, read_layout
+from reshard.layoutfile import read_layout
 from reshard.paths import compiled
 from reshard.reading import plan_reading
+from reshard.sizes import nbytes_of
 from reshard.stored import find
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

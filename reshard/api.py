@@ -19,6 +19,7 @@ from mpmd.mesh import MpmdMesh, MpmdSharding
 from reshard.devices import EveryHost, HostMemory, is_local
 from reshard.execute import ProgressCallback, Stats, execute, print_bar
 from reshard.plan import describe, plan_leaves, raise_faults, sharding_of
+from reshard.sizes import threshold_nbytes
 from reshard.tree import broadcast, flatten, is_sharding
 from reshard.wire import agree
 
@@ -37,7 +38,7 @@ def spmd_to_mpmd_reshard(
     mpmd_mesh: MpmdMesh,
     spmd_arrays: Any,
     mpmd_shardings: Any,
-    threshold: int | None = None,
+    threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
@@ -52,8 +53,8 @@ def spmd_to_mpmd_reshard(
         spmd_arrays: a pytree of `jax.Array` or numpy arrays.
         mpmd_shardings: the same tree of `MpmdSharding`, or a prefix of it. An array that no group uses (`mesh_ids`
             empty) goes to group 0.
-        threshold: bytes of working memory for each device beyond source and target, a strict bound; None is a
-            third of the least free device memory.
+        threshold: bytes of working memory for each device beyond source and target, a strict bound: a number, or text
+            such as `"64MiB"`. None is a third of the least free device memory.
         donate: whether to free each source shard as soon as its last byte has left; the sources are deleted then.
         progress: a function of `Progress`, or True for a bar on the terminal.
 
@@ -86,7 +87,7 @@ def mpmd_to_spmd_reshard(
     mpmd_mesh: MpmdMesh,
     mpmd_arrays: Any,
     spmd_shardings: Any,
-    threshold: int | None = None,
+    threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
@@ -115,7 +116,7 @@ def mpmd_to_spmd_reshard(
 def mpmd_to_mpmd_reshard(
     mpmd_arrays: Any,
     mpmd_shardings: Any,
-    threshold: int | None = None,
+    threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
@@ -149,7 +150,7 @@ def _reshard(
     shardings: Any,
     name: str,
     check: Callable[[Any, Any], str | None],
-    threshold: int | None,
+    threshold: int | str | None,
     donate: bool,
     progress: ProgressCallback | bool | None,
 ) -> Any:
@@ -161,8 +162,7 @@ def _reshard(
         target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
         for target in broadcast(shardings, tree, name)
     ]
-    if threshold is not None and threshold < 1:
-        raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
+    bound = threshold_nbytes(threshold)
 
     def fault_of(source: Any, target: Any) -> str | None:
         return _fault_of_source(source, job) or check(source, target) or _fault_of_place(target, job)
@@ -179,10 +179,10 @@ def _reshard(
         for source in sources
     ]
     leaves = describe(paths, sources, places, targets)
-    threshold = default_threshold() if threshold is None else threshold
+    bound = default_threshold() if bound is None else bound
     if job is not None:
-        threshold = agree(job, leaves, threshold)
-    plan = plan_leaves(leaves, threshold)
+        bound = agree(job, leaves, bound)
+    plan = plan_leaves(leaves, bound)
     impls = [compat.key_impl(s.dtype) if _is_key(s) else None for s in sources]
     data = [s if impl is None else _key_data(s, job) for s, impl in zip(sources, impls, strict=True)]
     bar = print_bar if progress is True else progress or None

@@ -22,7 +22,6 @@ rule has `layers_per_group: [3, 3, 2, 2]`.
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
@@ -34,6 +33,7 @@ from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdMesh
 from reshard.devices import describe_mesh
 from reshard.paths import compiled
+from reshard.sizes import nbytes_of
 from scheduler.files import parse_json, read_text
 
 _MOST_NBYTES = 1 << 20
@@ -42,31 +42,6 @@ _MOST_AXES = 32
 _MOST_DEVICES = 1 << 17
 _MOST_FAULTS = 20
 _MOST_SHOWN = 500  # characters of a fault
-_UNITS = {"": 1, "B": 1} | {
-    f"{unit}{ending}": base**power
-    for power, unit in enumerate("KMGTP", start=1)
-    for ending, base in (("iB", 1024), ("B", 1000), ("", 1024))
-}
-
-
-def nbytes_of(text: str | int) -> int:
-    """A number of bytes as people write it.
-
-    Example:
-        >>> nbytes_of("64MiB"), nbytes_of("1.5kB"), nbytes_of(7)
-        (67108864, 1500, 7)
-
-    Raises:
-        ValueError: it is no number with a unit.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    unit = (match[2][:1].upper() + match[2][1:]) if match else None
-    if match is None or unit not in _UNITS:
-        raise ValueError(f"{text!r} is no number of bytes; write it like 64MiB.")
-    nbytes = float(match[1]) * _UNITS[unit]
-    if nbytes >= 2**63:
-        raise ValueError(f"{text!r} is more than any memory has.")
-    return int(nbytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from reshard.chunk import Loads, Packer, Round
 from reshard.devices import HostMemory
 from reshard.layout import Layout, cuts, layout, unit_shape
 from reshard.route import Places, Route, build
+from reshard.sizes import threshold_nbytes
 from reshard.tree import broadcast, fault_of_sharding, flatten, physical
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
@@ -153,7 +154,9 @@ class ReshardPlan:
 
 
 @compat.api_boundary
-def plan(arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold: int | None = None) -> ReshardPlan:
+def plan(
+    arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold: int | str | None = None
+) -> ReshardPlan:
     """Plans a reshard without touching data.
 
     Args:
@@ -161,7 +164,7 @@ def plan(arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold
         from_shardings: where they are: a pytree of shardings (of JAX, `MpmdSharding`, `HostMemory`) or a prefix of
             one; None takes the arrays' own.
         to_shardings: where they go, likewise.
-        threshold: bytes of working memory for each device; None is no bound.
+        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound.
 
     Returns:
         The plan, whose `bytes_moved` equals its `bytes_lower_bound`. It costs about a millisecond for each pair of
@@ -185,7 +188,7 @@ def plan(arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold
     else:
         sources = broadcast(from_shardings, arrays_or_avals, "from_shardings")
     targets = broadcast(to_shardings, arrays_or_avals, "to_shardings")
-    return plan_leaves(describe(paths, avals, sources, targets), threshold)
+    return plan_leaves(describe(paths, avals, sources, targets), threshold_nbytes(threshold))
 
 
 def sharding_of(x: Any) -> Any:

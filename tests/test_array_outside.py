@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import mpmd
+import reshard
 from mpmd.array import MpmdArray
 from mpmd.mesh import MpmdMesh, MpmdSharding
 
@@ -166,3 +167,69 @@ def test_flax_and_equinox_take_states_of_several_groups(tmp_path, mesh):
     arrays, rest = equinox.partition(state, equinox.is_array)
     assert jax.tree.leaves(rest) == [] and jax.tree.leaves(arrays)[1] is state["step"]
     assert float(optax.tree.norm(mpmd.device_get(state["w"]))) == pytest.approx(np.linalg.norm(VALUE))
+
+
+@pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "f4,f4"])
+def test_numpy_arrays_of_what_jax_has_no_arrays_of_are_refused_by_name(mesh, dtype):
+    value = np.zeros(2, dtype)
+    step = mpmd.jit(lambda state: state, mpmd_mesh=mesh)
+    compiled = step.lower({"x": jax.ShapeDtypeStruct((2,), np.float32)}).compile()
+    for call in (step, step.lower, compiled):
+        with pytest.raises(TypeError) as error:
+            call({"x": value})
+        assert str(error.value) == (
+            f"mpmd.jit: state['x'] is a numpy array of dtype {value.dtype}, which JAX has no arrays of.\n"
+            "  Make it an array of numbers or booleans, or leave it out."
+        )
+
+
+def test_a_state_of_another_mesh_is_refused_with_what_brings_it_here(mesh):
+    others = [
+        MpmdMesh(jax.make_mesh((2, 4), ("stage", "data")), "stage"),
+        MpmdMesh(jax.make_mesh((4, 2), ("stage", "data"), devices=jax.devices()[::-1]), "stage"),
+    ]
+    said = [f"on {others[0]}, not {mesh}", f"on other devices in {mesh}"]
+    step = mpmd.jit(lambda state: {"x": state["x"] * 2}, mpmd_mesh=mesh)
+    for other, where in zip(others, said, strict=True):
+        state = {"x": put(VALUE, other, 1, P("data"))}
+        with pytest.raises(ValueError) as error:
+            step(state)
+        assert str(error.value) == (
+            f"mpmd.jit: state['x'] is of another mesh than the step's: {where}.\n"
+            "  Bring a state to the step's groups first: reshard.mpmd_to_mpmd_reshard(state, shardings). Shardings are"
+            " in the .input_shardings of the step, compiled for jax.ShapeDtypeStruct(shape, dtype)."
+        )
+        compiled = step.lower({"x": jax.ShapeDtypeStruct(VALUE.shape, VALUE.dtype)}).compile()
+        moved = reshard.mpmd_to_mpmd_reshard(state, compiled.input_shardings[0][0], threshold="64MiB")
+        np.testing.assert_array_equal(step(moved)["x"], VALUE * 2)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "fault"),
+    [
+        ("64 pieces", "is no number of bytes; pass an int, or text such as '64MiB'."),
+        (1.5, "is no number of bytes; pass an int, or text such as '64MiB'."),
+        (True, "is no number of bytes; pass an int, or text such as '64MiB'."),
+        ("0KiB", "is no amount of memory; at least one element must fit."),
+        (-1, "is no amount of memory; at least one element must fit."),
+    ],
+)
+def test_a_threshold_that_is_no_memory_is_refused(mesh, threshold, fault):
+    target = MpmdSharding(mesh, 1)
+    for call in (
+        lambda: reshard.spmd_to_mpmd_reshard(mesh, VALUE, target, threshold=threshold),
+        lambda: reshard.plan(VALUE, None, target, threshold=threshold),
+    ):
+        with pytest.raises(mpmd.ReshardError) as error:
+            call()
+        assert str(error.value) == f"threshold={threshold!r} {fault}"
+
+
+def test_a_threshold_may_be_text(mesh):
+    x = jax.device_put(np.ones((64, 64), np.float32), jax.devices()[0])
+    sharding = MpmdSharding(mesh, 3)
+    plans = [reshard.plan({"x": x}, None, sharding, threshold=t) for t in ("2KiB", 2048)]
+    assert str(plans[0]) == str(plans[1]) and plans[0].peak_working_bytes <= 2048
+    moved = reshard.spmd_to_mpmd_reshard(mesh, x, sharding, threshold="2KiB", donate=False)
+    assert reshard.last_stats().peak_working_bytes <= 2048
+    np.testing.assert_array_equal(moved, x)

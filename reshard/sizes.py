@@ -1,0 +1,54 @@
+"""Numbers of bytes as people write them."""
+
+import operator
+import re
+
+from mpmd.errors import ReshardError
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{unit}{ending}": base**power
+    for power, unit in enumerate("KMGTP", start=1)
+    for ending, base in (("iB", 1024), ("B", 1000), ("", 1024))
+}
+
+
+def nbytes_of(text: str | int) -> int:
+    """A number of bytes as people write it.
+
+    Example:
+        >>> nbytes_of("64MiB"), nbytes_of("1.5kB"), nbytes_of(7)
+        (67108864, 1500, 7)
+
+    Raises:
+        ValueError: it is no number with a unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = (match[2][:1].upper() + match[2][1:]) if match else None
+    if match is None or unit not in _UNITS:
+        raise ValueError(f"{text!r} is no number of bytes; write it like 64MiB.")
+    nbytes = float(match[1]) * _UNITS[unit]
+    if nbytes >= 2**63:
+        raise ValueError(f"{text!r} is more than any memory has.")
+    return int(nbytes)
+
+
+def threshold_nbytes(threshold: int | str | None) -> int | None:
+    """A `threshold` argument in bytes: a number, or text such as `"64MiB"`; None stays None.
+
+    Raises:
+        ReshardError: it is no amount of memory.
+    """
+    if threshold is None:
+        return None
+    try:
+        if isinstance(threshold, str):
+            nbytes = nbytes_of(threshold)
+        else:
+            nbytes = None if isinstance(threshold, bool) else operator.index(threshold)
+    except (ValueError, TypeError):
+        nbytes = None
+    if nbytes is None:
+        raise ReshardError(f"{threshold=} is no number of bytes; pass an int, or text such as '64MiB'.")
+    if nbytes < 1:
+        raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
+    return nbytes
