@@ -1,16 +1,16 @@
 """How long the first call of a step takes: tracing, partitioning, compiling and running it once.
 
-    python benchmarks/first_call.py [--repeats 5]
-
-Three questions, each a ratio of two first calls:
+    python benchmarks/first_call.py [--repeats 5] [--only gpt]
 
 - 256 microbatches against 4: what is compiled does not depend on the number of microbatches;
 - 8 equal stages against 3: equal stages are compiled once and loaded on each group's devices;
-- the GPT of `examples/train_gpt.py` as a pipeline of 4 stages against plain `jax.jit`, where the same step is one
-  program with a `lax.scan` over the microbatches.
+- the GPT of `examples/train_gpt.py` with 8 layers, as a pipeline of 8 or 4 stages, against plain `jax.jit`, where the
+  same step is one program with a `lax.scan` over the microbatches;
+- the same with JAX's compilation cache in a folder: the first start against that of plain `jax.jit`, and the second
+  start, which finds what the first one has left, against the first.
 
-Every first call is timed in a process of its own, once JAX, the devices and the initial state are there, and without
-JAX's compilation cache. The repeats of all cases take turns. Prints medians, and the ratios beside their targets.
+Every first call is timed in a process of its own, by JAX's defaults, once JAX, the devices and the initial state are
+there. The repeats of all cases take turns. Prints medians, and the ratios beside their targets.
 """
 
 import argparse
@@ -18,7 +18,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +29,10 @@ NUM_DEVICES = 8
 RATIOS = (
     ("microbatches-256", "microbatches-4", 1.25),
     ("stages-8", "stages-3", 1.8),
-    ("gpt-mpmd", "gpt-jit", 1.5),
+    ("gpt-8-stages", "gpt-jit", 1.5),
+    ("gpt-4-stages", "gpt-jit", 1.5),
+    ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
+    ("gpt-8-stages, second start", "gpt-8-stages with a folder", 0.3),
 )
 
 
@@ -35,33 +40,42 @@ def main() -> int:
     """Measures, prints, and returns 1 where a ratio is over its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="measure the cases whose names begin so")
     parser.add_argument("--case", choices=CASES, help="run one first call in this process and print its seconds")
     args = parser.parse_args()
     if args.case:
         print(CASES[args.case]())
         return 0
 
-    seconds = {case: [] for case in CASES}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats):
         for case in CASES:
-            seconds[case].append(_in_a_new_process(case))
+            if case.startswith(args.only):
+                _measure(case, seconds)
     medians = {case: statistics.median(times) for case, times in seconds.items()}
     for case, median in medians.items():
-        print(f"{case:18} {median:6.2f} s   ({min(seconds[case]):.2f} to {max(seconds[case]):.2f})")
+        print(f"{case:28} {median:6.2f} s   ({min(seconds[case]):.2f} to {max(seconds[case]):.2f})")
     failed = 0
     for case, against, target in RATIOS:
-        ratio = medians[case] / medians[against]
-        failed |= ratio > target
-        print(f"{case} / {against}: {ratio:.2f} (target {target})")
+        if case in medians:
+            ratio = medians[case] / medians[against]
+            failed |= ratio > target
+            print(f"{case} / {against}: {ratio:.2f} (target {target})")
     return int(failed)
 
 
-def _in_a_new_process(case: str) -> float:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES),
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
+def _measure(case: str, seconds: dict[str, list[float]]) -> None:
+    """One first call; of a GPT also one that leaves its programs in a folder, and one that finds them there."""
+    seconds[case].append(_in_a_new_process(case))
+    if case.startswith("gpt"):
+        with tempfile.TemporaryDirectory() as folder:
+            for start in (" with a folder", ", second start"):
+                seconds[case + start].append(_in_a_new_process(case, JAX_COMPILATION_CACHE_DIR=folder))
+
+
+def _in_a_new_process(case: str, **environment: str) -> float:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | environment
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
     command = [sys.executable, __file__, "--case", case]
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
@@ -115,8 +129,8 @@ def _equal_stages(num_stages: int, num_microbatches: int) -> float:
     return _seconds(step, params, rng.normal(size=(num_microbatches, 4, 32)).astype(np.float32))
 
 
-def _gpt(pipelined: bool) -> float:
-    """The example's model and optimizer at its default depth, narrow enough that running it once costs little."""
+def _gpt(num_stages: int) -> float:
+    """The example's model and optimizer, narrow enough that running it once costs little; 0 stages: plain `jax.jit`."""
     sys.path[0] = str(ROOT / "examples")  # instead of this folder, whose reshard.py would hide the package
     import jax
     import numpy as np
@@ -125,12 +139,12 @@ def _gpt(pipelined: bool) -> float:
     import mpmd
     import scheduler
 
-    model = train_gpt.GPT(d_model=64)
+    model = train_gpt.GPT(num_layers=8, d_model=64, num_stages=num_stages or 8)
     optimizer = train_gpt.make_optimizer(3e-3, 100)
     train_step = train_gpt.make_step(model, optimizer, scheduler.OneFOneB(model.num_stages), num_microbatches=8)
     state = jax.jit(train_gpt.make_init(model, optimizer))(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 256, size=(16, 65), dtype=np.uint8)
-    if pipelined:
+    if num_stages:
         step = mpmd.jit(train_step, mpmd_mesh=_mesh(model.num_stages), donate_argnums=0)
     else:
         step = jax.jit(train_step, donate_argnums=0)
@@ -142,8 +156,9 @@ CASES: dict[str, Callable[[], float]] = {
     "microbatches-256": lambda: _equal_stages(4, 256),
     "stages-3": lambda: _equal_stages(3, 8),
     "stages-8": lambda: _equal_stages(8, 8),
-    "gpt-jit": lambda: _gpt(pipelined=False),
-    "gpt-mpmd": lambda: _gpt(pipelined=True),
+    "gpt-jit": lambda: _gpt(0),
+    "gpt-8-stages": lambda: _gpt(8),
+    "gpt-4-stages": lambda: _gpt(4),
 }
 
 

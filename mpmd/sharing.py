@@ -27,7 +27,7 @@ class Sharing(NamedTuple):
     independent: bool
 
 
-TASKS = Sharing(64, independent=False)
+TASKS = Sharing(16, independent=False)
 # How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
 SEGMENTS = Sharing(16, independent=True)
 ZEROS = Sharing(4, independent=True)

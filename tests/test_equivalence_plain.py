@@ -7,7 +7,7 @@ import programs
 import pytest
 from jax.sharding import AxisType
 from programs.pipelines import make_mesh
-from programs.program import assert_same_history, pipelined, quickly_compiled
+from programs.program import assert_same_history, pipelined
 
 # Those in which marks and loops meet something that other programs do not have.
 _QUICK = (
@@ -17,16 +17,12 @@ _QUICK = (
     "vmap_over_marks",
     "jit_around_marks",
     "vjp_by_hand",
-    "dropout_by_index",
     "dropout_keys_in_xs",
-    "keys_through_marks",
     "metrics",
     "axis_one",
     "carried_state",
     "train_then_evaluate",
     "mixed_precision",
-    "flax",
-    "data_parallel",
     "shard_map_without_a_mesh",
 )
 
@@ -40,15 +36,23 @@ def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(program
     if program.needs:
         pytest.importorskip(program.needs)
     mesh = make_mesh(1, AxisType.Auto, program.mesh_axes) if program.mesh_axes else None
-    with quickly_compiled(), jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         step = jax.jit(program.build(pipelined(schedule=None, mesh=mesh)), **program.jit_options)
         history = program.run(step)
     assert_same_history(history, program.expected, program.rtol)
 
 
-@pytest.mark.parametrize("program", [p for p in programs.ALL if p.mesh_axes], ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(p, marks=() if p.name in ("tensor_parallel", "shard_map_with_the_mesh") else pytest.mark.slow)
+        for p in programs.ALL
+        if p.mesh_axes
+    ],
+    ids=str,
+)
 def test_a_program_that_names_mesh_axes_runs_on_explicit_ones(program):
     mesh = make_mesh(1, AxisType.Explicit, program.mesh_axes)
-    with quickly_compiled(), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         history = program.run(jax.jit(program.build(pipelined(schedule=None, mesh=mesh)), **program.jit_options))
     assert_same_history(history, program.expected, program.rtol)

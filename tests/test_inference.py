@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from programs.program import assert_same, host, quickly_compiled
+from programs.program import assert_same, host
 
 import mpmd
 import scheduler
@@ -113,14 +113,12 @@ def generate(advance, params, caches, length=4, seen=lambda caches: None):
 
 @functools.cache
 def expected_text(dtype=np.float32):
-    with quickly_compiled():
-        return generate(jax.jit(make_advance(unmarked)), first_params(), no_caches(dtype))
+    return generate(jax.jit(make_advance(unmarked)), first_params(), no_caches(dtype))
 
 
 @pytest.fixture(autouse=True)
 def _in_half_the_time():
-    with quickly_compiled():
-        yield
+    yield
 
 
 def programs(jitted):

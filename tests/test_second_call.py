@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME
 from programs.parts import WIDTH, chain, momentum_state, normal, regression_batch, squared_error, stages_params, train
-from programs.pipelines import make_mesh, shared_device
+from programs.pipelines import in_turns, make_mesh, shared_device
 from programs.program import Tools, assert_same, host, pipelined, plain_loop
 
 import mpmd
@@ -95,6 +95,9 @@ _FORMS = {
     "arrays elsewhere": _as_arrays_elsewhere,
     "MpmdArrays": _as_mpmd_arrays,
 }
+_NUMPY_AND_MPMD_ARRAYS = [
+    pytest.param(form, marks=() if form in ("numpy", "MpmdArrays") else pytest.mark.slow) for form in _FORMS
+]
 
 
 @functools.cache
@@ -110,15 +113,14 @@ def _check_calls(step, build, form, mpmd_mesh, first):
         assert_same(host(step(*(_FORMS[form](arg, mpmd_mesh) for arg in args))), expected, 2e-5)
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize(("form", "where"), in_turns(_FORMS, ["auto", "explicit", "shared"]))
 def test_each_call_of_a_training_step_uses_its_own_values(form, where):
     mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
     _check_calls(step, _train_step, form, mpmd_mesh, _state)
 
 
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
 def test_each_call_of_a_compiled_training_step_uses_its_own_values(form):
     mpmd_mesh = _mesh("explicit")
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
@@ -126,21 +128,21 @@ def test_each_call_of_a_compiled_training_step_uses_its_own_values(form):
     _check_calls(compiled, _train_step, form, mpmd_mesh, _state)
 
 
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
 def test_each_call_of_a_forward_only_loop_uses_its_own_values(form):
     mpmd_mesh = _mesh("auto")
     step = mpmd.jit(_evaluate_in_a_loop(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
     _check_calls(step, _evaluate_in_a_loop, form, mpmd_mesh, lambda seed: _state(seed)["params"])
 
 
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
 def test_each_call_of_a_function_without_a_loop_uses_its_own_values(form):
     mpmd_mesh = _mesh("explicit")
     step = mpmd.jit(_evaluate_without_a_loop(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
     _check_calls(step, _evaluate_without_a_loop, form, mpmd_mesh, lambda seed: _state(seed)["params"])
 
 
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
 def test_an_unchanged_state_may_be_mixed_with_new_values(form):
     """Only the batch is new in the second call, only one stage's parameters in the third."""
     mpmd_mesh = _mesh("auto")

@@ -141,6 +141,7 @@ def test_on_other_stages_and_schedules_the_losses_are_the_same(broken_run, num_g
     np.testing.assert_allclose(train(step, state, 3)[1], expected, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_on_one_device_under_plain_jit_the_losses_are_the_same(broken_run):
     folder, *_, expected = broken_run
     state = restore(folder / "3", like(), jax.sharding.SingleDeviceSharding(jax.devices()[3]))
@@ -169,6 +170,7 @@ def test_with_the_layers_split_over_the_devices_of_a_group_the_losses_are_the_sa
     np.testing.assert_allclose(train(step, state, 3)[1], expected, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_on_an_spmd_mesh_the_losses_are_the_same_and_it_goes_back_into_stages(broken_run, tmp_path):
     folder, pipelined, layout, expected = broken_run
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

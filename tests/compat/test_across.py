@@ -18,8 +18,8 @@ from programs.parts import (
     stages_params,
     token_batch,
 )
-from programs.pipelines import make_mesh, shared_device
-from programs.program import Tools, assert_same, host, quickly_compiled
+from programs.pipelines import in_turns, make_mesh, shared_device
+from programs.program import Tools, assert_same, host
 
 import mpmd
 import scheduler
@@ -54,14 +54,13 @@ def _clipped(reduce, stack):
 def _check(step, mesh, *args, schedule=None, **options):
     """Two calls of `step(params, batch, schedule)` equal plain JAX, the second from the first one's parameters."""
     schedule = schedule or scheduler.OneFOneB(4)
-    with quickly_compiled():
-        jitted = mpmd.jit(lambda p, b: step(p, b, schedule), mpmd_mesh=mesh, **options)
-        plain = jax.jit(lambda p, b: step(p, b, None))
-        params = expected = args[0]
-        for batch in args[1:]:
-            params, out = jitted(params, batch)
-            expected, wanted = plain(expected, batch)
-            assert_same(host((params, out)), host((expected, wanted)), 2e-5)
+    jitted = mpmd.jit(lambda p, b: step(p, b, schedule), mpmd_mesh=mesh, **options)
+    plain = jax.jit(lambda p, b: step(p, b, None))
+    params = expected = args[0]
+    for batch in args[1:]:
+        params, out = jitted(params, batch)
+        expected, wanted = plain(expected, batch)
+        assert_same(host((params, out)), host((expected, wanted)), 2e-5)
     return jitted, out
 
 
@@ -72,8 +71,7 @@ def _batches():
 SCHEDULES = [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_norms_are_summed_and_stacked_over_the_groups(schedule, axis_type):
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
     params = stages_params(jax.random.key(0))
@@ -289,8 +287,7 @@ def test_a_larger_group_for_the_embedding(schedule):
     assert [table.group_sharding(g).shard_shape((16, WIDTH)) for g in (0, 2)] == [(16, 2), (16, 4)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_a_stage_receives_another_sharding_than_was_sent(axis_type, schedule):
     """Stages shard rows and columns in turn."""
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type, ("data",)), "stage")

@@ -5,17 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs.program import quickly_compiled
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "package"), [("train_nnx", "flax"), ("train_equinox", "equinox")])
 def test_an_example_trains(name, package, capsys):
     pytest.importorskip(package)
-    with quickly_compiled():
-        losses = importlib.import_module(name).main(["--steps", "12"])
+    losses = importlib.import_module(name).main(["--steps", "12"])
     assert losses[-1] < 0.8 * losses[0], losses
     assert capsys.readouterr().out.splitlines()[-1] == f"step   11  loss {losses[-1]:.4f}"
 
@@ -36,10 +35,7 @@ def test_requests_in_flight_get_the_text_that_they_get_one_at_a_time(trained, tm
         assert importlib.import_module("train_gpt").main(train) == 0
         capsys.readouterr()
     source = ["--steps", "2"] if trained == "here" else ["--checkpoint-dir", str(tmp_path)]
-    with quickly_compiled():
-        status = importlib.import_module("generate").main(
-            [*_SMALL, *source, *"--requests 2 --rows 2 --length 5".split()]
-        )
+    status = importlib.import_module("generate").main([*_SMALL, *source, *"--requests 2 --rows 2 --length 5".split()])
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
     assert [line.partition(":")[0] for line in lines if line.endswith("tokens/s")] == [

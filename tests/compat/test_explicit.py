@@ -8,7 +8,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs.layers import LAYERS, WIDTH, Where
 from programs.pipelines import make_mesh, make_schedule
-from programs.program import quickly_compiled
 
 import mpmd
 import scheduler
@@ -51,17 +50,16 @@ def _check_layers(names, schedule, axes):
     mesh = make_mesh(2, AxisType.Explicit, axes)
     mpmd_mesh = mpmd.MpmdMesh(mesh, "stage")
     args = _arguments(names)
-    with quickly_compiled(), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         plain = jax.jit(_training_step(names, Where(mesh, mesh), None))
         on_mesh = jax.device_put(args, NamedSharding(mesh, P()))
         first = plain(*on_mesh)
         second = plain(first[0], on_mesh[1])
-    with quickly_compiled():
-        where = Where(mesh, mpmd_mesh.groups[1])
-        step = mpmd.jit(_training_step(names, where, make_schedule(schedule, 2)), mpmd_mesh=mpmd_mesh)
-        trained, losses = step(*args)
-        _assert_close((trained, losses), first)
-        _assert_close(step(trained, on_mesh[1]), second)
+    where = Where(mesh, mpmd_mesh.groups[1])
+    step = mpmd.jit(_training_step(names, where, make_schedule(schedule, 2)), mpmd_mesh=mpmd_mesh)
+    trained, losses = step(*args)
+    _assert_close((trained, losses), first)
+    _assert_close(step(trained, on_mesh[1]), second)
 
 
 def _assert_close(found, expected):
@@ -192,9 +190,8 @@ def test_flax_partitioning_is_no_constraint_where_no_mesh_is_set(names, schedule
     mesh = mpmd.MpmdMesh(make_mesh(2, kind, axes), "stage")
     step, params, xs = _flax_step(names, None)
     pipelined, _, _ = _flax_step(names, make_schedule(schedule, 2))
-    with quickly_compiled():
-        expected = jax.jit(step)(params, xs)
-        _assert_close(mpmd.jit(pipelined, mpmd_mesh=mesh)(params, xs), expected)
+    expected = jax.jit(step)(params, xs)
+    _assert_close(mpmd.jit(pipelined, mpmd_mesh=mesh)(params, xs), expected)
 
 
 def test_flax_partitioning_is_a_constraint_where_the_user_has_set_the_mesh():

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs.parts import WIDTH, residual, squared_error, stages_params
-from programs.program import assert_same, host, quickly_compiled
+from programs.pipelines import in_turns
+from programs.program import assert_same, host
 
 import mpmd
 import scheduler
@@ -71,8 +72,7 @@ def _step(middle, schedule):
 
 def _check(middle, mesh, schedule=SCHEDULES[0], plain=residual):
     """Two calls as a pipeline equal plain JAX."""
-    with quickly_compiled():
-        _check_steps(mpmd.jit(_step(middle, schedule), mpmd_mesh=mesh), jax.jit(_step(plain, None)), 3)
+    _check_steps(mpmd.jit(_step(middle, schedule), mpmd_mesh=mesh), jax.jit(_step(plain, None)), 3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -81,15 +81,13 @@ def test_an_exported_stage_is_trained_like_the_function_that_it_was(schedule):
     _check(mpmd.from_exported(exported), _mesh(1), schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_a_stage_exported_for_one_device_runs_in_groups_of_two(axis_type, schedule):
     exported = jax.export.export(jax.jit(residual))(*_shapes())
     _check(mpmd.from_exported(exported), _mesh(2, axis_type), schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_a_stage_exported_with_shardings_keeps_them_in_groups_of_as_many_devices(axis_type, schedule):
     mesh = _group_mesh(axis_type)
     rows = NamedSharding(mesh, P("data", None))
@@ -212,9 +210,9 @@ def test_a_stablehlo_program_is_a_frozen_stage(schedule):
     _check_encoder(_text(), _mesh(1), schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "mhlo"])
+@pytest.mark.parametrize(
+    ("shardy", "axis_type", "schedule"), in_turns([True, False], [AxisType.Auto, AxisType.Explicit], SCHEDULES)
+)
 def test_a_sharded_stablehlo_program_keeps_its_shardings(shardy, axis_type, schedule):
     text = _text(shardy, sharded=True)
     assert ("sdy.sharding" if shardy else "mhlo.sharding") in text

@@ -21,8 +21,8 @@ from programs.parts import (
     token_batch,
     train,
 )
-from programs.pipelines import pipeline
-from programs.program import Program, assert_same_history, quickly_compiled
+from programs.pipelines import in_turns, pipeline
+from programs.program import Program, assert_same_history
 
 import mpmd
 
@@ -32,8 +32,7 @@ RUNS = [("OneFOneB", "auto"), ("ZeroBubbleH1", "shared")]
 def check(program, schedule, where):
     if program.needs:
         pytest.importorskip(program.needs)
-    with quickly_compiled():
-        assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
+    assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
 def _adam_step(tools, optimizer, loss):
@@ -379,8 +378,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
 def test_a_model_or_an_optimizer_of_a_library_is_trained_as_under_plain_jax(program, schedule, where):
     check(program, schedule, where)
 

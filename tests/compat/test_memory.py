@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs.parts import chain, regression_batch, residual, squared_error, stages_params, stages_state, train_stages
-from programs.pipelines import make_mesh, pipeline, shared_device
-from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop, quickly_compiled
+from programs.pipelines import in_turns, make_mesh, pipeline, shared_device
+from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop
 
 import mpmd
 import scheduler
@@ -42,12 +42,10 @@ def _two_stages(key):
     return stages_state(key, 2)
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "schedule", "where"), in_turns(POLICIES, RUNS))
 def test_a_checkpoint_policy_in_each_stage_equals_plain_jax(policy, schedule, where):
     program = Program(policy, _two_stages, regression_batch, _checkpointed(policy), num_stages=2)
-    with quickly_compiled():
-        assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
+    assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
 @pytest.mark.parametrize(("schedule", "where"), RUNS)
@@ -102,16 +100,15 @@ def test_optimizer_state_is_kept_in_host_memory_from_step_to_step(schedule, axis
         _adam_step(pipelined(getattr(scheduler, schedule)(2))), mpmd_mesh=mesh, in_shardings=(layout, None),
         out_shardings=(layout, None), donate_argnums=0,
     )  # fmt: skip
-    with quickly_compiled():
-        plain = jax.jit(_adam_step_on_device)
-        expected = jax.tree.map(jnp.copy, state)
-        for batch in batches:
-            state, out = step(state, batch)
-            expected, wanted = plain(expected, batch)
-            assert_same(host((state, out)), host((expected, wanted)), 2e-5)
-            for leaf in jax.tree.leaves(state["opt"]):
-                assert leaf.mpmd_sharding.memory_kind == "pinned_host"
-                assert leaf.first_mpmd_replica.sharding.memory_kind == "pinned_host"
+    plain = jax.jit(_adam_step_on_device)
+    expected = jax.tree.map(jnp.copy, state)
+    for batch in batches:
+        state, out = step(state, batch)
+        expected, wanted = plain(expected, batch)
+        assert_same(host((state, out)), host((expected, wanted)), 2e-5)
+        for leaf in jax.tree.leaves(state["opt"]):
+            assert leaf.mpmd_sharding.memory_kind == "pinned_host"
+            assert leaf.first_mpmd_replica.sharding.memory_kind == "pinned_host"
 
 
 def _adam_step_on_device(state, batch):
@@ -192,11 +189,10 @@ def test_memory_is_measured_and_estimated(case, schedule):
     width, rows, axes, spec = _CASES[case]
     mesh = make_mesh(4, AxisType.Auto, axes)
     step, arguments = _wide_step(pipelined(getattr(scheduler, schedule)(4), mesh), width, spec)
-    with quickly_compiled():
-        lowered = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), donate_argnums=0).lower(*arguments(rows))
-        guessed = lowered.estimate()
-        compiled = lowered.compile()
-        found = compiled.memory_analysis()
+    lowered = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), donate_argnums=0).lower(*arguments(rows))
+    guessed = lowered.estimate()
+    compiled = lowered.compile()
+    found = compiled.memory_analysis()
     matrices = 2 * width * 2 * width * 4
     for group in range(4):
         m, xla = found[group], _xlas_own(compiled, group)

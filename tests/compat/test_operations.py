@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 from programs.operations import ALL, VALUES, Operation
 from programs.pipelines import make_mesh
-from programs.program import quickly_compiled
 
 import mpmd
 import scheduler
@@ -86,12 +85,11 @@ def _comparable(x):
 
 def _check(make_step, axes, kind):
     mesh = _mesh(axes, kind)
-    with quickly_compiled():
-        expected = jax.jit(make_step(None))(VALUES)
-        step = mpmd.jit(make_step(scheduler.GPipe(2)), mpmd_mesh=mesh)
-        there = mpmd.jit(lambda values: values, mpmd_mesh=mesh)(VALUES)
-        for values in (VALUES, jax.tree.map(jnp.asarray, VALUES), there):
-            _assert_same_results(step(values), expected)
+    expected = jax.jit(make_step(None))(VALUES)
+    step = mpmd.jit(make_step(scheduler.GPipe(2)), mpmd_mesh=mesh)
+    there = mpmd.jit(lambda values: values, mpmd_mesh=mesh)(VALUES)
+    for values in (VALUES, jax.tree.map(jnp.asarray, VALUES), there):
+        _assert_same_results(step(values), expected)
 
 
 def test_some_operations_give_what_jit_gives():

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME
 from programs.parts import WIDTH, dense_params, momentum_state, normal, residual, squared_error, train
-from programs.pipelines import pipeline
-from programs.program import Program, assert_same_history, host, pipelined, quickly_compiled
+from programs.pipelines import in_turns, pipeline
+from programs.program import Program, assert_same_history, host, pipelined
 
 import mpmd
 import scheduler
@@ -21,9 +21,8 @@ RUNS = [("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")]
 
 
 def check(program, schedule, where, **options):
-    with quickly_compiled():
-        history = program.run(pipeline(program, schedule, where, **options), 2)
-        assert_same_history(history, program.expected[:2], program.rtol)
+    history = program.run(pipeline(program, schedule, where, **options), 2)
+    assert_same_history(history, program.expected[:2], program.rtol)
 
 
 def _rows(key):
@@ -287,8 +286,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
 def test_a_sharded_stage_equals_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
@@ -298,7 +296,7 @@ def test_a_step_may_be_called_with_the_whole_mesh_set(schedule):
     program = BY_NAME["shard_map_without_a_mesh"]
     mesh = jax.make_mesh((4, 2), ("stage", "data"), (AxisType.Auto,) * 2)
     step = mpmd.jit(program.build(pipelined(schedule, mesh)), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))
-    with quickly_compiled(), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         assert_same_history(program.run(step, 2), program.expected[:2], program.rtol)
 
 
@@ -326,8 +324,7 @@ def test_a_mesh_with_auto_and_explicit_axes(schedule):
 
     program = Program("mixed", _layers, _rows, step_with, num_stages=2)
     step = mpmd.jit(step_with(pipelined(schedule, mesh)), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))
-    with quickly_compiled():
-        assert_same_history(program.run(step, 2), program.expected[:2], program.rtol)
+    assert_same_history(program.run(step, 2), program.expected[:2], program.rtol)
 
 
 def test_state_in_shards_stays_in_shards_through_fsdp():

@@ -19,8 +19,8 @@ from programs.parts import (
     stages_state,
     train,
 )
-from programs.pipelines import make_mesh, make_schedule, pipeline, shared_device
-from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop, quickly_compiled
+from programs.pipelines import in_turns, make_mesh, make_schedule, pipeline, shared_device
+from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop
 
 import mpmd
 import scheduler
@@ -48,8 +48,7 @@ def _stages(apply):
 
 
 def _check(program, schedule, where):
-    with quickly_compiled():
-        assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
+    assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
 def _transposed(p, x, stage):
@@ -99,8 +98,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
 def test_a_transformation_in_a_stage_equals_plain_jax(program, schedule, where):
     _check(program, schedule, where)
 
@@ -247,14 +245,13 @@ def test_debug_nans_names_stage_and_microbatch():
 def test_x64_is_a_program_of_its_own(schedule):
     apply = lambda p, x, stage: residual(p, x)  # noqa: E731
     step = _pipelined_step(apply, schedule)
-    with quickly_compiled():
-        single = step(*_arguments())
-        with jax.enable_x64(True):
-            state, batch = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, _arguments())
-            double = step(state, batch)
-            expected = jax.jit(_stages(apply)(plain_loop()))(state, batch)
-            assert double[1]["loss"].dtype == jnp.float64
-            assert_same(host(double), host(expected), 1e-12)
+    single = step(*_arguments())
+    with jax.enable_x64(True):
+        state, batch = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, _arguments())
+        double = step(state, batch)
+        expected = jax.jit(_stages(apply)(plain_loop()))(state, batch)
+        assert double[1]["loss"].dtype == jnp.float64
+        assert_same(host(double), host(expected), 1e-12)
     assert single[1]["loss"].dtype == jnp.float32
 
 
@@ -303,8 +300,9 @@ def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
 # --- the user's mesh ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], ["OneFOneB", "ZeroBubbleH1"])
+)
 def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type, schedule):
     mesh = make_mesh(2, axis_type, ("data",))
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint

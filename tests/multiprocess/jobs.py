@@ -235,7 +235,6 @@ def _environment(port: int, processes: int, rank: int, devices: int, external: b
         "PYTHONUNBUFFERED": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         "MPMD_COORDINATOR": f"127.0.0.1:{port}",
         "MPMD_NUM_PROCESSES": str(processes),
         "MPMD_PROCESS_ID": str(rank),

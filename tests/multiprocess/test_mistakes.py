@@ -1,6 +1,7 @@
 """Mistakes that would otherwise pass without a word."""
 
 import jobs
+import pytest
 
 
 def ended(what: str, processes: int = 2) -> list[jobs.Ended]:
@@ -30,6 +31,7 @@ def test_a_host_array_that_two_processes_use_is_the_same_in_both():
     assert any(message in rank.err for rank in both)
 
 
+@pytest.mark.slow
 def test_a_host_array_that_differs_where_nobody_uses_it_is_warned_about_once():
     first, second = ended("unused")
     assert (first.status, second.status) == (0, 0)
@@ -38,6 +40,7 @@ def test_a_host_array_that_differs_where_nobody_uses_it_is_warned_about_once():
     assert "different host arrays" not in second.err
 
 
+@pytest.mark.slow
 def test_a_process_without_devices_of_the_mesh_is_told_so():
     first, second, spare = ended("spare", processes=3)
     assert (first.status, second.status, spare.status) == (0, 0, 0)
@@ -45,6 +48,7 @@ def test_a_process_without_devices_of_the_mesh_is_told_so():
     assert "none of the mesh's devices" not in first.err + second.err
 
 
+@pytest.mark.slow
 def test_a_step_that_just_one_rank_takes_does_not_end_with_success():
     first, second = ended("extra")
     assert (first.status, second.status) == (jobs.VICTIM_STATUS, jobs.VICTIM_STATUS)

@@ -3,8 +3,8 @@
 import pytest
 from jobs import Job
 
-# The ones of more devices in slow tests.
-_JOBS = [(2, 2, 0), (4, 1, 1), *(pytest.param(*job, marks=pytest.mark.slow) for job in [(2, 4, 2), (4, 2, 3)])]
+# The ones of more devices or processes in slow tests.
+_JOBS = [(2, 2, 0), *(pytest.param(*job, marks=pytest.mark.slow) for job in [(4, 1, 1), (2, 4, 2), (4, 2, 3)])]
 
 
 @pytest.mark.parametrize(("processes", "devices", "seed"), _JOBS)

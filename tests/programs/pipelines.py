@@ -1,7 +1,12 @@
 """Meshes and schedules to run programs on: eight CPU devices, at most two per group."""
 
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpmd
@@ -16,6 +21,22 @@ AVAILABLE = tuple(name for name in (*WHOLE_BACKWARD, *SPLIT_BACKWARD, *SOME_SPLI
 
 _TWO_STAGES_A_GROUP = ("InterleavedOneFOneB", "InterleavedGPipe", "KimiK2", "InterleavedZeroBubble")
 _FOLDED_LIKE_A_V = ("ZeroBubbleV", "VHalf", "VMin", "DualPipeV")
+
+
+def in_turns(*axes: Iterable[Any]) -> list:
+    """All combinations as parameters of a test, slow but for those that take the values of each axis by turns."""
+    values = [[v if isinstance(v, tuple) else (v,) for v in axis] for axis in axes]
+    quick = {tuple(turn % len(axis) for axis in values) for turn in range(max(map(len, values)))}
+    combinations = []
+    for positions in itertools.product(*(range(len(axis)) for axis in values)):
+        parameters = [x for axis, i in zip(values, positions, strict=True) for x in axis[i]]
+        marks = () if positions in quick else pytest.mark.slow
+        combinations.append(pytest.param(*parameters, id="-".join(map(_name, parameters)), marks=marks))
+    return combinations
+
+
+def _name(value) -> str:
+    return getattr(value, "__name__", None) or str(value)
 
 
 def make_schedule(name: str, num_stages: int):

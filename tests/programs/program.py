@@ -1,12 +1,11 @@
 """A program: one complete, small training step that can be run in many ways.
 
 A program is written once against `Tools` (what marks a stage, what reduces over microbatches). Given the
-tools of `plain_loop` it contains nothing of this library: marks are the identity and the reduction is a Python
-loop over the microbatches, so `jax.jit` of it is an independent reference. Given the tools of `pipelined` the
+tools of `plain_loop` it contains nothing of this library: marks are the identity and the reduction is a scan
+over the microbatches, so `jax.jit` of it is an independent reference. Given the tools of `pipelined` the
 same code runs as a pipeline.
 """
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -104,42 +103,58 @@ class Program:
     @functools.cached_property
     def expected(self) -> list[Any]:
         """What `jax.jit` of the plain loop gives on one device."""
-        with quickly_compiled():
-            return self.run(jax.jit(self.build(plain_loop()), **self.jit_options))
+        return self.run(jax.jit(self.build(plain_loop()), **self.jit_options))
 
 
 def plain_loop() -> Tools:
-    """The reference: no marks, and a Python loop over the microbatches."""
+    """The reference: no marks, and a `jax.lax.scan` over the microbatches."""
 
     def reduce_i(fun, n, *, operation=mpmd.Add):
-        outputs = [fun(i) for i in range(n)]
+        found = []  # the tree of the outputs, and those of float0, which scan does not stack
+
+        def body(_, i):
+            leaves, tree = jax.tree.flatten(fun(i))
+            found[:] = tree, [np.zeros((n, *x.shape), x.dtype) if _has_no_values(x) else None for x in leaves]
+            return None, [x for x in leaves if not _has_no_values(x)]
+
+        stacked = iter(jax.lax.scan(body, None, jnp.arange(n))[1])
+        tree, leaves = found
+        outputs = tree.unflatten([next(stacked) if x is None else x for x in leaves])
 
         def combine(one_operation, *subtrees):
             return jax.tree.map(functools.partial(_combine, one_operation), *subtrees)
 
-        return jax.tree.map(combine, operation, *outputs)
+        return jax.tree.map(combine, operation, outputs)
 
     def reduce(fun, xs, *, axis=0, operation=mpmd.Add):
         n = jax.tree.leaves(xs)[0].shape[axis]
-        before = (slice(None),) * axis
-        return reduce_i(lambda i: fun(jax.tree.map(lambda x: x[(*before, i)], xs)), n, operation=operation)
+        return reduce_i(
+            lambda i: fun(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis, False), xs)),
+            n,
+            operation=operation,
+        )
 
     return Tools(mark=lambda x: x, reduce=reduce, reduce_i=reduce_i)
 
 
-def _combine(operation, *values):
-    if values[0].dtype == jax.dtypes.float0:
-        return values[0]
+def _has_no_values(x) -> bool:
+    return jnp.result_type(x) == jax.dtypes.float0
+
+
+def _combine(operation, stacked):
+    if _has_no_values(stacked):
+        return stacked[0]
+    if operation is mpmd.Concat:
+        return stacked
+    values = list(stacked)
     if operation is mpmd.Add:
         return functools.reduce(operator.add, values)
     if operation is mpmd.Mean:
         return functools.reduce(operator.add, values) / len(values)
     if operation is mpmd.Max:
         return functools.reduce(jnp.maximum, values)
-    if operation is mpmd.Min:
-        return functools.reduce(jnp.minimum, values)
-    assert operation is mpmd.Concat, operation
-    return jnp.stack(values)
+    assert operation is mpmd.Min, operation
+    return functools.reduce(jnp.minimum, values)
 
 
 def pipelined(schedule: Any, mesh: Mesh | None = None) -> Tools:
@@ -150,17 +165,6 @@ def pipelined(schedule: Any, mesh: Mesh | None = None) -> Tools:
         reduce_i=functools.partial(mpmd.treduce_i, schedule=schedule),
         mesh=mesh,
     )
-
-
-@contextlib.contextmanager
-def quickly_compiled() -> Iterator[None]:
-    """Without most of XLA's optimizations: in half the time, and with other roundings."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def host(tree: Any) -> Any:
