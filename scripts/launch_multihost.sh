@@ -317,10 +317,12 @@ run_rank() {
 
 # Sends a stream's lines with their rank, each with one write, and without it to the copy. Long lines are broken, \r ends
 # one, and the last one is ended: a byte \001 behind the stream makes it a line, and goes.
+# What gloo prints at each first meeting of processes is left out.
 pump() { # rank
   # shellcheck disable=SC2016 # for the inner shell to expand
   exec setsid bash -c '{ stdbuf -oL tr "\r" "\n" | stdbuf -oL fold -b -w "$1"; printf "\001\n"; } | LC_ALL=C exec stdbuf -oL -eL \
-    sed -e "/^\x01$/d" -e "s/\x01$//" -e "w /dev/stderr" -e "s/^/[$2] /" 2>"$3"' pump "$line_width" "$1" "$work/tail.$1"
+    sed -e "/^\x01$/d" -e "s/\x01$//" -e "$4" -e "w /dev/stderr" -e "s/^/[$2] /" 2>"$3"' pump "$line_width" "$1" "$work/tail.$1" \
+    '/^\[Gloo] Rank [0-9]* is connected to [0-9]* peer ranks\. Expected number of connected peer ranks is : [0-9]*$/d'
 }
 
 log_file() { printf '%s/rank-%s%s.log' "$log_dir" "$1" "$( ((attempt == 0)) || echo ".restart-$attempt")"; }

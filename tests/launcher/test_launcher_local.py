@@ -174,6 +174,16 @@ def test_log_files_hold_each_ranks_lines_without_prefix(tmp_path):
         assert f"[{rank}] out {rank}" in job.out and f"[{rank}] err {rank}" in job.err
 
 
+def test_what_gloo_prints_when_processes_meet_is_left_out_and_nothing_else(tmp_path):
+    line = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+    others = [f"{line}!", f"-{line}", line.replace("3", "three"), line.split(".")[0]]
+    program = python(f"print({line!r}, *{others!r}, sep='\\n'); print({line!r}, end='')")
+    status, job = run("-n", 1, "--log-dir", tmp_path, *program)
+    assert status == 0, job.err
+    assert job.out.splitlines() == [f"[0] {other}" for other in others]
+    assert (tmp_path / "rank-0.log").read_text().splitlines() == others
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
