@@ -31,7 +31,7 @@ from mpmd.array import MpmdArray
 from mpmd.boxes import Box
 from mpmd.errors import ReshardError
 from mpmd.mesh import MpmdSharding
-from reshard import checksums
+from reshard import checksums, loops
 from reshard.abstract import abstract
 from reshard.restoring import Request, Target, in_storage, index_text, plan_reads
 from reshard.saving import Leaf, Piece, Writing, key_data, key_impl, plan_writing, start_copies
@@ -86,11 +86,7 @@ class MpmdLeaves(ArrayHandler):
                 if arg.dtype is None or arg.dtype == x.dtype
             ],
         )
-        try:
-            await asyncio.gather(written, sums)
-        except BaseException:
-            await _end_other_tasks()
-            raise
+        await asyncio.gather(written, sums)
 
     def _to_host(self, data: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         ours = [i for i, x in enumerate(data) if isinstance(x, MpmdArray)]
@@ -180,14 +176,6 @@ class MpmdLeaves(ArrayHandler):
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
         await _all([read(r.box, r.wanted) for r in plan_reads(boxes, stored.chunk_layout.read_chunk_template.shape)])
         return [target.finish() for target in targets]
-
-
-async def _end_other_tasks() -> None:
-    """After a failed write, ends those still running: Orbax closes the loop over them, and Python complains of each."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _all(coroutines: Iterable[Any]) -> list[Any]:
@@ -357,6 +345,7 @@ def register() -> None:
     vars(handler).update(vars(before))  # the options of the handler that it replaces, and its store of metadata
     registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
     _let_standard_handler_describe()
+    asyncio_utils._run_sync_via_new_loop = loops.run
 
 
 def _let_standard_handler_describe() -> None:

@@ -5,7 +5,6 @@ before a byte is written if they cannot be. The target is written beside its pla
 there by one rename.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpmd.errors import ReshardError
-from reshard import copying, retree
+from reshard import copying, loops, retree
 from reshard.copying import Copier, CopyPlan, CopyStats, Progress, human
 from reshard.paths import matches, show
 from reshard.retree import Change, Entry
@@ -197,7 +196,7 @@ def convert(
     working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
     if verify:
-        asyncio.run(copier.check_source())
+        loops.run(copier.check_source())
     with _write_errors(conversion), _removed_on_error(working):
         orbax_files.write(
             working, retree.nested(conversion.entries, _value(conversion)), copier.copy, zarr3=conversion.zarr3
@@ -244,7 +243,7 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
             origin = next(e for e in conversion.entries if e.path == path).parts[0].leaf.path
             if written.text(path) != conversion.source.text(origin):
                 raise ReshardError(f"{folder}: the text {show(path)} is not what was written.")
-    asyncio.run(copier.compare(written))
+    loops.run(copier.compare(written))
 
 
 @contextlib.contextmanager

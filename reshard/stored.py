@@ -19,6 +19,7 @@ import tensorstore as ts
 
 from mpmd.boxes import Box
 from mpmd.errors import ReshardError
+from reshard import loops
 from reshard.paths import Key, Path, show
 from scheduler.files import parse_json, read_text
 
@@ -253,7 +254,7 @@ def _open(folder: File, item: str | None, step: int | None, others: tuple[str, .
     if ocdbt and arrays and not has_manifest:
         raise ReshardError(f"{folder} has metadata but no data: manifest.ocdbt is missing, so it is unfinished.")
     extras = _extras(folder)
-    opened = iter(asyncio.run(_headers(folder, arrays, ocdbt, zarr3, fill_missing)))
+    opened = iter(loops.run(_headers(folder, arrays, ocdbt, zarr3, fill_missing)))
     leaves = [
         dataclasses.replace(next(opened), extra=extras.get(array_name(leaf.path))) if leaf.is_array else leaf
         for leaf in entries

@@ -345,7 +345,7 @@ if sys.argv[2] == "full":
 x = np.random.default_rng(0).normal(size=(16, 64, 1024)).astype(np.float32)
 w = mpmd.MpmdArray([jax.device_put(x)], mpmd.MpmdSharding(mpmd.MpmdMesh(jax.make_mesh((1,), ("s",)), "s"), 0))
 try:
-    save(folder / "state", {"w": [w] * 4})
+    save(folder / "state", {"w": [w] * 4} if sys.argv[3] == "groups" else {"w": [x] * 4, "v": [jax.device_put(x)] * 4})
 except OSError as error:
     print(error)
     kept = error  # as one that nobody catches is, until Python ends
@@ -355,8 +355,15 @@ if sys.argv[2] == "full":
 """
 
 
-@pytest.mark.parametrize(("options", "name"), [("size=2m", "full"), ("ro", "read-only")])
-def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_path, options, name):
+@pytest.mark.parametrize(
+    ("options", "name", "arrays"),
+    [
+        ("size=2m", "full", "groups"),
+        ("ro", "read-only", "groups"),
+        pytest.param("size=2m", "full", "host", marks=pytest.mark.slow),
+    ],
+)
+def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_path, options, name, arrays):
     (tmp_path / "mount").mkdir()
     script = tmp_path / "script.py"
     script.write_text(FULL)
@@ -364,7 +371,7 @@ def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a file system of their own")
-    command = f"{mount} && {sys.executable} {script} {tmp_path / 'mount'} {name}"
+    command = f"{mount} && {sys.executable} {script} {tmp_path / 'mount'} {name} {arrays}"
     done = subprocess.run(
         [*inside, command], env=environment(), text=True, capture_output=True, check=False, timeout=120
     )
@@ -378,6 +385,33 @@ def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_
     }[name]
     unchanged = "nothing was saved, and what was saved before is untouched"
     assert lines == [f"[Errno {code}] save: {what}; {unchanged}: '{tmp_path / 'mount' / 'state'}'", *left]
+
+
+INTERRUPTED = """
+import signal, sys
+import numpy as np
+from reshard.checkpoint import restore, save
+tree = {str(i): np.zeros((16, 64, 1024)) + i for i in range(4)}
+save(sys.argv[1], tree)
+for i in range(20):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.01 * i)
+        restore(sys.argv[1], tree)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_a_restore_that_is_interrupted_ends_without_complaints_of_storage(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    words = [sys.executable, str(script), str(tmp_path / "state")]
+    done = subprocess.run(words, env=environment(), text=True, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "interrupted" in done.stdout and "Event loop is closed" not in done.stderr, done.stderr[-3000:]
 
 
 def test_paths_of_all_kinds_are_taken(tmp_path, monkeypatch):

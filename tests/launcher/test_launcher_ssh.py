@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 from hosts import Hosts, missing, two_hosts
@@ -158,6 +159,49 @@ def test_a_cable_that_is_cut_ends_the_job_on_both_sides(hosts):
             assert job.summary()[0].startswith("jax-mpmd: rank 1: its host hostb was lost: ")
             # The other side hears nothing any more, and gives up by itself.
             until(lambda: not any(is_named(p, "sleep") for p in hosts.there.pids()), "the end of the rank on hostb")
+        finally:
+            hosts.cable("up")
+        for host in hosts.both:
+            host.wait_until_empty(PATIENCE_S)
+
+
+TRAINING = """
+import jax, mpmd, numpy as np, scheduler
+mpmd.initialize()
+mesh = mpmd.MpmdMesh(jax.make_mesh((4,), ("stage",)), "stage")
+def loss(ws, x):
+    for i, w in enumerate(ws):
+        x = x @ w if i == 0 else mpmd.mark_stage_end(x) @ w
+    return x.mean()
+@mpmd.jit(mpmd_mesh=mesh)
+def step(ws, xs):
+    return mpmd.treduce(lambda x: loss(ws, x), xs, schedule=scheduler.OneFOneB(4))
+for i in range(1_000_000):
+    float(step([np.eye(8, dtype=np.float32)] * 4, np.ones((4, 2, 8), np.float32)))
+    if i == 3:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_on_both_sides_of_a_cut_cable_the_lost_host_is_named(hosts, tmp_path):
+    options = ["-H", "hosta,hostb", "-n", 2, "--cpu-devices", 1, "--log-dir", tmp_path]
+    with start_over(hosts, *options, *python(TRAINING)) as job:
+        job.wait_for_line("ready", 4)
+        try:
+            hosts.cable("down")
+            start = time.monotonic()
+            logs = [tmp_path / f"rank-{rank}.log" for rank in (2, 3)]
+            until(lambda: all("jax-mpmd: " in log.read_text() for log in logs), "the verdict on hostb", 22)
+            assert job.finish() == 69
+            assert time.monotonic() - start < 30
+            assert job.summary()[0].startswith("jax-mpmd: rank 2: its host hostb was lost: ")
+            for log in logs:
+                (verdict,) = re.findall("^jax-mpmd: .*$", log.read_text(), re.MULTILINE)
+                assert re.fullmatch(
+                    r"jax-mpmd: rank 0: no sign of life from hosta for 2\d s: its machine cannot be reached, or the "
+                    "coordination service on it has ended", verdict
+                )  # fmt: skip
         finally:
             hosts.cable("up")
         for host in hosts.both:

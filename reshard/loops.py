@@ -1,0 +1,31 @@
+"""Event loops that are ended in peace: storage that is still at work when one is closed complains of it on stderr."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on a loop of its own. After an error or Ctrl-C, what it has begun is ended before the loop."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.set_exception_handler(_ignored)  # the coroutine's own error is enough
+        try:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            asyncio.set_event_loop(None)
+            vars(loop)["call_soon_threadsafe"] = _ignored  # threads of tensorstore call it whenever they are done
+            loop.close()
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    pass
