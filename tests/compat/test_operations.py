@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from programs.operations import ALL, VALUES, Operation
 from programs.pipelines import make_mesh
@@ -22,7 +23,7 @@ _KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 def _computed(x):
     """The same value, as the result of an operation."""
-    return jax.lax.select(x == x, x, x)
+    return lax.select(x == x, x, x)
 
 
 def _applied(operation: Operation, *arrays):
@@ -33,34 +34,45 @@ def _applied(operation: Operation, *arrays):
         raise
 
 
-def _all_ways(operations, given, computed):
-    """What each operation gives for arguments of the step, and for these beside values that were computed."""
+def _ways(operation: Operation, given, computed):
+    """Its arguments: those of the step, and these beside values that were computed."""
+    yield [given[v] for v in operation.values]
+    if len(operation.values) > 1:
+        first, *rest = operation.values
+        yield [computed[first], *(given[v] for v in rest)]
+        yield [given[first], *(computed[v] for v in rest)]
+
+
+def _one_way(operations, given, computed):
+    """What each operation gives in one of the ways, in turn."""
     results = {}
-    for op in operations:
-        results[op.name] = _applied(op, *(given[v] for v in op.values))
-        if len(op.values) > 1:
-            first, *rest = op.values
-            results[f"{op.name}, computed first"] = _applied(op, computed[first], *(given[v] for v in rest))
-            results[f"{op.name}, computed rest"] = _applied(op, given[first], *(computed[v] for v in rest))
+    for i, op in enumerate(operations):
+        ways = list(_ways(op, given, computed))
+        results[op.name] = _applied(op, *ways[i % len(ways)])
     return results
 
 
 def _step(operations):
     def step(values):
-        return _all_ways(operations, values, jax.tree.map(_computed, values))
+        return _one_way(operations, values, jax.tree.map(_computed, values))
 
     return step
+
+
+def _every_way(values):
+    for op in ALL:
+        for arrays in _ways(op, values, jax.tree.map(_computed, values)):
+            _applied(op, *arrays)
 
 
 def _in_second_stage(operations, schedule):
     """The operations on what the first of two stages hands on."""
 
-    def body(values, i):
-        marked = mpmd.mark_stage_end(jax.tree.map(_computed, values))
-        return _all_ways(operations, values, marked)
-
     def step(values):
-        return mpmd.treduce_i(lambda i: body(values, i), 2, schedule=schedule, operation=mpmd.Concat)
+        def body(i):
+            return _one_way(operations, values, mpmd.mark_stage_end(jax.tree.map(_computed, values)))
+
+        return mpmd.treduce_i(body, 2, schedule=schedule, operation=mpmd.Concat)
 
     return step
 
@@ -97,13 +109,54 @@ def test_some_operations_give_what_jit_gives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", _AXES)
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("axes", _AXES)
+def test_all_operations_take_arguments_beside_computed_values(axes, kind):
+    mesh = _mesh(axes, kind)
+    mpmd.jit(_every_way, mpmd_mesh=mesh).trace(VALUES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "kind"), [("one_device", "explicit"), ("two_devices", "auto")])
 def test_all_operations_give_what_jit_gives(axes, kind):
     _check(lambda _: _step(ALL), axes, kind)
 
 
 @pytest.mark.slow
+def test_all_operations_give_the_same_in_a_stage():
+    _check(lambda schedule: _in_second_stage(ALL, schedule), "two_devices", "explicit")
+
+
+# --- what jax.jit refuses ---
+
+_REFUSED = {
+    "shapes": lambda x, i: x + x[:3, :3],
+    "dtypes": lambda x, i: lax.add(x, i),
+    "dtypes of an update": lambda x, i: lax.dynamic_update_slice(x, i[None], (0, 0)),
+    "ranks of an update": lambda x, i: lax.dynamic_update_slice(x, x[0], (0, 0)),
+    "contraction": lambda x, i: x @ x[:3],
+    "reshape": lambda x, i: x.reshape(3, 5),
+    "concatenation": lambda x, i: jnp.concatenate([x, x[:, :2]], 0),
+    "branches": lambda x, i: lax.cond(i[0] > 0, lambda: x, lambda: x[0]),
+    "carry": lambda x, i: lax.scan(lambda c, y: (c[:2], y), x, x),
+    "carry of a while": lambda x, i: lax.while_loop(lambda c: c.sum() > 0, lambda c: c.astype(jnp.int32), x),
+    "size that is not known": lambda x, i: jnp.nonzero(x),
+    "mask as an index": lambda x, i: x[x > 0],
+    "value": lambda x, i: x if x.sum() > 0 else -x,
+    "index of a list": lambda x, i: [1, 2, 3, 4][i[0]],
+    "range": lambda x, i: sum(range(i[0])),
+    "numpy": lambda x, i: np.sin(x),
+    "permutation": lambda x, i: jnp.transpose(x, (0, 0)),
+    "gradient of a matrix": lambda x, i: jax.grad(lambda y: y * 2)(x),
+    "gradient of integers": lambda x, i: jax.grad(lambda y: (y * 2).sum())(i),
+}
+
+
 @pytest.mark.parametrize("kind", _KINDS)
-def test_all_operations_give_the_same_in_a_stage(kind):
-    _check(lambda schedule: _in_second_stage(ALL, schedule), "two_devices", kind)
+@pytest.mark.parametrize("name", _REFUSED)
+def test_what_jit_refuses_is_refused(name, kind):
+    args = VALUES["matrix"], VALUES["indices"]
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        jax.jit(_REFUSED[name]).trace(*args)
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        mpmd.jit(_REFUSED[name], mpmd_mesh=_mesh("two_devices", kind)).trace(*args)
