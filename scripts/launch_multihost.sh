@@ -437,13 +437,15 @@ start_service() { # port
       trap - TERM HUP INT QUIT PIPE
       exec {service_life}<&- {events}<&-
       exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_processes" --bind "$address"
-    ) <"$work/service.in" >/dev/null 2>"$work/service.err" &
+    ) <"$work/service.in" >"$work/service.out" 2>"$work/service.err" &
     exec {service_life}<&-
     event serving $!
     wait $!
     event service $?
   } >/dev/null 2>&1 &
   while [[ -z $service_pid ]]; do wait_for_event 1; done
+  # Another job may be about to take a port that was named: our ranks would join it.
+  [[ -z $wanted_port ]] || while [[ -n $service_pid && -z $stopping && ! -s $work/service.out ]]; do wait_for_event 0.1; done
 }
 
 stop_service() {

@@ -4,6 +4,7 @@ import collections
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
@@ -545,9 +546,20 @@ def test_a_command_that_is_not_there_or_cannot_run_is_one_clear_line(tmp_path):
     assert (status, job.err) == (126, f"jax-mpmd: not an executable file: {tmp_path}/plain.txt\n")
 
 
-def test_a_port_in_use_is_one_clear_line():
-    import socket
+@pytest.mark.slow
+def test_of_two_jobs_that_start_on_one_port_one_runs_and_the_other_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--port", port, "-n", 2, "--cpu-devices", 1, *python(JAX_PROGRAM)]
+    with launch(*options) as one, launch(*options) as other:
+        statuses = {job.finish(): job for job in (one, other)}
+    assert statuses.keys() == {0, 69}, (one.err, other.err)
+    assert statuses[0].out.count("sum 1.0") == 2
+    told = rf"jax-mpmd: (port {port} is in use|coordination service: .*port {port} .*Address already in use.*)"
+    assert re.fullmatch(told, statuses[69].err.splitlines()[0])
 
+
+def test_a_port_in_use_is_one_clear_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         status, job = run("--port", port, *shell("true"))
