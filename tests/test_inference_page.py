@@ -18,7 +18,6 @@ def test_the_examples_run_as_printed():
     assert len(blocks) == PAGE.count("```python") == 6
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiled in half the time
     run = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)], env=environment, text=True, capture_output=True, check=False
     )
