@@ -12,7 +12,7 @@ from programs.pipelines import make_mesh, make_schedule
 import mpmd
 import scheduler
 
-_QUICK = ("embedding", "auto_region", "explicit_region", "unchecked_region_of_a_group", "unchecked_sums", "made_here")
+_QUICK = ("embedding", "auto_region", "explicit_region", "unchecked_region_of_a_group")
 
 
 def _training_step(names, where, schedule):

@@ -16,7 +16,7 @@ from programs.pipelines import make_mesh
 import mpmd
 import scheduler
 
-_SOME = ALL[::16]
+_SOME = ALL[::32]
 _AXES = {"one_device": (), "two_devices": ("data",)}
 _KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
