@@ -242,7 +242,9 @@ def test_a_haiku_resnet_with_a_state():
             stride = 1 if x.shape[-1] == FILTERS[i] else 2
             y = hk.Conv2D(FILTERS[i], 3, stride, with_bias=False, name="first")(x)
             y = jax.nn.relu(hk.BatchNorm(True, True, 0.9, name="norm")(y, training))
-            y = hk.BatchNorm(True, True, 0.9, name="last")(hk.Conv2D(FILTERS[i], 3, name="second")(y), training)
+            y = hk.BatchNorm(True, True, 0.9, name="last")(
+                hk.Conv2D(FILTERS[i], 3, with_bias=False, name="second")(y), training
+            )
             short = x if stride == 1 else hk.Conv2D(FILTERS[i], 1, stride, name="short")(x)
             return jax.nn.relu(y + short)
 
