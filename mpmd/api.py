@@ -185,7 +185,7 @@ class Jitted:
             check_static(fixed)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         explicit = {
-            n for n, t in zip(self._mesh.lowering_mesh().axis_names, self._mesh.lowering_mesh().axis_types, strict=True)
+            n for n, t in zip(self._mesh.tracing_mesh().axis_names, self._mesh.tracing_mesh().axis_types, strict=True)
             if t == AxisType.Explicit
         } - {self._mesh.mpmd_axis_name}  # fmt: skip
         wishes = self._wishes(tree, fixed, len(args))
@@ -215,7 +215,7 @@ class Jitted:
         check_leaves(call.leaves, names)
         wishes = self._wishes(call.tree, call.fixed, call.num_args)
         hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wishes, call.leaves, names, strict=True)]
-        lowering = self._mesh.lowering_mesh()
+        lowering = self._mesh.tracing_mesh()
         avals = [
             traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
         ]

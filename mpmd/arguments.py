@@ -92,7 +92,7 @@ def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
         and isinstance(x.sharding, (NamedSharding, MpmdSharding))
     ):
         wish = x.sharding
-        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.lowering_mesh().axis_names):
+        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.tracing_mesh().axis_names):
             return Hint()
         if isinstance(wish, NamedSharding) and not _only(
             wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}

@@ -191,6 +191,10 @@ class MpmdMesh:
         return self.groups[self.my_mpmd_axis_index]
 
     def lowering_mesh(self) -> Mesh:
+        """The mesh of one group, with the mpmd axis at size 1: what a stage is compiled for."""
+        return self.groups[0]
+
+    def tracing_mesh(self) -> Mesh:
         """The mesh under which steps are traced: the whole mesh, or the first of separate groups."""
         return self.groups[0] if self.jax_mesh is None else self.jax_mesh
 

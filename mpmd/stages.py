@@ -45,7 +45,7 @@ from scheduler import Program, Timeline
 
 def shape_of(mesh: MpmdMesh):
     """All of a mesh that a trace and its partition depend on: everything but the devices."""
-    return mesh.lowering_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
+    return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
 class Traced:

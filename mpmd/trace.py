@@ -81,7 +81,7 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
         _check_results(fun, out_names, [x for _, x in paths])
         return [x for _, x in paths]
 
-    whole, axis = mpmd_mesh.lowering_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
+    whole, axis = mpmd_mesh.tracing_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
     with compat.tracing(whole, frozenset(g.abstract_mesh for g in mpmd_mesh.groups), axis):
         closed, jaxpr = _traced(flat, avals)
     _check_axis(jaxpr, axis)

@@ -32,7 +32,8 @@ def test_a_mesh_is_cut_along_one_axis_that_groups_keep_at_size_one(axis_types):
         assert part.devices.tolist() == whole.devices[group : group + 1].tolist()
         assert [mesh.group_of(d) for d in part.devices.flat] == [group] * 2
     assert mesh.local_groups == (0, 1, 2, 3)
-    assert mesh.lowering_mesh() is whole
+    assert mesh.tracing_mesh() is whole
+    assert mesh.lowering_mesh() is mesh.groups[0]
     assert not mesh.groups_share_devices
 
 
@@ -72,7 +73,7 @@ def test_separate_groups_may_differ_in_shape_names_and_size():
     mesh = MpmdMesh.from_groups(groups)
     assert (mesh.jax_mesh, mesh.mpmd_axis_name) == (None, None)
     assert mesh.groups == tuple(groups)
-    assert mesh.lowering_mesh() is groups[0]
+    assert mesh.tracing_mesh() is mesh.lowering_mesh() is groups[0]
     assert mesh.group_of(devices[5]) == 1
     assert not mesh.groups_share_devices
     assert repr(mesh) == "MpmdMesh(groups ('data': 2, 'model': 2), ('data': 2), ('x': 1))"
