@@ -298,7 +298,7 @@ def _placement(tree):
     ]
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit"])
+@pytest.mark.parametrize("where", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 @pytest.mark.parametrize("name", ["residual_mlp", "tied_embedding", "clipped_adamw_with_a_schedule", "tensor_parallel"])
 def test_a_state_comes_back_where_it_was(name, where):
     program = BY_NAME[name]

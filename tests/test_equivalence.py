@@ -14,8 +14,17 @@ def _check(program, schedule, where, **options):
     assert_same_history(program.run(pipeline(program, schedule, where, **options)), program.expected, program.rtol)
 
 
+# Each program in one way; every other pair of them is a slow test.
+_IN_ONE_WAY = in_turns(programs.ALL, [("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")])
+_LATER = {program.name for number, program in enumerate(programs.ALL) if number // 2 % 2}
+
+
 @pytest.mark.parametrize(
-    ("program", "schedule", "where"), in_turns(programs.ALL, [("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")])
+    ("program", "schedule", "where"),
+    [
+        pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _LATER else p.marks)
+        for p in _IN_ONE_WAY
+    ],
 )
 def test_a_program_equals_its_plain_loop(program, schedule, where):
     """On Explicit axes with its state donated."""

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from processes import ROOT, environment
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -20,6 +21,7 @@ def run_program(program: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_the_examples_run_as_printed_and_stock_orbax_reads_what_they_save(tmp_path):
     programs, stock = blocks("python"), blocks("stock python")
     assert len(programs) == 5

@@ -21,6 +21,8 @@ from mpmd.mesh import MpmdSharding
 from reshard.checkpoint import abstract, restore, save
 from scheduler import GPipe, InterleavedOneFOneB, OneFOneB
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS, WIDTH, ROWS, MICROBATCHES = 8, 16, 8, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 DATA = np.random.default_rng(0).normal(size=(400, WIDTH)).astype(np.float32)

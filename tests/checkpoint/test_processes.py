@@ -18,7 +18,9 @@ def on_disk(folder) -> int:
 LAYOUTS = {"a group each": (2, 2, 2), "several groups each": (2, 2, 4), "a group over two": (4, 1, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["a group over two", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYOUTS)[:2])]
+)
 def test_a_state_of_many_processes_is_written_once_and_restored_by_one(tmp_path, layout):
     num_processes, devices, groups = LAYOUTS[layout]
     values = random_values(scale=8)
@@ -31,7 +33,8 @@ def test_a_state_of_many_processes_is_written_once_and_restored_by_one(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("a group each", "a group over two"), ("a group over two", "a group each")]
+    ("before", "after"),
+    [("a group each", "a group over two"), pytest.param("a group over two", "a group each", marks=pytest.mark.slow)],
 )
 def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after):
     num_processes, devices, groups = LAYOUTS[before]
@@ -54,6 +57,7 @@ def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
         assert one["held"] <= one["read"] < one["held"] * 1.02 + 80_000
 
 
+@pytest.mark.slow
 def test_a_checkpoint_manager_of_many_processes_keeps_steps_that_others_restore(tmp_path):
     saved = run("manager", 2, 2, path=str(tmp_path / "run"), groups=2, steps=2)
     assert [one["steps"] for one in saved] == [[1, 2], [1, 2]]
@@ -70,7 +74,7 @@ def test_a_manager_that_is_told_its_processes_waits_for_them_without_a_computati
     jax.tree.map(check_equal, restore(tmp_path / "run" / "2", values, shardings_for(mesh_of(4))), values)
 
 
-@pytest.mark.parametrize("layout", ["several groups each", "a group over two"])
+@pytest.mark.parametrize("layout", [pytest.param("several groups each", marks=pytest.mark.slow), "a group over two"])
 def test_keys_spmd_arrays_and_host_values_are_saved_beside_arrays_of_groups(tmp_path, layout):
     num_processes, devices, groups = LAYOUTS[layout]
     found = run("mixed", num_processes, devices, path=str(tmp_path / "state"), groups=groups)
@@ -99,6 +103,7 @@ def test_an_array_that_each_process_has_for_itself_is_refused_in_all_of_them(tmp
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_waited_for_no_longer_than_was_said(tmp_path):
     (found, _) = run("save_without_last", 2, path=str(tmp_path / "state"), timeout_s=4)
     assert found["error"].startswith(f"save: after 4 s, not all processes had come to save {tmp_path / 'state'}")

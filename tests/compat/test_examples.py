@@ -22,7 +22,8 @@ def test_an_example_trains(name, package, capsys):
 _SMALL = "--stages 2 --layers 2 --d-model 32".split()
 
 
-@pytest.mark.parametrize("trained", ["here", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["here", "before"])
 def test_requests_in_flight_get_the_text_that_they_get_one_at_a_time(trained, tmp_path, capsys):
     pytest.importorskip("optax")
     if trained == "before":

@@ -115,7 +115,7 @@ def _arguments(seed=1):
 # --- prints and callbacks -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
 def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd):
     def apply(p, x, stage):
         jax.debug.print("stage {s} sum {v:.6f}", s=stage, v=jnp.sum(x))
@@ -135,7 +135,7 @@ def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd
     np.testing.assert_allclose(numbers(printed), numbers(sorted(capfd.readouterr().out.splitlines())), rtol=1e-4)
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
 def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule):
     seen = []
 
@@ -167,7 +167,7 @@ def test_a_pure_callback_in_a_stage_runs_on_the_host(schedule, where):
     _check(program, schedule, where)
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
 def test_named_scopes_are_in_the_programs_that_run(schedule):
     def apply(p, x, stage):
         with jax.named_scope(f"my_stage_{stage}"):
@@ -204,8 +204,8 @@ def test_without_jit_the_step_runs_as_plain_python_with_values_to_look_at():
     step = mpmd.jit(evaluate(pipelined(scheduler.OneFOneB(2))), mpmd_mesh=shared_device(2))
     with jax.disable_jit():
         value = step(state["params"], batch)
-    assert len(sums) == 2 * 4
-    expected = evaluate(plain_loop())(state["params"], batch)
+        assert len(sums) == 2 * 4
+        expected = evaluate(plain_loop())(state["params"], batch)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
@@ -241,7 +241,7 @@ def test_debug_nans_names_stage_and_microbatch():
     )
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
 def test_x64_is_a_program_of_its_own(schedule):
     apply = lambda p, x, stage: residual(p, x)  # noqa: E731
     step = _pipelined_step(apply, schedule)
@@ -282,7 +282,9 @@ def test_transforming_a_pipelined_step_is_refused(transform):
     )
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow)], ids=str
+)
 def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
     def step(params, batch, scale, *, shift):
         def loss(p, m):

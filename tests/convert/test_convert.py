@@ -328,6 +328,7 @@ def test_any_tree_of_stacks_comes_back_from_layers_as_it_was(tmp_path_factory, d
     assert_same(restore(tmp_path / "back"), restore(source))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), zarr3=st.booleans())
 def test_any_chunks_become_any_others_in_the_least_memory_that_will_do(tmp_path_factory, data, zarr3):

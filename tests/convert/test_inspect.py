@@ -194,6 +194,7 @@ def test_an_array_that_is_missing_is_named(tmp_path, capsys):
     assert error.startswith(f"error: {source}: the array w cannot be opened: ")
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_devices_and_answers_help(tmp_path):
     source = save(tmp_path / "source", {"w": np.zeros(2)})
     run = command("inspect", source)

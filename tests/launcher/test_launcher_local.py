@@ -261,7 +261,9 @@ FAMILY = shell(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, status", [("INT", 130), ("TERM", 143), ("HUP", 129)])
+@pytest.mark.parametrize(
+    "name, status", [("INT", 130), *(pytest.param(*p, marks=pytest.mark.slow) for p in (("TERM", 143), ("HUP", 129)))]
+)
 def test_a_signal_to_the_launcher_leaves_no_process_behind(name, status):
     with launch("-n", 2, *FAMILY) as job:
         pids = [int(p) for p in job.wait_for_line(r"^\[\d\] (?:pid|child)=(\d+)", 4)]
