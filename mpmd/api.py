@@ -31,7 +31,7 @@ from mpmd.array import MpmdArray
 from mpmd.closures import surroundings
 from mpmd.fetch import device_get
 from mpmd.mesh import MpmdMesh
-from mpmd.stages import Compiled, Lowered, Traced, shape_of
+from mpmd.stages import Compiled, Lowered, Traced, shape_of, without_collection
 from mpmd.trace import Trace, trace_step
 
 
@@ -149,7 +149,7 @@ class Jitted:
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
-        with distributed.compiling():
+        with distributed.compiling(), without_collection():
             compiled = self._trace(call).lower().compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled._run(call.leaves)

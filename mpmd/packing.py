@@ -5,6 +5,7 @@ as for a thousand. The group that makes them joins their bits in one vector of w
 them out again, in a segment that it runs anyhow where there is one.
 """
 
+import functools
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -125,16 +126,23 @@ def _from_words(words, dtype):
     return jax.lax.bitcast_convert_type(words[0].astype(f"uint{bits}"), dtype)
 
 
+@functools.lru_cache(maxsize=256)
+def _splitter(dtypes: tuple[np.dtype, ...]):
+    """The function that takes scalars of these types out of a vector; one object, so that JAX traces it once."""
+
+    def split(vector):
+        found, start = [], 0
+        for dtype in dtypes:
+            num = 2 if dtype.itemsize == 8 else 1
+            found.append(_from_words(vector[start : start + num], dtype))
+            start += num
+        return found
+
+    return split
+
+
 def _unpack(vector, values) -> list:
     """The equations that take values out of a vector, under their own names."""
-    found = []
-    start = 0
-    for v in values:
-        dtype = np.dtype(v.aval.dtype)
-        num = 2 if dtype.itemsize == 8 else 1
-        eqns, (out,) = trace_equations(lambda x, a=start, n=num, d=dtype: _from_words(x[a : a + n], d), vector)
-        *first, last = eqns
-        assert last.outvars == [out]
-        found += [*first, last.replace(outvars=[v])]
-        start += num
-    return found
+    eqns, outs = trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector)
+    own = dict(zip(outs, values, strict=True))
+    return [e.replace(outvars=[own.get(v, v) for v in e.outvars]) for e in eqns]

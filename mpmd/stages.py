@@ -160,13 +160,13 @@ class Lowered:
         with distributed.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
-            with _without_collection():
+            with without_collection():
                 return Compiled(programs, step_program(programs), self._donated)
 
 
 @contextlib.contextmanager
-def _without_collection():
-    """Pauses Python's garbage collector: a plan is many small objects that stay, which it would look at in vain."""
+def without_collection():
+    """Pauses Python's garbage collector: traces and plans are many small objects that stay, and it would rescan them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
