@@ -166,7 +166,7 @@ class Lowered:
 
 @contextlib.contextmanager
 def without_collection():
-    """Pauses Python's garbage collector: traces and plans are many small objects that stay, and it would rescan them."""
+    """Pauses Python's garbage collector: plans are many small objects that stay; it would rescan them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
