@@ -122,7 +122,7 @@ def test_a_model_of_tunix_is_trained_as_under_plain_jax(name):
     step, state, batches = _training(family, num_stages, **config)
     tied = bool(config.get("use_tied_embedding") or config.get("weight_tying"))
     shared = EMBEDDING if tied else 0
-    train_both(step, state, batches, stage_mesh(num_stages), home=_home(num_stages, tied), rtol=1e-4, shared=shared)
+    train_both(step, state, batches, stage_mesh(num_stages), home=_home(num_stages, tied), rtol=1e-3, shared=shared)
 
 
 @pytest.mark.slow
