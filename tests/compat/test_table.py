@@ -64,14 +64,11 @@ def _found(test: str):
 
 
 def _parameters(function) -> list:
-    """The values that a test is parametrized with, without those that are slow tests."""
+    """The values that a test is parametrized with, those of slow tests too."""
     marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
     values = []
     for value in (value for mark in marks for value in mark.args[1]):
-        if not hasattr(value, "marks"):
-            values.append(value)
-        elif "slow" not in [mark.name for mark in value.marks]:
-            values.extend(value.values)
+        values += value.values if hasattr(value, "marks") else [value]
     return values
 
 
