@@ -71,7 +71,9 @@ def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_de
     assert_same_history(history, program.expected, program.rtol)
     for alike in (WHOLE_BACKWARD, SPLIT_BACKWARD):
         if schedule in alike:
-            assert_same_history(history, _history(program, alike[0]), rtol=0)
+            # XLA fuses a join of all gradients with what else its group does, which depends on the schedule.
+            rtol = 1e-6 if name == "gradient_statistics" else 0
+            assert_same_history(history, _history(program, alike[0]), rtol)
 
 
 @pytest.mark.parametrize(
