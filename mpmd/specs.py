@@ -9,6 +9,7 @@ SpecLike = PartitionSpec | Sequence[Any] | str | None
 
 
 def as_spec(spec: SpecLike) -> PartitionSpec:
+    """A spec that was written as a tuple, the name of an axis or None, as a `PartitionSpec`."""
     if isinstance(spec, PartitionSpec):
         return spec
     if spec is None:
@@ -56,4 +57,5 @@ def group_shardings(
 
 
 def quoted(names: Iterable[Any]) -> str:
+    """Names of axes as messages show them."""
     return ", ".join(repr(name) for name in names) or "no axes"
