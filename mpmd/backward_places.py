@@ -42,6 +42,7 @@ def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[
     text = _Text(body, marks, backward, forward)
     spans = _spans(body, marks, backward, forward, text)
     at_least = _before_backward_marks(body, marks, backward)
+    readers = _readers_of_sums(body, backward, text)
     stages: dict[int, int] = {}
     for node in body.nodes:
         if id(node) not in backward:
@@ -54,6 +55,7 @@ def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[
         is_rooted = any(id(s) in stages or id(s) in forward for s in sources) or id(node) in at_least
         if is_rooted:
             stage = text.last_stage(node, spans[id(node)], limit) if id(node) in spans else limit
+            stage = max(stage, min(limit, readers.get(id(node), 0)))
             stages[id(node)] = max(stage, at_least.get(id(node), 0))
     return stages
 
@@ -150,6 +152,26 @@ def _known_span(body: Body, marks: Marks, node: Node, text: _Text, position) -> 
         return _Span(at, at)
     spans = [text.of_value[v] for v in body.inputs(node) if v in text.of_value]
     return _Span(max(s.first for s in spans), min(s.last for s in spans)) if spans else None
+
+
+def _readers_of_sums(body: Body, backward: set[int], text: _Text) -> dict[int, int]:
+    """For each sum of gradients, the last stage in which a reader of it has the forward values that it reads.
+
+    Such a sum transposes no equation: it stands where the last of its terms does, which says little of its stage.
+    """
+    found: dict[int, int] = {}
+    for node in reversed(body.nodes):
+        if id(node) not in backward:
+            continue
+        stage = found.get(id(node), -1)
+        having = [text.at[v] for v in body.inputs(node) if v in text.at]
+        if having:
+            stage = max({stage} | set.intersection(*having))
+        for v in body.inputs(node):
+            source = body.source(v)
+            if source and id(source) in backward and source.eqn.primitive.name == "add_any":
+                found[id(source)] = max(found.get(id(source), -1), stage)
+    return found
 
 
 def _before_backward_marks(body: Body, marks: Marks, backward: set[int]) -> dict[int, int]:

@@ -8,8 +8,10 @@ os.environ.pop("XLA_FLAGS", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
-# How long an example may take is no test: a machine that does other things as well is slow.
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+# How long an example may take is no test: a machine that does other things as well is slow. A change is judged by the
+# same examples as the one before it; new ones are drawn with `--hypothesis-profile=new-examples`.
+hypothesis.settings.register_profile("same-examples", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("new-examples", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same-examples")
 
 collect_ignore_glob = ["multiprocess/programs/*"]  # run by ranks, not imported
