@@ -42,7 +42,7 @@ def measure(way: str, mib: int, folder: Path) -> dict[str, float]:
         everywhere = NamedSharding(mesh, PartitionSpec(("stage", "data")))
         places: list[Any] = [everywhere] * NUM_ARRAYS
     else:
-        from mpmd.mesh import MpmdMesh, MpmdSharding
+        from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
         groups = MpmdMesh(mesh, "stage")
         places = [MpmdSharding(groups, i * 4 // NUM_ARRAYS, PartitionSpec("data")) for i in range(NUM_ARRAYS)]
@@ -51,7 +51,7 @@ def measure(way: str, mib: int, folder: Path) -> dict[str, float]:
         values = rng.standard_normal((rows, COLUMNS), np.float32)
         if way == WAYS[0]:
             return jax.device_put(values, place, may_alias=False)
-        from mpmd.array import MpmdArray
+        from mpmd.arrays.array import MpmdArray
 
         group = place.groups[0]
         return MpmdArray([jax.device_put(values, place.group_sharding(group), may_alias=False)], place)

@@ -34,8 +34,8 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
     from jax.sharding import PartitionSpec as P
 
     reshard = library()
-    from mpmd.array import MpmdArray
-    from mpmd.mesh import MpmdMesh, MpmdSharding
+    from mpmd.arrays.array import MpmdArray
+    from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
     whole = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     mesh = MpmdMesh(whole, "stage")
@@ -123,7 +123,7 @@ def measure_planning() -> None:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from mpmd.mesh import MpmdMesh, MpmdSharding
+    from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
     reshard = library()
     rng = np.random.default_rng(0)

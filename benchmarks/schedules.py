@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from scheduler import Costs, OneFOneB, Task, investigate, simulate
-from scheduler.catalogue import make
 from scheduler.ordering import order_faults
-from scheduler.simulate import simulate_orders
+from scheduler.schedules.catalogue import make
 from scheduler.task import Orders
+from scheduler.timing.simulate import simulate_orders
 
 Orderer = Callable[[str, tuple[int, ...], int, int], Orders]
 PEERS: dict[str, dict[str, str]] = {

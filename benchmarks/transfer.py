@@ -43,11 +43,11 @@ def run(repeats: int) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import mpmd
-    from mpmd import distributed
-    from mpmd.transfer import Route
+    from mpmd.job import joining
+    from mpmd.run.routes import Route
 
     mpmd.initialize()
-    job = distributed.current()
+    job = joining.current()
     assert job is not None
     here, there = (next(d for d in jax.devices() if d.process_index == p) for p in (0, 1))
     source, target = (NamedSharding(Mesh(np.array([d]), ("data",)), PartitionSpec()) for d in (here, there))

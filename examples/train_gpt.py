@@ -34,7 +34,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
 import reshard.checkpoint  # makes Orbax take the arrays of a pipeline
-from scheduler import catalogue
+from scheduler.schedules import catalogue
 
 # The model: pure functions of a dict of parameters.
 

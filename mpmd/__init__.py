@@ -1,16 +1,17 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
 from mpmd import _jax_version  # noqa: F401  before all that an older JAX lacks
-from mpmd.across import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.api import jit
-from mpmd.array import MpmdArray
-from mpmd.distributed import initialize
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
-from mpmd.fetch import device_get
-from mpmd.foreign import from_exported, from_stablehlo
-from mpmd.markers import mark_stage_end, treduce, treduce_i
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from mpmd.operations import Add, Concat, Max, Mean, Min, Operation
+from mpmd.job.joining import initialize
+from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
+from mpmd.ops.foreign import from_exported, from_stablehlo
+from mpmd.ops.reductions import Add, Concat, Max, Mean, Min, Operation
+from mpmd.ops.stage_end import mark_stage_end
+from mpmd.ops.treduce import treduce, treduce_i
+from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
 
 __all__ = [

@@ -14,8 +14,12 @@ import jax
 from jax.sharding import AxisType
 
 from mpmd import _jax_compat as compat
-from mpmd import distributed
-from mpmd.arguments import (
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.job import joining
+from mpmd.run.device_get import device_get
+from mpmd.stages import Compiled, Lowered, Traced, shape_of, without_collection
+from mpmd.tracing.arguments import (
     Call,
     argument_names,
     broadcast,
@@ -27,12 +31,8 @@ from mpmd.arguments import (
     named_positions,
     traced_type,
 )
-from mpmd.array import MpmdArray
-from mpmd.closures import surroundings
-from mpmd.fetch import device_get
-from mpmd.mesh import MpmdMesh
-from mpmd.stages import Compiled, Lowered, Traced, shape_of, without_collection
-from mpmd.trace import Trace, trace_step
+from mpmd.tracing.surroundings import surroundings
+from mpmd.tracing.trace import Trace, trace_step
 
 
 @overload
@@ -149,7 +149,7 @@ class Jitted:
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
-        with distributed.compiling(), without_collection():
+        with joining.compiling(), without_collection():
             compiled = self._trace(call).lower().compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled._run(call.leaves)

@@ -14,32 +14,32 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd import distributed, transfer
-from mpmd.agreement import agree_on_values
-from mpmd.arguments import (
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.layouts import mpmd_sharding
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.compile.program import step_program
+from mpmd.compile.step import StepPrograms, compile_step
+from mpmd.job import joining
+from mpmd.partition.outline import Outline
+from mpmd.partition.place_segments import outline_step
+from mpmd.report.explain import Roles, explain, flops_per_step, memory_by_group
+from mpmd.report.memory import estimate
+from mpmd.report.texts import texts
+from mpmd.run import routes
+from mpmd.run.agreement import agree_on_values
+from mpmd.run.donated import consume, usable
+from mpmd.run.executor import Executor
+from mpmd.run.timing import Timed, timeline
+from mpmd.tracing.arguments import (
     Hint,
     broadcast,
     check_leaves,
     hint_of,
-    layout_of,
     leaf_type,
-    mpmd_sharding,
     short_type,
     zeros_of,
 )
-from mpmd.array import MpmdArray
-from mpmd.donating import consume, usable
-from mpmd.execute import Executor
-from mpmd.explain import Roles, explain, flops_per_step, memory_by_group
-from mpmd.homes import outline_step
-from mpmd.memory import estimate
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from mpmd.outline import Outline
-from mpmd.program import step_program
-from mpmd.stepping import StepPrograms, compile_step
-from mpmd.texts import texts
-from mpmd.timing import Timed, timeline
-from mpmd.trace import Trace, trace_step
+from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
 
 
@@ -157,7 +157,7 @@ class Lowered:
           compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
         """
         options = {**self._options, **(compiler_options or {})}
-        with distributed.compiling():
+        with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
             with without_collection():
@@ -200,7 +200,7 @@ class Compiled:
             mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
         ]
         self._consts = [
-            {g: transfer.put(c, s.group_sharding(g)) for g in s.groups if g in mesh.local_groups}
+            {g: routes.put(c, s.group_sharding(g)) for g in s.groups if g in mesh.local_groups}
             for c, s in zip(trace.consts, in_shardings, strict=False)
         ]
         self._ins = in_shardings[num_consts:]
@@ -208,7 +208,7 @@ class Compiled:
         self._in_tree = trace.in_tree
         self._outs = [
             (
-                mpmd_sharding(mesh, groups, layout_of(programs, v)),
+                mpmd_sharding(mesh, groups, programs.layout(v)),
                 v.aval.shape,
                 v.aval.dtype,
                 getattr(v.aval, "weak_type", False),
@@ -408,7 +408,7 @@ class Compiled:
                     values.append(x)
                     shardings.append(sharding.group_sharding(group))
         if pending:
-            for (placed, group), array in zip(pending, transfer.place(values, shardings), strict=True):
+            for (placed, group), array in zip(pending, routes.place(values, shardings), strict=True):
                 placed[group] = array
         return arguments
 
@@ -417,7 +417,7 @@ def _check_movable(x: jax.Array, sharding: MpmdSharding):
     """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
     if isinstance(x, compat.Tracer):
         check_leaves([x], ["an argument"])
-    if not all(transfer.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
+    if not all(routes.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
         raise ValueError(
             f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
             "  Bring it into the step's layout first:"

@@ -8,9 +8,9 @@ from reshard.api import (
     mpmd_to_spmd_reshard,
     spmd_to_mpmd_reshard,
 )
-from reshard.devices import HostMemory, describe_mesh
-from reshard.execute import Progress, Stats
-from reshard.plan import ReshardPlan, plan
+from reshard.moving.execute import Progress, Stats
+from reshard.moving.plan import ReshardPlan, plan
+from reshard.places import HostMemory, describe_mesh
 
 __all__ = [
     "HostMemory",

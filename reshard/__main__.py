@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd.errors import ReshardError
-from reshard import inspection, retree
-from reshard.convert import convert, plan_conversion
-from reshard.copying import Progress, Stopped, human
-from reshard.layoutfile import read_layout
-from reshard.paths import compiled
-from reshard.reading import plan_reading
+from reshard.conversion import inspection, tree_edits
+from reshard.conversion.convert import convert, plan_conversion
+from reshard.conversion.copying import Progress, Stopped, human
+from reshard.conversion.layout_file import read_layout
+from reshard.conversion.read_report import plan_reading
 from reshard.sizes import nbytes_of
-from reshard.stored import find
+from reshard.storage.paths import compiled
+from reshard.storage.stored import find
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\
@@ -84,7 +84,7 @@ def _convert(options: argparse.Namespace) -> int:
     conversion = plan_conversion(
         options.source,
         options.target,
-        [retree.select(options.only, options.drop), *(options.changes or [])],
+        [tree_edits.select(options.only, options.drop), *(options.changes or [])],
         step=options.step,
         item=options.item,
         dtypes=options.dtype,
@@ -166,23 +166,23 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _rename(text: str) -> retree.Change:
+def _rename(text: str) -> tree_edits.Change:
     pattern, equals, replacement = text.partition("=")
     if not equals or not pattern or not replacement:
         raise argparse.ArgumentTypeError(f"{text!r} is not written like 'params/(.*)=model/\\1'")
     try:
-        return retree.rename(pattern, replacement)
+        return tree_edits.rename(pattern, replacement)
     except ReshardError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _unstack(text: str) -> retree.Change:
+def _unstack(text: str) -> tree_edits.Change:
     pattern, equals, kind = text.partition("=")
     if equals and kind not in ("list", "dict"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not written like '**/layers', '**/layers=list' or '**/layers=dict'"
         )
-    return retree.unstack(_pattern(pattern), as_list=kind != "dict")
+    return tree_edits.unstack(_pattern(pattern), as_list=kind != "dict")
 
 
 def _nbytes(text: str) -> int:
@@ -278,7 +278,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     add(
         "--stack",
         dest="changes",
-        type=lambda text: retree.stack(_pattern(text)),
+        type=lambda text: tree_edits.stack(_pattern(text)),
         action="append",
         metavar="NODE",
         help="stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]",

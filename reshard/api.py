@@ -10,18 +10,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd import distributed
-from mpmd._readable import is_plain
-from mpmd.array import MpmdArray
-from mpmd.boxes import Box, device_boxes
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 from mpmd.errors import ReshardError
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard.devices import EveryHost, HostMemory, is_local
-from reshard.execute import ProgressCallback, Stats, execute, print_bar
-from reshard.plan import describe, plan_leaves, raise_faults, sharding_of
+from mpmd.job import joining
+from mpmd.job.job import Job
+from reshard.moving.execute import ProgressCallback, Stats, execute, print_bar
+from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
+from reshard.moving.remote import agree
+from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
-from reshard.tree import broadcast, flatten, is_sharding
-from reshard.wire import agree
+from reshard.trees import broadcast, flatten, is_sharding
 
 _last_stats: Stats | None = None
 
@@ -156,7 +157,7 @@ def _reshard(
 ) -> Any:
     global _last_stats
     paths, sources, treedef = flatten(tree)
-    job = distributed.current()
+    job = joining.current()
     sources = [_as_jax_would(source, job) for source in sources]
     targets = [
         target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
@@ -198,7 +199,7 @@ def _reshard(
     return jax.tree.unflatten(treedef, results)
 
 
-def _as_jax_would(source: Any, job: distributed.Job | None) -> Any:
+def _as_jax_would(source: Any, job: Job | None) -> Any:
     """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
 
     Beside other processes an array on this one's devices alone is a host value too: each has its own.
@@ -211,7 +212,7 @@ def _as_jax_would(source: Any, job: distributed.Job | None) -> Any:
     return source
 
 
-def _fault_of_source(source: Any, job: distributed.Job | None) -> str | None:
+def _fault_of_source(source: Any, job: Job | None) -> str | None:
     if isinstance(source, np.ndarray):
         known = source.dtype == bool or jnp.issubdtype(source.dtype, np.number)
         return None if known else f"has the dtype {source.dtype}, which JAX has no arrays of"
@@ -224,7 +225,7 @@ def _fault_of_source(source: Any, job: distributed.Job | None) -> str | None:
     return None
 
 
-def _fault_of_place(target: Any, job: distributed.Job | None) -> str | None:
+def _fault_of_place(target: Any, job: Job | None) -> str | None:
     if isinstance(target, MpmdSharding):
         devices = {d for group in target.groups for d in target.mpmd_mesh.groups[group].devices.flat}
     elif isinstance(target, HostMemory):
@@ -249,7 +250,7 @@ def _is_everywhere(x: Any) -> bool:
     return isinstance(x, np.ndarray) or (is_plain(x) and x.is_fully_addressable)
 
 
-def _key_data(x: Any, job: distributed.Job | None) -> Any:
+def _key_data(x: Any, job: Job | None) -> Any:
     """The data of keys, in each group."""
     if not isinstance(x, MpmdArray):
         data = jax.random.key_data(x)

@@ -1,10 +1,9 @@
 """Pipeline schedules: orders of tasks, proved before they run, simulated, searched and drawn. Needs Python alone."""
 
-from scheduler.catalogue import make
-from scheduler.custom import CustomSchedule
 from scheduler.errors import ScheduleError
-from scheduler.generators import EagerOneFOneB, GPipe, InterleavedGPipe, InterleavedOneFOneB, OneFOneB
-from scheduler.instructions import (
+from scheduler.optimize.search import Found, investigate, search
+from scheduler.programs.check import Report, check
+from scheduler.programs.instructions import (
     Call,
     Edge,
     Free,
@@ -17,15 +16,16 @@ from scheduler.instructions import (
     Value,
     concatenate,
 )
-from scheduler.lowering import lower
-from scheduler.merging import merge
-from scheduler.search import Found, investigate, search
-from scheduler.simulate import Costs, Timeline, simulate
+from scheduler.programs.lowering import lower
+from scheduler.programs.merging import merge
+from scheduler.schedules.catalogue import make
+from scheduler.schedules.custom import CustomSchedule
+from scheduler.schedules.one_f_one_b import EagerOneFOneB, GPipe, InterleavedGPipe, InterleavedOneFOneB, OneFOneB
+from scheduler.schedules.v_in_little_memory import VHalf, VMin
+from scheduler.schedules.v_shaped import DualPipeV, ZeroBubbleV
+from scheduler.schedules.zero_bubble import InterleavedZeroBubble, KimiK2, ZeroBubbleH1, ZeroBubbleH2
 from scheduler.task import Schedule, Task
-from scheduler.v_memory import VHalf, VMin
-from scheduler.v_schedules import DualPipeV, ZeroBubbleV
-from scheduler.validate import Report, check
-from scheduler.zero_bubble import InterleavedZeroBubble, KimiK2, ZeroBubbleH1, ZeroBubbleH2
+from scheduler.timing.simulate import Costs, Timeline, simulate
 
 __all__ = [
     "Call",

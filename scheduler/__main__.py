@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scheduler.bounds import lower_bound
-from scheduler.catalogue import SCHEDULES, make, on_groups, split_costs
-from scheduler.custom import CustomSchedule
-from scheduler.documents import write_documents
 from scheduler.errors import ScheduleError
 from scheduler.files import read_text
-from scheduler.instructions import TaskGraph
-from scheduler.listing import Problem
-from scheduler.lowering import lower
+from scheduler.optimize.bounds import lower_bound
+from scheduler.optimize.search import investigate
 from scheduler.ordering import order_faults, raise_faults
-from scheduler.search import investigate
-from scheduler.simulate import Costs, Timeline, simulate
-from scheduler.validate import check
-from scheduler.visualize import critical_path_text, to_text
+from scheduler.programs.check import check
+from scheduler.programs.instructions import TaskGraph
+from scheduler.programs.lowering import lower
+from scheduler.schedules.catalogue import SCHEDULES, make, on_groups, split_costs
+from scheduler.schedules.custom import CustomSchedule
+from scheduler.schedules.guide import write_documents
+from scheduler.schedules.list_scheduling import Problem
+from scheduler.timing.pictures import critical_path_text, to_text
+from scheduler.timing.simulate import Costs, Timeline, simulate
 
 _NAMES = ", ".join(SCHEDULES)
 _MOST_TASKS = 250_000

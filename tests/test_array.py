@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 AXIS_TYPES = {
     "explicit": (AxisType.Explicit,) * 2,

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpmd
 import reshard
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 VALUE = np.arange(4, dtype=np.float32)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mpmd.boxes import Box, covers, device_boxes, group_boxes, replicas
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.boxes import Box, covers, device_boxes, group_boxes, replicas
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 
 def indices(box):

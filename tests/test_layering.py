@@ -1,4 +1,4 @@
-"""Which package may import which: `scheduler` < `mpmd` < `reshard`, and private JAX in one file."""
+"""Which package and which room may import which, and private JAX and Orbax in one place each."""
 
 import ast
 import copy
@@ -24,6 +24,33 @@ PRIVATE_JAX = (
     "jax.interpreters",
     "jax.experimental.transfer",
 )
+
+
+ORBAX_SHIM = "reshard/_orbax_compat.py"
+# A room is a folder of a package. It imports these rooms of its package, and modules below all rooms.
+ROOMS = {
+    "mpmd/arrays": (),
+    "mpmd/ops": ("arrays",),
+    "mpmd/tracing": ("arrays", "ops"),
+    "mpmd/partition": ("arrays", "ops", "tracing"),
+    "mpmd/compile": ("arrays", "tracing", "partition"),
+    "mpmd/report": ("arrays", "partition", "compile"),
+    "mpmd/job": ("arrays",),
+    "mpmd/run": ("arrays", "partition", "compile", "job"),
+    "reshard/storage": (),
+    "reshard/moving": (),
+    "reshard/checkpoint": ("storage",),
+    "reshard/conversion": ("storage",),
+    "scheduler/timing": (),
+    "scheduler/schedules": ("timing",),
+    "scheduler/programs": ("schedules",),
+    "scheduler/optimize": ("timing", "schedules"),
+}
+BELOW_ALL_ROOMS = {
+    "mpmd": ("_jax_compat", "errors"),
+    "reshard": ("_orbax_compat", "places", "sizes", "trees"),
+    "scheduler": ("errors", "files", "ordering", "task"),
+}
 
 
 def _sources(package: str) -> list[Path]:
@@ -90,6 +117,33 @@ def test_a_package_imports_only_the_packages_below_it():
     assert found == []
 
 
+def test_each_folder_is_a_room_of_the_table():
+    folders = {f"{package}/{p.name}" for package in PACKAGES for p in (ROOT / package).iterdir() if any(p.glob("*.py"))}
+    assert folders - {"mpmd/_jax_compat"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_before_it(room):
+    package, name = room.split("/")
+    allowed = tuple(f"{package}.{m}" for m in (name, *ROOMS[room], *BELOW_ALL_ROOMS[package]))
+    found = []
+    for source in sorted((ROOT / room).glob("*.py")):
+        for module in sorted(set(_modules(ast.parse(source.read_text())))):
+            if _within(module, package) and not any(_within(module, prefix) for prefix in allowed):
+                found.append(f"{source.relative_to(ROOT)}: {module}")
+    assert found == []
+
+
+def _modules(tree: ast.AST) -> Iterator[str]:
+    """The modules that a module imports: of `from package import name` the dotted `package.name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (alias.name for alias in node.names)
+            yield from (f"{node.module}.{name}" for name in names) if node.module in PACKAGES else (node.module,)
+
+
 def test_scheduler_imports_the_standard_library_alone():
     found = []
     for source in _sources("scheduler"):
@@ -122,6 +176,12 @@ def test_what_jax_does_not_document_is_touched_in_one_file():
             if source.relative_to(ROOT).as_posix() != JAX_SHIM:
                 found += _violations(source, PRIVATE_JAX)
     assert found == []
+
+
+def test_what_orbax_does_not_document_is_touched_in_one_file():
+    sources = [source for package in PACKAGES for source in _sources(package)]
+    others = [source for source in sources if source.relative_to(ROOT).as_posix() != ORBAX_SHIM]
+    assert [fault for source in others for fault in _violations(source, ("orbax.checkpoint._src",))] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mpmd import leaving
+from mpmd.job import exits
 
 PROGRAM = """
 import atexit, sys, threading
@@ -58,7 +58,7 @@ def test_stacks_of_threads_that_run_can_be_taken_again_and_again():
     try:
         stop = time.monotonic() + 0.5
         while time.monotonic() < stop:
-            found = dict(leaving.stacks())
+            found = dict(exits.stacks())
     finally:
         end.set()
         for thread in threads:
@@ -68,6 +68,6 @@ def test_stacks_of_threads_that_run_can_be_taken_again_and_again():
 
 
 def test_a_function_is_named_with_its_place():
-    assert leaving.function_text(PROGRAM.join) == "join"
-    text = leaving.function_text(test_a_function_is_named_with_its_place)
+    assert exits.function_text(PROGRAM.join) == "join"
+    text = exits.function_text(test_a_function_is_named_with_its_place)
     assert text.startswith("test_a_function_is_named_with_its_place (") and "test_leaving.py:" in text

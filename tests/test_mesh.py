@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 AXIS_TYPES = {
     "explicit": (AxisType.Explicit,) * 2,

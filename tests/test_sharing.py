@@ -12,7 +12,7 @@ from programs import BY_NAME
 from programs.pipelines import pipeline
 
 from mpmd import _jax_compat as compat
-from mpmd.sharing import Pattern, num_equations
+from mpmd.compile.subprogram import Pattern, num_equations
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 

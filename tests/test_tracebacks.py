@@ -65,4 +65,4 @@ def test_with_jaxs_filtering_off_all_frames_are_shown():
         _, others = _shown(MISTAKES["no_such_axis"][0])
     finally:
         jax.config.update("jax_traceback_filtering", before)
-    assert any(other.endswith("mpmd/mesh.py") for other in others)
+    assert any(other.endswith("mpmd/arrays/mesh.py") for other in others)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import mpmd
-from scheduler import OneFOneB, catalogue
+from scheduler import OneFOneB
+from scheduler.schedules import catalogue
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -9,8 +9,8 @@ import tensorstore as ts
 from jax.sharding import Mesh, PartitionSpec
 from scenarios import random_values
 
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 __all__ = ["random_values"]
 

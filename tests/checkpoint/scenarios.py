@@ -104,8 +104,8 @@ def mixed(path: str, groups: int) -> Any:
     from layouts import check_equal, mesh_of, place
 
     import reshard.checkpoint
-    from mpmd.array import MpmdArray
-    from mpmd.mesh import MpmdSharding
+    from mpmd.arrays.array import MpmdArray
+    from mpmd.arrays.mesh import MpmdSharding
 
     mesh = mesh_of(groups)
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(5), 4)))
@@ -147,8 +147,8 @@ def save_local_array(path: str) -> Any:
     from layouts import mesh_of, place
 
     import reshard.checkpoint
+    from mpmd.arrays.mesh import MpmdSharding
     from mpmd.errors import ReshardError
-    from mpmd.mesh import MpmdSharding
 
     mesh = mesh_of(jax.process_count())
     tree = {"w": place([1.0, 2.0], MpmdSharding(mesh, 0)), "step": jnp.int32(3)}
@@ -167,7 +167,7 @@ def save_without_last(path: str, timeout_s: int) -> Any:
     from layouts import mesh_of, place
 
     import reshard.checkpoint
-    from mpmd.mesh import MpmdSharding
+    from mpmd.arrays.mesh import MpmdSharding
 
     mesh = mesh_of(jax.process_count())
     if jax.process_index() == jax.process_count() - 1:

@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
 from processes import environment, run, start
 
+from mpmd.arrays.mesh import MpmdSharding
 from mpmd.errors import ReshardError
-from mpmd.mesh import MpmdSharding
-from reshard import _orbax
-from reshard.checkpoint import Part, restore, save
+from reshard.checkpoint import Part, leaf_handler, restore, save
 
 MESH = mesh_of(4)
 
@@ -126,7 +125,7 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
 
 def test_of_two_jobs_that_save_to_one_path_one_wins_and_the_other_is_told(tmp_path, monkeypatch):
     target = tmp_path / "state"
-    write, names = _orbax.write_tree, []
+    write, names = leaf_handler.write_tree, []
 
     def write_later(folder, tree, **options):
         names.append(folder.name)
@@ -134,7 +133,7 @@ def test_of_two_jobs_that_save_to_one_path_one_wins_and_the_other_is_told(tmp_pa
         if len(names) == 1:  # another job comes and is done first
             save(target, {"w": np.arange(3.0)})
 
-    monkeypatch.setattr(_orbax, "write_tree", write_later)
+    monkeypatch.setattr(leaf_handler, "write_tree", write_later)
     with pytest.raises(FileExistsError) as caught:
         save(target, {"w": np.zeros(3)})
     assert str(caught.value) == (
@@ -148,7 +147,9 @@ def test_of_two_jobs_that_save_to_one_path_one_wins_and_the_other_is_told(tmp_pa
 
 def test_what_a_job_that_was_killed_has_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(_orbax, "write_tree", lambda folder, *_, **__: names.append(folder.name) or folder.mkdir())
+    monkeypatch.setattr(
+        leaf_handler, "write_tree", lambda folder, *_, **__: names.append(folder.name) or folder.mkdir()
+    )
     for name in ("dead", "running"):
         save(tmp_path / name, {"w": np.zeros(3)})
     with subprocess.Popen(["true"]) as gone:
@@ -264,7 +265,7 @@ def test_every_difference_between_what_is_wanted_and_what_is_there_is_named_at_o
 
 
 def place_key(key):
-    from mpmd.array import MpmdArray
+    from mpmd.arrays.array import MpmdArray
 
     sharding = MpmdSharding(MESH, 2)
     return MpmdArray([jax.device_put(key, sharding.group_sharding(2))], sharding)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpmd.boxes import Box
-from reshard.checksums import RunningSum, checksum, damaged
+from mpmd.arrays.boxes import Box
+from reshard.storage.checksums import RunningSum, checksum, damaged
 
 
 @settings(max_examples=100, deadline=None)

@@ -16,8 +16,8 @@ from layouts import mesh_of
 from processes import ROOT
 
 import mpmd
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdSharding
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdSharding
 from reshard.checkpoint import abstract, restore, save
 from scheduler import GPipe, InterleavedOneFOneB, OneFOneB
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import bytes_read, check_equal, mesh_of, nbytes, place, place_all, random_values, shardings_for
 from processes import environment
 
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 from reshard.checkpoint import Part, abstract, restore, save
 
 MESH = mesh_of(4)
@@ -310,11 +310,11 @@ def test_saving_and_restoring_need_little_memory_beyond_the_arrays(tmp_path):
 
 
 def test_importing_a_second_time_changes_nothing():
-    from reshard import _orbax
+    from reshard.checkpoint import leaf_handler
 
     before = ocp.type_handlers.get_type_handler(jax.Array)
     check = ocp.StandardCheckpointHandler._validate_save_state
-    _orbax.register()
+    leaf_handler.register()
     assert ocp.type_handlers.get_type_handler(jax.Array) is before
     assert ocp.type_handlers.get_type_handler(MpmdArray) is before
     assert ocp.StandardCheckpointHandler._validate_save_state is check

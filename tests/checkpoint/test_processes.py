@@ -7,7 +7,7 @@ from layouts import check_equal, mesh_of, nbytes, random_values, shardings_for
 from processes import run
 
 from reshard.checkpoint import restore
-from reshard.saving import Leaf, plan_writing
+from reshard.checkpoint.write_plan import Leaf, plan_writing
 
 
 def on_disk(folder) -> int:

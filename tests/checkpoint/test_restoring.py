@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpmd.boxes import Box
-from reshard.restoring import Read, in_storage, index_text, plan_reads
+from mpmd.arrays.boxes import Box
+from reshard.checkpoint.read_plan import Read, in_storage, index_text, plan_reads
 
 
 def test_a_box_that_several_devices_want_is_read_once():

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from mpmd.boxes import Box, group_boxes
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard.devices import describe_mesh
-from reshard.saving import LARGEST_CHUNK_NBYTES, SMALLEST_CHUNK_NBYTES, Leaf, chunk_shape, plan_writing
+from mpmd.arrays.boxes import Box, group_boxes
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from reshard.checkpoint.write_plan import LARGEST_CHUNK_NBYTES, SMALLEST_CHUNK_NBYTES, Leaf, chunk_shape, plan_writing
+from reshard.places import describe_mesh
 
 MIB = 1 << 20
 

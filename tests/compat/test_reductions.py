@@ -13,7 +13,7 @@ from programs.program import assert_same, host
 
 import mpmd
 import scheduler
-from mpmd.explain import collectives
+from mpmd.report.explain import collectives
 
 ROWS = 4
 

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stored_states import assert_same, bits, command, fingerprint, layered, restore, save, stacked_params, state_of
 
 from mpmd.errors import ReshardError
-from reshard import stored
 from reshard.__main__ import main
-from reshard.convert import convert, plan_conversion
-from reshard.paths import show
-from reshard.retree import stack, unstack
+from reshard.conversion.convert import convert, plan_conversion
+from reshard.conversion.tree_edits import stack, unstack
+from reshard.storage import stored
+from reshard.storage.paths import show
 
 
 def converted(tmp_path, source, *options):

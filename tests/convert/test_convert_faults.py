@@ -17,8 +17,8 @@ from stored_states import ROOT, assert_same, command, fingerprint, restore, save
 
 from mpmd.errors import ReshardError
 from reshard.__main__ import main
-from reshard.convert import convert, plan_conversion
-from reshard.retree import unstack
+from reshard.conversion.convert import convert, plan_conversion
+from reshard.conversion.tree_edits import unstack
 
 
 def error_of(capsys, *arguments):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from stored_states import command, save
 
-from mpmd.boxes import Box
+from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard import stored
 from reshard.__main__ import main
-from reshard.layoutfile import parse_layout, read_layout
-from reshard.paths import Key
-from reshard.reading import plan_reading
-from reshard.stored import Checkpoint, Leaf
+from reshard.conversion.layout_file import parse_layout, read_layout
+from reshard.conversion.read_report import plan_reading
+from reshard.storage import stored
+from reshard.storage.paths import Key
+from reshard.storage.stored import Checkpoint, Leaf
 
 MESH = {"axes": {"stage": 4, "data": 2, "model": 2}, "mpmd_axis": "stage", "devices_per_process": 4}
 

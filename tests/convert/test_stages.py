@@ -7,10 +7,12 @@ from jax.sharding import PartitionSpec
 from stored_states import save
 
 import reshard
-from mpmd.boxes import Box
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard import checkpoint, copying, stored
+from mpmd.arrays.boxes import Box
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from reshard import checkpoint
 from reshard.__main__ import main
+from reshard.conversion import copying
+from reshard.storage import stored
 
 
 def test_a_stack_of_somebody_else_is_cut_and_its_layers_restore_into_their_stages(tmp_path):

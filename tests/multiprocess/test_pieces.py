@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mpmd.boxes import Box, covers, device_boxes
-from mpmd.transfer import pieces
+from mpmd.arrays.boxes import Box, covers, device_boxes
+from mpmd.run.routes import pieces
 
 
 class Device:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpmd.verdict import COMPILING_FACTOR, LEFT_S, SILENT_S, Board, View, Wait, diagnose, suspect, table
+from mpmd.job.verdict import COMPILING_FACTOR, LEFT_S, SILENT_S, Board, View, Wait, diagnose, suspect, table
 
 LIMIT_S = 10
 

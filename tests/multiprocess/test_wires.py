@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jobs
 import pytest
 
-from mpmd import distributed, wires
+from mpmd.job import joining, wires
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_collectives_leave_a_thread_for_transfers(monkeypatch, devices, given, d
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed.compat, "num_cpu_devices", lambda: devices)
-    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda pid: set(range(4)))
-    with distributed._threads_beside_collectives():
+    monkeypatch.setattr(joining.compat, "num_cpu_devices", lambda: devices)
+    monkeypatch.setattr(joining.os, "sched_getaffinity", lambda pid: set(range(4)))
+    with joining._threads_beside_collectives():
         assert os.environ.get("PJRT_NPROC") == during
     assert os.environ.get("PJRT_NPROC") == given.get("PJRT_NPROC")
 

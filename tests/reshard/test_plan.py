@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from mpmd.boxes import group_boxes
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard.plan import Traffic
+from mpmd.arrays.boxes import group_boxes
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from reshard.moving.plan import Traffic
 
 F32 = np.float32
 

@@ -8,10 +8,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from mpmd.array import MpmdArray
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard import execute, kept, transport
-from reshard.wire import first_difference
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from reshard.moving import execute, in_place, local
+from reshard.moving.remote import first_difference
 
 VALUE = np.arange(128, dtype=np.float32).reshape(16, 8)
 
@@ -83,10 +83,10 @@ def test_what_is_in_place_stays_in_its_memory_and_survives_its_source(whole, mes
 
 def test_kept_shards_of_many_arrays_go_through_one_program_for_each_set_of_devices(whole, mesh):
     arrays = [jax.device_put(np.ones((512, 1024), np.float32) * i, NamedSharding(whole, P("data"))) for i in range(8)]
-    kept._identity.cache_clear()
+    in_place._identity.cache_clear()
     moved = reshard.spmd_to_mpmd_reshard(mesh, arrays, [MpmdSharding(mesh, i % 4, P("data")) for i in range(8)])
-    assert kept._identity.cache_info().currsize == 1
-    assert kept._identity(2)._cache_size() == 4
+    assert in_place._identity.cache_info().currsize == 1
+    assert in_place._identity(2)._cache_size() == 4
     for i, x in enumerate(moved):
         assert np.asarray(x)[0, 0] == i
 
@@ -118,13 +118,13 @@ def test_source_shards_are_freed_as_they_leave(whole, mesh, monkeypatch):
     source = jax.device_put(VALUE, NamedSharding(whole, P(("stage", "data"))), may_alias=False)
     shards = [s.data for s in source.addressable_shards]
     alive = []
-    wait = transport.LocalCarrier.wait
+    wait = local.LocalCarrier.wait
 
     def counting_wait(self):
         wait(self)
         alive.append(sum(not s.is_deleted() for s in shards))
 
-    monkeypatch.setattr(transport.LocalCarrier, "wait", counting_wait)
+    monkeypatch.setattr(local.LocalCarrier, "wait", counting_wait)
     reshard.spmd_to_mpmd_reshard(mesh, source, MpmdSharding(mesh, 0, P()), threshold=64)
     assert alive[0] == 8
     assert alive == sorted(alive, reverse=True)

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from mpmd.array import MpmdArray
-from mpmd.boxes import Box, group_boxes
-from mpmd.mesh import MpmdMesh, MpmdSharding
-from reshard import transport
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, group_boxes
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from reshard.moving import local
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.int8, np.bool_, ml_dtypes.int4, ml_dtypes.float8_e4m3fn, np.complex64]
 AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
@@ -194,7 +194,7 @@ def test_there_and_back_moves_exactly_what_is_missing_within_the_threshold(case)
 def test_devices_that_only_their_own_programs_can_write_to_are_served_alike(case):
     with pytest.MonkeyPatch.context() as patch:
         # CPU devices stand in for accelerators: nothing is read or written through host memory.
-        patch.setattr(transport, "is_host_memory", lambda device: isinstance(device, reshard.HostMemory))
+        patch.setattr(local, "is_host_memory", lambda device: isinstance(device, reshard.HostMemory))
         check(case)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.documents import write_documents
+from scheduler.schedules.guide import write_documents
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import CustomSchedule, DualPipeV, OneFOneB, ScheduleError, Task, simulate
-from scheduler.catalogue import on_groups
+from scheduler.schedules.catalogue import on_groups
 
 
 @settings(deadline=None, max_examples=20)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Costs, ZeroBubbleV, simulate
-from scheduler.listing import Problem, list_schedule
-from scheduler.rankings import random_genes, ranking_from
-from scheduler.simulate import simulate_orders
-from scheduler.v_schedules import v_placement
+from scheduler.optimize.rankings import random_genes, ranking_from
+from scheduler.schedules.list_scheduling import Problem, list_schedule
+from scheduler.schedules.v_shaped import v_placement
+from scheduler.timing.simulate import simulate_orders
 
 
 @given(st.integers(1, 9), st.integers(0, 9))

@@ -3,7 +3,8 @@
 import pytest
 
 import scheduler
-from scheduler import TaskGraph, catalogue
+from scheduler import TaskGraph
+from scheduler.schedules import catalogue
 
 
 def test_a_schedule_is_lowered_by_its_name():

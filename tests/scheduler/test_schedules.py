@@ -29,10 +29,10 @@ from scheduler import (
     merge,
     simulate,
 )
-from scheduler.catalogue import on_groups
 from scheduler.ordering import order_faults
-from scheduler.simulate import simulate_orders
-from scheduler.steady import half_speed_down, in_order, repeat, settle, squeeze, straight, weights_up_first
+from scheduler.schedules.catalogue import on_groups
+from scheduler.schedules.pattern import half_speed_down, in_order, repeat, settle, squeeze, straight, weights_up_first
+from scheduler.timing.simulate import simulate_orders
 
 groups = st.integers(1, 9)
 microbatches = st.integers(1, 30)

@@ -11,25 +11,25 @@ import types
 import pytest
 
 from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleH1, ZeroBubbleV, investigate, search, simulate
-from scheduler.annealing import _compiled, can_compile, improve
-from scheduler.bounds import lower_bound
-from scheduler.exact import can_solve, solve
-from scheduler.listing import Problem
+from scheduler.optimize.annealing import _compiled, can_compile, improve
+from scheduler.optimize.bounds import lower_bound
+from scheduler.optimize.exact import can_solve, solve
 from scheduler.ordering import order_faults
-from scheduler.simulate import simulate_orders
-from scheduler.v_schedules import v_placement
+from scheduler.schedules.list_scheduling import Problem
+from scheduler.schedules.v_shaped import v_placement
+from scheduler.timing.simulate import simulate_orders
 
 
 @pytest.fixture(autouse=True)
 def _stopped_clock(monkeypatch):
     """No test depends on how busy the machine is: the number of tries follows from `seconds`, and all are made."""
-    monkeypatch.setattr(sys.modules["scheduler.search"], "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(sys.modules["scheduler.optimize.search"], "time", types.SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def _clock_that_runs(monkeypatch):
     seconds = itertools.count()
     clock = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr(sys.modules["scheduler.search"], "time", clock)
+    monkeypatch.setattr(sys.modules["scheduler.optimize.search"], "time", clock)
 
 
 def uneven(num_stages, seed=0):
@@ -96,7 +96,7 @@ def test_a_search_without_any_time_still_finds_an_order(monkeypatch):
 
 def test_a_search_that_runs_out_of_time_says_so(monkeypatch):
     _clock_that_runs(monkeypatch)
-    monkeypatch.setattr(sys.modules["scheduler.search"], "list_schedule", lambda problem, ranking: None)
+    monkeypatch.setattr(sys.modules["scheduler.optimize.search"], "list_schedule", lambda problem, ranking: None)
     with pytest.raises(ScheduleError) as error:
         search(3, 2, 4, Costs(), placement=(0, 1, 1), memory_limit=2, seconds=0)
     assert str(error.value) == (

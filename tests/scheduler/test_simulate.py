@@ -22,11 +22,11 @@ from scheduler import (
     ZeroBubbleV,
     simulate,
 )
-from scheduler.bounds import lower_bound
-from scheduler.catalogue import on_groups
-from scheduler.listing import Problem
-from scheduler.simulate import simulate_orders
-from scheduler.visualize import critical_path_text, to_text
+from scheduler.optimize.bounds import lower_bound
+from scheduler.schedules.catalogue import on_groups
+from scheduler.schedules.list_scheduling import Problem
+from scheduler.timing.pictures import critical_path_text, to_text
+from scheduler.timing.simulate import simulate_orders
 
 numbers = st.floats(0.1, 3.0).map(lambda value: round(value, 2))
 

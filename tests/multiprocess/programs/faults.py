@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpmd
 import scheduler
-from mpmd import distributed, wires
+from mpmd.job import joining, wires
 
 WIDTH, ROWS, MICROBATCHES = 4, 2, 4
 NUM_STEPS = 8
@@ -158,7 +158,7 @@ def go_wrong(fault: str, pipeline: Pipeline) -> None:
     if fault == "late":
         time.sleep(pipeline.options.seconds)
     if fault == "late_store":
-        watchdog = distributed.current().watchdog
+        watchdog = joining.current().watchdog
         watchdog._store = LateStore(watchdog._store, pipeline.options.seconds)
 
 

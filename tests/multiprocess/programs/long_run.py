@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import mpmd
 import scheduler
-from mpmd import distributed
+from mpmd.job import joining
 
 WIDTH, MICROBATCHES = 32, 4
 
@@ -43,7 +43,7 @@ def held(job) -> dict[str, int]:
 def main() -> None:
     num_steps, every = map(int, sys.argv[1:])
     mpmd.initialize()
-    job = distributed.current()
+    job = joining.current()
     assert job is not None
     n = jax.device_count()
     mesh = mpmd.MpmdMesh.from_groups([Mesh(np.array([d]), ("data",)) for d in jax.devices()])

@@ -13,9 +13,9 @@ import wires
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpmd
-from mpmd import distributed
-from mpmd.execute import NUMBER_BITS
-from mpmd.transfer import Route
+from mpmd.job import joining
+from mpmd.job.wires import NUMBER_BITS
+from mpmd.run.routes import Route
 
 NUM_VALUES = 60
 DTYPES = ("float32", "bfloat16", "int32", "bool", "int4", "uint8", "float8_e4m3fn", "key<fry>", "key<rbg>")
@@ -180,7 +180,7 @@ def refuse(mesh) -> int:
 def main() -> None:
     wires.choose()
     mpmd.initialize()
-    job = distributed.current()
+    job = joining.current()
     assert job is not None
     random = np.random.default_rng(int(sys.argv[1]))
     pairs = np.array(jax.devices()).reshape(-1, 2)

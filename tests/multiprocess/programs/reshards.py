@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpmd
 import reshard
-from mpmd import distributed
 from mpmd.errors import ReshardError
+from mpmd.job import joining
 
 wires.choose()
 mpmd.initialize()
-job = distributed.current()
+job = joining.current()
 assert job is not None
 rng = np.random.default_rng(int(sys.argv[1]))
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id))

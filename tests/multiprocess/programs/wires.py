@@ -11,7 +11,7 @@ import os
 import jax
 import numpy as np
 
-from mpmd import wires
+from mpmd.job import wires
 
 _RECEIPT = 1 << 61
 

@@ -1,0 +1,202 @@
+"""Index arithmetic: boxes of indices, and which device holds which box of an array.
+
+Everything that moves data (transfers between groups, resharding, restoring) is set arithmetic on boxes: what a
+device wants, without what it has, cut by what others have. A `Box` is a value; nothing here touches data, and
+nothing needs devices beyond their identity.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from mpmd.arrays.mesh import Device, MpmdSharding
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """A box of indices: on each array axis the half-open range from `start` to `stop`.
+
+    A range that would end before it starts is empty, and so is the box. The box of a scalar has no axes and
+    one element.
+
+    Example:
+        >>> Box((0, 0), (4, 4)) & Box((2, 1), (6, 3))
+        Box[2:4, 1:3]
+        >>> Box((2,), (3,)) in Box((0,), (4,))
+        True
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """All indices of an array."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def from_slices(cls, slices: Sequence[slice], shape: Sequence[int]) -> "Box":
+        """The box that slices (of step 1) select from an array of this shape; missing slices select all."""
+        bounds = [s.indices(size) for s, size in zip(slices, shape)]  # noqa: B905 (trailing axes follow)
+        if any(step != 1 for _, _, step in bounds):
+            raise ValueError(f"slices {tuple(slices)} have a step; a box has none.")
+        rest = tuple(shape[len(bounds) :])
+        return cls(tuple(b[0] for b in bounds) + (0,) * len(rest), tuple(b[1] for b in bounds) + rest)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([max(0, b - a) for a, b in zip(self.start, self.stop, strict=True)])
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def nbytes(self, itemsize: int) -> int:
+        """The bytes of its elements."""
+        return self.size * itemsize
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a whole array with."""
+        return tuple([slice(a, b) for a, b in zip(self.start, self.stop, strict=True)])
+
+    def __and__(self, other: "Box") -> "Box":
+        """What both contain."""
+        return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
+
+    def __contains__(self, other: "Box | Sequence[int]") -> bool:
+        """Whether every element of a box, or one index, lies in this one."""
+        if isinstance(other, Box):
+            return not other.size or (self & other) == other
+        return all(a <= i < b for a, i, b in zip(self.start, other, self.stop, strict=True))
+
+    def relative_to(self, outer: "Box") -> "Box":
+        """The same elements, counted from the start of `outer`: where they are in a shard that holds `outer`."""
+        return Box(
+            tuple([a - o for a, o in zip(self.start, outer.start, strict=True)]),
+            tuple([b - o for b, o in zip(self.stop, outer.start, strict=True)]),
+        )
+
+    def __sub__(self, other: "Box") -> list["Box"]:
+        """What this box has and the other lacks, as disjoint boxes."""
+        common = self & other
+        if not common.size:
+            return [Box(self.start, self.stop)] if self.size else []
+        parts: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for axis in range(self.ndim):
+            if start[axis] < common.start[axis]:
+                parts.append(_with_axis(start, stop, axis, start[axis], common.start[axis]))
+            if common.stop[axis] < stop[axis]:
+                parts.append(_with_axis(start, stop, axis, common.stop[axis], stop[axis]))
+            start[axis], stop[axis] = common.start[axis], common.stop[axis]
+        return parts
+
+    def without(self, others: Iterable["Box"]) -> list["Box"]:
+        """What this box has and none of the others has, as disjoint boxes."""
+        rest: list[Box] = [self] if self.size else []
+        for other in others:
+            rest = [part for box in rest for part in box - other]
+        return rest
+
+    def split(self, max_elements: int) -> Iterator["Box"]:
+        """Cuts the box into boxes of at most `max_elements` elements, in row-major order.
+
+        The cut is along the leading axes, so that every part is contiguous in memory if the box is; the parts
+        of one axis differ in length by at most one.
+        """
+        return (box for box, _ in self.split_sized(max_elements))
+
+    def split_sized(self, max_elements: int) -> Iterator[tuple["Box", int]]:
+        """The parts of `split`, each with its number of elements."""
+        if max_elements < 1:
+            raise ValueError(f"cannot split {self!r} into parts of {max_elements} elements.")
+        shape = self.shape
+        size = math.prod(shape)
+        if size <= max_elements:
+            if size:
+                yield self, size
+            return
+        axis = next(i for i, n in enumerate(shape) if n > 1)
+        length, first = shape[axis], self.start[axis]
+        row = size // length
+        num_parts = min(length, math.ceil(length / max(1, max_elements // row)))
+        start, stop = list(self.start), list(self.stop)
+        for i in range(num_parts):
+            lo, hi = length * i // num_parts, length * (i + 1) // num_parts
+            part = _with_axis(start, stop, axis, first + lo, first + hi)
+            if (hi - lo) * row <= max_elements:
+                yield part, (hi - lo) * row
+            else:
+                yield from part.split_sized(max_elements)
+
+    def __repr__(self) -> str:
+        return f"Box[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+def _with_axis(start: list[int], stop: list[int], axis: int, lo: int, hi: int) -> Box:
+    return Box((*start[:axis], lo, *start[axis + 1 :]), (*stop[:axis], hi, *stop[axis + 1 :]))
+
+
+def covers(boxes: Iterable[Box], whole: Box) -> bool:
+    """Whether the boxes together contain every element of `whole`."""
+    return not whole.without(boxes)
+
+
+@functools.lru_cache(maxsize=4096)
+def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
+    """The box of an array on each device of a JAX sharding, of other processes too.
+
+    Answers are shared between callers; do not change them. Cost: one Python object a device, once for each
+    sharding and shape.
+
+    Raises:
+        ValueError: the sharding does not fit the shape.
+    """
+    by_slices: dict[Any, Box] = {}
+    boxes: dict[Device, Box] = {}
+    spec = getattr(sharding, "spec", ())
+    if len(spec) > len(shape):
+        raise ValueError(f"spec {spec} has {len(spec)} entries, but the array has {len(shape)} axes")
+    try:
+        index_map = sharding.devices_indices_map(shape)
+    except ValueError:
+        raise
+    except Exception as error:  # JAX's errors for specs share no base class
+        raise ValueError(str(error)) from error
+    for device, slices in index_map.items():
+        key = tuple([(s.start, s.stop) for s in slices])
+        box = by_slices.get(key)
+        if box is None:
+            box = by_slices[key] = Box.from_slices(slices, shape)
+        boxes[device] = box
+    return boxes
+
+
+def group_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[int, dict[Device, Box]]:
+    """The boxes on each device, for each group that holds the array; a JAX sharding counts as group 0."""
+    shape = tuple(shape)
+    if isinstance(sharding, MpmdSharding):
+        return {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
+    return {0: device_boxes(sharding, shape)}
+
+
+def replicas(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[Device, ...]]:
+    """The devices that hold each box, in the order of groups and meshes; a device shared by groups once."""
+    holders: dict[Box, dict[Device, None]] = {}
+    for boxes in group_boxes(sharding, shape).values():
+        for device, box in boxes.items():
+            holders.setdefault(box, {})[device] = None
+    return {box: tuple(devices) for box, devices in holders.items()}

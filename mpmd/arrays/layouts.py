@@ -1,0 +1,64 @@
+"""The layout of an array in a group: its spec and memory kind, fitted to the group's mesh and the array's shape."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+
+Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
+REPLICATED: Layout = (PartitionSpec(), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def mpmd_sharding(mesh: MpmdMesh, groups: frozenset[int], layout: Layout) -> MpmdSharding:
+    """One object for equal shardings, so that state which comes back is recognised at a glance."""
+    spec, kind = layout
+    return MpmdSharding(mesh, groups, spec, kind)
+
+
+def memory_kind(sharding: jax.sharding.Sharding) -> str | None:
+    """The memory kind of a sharding where it is not the default one of its devices."""
+    kind = sharding.memory_kind
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return None
+    device = next(iter(sharding.device_set))
+    return None if kind == device.default_memory().kind else kind
+
+
+def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """`layout` on a group's mesh; axes that the mesh lacks or that do not divide the shape are left out."""
+    spec, kind = layout
+    if all(n in mesh.shape for n in _axes(spec)):
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
+        if _divides(sharding, shape):
+            return sharding
+    entries = []
+    for size, entry in itertools.zip_longest(shape, spec.partitions[: len(shape)], fillvalue=None):
+        names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.shape)
+        total = functools.reduce(lambda a, n: a * mesh.shape[n], names, 1)
+        entries.append(names if names and size % total == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=kind)
+
+
+def shortest(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without trailing Nones."""
+    entries = list(spec.partitions)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def _divides(sharding, shape) -> bool:
+    try:
+        sharding.shard_shape(tuple(shape))
+    except ValueError:
+        return False
+    return True
+
+
+def _axes(spec):
+    return [n for entry in spec.partitions for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]

@@ -1,0 +1,1 @@
+"""One executable per distinct program, and the instructions of the step. Knows nothing of processes."""

@@ -1,0 +1,283 @@
+"""One executable per distinct task or segment, with shardings found in data-flow order.
+
+What a program's inputs are sharded like is known from the user, from the program that made them, or (the
+first use of an argument) chosen by XLA; its outputs tell the next program. The whole step is never compiled
+as one. Equal programs are compiled once and loaded on the devices of each group that runs them.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import memory_kind
+from mpmd.compile.executable import Distinct, Parts, Threads, nbytes_on_a_device, on_mesh
+from mpmd.compile.subprogram import Cut, Pattern, Sharing, num_equations
+from mpmd.errors import StageError
+from mpmd.partition import equations
+
+
+class Executable:
+    """A program on one group's devices, perhaps still being compiled.
+
+    Attributes:
+      name: what it is to the step; an equal program may have been compiled under another name.
+      in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
+    """
+
+    def __init__(self, name: str, mesh: Mesh, compiled: Distinct, in_shardings, out_shardings):
+        self.name = name
+        self.mesh = mesh
+        self.in_shardings: tuple[NamedSharding, ...] = tuple(in_shardings)
+        self.out_shardings: tuple[NamedSharding, ...] = tuple(out_shardings)
+        self.compiled = compiled
+
+    @property
+    def call(self) -> Any:
+        """Takes and returns flat arrays; waits for the compilation."""
+        return self.compiled.on(self.mesh)
+
+    @property
+    def runs(self) -> tuple[Distinct, ...]:
+        """The programs that a call runs, one after the other."""
+        return (self.compiled,) if self.compiled.parts is None else self.compiled.parts.programs
+
+
+class Compiler:
+    """Compiles jaxprs for groups, each distinct one once. Counts what it did.
+
+    Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled beside each
+    other. Of two such programs of one family of which one holds the other, the larger one is compiled as the smaller
+    one and what is around it, in every process alike. What runs in other processes alone is compiled here only where
+    the shardings that it tells are needed.
+
+    Args:
+      traced_on: the abstract mesh that jaxprs come on.
+      own: the meshes of this process's groups.
+      options: for XLA, as `compiler_options` of `jax.jit`.
+    """
+
+    def __init__(self, traced_on: AbstractMesh, own: Sequence[Mesh], options: Mapping[str, Any] | None = None):
+        self.traced_on = traced_on
+        self._options = dict(options) if options else None
+        self._own = {_shape(mesh): mesh for mesh in reversed(own)}
+        self._is_own = set(own)
+        self._threads = Threads()
+        self._distinct: dict[Hashable, Distinct] = {}
+        self._waiting: dict[Distinct, Sharing] = {}
+        self._whole: dict[Hashable, list[tuple[Pattern, Distinct]]] = defaultdict(list)
+        self._kinds: dict = {}  # of equations
+
+    @property
+    def num_compiled(self) -> int:
+        return self._threads.num_compiled
+
+    @property
+    def num_loaded(self) -> int:
+        """How often a compiled program was put on other devices."""
+        return self._threads.num_loaded
+
+    def close(self) -> None:
+        """No more programs will come; those under way are finished."""
+        self.start()
+        self._threads.close()
+
+    def compile(
+        self,
+        name: str,
+        family: str,
+        closed: compat.ClosedJaxpr,
+        mesh: Mesh,
+        in_shardings: Sequence[NamedSharding | None],
+        out_shardings: Sequence[NamedSharding | None],
+        donate: Sequence[int] = (),
+        sharing: Sharing | None = None,
+    ) -> Executable:
+        """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
+
+        Args:
+          name: for HLO dumps and profiles. Of equal programs, the first one's counts.
+          family: what programs it may be compiled as, if `sharing` allows it.
+          in_shardings, out_shardings: None lets XLA choose.
+          donate: arguments whose memory the program may take over.
+          sharing: when it may be compiled as another such program and what is around that; None: never.
+        """
+        try:
+            closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
+        except ValueError as e:
+            raise StageError(
+                f"{name} does not fit the group's mesh {dict(mesh.shape)}; the step was traced on"
+                f" {dict(self.traced_on.shape)}.\n  {e}\n"
+                "  Groups that run a stage need the mesh axes that the stage names."
+            ) from None
+        replicated = NamedSharding(mesh, PartitionSpec())
+        ins = [s or _typed(v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
+        outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
+        if not any(ins) and not any(outs):
+            ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
+        distinct, is_new = self._find(name, family, closed, mesh, ins, outs, donate)
+        if any(s is None for s in (*ins, *outs)):
+            distinct.start(self._own.get(_shape(mesh), mesh))
+            compiled = distinct.on(next(iter(distinct.loaded)))
+            ins, outs = compiled.input_shardings[0], compiled.output_shardings
+        elif is_new and sharing is not None:
+            self._waiting[distinct] = sharing
+        if mesh in self._is_own and distinct not in self._waiting:
+            distinct.start(mesh)
+        return Executable(name, mesh, distinct, (on_mesh(mesh, s) for s in ins), (on_mesh(mesh, s) for s in outs))
+
+    def fuse(self, name: str, first: Executable, second: Executable) -> Executable:
+        """Two programs of a group as one: arguments and results of the first, then those of the second.
+
+        Where one of them runs in parts, the inner ones become one program, with the others before and after it: it
+        rounds as they do alone.
+        """
+        mesh = first.mesh
+        ins = *first.in_shardings, *second.in_shardings
+        outs = *first.out_shardings, *second.out_shardings
+        fused = self._fused(name, first.compiled, second.compiled, mesh, ins, outs)
+        if mesh in self._is_own:
+            fused.start(mesh)
+        return Executable(name, mesh, fused, ins, outs)
+
+    def start(self) -> None:
+        """Begins to compile what has come since the last time, the largest first."""
+        waiting, self._waiting = self._waiting, {}
+        ascending = sorted(waiting, key=lambda d: num_equations(d.closed.jaxpr))
+        for distinct in ascending:
+            self._share(distinct, waiting[distinct])
+        for distinct in reversed(ascending):
+            if distinct.mesh in self._is_own:
+                distinct.start(distinct.mesh)
+
+    def _find(self, name, family, closed, mesh: Mesh, ins, outs, donate) -> tuple[Distinct, bool]:
+        """The program, and whether it is new."""
+        key = (
+            compat.jaxpr_key(closed), _where(mesh),
+            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate),
+        )  # fmt: skip
+        found = self._distinct.get(key)
+        if found is None:
+            # It keeps `closed`: keys hold identities of its constants.
+            self._distinct[key] = Distinct(
+                self._threads, name, family, closed, mesh, ins, outs, tuple(donate), self._options
+            )
+            return self._distinct[key], True
+        if mesh in self._is_own and found.mesh not in self._is_own:
+            found.mesh = mesh
+        return found, False
+
+    def _fused(self, name: str, first: Distinct, second: Distinct, mesh: Mesh, ins, outs) -> Distinct:
+        halves = first.closed.jaxpr, compat.with_new_vars(second.closed).jaxpr  # both may hold the same cheap equation
+        closed = compat.make_jaxpr(
+            [v for half in halves for v in half.invars],
+            [v for half in halves for v in half.outvars],
+            [e for half in halves for e in half.eqns],
+            name,
+        )
+        donate = [*first.donate, *(len(first.closed.jaxpr.invars) + i for i in second.donate)]
+        fused, is_new = self._find(name, first.family + second.family, closed, mesh, ins, outs, donate)
+        if is_new and (first.parts or second.parts):
+            fused.parts = self._fused_parts(f"{name}_inner", first, second, mesh)
+        return fused
+
+    def _fused_parts(self, name: str, first: Distinct, second: Distinct, mesh: Mesh) -> Parts:
+        """What stands before the inner programs of both, these as one, and what comes after."""
+        halves = [d.parts or Parts.whole(d) for d in (first, second)]
+        num_args = [len(d.closed.jaxpr.invars) for d in (first, second)]
+        at = [list(range(num_args[0])), list(range(num_args[0], sum(num_args)))]  # where each half's values are
+        inner = [half.programs[half.inner] for half in halves]
+        ins, outs = [s for d in inner for s in d.in_shardings], [s for d in inner for s in d.out_shardings]
+        order = [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner)]
+        order += [[(0, halves[0].inner), (1, halves[1].inner)]]
+        order += [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner + 1, len(half.programs))]
+        programs, takes = [], []
+        for members in order:
+            alone = halves[members[0][0]].programs[members[0][1]]
+            programs.append(alone if len(members) == 1 else self._fused(name, inner[0], inner[1], mesh, ins, outs))
+            takes.append(tuple(at[h][i] for h, k in members for i in halves[h].takes[k]))
+            for h, k in members:
+                begin = sum(map(len, at))
+                at[h] += range(begin, begin + len(halves[h].programs[k].closed.jaxpr.outvars))
+        results = tuple(at[h][i] for h, half in enumerate(halves) for i in half.results)
+        position = sum(half.inner for half in halves)
+        return Parts(tuple(programs), tuple(takes), results, position, sum(half.nbytes for half in halves))
+
+    # --- programs in parts ------------------------------------------------------------------------
+
+    def _share(self, distinct: Distinct, sharing: Sharing) -> None:
+        """Finds a program that makes up most of `distinct`, or offers it to those that come."""
+        pattern = Pattern(distinct.closed.jaxpr, self._kinds)
+        if pattern.size < sharing.at_least or distinct.closed.consts:
+            return
+        known = self._whole[distinct.family, _where(distinct.mesh)]
+        for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
+            cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
+            if cut is not None and (cut.is_independent or not sharing.independent):
+                distinct.parts = self._parts(distinct, inner, cut)
+            if distinct.parts is not None:
+                return
+        known.append((pattern, distinct))
+
+    def _parts(self, whole: Distinct, inner: Distinct, cut: Cut) -> Parts | None:
+        """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
+        mesh, arguments, results = whole.mesh, whole.closed.jaxpr.invars, whole.closed.jaxpr.outvars
+        shardings = dict(zip((*arguments, *results), (*whole.in_shardings, *whole.out_shardings), strict=True))
+        at = cut.pieces[cut.inner]
+        for v, s in zip((*at.reads, *at.writes), (*inner.in_shardings, *inner.out_shardings), strict=True):
+            if _spec(shardings.setdefault(v, s)) != _spec(s):
+                return None
+        free = {arguments[i] for i in whole.donate}
+        last = {v: k for k, piece in enumerate(cut.pieces) for v in piece.reads}
+        for v in (at.reads[i] for i in inner.donate):
+            if last[v] != cut.inner or v in results or (v in arguments and v not in free):
+                return None
+        programs = []
+        for k, piece in enumerate(cut.pieces):
+            if k == cut.inner:
+                programs.append(inner)
+                continue
+            for v in (*piece.reads, *piece.writes):
+                if v not in shardings:
+                    shardings[v] = _typed(v.aval, mesh)
+            ins, outs = [shardings[v] for v in piece.reads], [shardings[v] for v in piece.writes]
+            if any(s is None for s in (*ins, *outs)):
+                return None
+            donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
+            name = f"{whole.name}_{'before' if k < cut.inner else 'after'}"
+            closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
+            programs.append(self._find(name, whole.family, closed, mesh, ins, outs, donate)[0])
+        position = {v: i for i, v in enumerate((*arguments, *(v for piece in cut.pieces for v in piece.writes)))}
+        between = {v for piece in cut.pieces for v in piece.writes}.difference(results)
+        return Parts(
+            tuple(programs),
+            tuple(tuple(position[v] for v in piece.reads) for piece in cut.pieces),
+            tuple(position[v] for v in results),
+            cut.inner,
+            sum(nbytes_on_a_device(v, shardings[v]) for v in between),
+        )
+
+
+def _where(mesh: Mesh):
+    return _shape(mesh), mesh.devices.flat[0].platform
+
+
+def _shape(mesh: Mesh):
+    return mesh.axis_names, mesh.devices.shape, mesh.axis_types
+
+
+def _typed(aval, mesh: Mesh) -> NamedSharding | None:
+    """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
+    kind = compat.memory_kind(aval)
+    if mesh.size == 1 or equations.size(aval) <= 1:
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    typed = getattr(aval, "sharding", None)
+    if typed is not None and all(t == AxisType.Explicit for t in (*mesh.axis_types, *typed.mesh.axis_types)):
+        return NamedSharding(mesh, typed.spec, memory_kind=kind)
+    return None
+
+
+def _spec(sharding):
+    return None if sharding is None else (str(sharding.spec), memory_kind(sharding))

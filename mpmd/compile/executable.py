@@ -1,0 +1,240 @@
+"""One program, compiled once and loaded on the devices of every group that runs it; perhaps run as several."""
+
+import dataclasses
+import math
+import os
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import memory_kind
+from mpmd.partition import equations
+
+
+class Threads:
+    """Where programs are compiled beside each other: XLA does not hold Python's lock. Counts them."""
+
+    def __init__(self):
+        self.num_compiled = 0
+        self.num_loaded = 0
+        self._closed = False
+        self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
+
+    def close(self) -> None:
+        """No more programs will come; those under way are finished."""
+        self._pool.shutdown(wait=False)
+        self._closed = True
+
+    def compile(self, lowered: jax.stages.Lowered) -> Future:
+        """Compiles in a thread; at once where none is left."""
+        self.num_compiled += 1
+        if not self._closed:
+            return self._pool.submit(compat.compile_one_of_many, lowered)
+        done: Future = Future()
+        done.set_result(compat.compile_one_of_many(lowered))
+        return done
+
+
+@dataclasses.dataclass(eq=False)
+class Distinct:
+    """A program that equals no other one: compiled once, on the mesh that asked first, and loaded on the others.
+
+    Attributes:
+      name: what XLA calls it, in profiles and dumps.
+      family: which programs it may be compiled as.
+      mesh: where it is compiled: the first own one that asked, or the first of all.
+      in_shardings, out_shardings: on some mesh of that shape; None where XLA chooses.
+      options: for XLA, None for its defaults.
+      parts: other programs that it is run as, if any.
+    """
+
+    threads: Threads
+    name: str
+    family: str
+    closed: compat.ClosedJaxpr
+    mesh: Mesh
+    in_shardings: Sequence[NamedSharding | None]
+    out_shardings: Sequence[NamedSharding | None]
+    donate: tuple[int, ...]
+    options: dict[str, Any] | None = None
+    parts: "Parts | None" = None
+    loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future while it is compiled
+    lowered: jax.stages.Lowered | None = None  # what is compiled
+
+    def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
+        """The program on a mesh of its shape, under its own name or another one."""
+        ins = [None if s is None else on_mesh(mesh, s) for s in self.in_shardings]
+        args = [_abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
+        with compat.use_mesh(mesh), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self.jitted(mesh, name).lower(*args)
+
+    def jitted(self, mesh: Mesh, name: str | None = None):
+        fun, closed = compat.jaxpr_as_fun(self.closed), self.closed
+
+        def program(*args):
+            with compat.tracing(mesh.abstract_mesh):
+                return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
+
+        program.__name__ = program.__qualname__ = name or self.name
+        outs = [None if s is None else on_mesh(mesh, s) for s in self.out_shardings]
+        with compat.use_mesh(mesh):
+            return jax.jit(
+                program,
+                out_shardings=outs,
+                donate_argnums=self.donate,
+                keep_unused=True,
+                compiler_options=self.options,
+            )
+
+    def start(self, mesh: Mesh) -> None:
+        """Begins to compile, in a thread, unless it has begun."""
+        if self.parts is not None:
+            for part in self.parts.programs:
+                part.start(mesh)
+        elif not self.loaded:
+            self.lowered = self.lower(mesh)
+            self.loaded[mesh] = self.threads.compile(self.lowered)
+
+    def on(self, mesh: Mesh) -> Any:
+        """What to call, with flat arrays; waits for the compilation."""
+        self.start(mesh)
+        found = self.loaded.get(mesh)
+        if self.parts is not None:
+            self.loaded[mesh] = found = found or Chain(self, self.parts, mesh)
+        if isinstance(found, Future):
+            found = self._callable(found.result(), mesh)
+        if found is None:
+            assert self.lowered is not None  # by start
+            origin = next(iter(self.loaded))
+            found = compat.load_on(self.lowered, self.compiled_on(origin), mesh)
+            if found is None:
+                found = self.threads.compile(self.lower(mesh)).result()
+            else:
+                self.threads.num_loaded += 1
+            found = self._callable(found, mesh)
+        return found
+
+    def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
+        """As `on`, for everything but calls."""
+        found = self.on(mesh)
+        return found.compiled if isinstance(found, ByJit) else found
+
+    def text(self, dialect: str, name: str) -> str:
+        """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
+        mesh = next(iter(self.loaded), self.mesh)
+        return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
+
+    def _callable(self, compiled, mesh: Mesh):
+        if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
+            compiled = ByJit(compiled, self.jitted(mesh), mesh)
+        self.loaded[mesh] = compiled
+        return compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Programs that run one after the other as one.
+
+    Attributes:
+      takes: per program, positions of its arguments among those of the whole and all results so far.
+      results: positions of the whole's results.
+      inner: the position of the program that others are run as too.
+      nbytes: on each device, of what one part hands to another.
+    """
+
+    programs: tuple[Distinct, ...]
+    takes: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+    inner: int
+    nbytes: int
+
+    @classmethod
+    def whole(cls, program: Distinct) -> "Parts":
+        """A program that is not divided, as its only part."""
+        num_args, num_results = len(program.closed.jaxpr.invars), len(program.closed.jaxpr.outvars)
+        return cls((program,), (tuple(range(num_args)),), tuple(range(num_args, num_args + num_results)), 0, 0)
+
+
+class Chain:
+    """A program in parts on a group's devices; has what is used of a `jax.stages.Compiled`."""
+
+    def __init__(self, whole: Distinct, parts: Parts, mesh: Mesh):
+        self._whole = whole
+        self._parts = parts
+        self._calls = [program.on(mesh) for program in parts.programs]
+        self._steps = list(zip(self._calls, parts.takes, strict=True))
+
+    def __call__(self, *args):
+        values = list(args)
+        for call, takes in self._steps:
+            values += call(*[values[i] for i in takes])
+        return [values[i] for i in self._parts.results]
+
+    def as_text(self) -> str:
+        return "\n".join(call.as_text() for call in self._calls)
+
+    def cost_analysis(self) -> dict[str, float]:
+        return dict(sum((Counter(call.cost_analysis() or {}) for call in self._calls), Counter()))
+
+    def memory_analysis(self):
+        """What XLA reports of a whole program; temporaries are the most of any part, and what the parts hand on."""
+        whole, closed = self._whole, self._whole.closed.jaxpr
+        sizes = [getattr(call.memory_analysis(), "temp_size_in_bytes", 0) for call in self._calls]
+        return types.SimpleNamespace(
+            argument_size_in_bytes=sum(map(nbytes_on_a_device, closed.invars, whole.in_shardings)),
+            output_size_in_bytes=sum(map(nbytes_on_a_device, closed.outvars, whole.out_shardings)),
+            temp_size_in_bytes=max(sizes) + self._parts.nbytes,
+        )
+
+
+class ByJit:
+    """A program called through `jax.jit`: on CPU devices, compiled ones refuse int4 arguments, theirs among them."""
+
+    def __init__(self, compiled: jax.stages.Compiled, jitted: Callable, mesh: Mesh):
+        self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
+
+    def __call__(self, *args):
+        with compat.use_mesh(self._mesh):
+            return self._jitted(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.compiled, name)
+
+
+def _is_sub_byte(dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
+
+
+def _typed_as(aval, x):
+    """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`."""
+    here, typed = jax.typeof(x).sharding.mesh, aval.sharding
+    if here == typed.mesh or typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
+        return x
+    with compat.use_abstract_mesh(typed.mesh):
+        return jax.reshard(x, typed)
+
+
+def _abstract(aval, sharding):
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def nbytes_on_a_device(v, sharding) -> int:
+    """Of a variable that is sharded so."""
+    return equations.nbytes(v.aval) * math.prod(sharding.shard_shape(v.aval.shape)) // max(1, equations.size(v.aval))
+
+
+def on_mesh(mesh: Mesh, sharding) -> NamedSharding:
+    """Whatever kind of sharding XLA reports, as a spec on the group's mesh."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind(sharding))
+    if mesh.size == 1 or sharding.is_fully_replicated:
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind(sharding))
+    return compat.named_sharding(sharding, mesh)

@@ -1,0 +1,205 @@
+"""Finding a program inside of a larger one, so that what both do is compiled once.
+
+The first stage of a model is a middle stage behind an embedding, the last one is a middle stage before a loss, and so
+are their backward tasks. A program that holds another one whole is cut into that one and what is left before and
+after it.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+
+
+class Sharing(NamedTuple):
+    """When a program may be compiled as another one of its name and what is around that.
+
+    Attributes:
+      at_least: equations that the other one must have, to be worth a further call.
+      independent: whether the two must have no value in common.
+    """
+
+    at_least: int
+    independent: bool
+
+
+TASKS = Sharing(16, independent=False)
+# How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
+SEGMENTS = Sharing(16, independent=True)
+ZEROS = Sharing(4, independent=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a program, in the program's variables."""
+
+    eqns: tuple[compat.JaxprEqn, ...]
+    reads: tuple[compat.Var, ...]
+    writes: tuple[compat.Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A program in pieces.
+
+    Attributes:
+      pieces: in the order in which they run.
+      inner: the position of the one that is the program that was looked for.
+    """
+
+    pieces: tuple[Piece, ...]
+    inner: int
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the inner program has no value in common with what is around it."""
+        inner = self.pieces[self.inner]
+        others = {v for piece in self.pieces if piece is not inner for v in (*piece.reads, *piece.writes)}
+        return others.isdisjoint((*inner.reads, *inner.writes))
+
+
+def num_equations(jaxpr: compat.Jaxpr) -> int:
+    """Equations, with those of the functions that they call."""
+    return sum(1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns)
+
+
+class Pattern:
+    """A jaxpr, ready to be looked for in others and they in it.
+
+    Attributes:
+      size: the number of equations.
+
+    Args:
+      numbers: of kinds of equations; the same for all that are compared.
+    """
+
+    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict):
+        self.jaxpr = jaxpr
+        self.size = num_equations(jaxpr)
+        self.kinds = [numbers.setdefault(compat.equation_key(e), len(numbers)) for e in jaxpr.eqns]
+        self.origin = {v: (i, k) for i, e in enumerate(jaxpr.eqns) for k, v in enumerate(e.outvars)}
+        made = [v for v in jaxpr.outvars if not isinstance(v, compat.Literal) and v in self.origin]
+        self._can_be_cut = len(set(made)) == len(jaxpr.outvars) and not jaxpr.effects
+        self._num_of_kind = Counter(self.kinds)
+
+    @functools.cached_property
+    def num_above(self) -> list[int]:
+        """For each equation, how many it follows from."""
+        above: list[int] = []  # sets of positions, as the bits of integers
+        for eqn in self.jaxpr.eqns:
+            found = {self.origin[v][0] for v in equations.variables(eqn.invars) if v in self.origin}
+            above.append(functools.reduce(operator.or_, (above[i] | 1 << i for i in found), 0))
+        return [bits.bit_count() for bits in above]
+
+    def cut(self, inner: "Pattern") -> Cut | None:
+        """This program as `inner` and what is around it.
+
+        None where `inner` is not found; where something else reads a value from inside of it, or stands between its
+        results and its arguments; and where the program hands on an argument, or a result twice: XLA would copy it.
+        """
+        if not self._can_be_cut or inner.jaxpr.effects or inner.size >= self.size:
+            return None
+        if inner._num_of_kind - self._num_of_kind:
+            return None
+        found = self._find(inner)
+        return None if found is None else self._around(inner, found)
+
+    def _find(self, inner: "Pattern") -> dict | None:
+        """The variables of `inner`, each with its own in this program.
+
+        Upwards from the results of `inner` nothing is left to choose. Which results they are here is told by the first
+        equation above which everything is alike, for those with most above them first; no other choice is tried later.
+        """
+        candidates = defaultdict(list)
+        for kind, eqn in zip(self.kinds, self.jaxpr.eqns, strict=True):
+            candidates[kind].append(eqn)
+        here: dict = {}
+        taken: set = set()
+        results = [v for v in inner.jaxpr.outvars if not isinstance(v, compat.Literal) and v in inner.origin]
+        for v in sorted(results, key=lambda v: inner.num_above[inner.origin[v][0]], reverse=True):
+            position, k = inner.origin[v]
+            same_kind = (e.outvars[k] for e in candidates[inner.kinds[position]])
+            if v not in here and not any(self._match(inner, v, w, here, taken) for w in same_kind):
+                return None
+        return here
+
+    def _match(self, inner: "Pattern", v, w, here: dict, taken: set) -> bool:
+        """Records `w` for `v`, and so on upwards; nothing where something is not alike."""
+        added = []
+        waiting = [(v, w)]
+        while waiting:
+            v, w = waiting.pop()
+            if isinstance(v, compat.Literal) or here.get(v) is w:
+                continue  # literals are part of an equation's kind
+            pairs = self._pairs(inner, v, w)
+            if not pairs or any(a in here or b in taken for a, b in pairs):
+                for a, b in added:
+                    del here[a]
+                    taken.discard(b)
+                return False
+            here.update(pairs)
+            taken.update(b for _, b in pairs)
+            added += pairs
+            if v in inner.origin:
+                above = inner.jaxpr.eqns[inner.origin[v][0]].invars, self.jaxpr.eqns[self.origin[w][0]].invars
+                waiting += zip(*above, strict=True)
+        return True
+
+    def _pairs(self, inner: "Pattern", v, w) -> list:
+        """What belongs together if `v` and `w` do: all results of their equations."""
+        if isinstance(w, compat.Literal):
+            return []
+        if v not in inner.origin:
+            return [(v, w)]
+        if w not in self.origin:
+            return []
+        (i, k), (j, m) = inner.origin[v], self.origin[w]
+        if k != m or inner.kinds[i] != self.kinds[j]:
+            return []
+        return list(zip(inner.jaxpr.eqns[i].outvars, self.jaxpr.eqns[j].outvars, strict=True))
+
+    def _around(self, inner: "Pattern", here: dict) -> Cut | None:
+        """The pieces, once `inner` is found."""
+        inside = {self.origin[w][0] for v, w in here.items() if v in inner.origin}
+        if len(inside) != len(inner.kinds) or not here.keys() >= set(inner.jaxpr.invars):
+            return None
+        reads = tuple(here[v] for v in inner.jaxpr.invars)
+        writes: dict[compat.Var, None] = {}
+        for v in inner.jaxpr.outvars:
+            is_new = not isinstance(v, compat.Literal) and v in inner.origin and here[v] not in writes
+            writes[here[v] if is_new else compat.new_var(v.aval)] = None
+
+        outside = [e for i, e in enumerate(self.jaxpr.eqns) if i not in inside]
+        hidden = {w for i in inside for w in self.jaxpr.eqns[i].outvars}.difference(writes)
+        if not hidden.isdisjoint(equations.variables([*self.jaxpr.outvars, *(v for e in outside for v in e.invars)])):
+            return None
+        before, after, late = [], [], set(writes)
+        for eqn in outside:
+            if late.isdisjoint(equations.variables(eqn.invars)):
+                before.append(eqn)
+            else:
+                after.append(eqn)
+                late.update(eqn.outvars)
+        if not late.isdisjoint(reads):
+            return None
+        if after and {v for e in before for v in e.outvars}.isdisjoint(reads):
+            before, after = [], outside
+        pieces = _pieces([before, [self.jaxpr.eqns[i] for i in sorted(inside)], after], self.jaxpr.outvars)
+        pieces[1] = Piece(pieces[1].eqns, reads, tuple(writes))
+        return Cut(tuple(p for p in pieces if p.eqns), 1 if before else 0)
+
+
+def _pieces(parts, results) -> list[Piece]:
+    """Lists of equations as pieces: each reads what it does not make and writes what others need of it."""
+    pieces = []
+    for k, eqns in enumerate(parts):
+        made = {v for e in eqns for v in equations.outputs(e)}
+        reads = [v for e in eqns for v in equations.variables(e.invars) if v not in made]
+        later = [v for other in parts[k + 1 :] for e in other for v in equations.variables(e.invars)]
+        writes = [v for v in (*later, *results) if v in made]
+        pieces.append(Piece(tuple(eqns), tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))))
+    return pieces

@@ -1,0 +1,1 @@
+"""Several processes as one job: how they find each other, watch each other and end together."""

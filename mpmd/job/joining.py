@@ -1,0 +1,173 @@
+"""How a process joins a job of several: from the launcher's variables, a cluster, or arguments.
+
+JAX's distributed runtime does the work; this adds what it lacks: the variables of our launcher, agreement on
+plans before they run, and the watchdog. A process belongs to one job, as in JAX, so the job is one per process.
+"""
+
+import contextlib
+import os
+import socket
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.job.job import Job
+
+_DEFAULT_HANG_TIMEOUT_S = 300.0
+# JAX's own heartbeat kills without a word, so it comes last.
+_HEARTBEAT_MARGIN_S = 120
+
+_job: Job | None = None
+
+
+@compat.api_boundary
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    hang_timeout_s: float | None = _DEFAULT_HANG_TIMEOUT_S,
+):
+    """Makes this process one of a job: `jax.distributed.initialize`, and the watchdog.
+
+    Call it before anything else of JAX. Under `scripts/launch_multihost.sh`, Slurm (`srun`), Open MPI or in a
+    Kubernetes indexed job it needs no arguments; outside any of them it does nothing and the process is alone.
+    A second call does nothing.
+
+    While the job runs, every process publishes what it is at. When one dies, raises, leaves or stops, all others
+    end with status 75 and a table whose first line names the guilty rank.
+
+    Args:
+      coordinator_address: `host:port` of process 0.
+      num_processes: how many processes the job has.
+      process_id: which one this is, from 0.
+      hang_timeout_s: seconds that a process may wait for one that does not move; None or 0 for no limit (deaths
+        are found all the same). `--hang-timeout` of the launcher goes before it.
+
+    Raises:
+      ValueError: some of the three are given and others are not to be found.
+      RuntimeError: JAX has been used already, so that it is too late.
+    """
+    global _job
+    if _job is not None:
+        return
+    environment = dict(os.environ)
+    given = (coordinator_address, num_processes, process_id)
+    if all(x is None for x in given) and "MPMD_COORDINATOR" in environment:
+        given = _from_launcher(environment)
+    if "MPMD_HANG_TIMEOUT_S" in environment:
+        hang_timeout_s = _seconds(environment["MPMD_HANG_TIMEOUT_S"])
+    _check_timeout(hang_timeout_s)
+    with _threads_beside_collectives():
+        if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
+            return
+        num_processes = jax.process_count()  # makes the devices
+    if num_processes > 1:
+        store = compat.distributed_client()
+        assert store is not None
+        _job = Job(store, hang_timeout_s or None, environment)
+
+
+@contextlib.contextmanager
+def _threads_beside_collectives():
+    """Lets JAX start CPU devices with two threads for each of them.
+
+    A collective of several processes keeps a thread while it waits for the others. By default there is one for each
+    device or each core, whichever is more; if collectives have all of them, a value that another process pulls is not
+    sent, and that may be what it waits for. (JAX sizes its pool for the insides of large operations alike.)
+    """
+    name = "PJRT_NPROC"
+    threads = 2 * compat.num_cpu_devices()
+    if name in os.environ or "NPROC" in os.environ or threads <= len(os.sched_getaffinity(0)):
+        yield
+        return
+    os.environ[name] = str(threads)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def current() -> Job | None:
+    """The job of this process; None if it is alone. Started here where the user called `jax.distributed.initialize`."""
+    if _job is None and compat.distributed_client() is not None and jax.process_count() > 1:
+        initialize()
+    return _job
+
+
+def compiling() -> contextlib.AbstractContextManager:
+    """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
+    job = current()
+    return contextlib.nullcontext() if job is None else job.watchdog.during("compiling", "compiling a step")
+
+
+def _join(given, hang_timeout_s, environment) -> bool:
+    """Joins the job that was named or found; False if there is none."""
+    address, count, rank = given
+    if all(x is None for x in given):
+        if not _in_cluster(environment):
+            return False
+    elif any(x is None for x in given):
+        raise ValueError(
+            f"mpmd.initialize: coordinator_address={address!r}, num_processes={count!r}, process_id={rank!r}:"
+            " give all three, or none where the launcher, Slurm, Open MPI or Kubernetes says them."
+        )
+    if compat.backends_are_initialized():
+        raise RuntimeError(
+            "mpmd.initialize: JAX has been used already. Call it first, before jax.devices(), arrays and meshes."
+        )
+    bind = None
+    if environment.get("MPMD_SERVICE") == "external":
+        bind = "127.0.0.1:0"  # the launcher serves; rank 0's own service is for nobody
+    elif address is not None and environment.get("MPMD_LOCAL_ONLY") == "1":
+        bind = address
+    if rank == 0 and address is not None and environment.get("MPMD_SERVICE") != "external":
+        _check_port(address)
+    # JAX's service for preemption takes SIGTERM away from the program; the launcher needs it.
+    jax.config.update("jax_enable_preemption_service", False)
+    heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
+    jax.distributed.initialize(address, count, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat)
+    return True
+
+
+def _check_port(address: str) -> None:
+    """JAX's service would share a port that another one has, and both jobs would be lost."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError as e:
+            raise RuntimeError(
+                f"mpmd.initialize: port {port} of coordinator_address={address!r}: {e.strerror}."
+            ) from None
+
+
+def _from_launcher(environment) -> tuple[str, int, int]:
+    names = ("MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID")
+    missing = [n for n in names if n not in environment]
+    if missing:
+        raise ValueError(f"mpmd.initialize: {names[0]} is set, but {' and '.join(missing)} is not.")
+    address, count, rank = (environment[n] for n in names)
+    if not (count.isdigit() and rank.isdigit() and int(rank) < int(count)):
+        raise ValueError(f"mpmd.initialize: {names[1]}={count!r}, {names[2]}={rank!r}: expected 0 <= id < number.")
+    return address, int(count), int(rank)
+
+
+def _in_cluster(environment) -> bool:
+    """Whether JAX can find out by itself which process this is."""
+    slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"} <= set(environment)
+    open_mpi = {"OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"} <= set(environment)
+    kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment)
+    return slurm or open_mpi or kubernetes
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"mpmd.initialize: MPMD_HANG_TIMEOUT_S={text!r} is not a number of seconds.") from None
+
+
+def _check_timeout(hang_timeout_s) -> None:
+    if hang_timeout_s is not None and not (isinstance(hang_timeout_s, (int, float)) and hang_timeout_s >= 0):
+        raise ValueError(f"mpmd.initialize: hang_timeout_s={hang_timeout_s!r}, expected seconds >= 0 or None.")

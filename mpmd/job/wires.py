@@ -1,0 +1,173 @@
+"""Wires: how arrays of one device get to a device of another process.
+
+JAX's cross-host `device_put` where the devices have it (GPUs), else pulls of `jax.experimental.transfer`.
+"""
+
+import functools
+import json
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import Device
+
+if TYPE_CHECKING:
+    from mpmd.job.job import Job
+
+# Pieces of all steps of a program are numbered from its own number, shifted so far.
+NUMBER_BITS = 44
+
+
+class Wire(Protocol):
+    """Carries arrays of one device to a device of another process.
+
+    All processes come to the transfers that they have a part in, sends and receives alike, in one order that they
+    share (of a step that of `scheduler.merge`). So a call may block until the other end makes its own, without waiting
+    in a circle; it never blocks until the value is computed. A sent buffer must not be deleted or donated before it is
+    taken.
+
+    Attributes:
+      name: the part of JAX that does it, for `explain()`.
+      is_ordered: whether transfers are told apart by their order alone.
+    """
+
+    name: str
+    is_ordered: bool
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Sends an array of this process under a number that is used once."""
+        ...
+
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """What is sent under a number from `source` to `target`, a device of this process."""
+        ...
+
+    def interrupt(self) -> None:
+        """This process has not made all the calls that the others wait for."""
+        ...
+
+
+def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
+    """The fastest wire that the job's devices have; the same in every process."""
+    if not compat.has_cross_host_put():
+        return PullWire
+    told = [job.find(f"mpmd/devices/{rank}", "finding the devices", rank) for rank in range(job.num_ranks)]
+    return PullWire if "" in told or are_shared(map(json.loads, told)) else PutWire
+
+
+def open_wire(job: "Job") -> Wire:
+    """The wire of a job, opened in this process."""
+    return wire_class(job)(job)
+
+
+def hardware() -> str:
+    """The host and the GPUs of this process, for `are_shared` in every other."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpus = set()
+    for device in jax.local_devices():
+        number = getattr(device, "local_hardware_id", None) or 0
+        named = visible[number] if number < len(visible) else ""
+        gpus.add(compat.pci_bus_id(device) or named or str(number))
+    return json.dumps([socket.gethostname(), sorted(gpus)])
+
+
+def are_shared(told: Iterable[tuple[str, list[str]]]) -> bool:
+    """Whether two processes use one GPU, so that NCCL would refuse to connect them."""
+    gpus = [(host, gpu) for host, numbers in told for gpu in numbers]
+    return len(set(gpus)) < len(gpus)
+
+
+class PullWire:
+    """Pulls of `jax.experimental.transfer`: an offer keeps the buffer until the receiver has pulled it."""
+
+    name = "jax.experimental.transfer"
+    is_ordered = False
+
+    def __init__(self, job: "Job"):
+        self._job = job
+        self._server = compat.start_transfer_server(job.address)
+        self._connections: dict[int, Any] = {}
+        job.store.key_value_set(f"mpmd/address/{job.rank}", self._server.address())
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Lets the target's process pull `array`."""
+        self._server.await_pull(number, [array])
+
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """Pulls what the source's process offers."""
+        rank = source.process_index
+        connection = self._connections.get(rank) or self.connect(rank)
+        return connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
+
+    def interrupt(self) -> None:
+        """Does not matter: what is left is under numbers that nobody asks for."""
+
+    def connect(self, rank: int) -> Any:
+        """The connection to a rank, made at its first use."""
+        address = self._job.find(f"mpmd/address/{rank}", "finding the address", rank)
+        self._connections[rank] = self._server.connect(address)
+        return self._connections[rank]
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(shape: tuple[int, ...], dtype, device: Device) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))]
+
+
+class PutWire:
+    """`jax.device_put` to a device of another process, called at both ends; numbers do not matter, the order does.
+
+    The first call for two devices connects them, for which each end waits for the other.
+    """
+
+    name = "cross-host jax.device_put"
+    is_ordered = True
+
+    def __init__(self, job: "Job"):
+        self._job = job
+        self._connected: set[tuple[Device, Device]] = set()
+        self._is_interrupted = False
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Puts `array` on the target."""
+        self._check()
+        source = next(iter(array.devices()))
+        if not array.committed:  # JAX would send nothing, and say nothing
+            array = jax.device_put(array, SingleDeviceSharding(source))
+        self._put(array, source, target, target)
+
+    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+        """Puts the source's array, of which this process has nothing, on the target."""
+        self._check()
+        return self._put(_away(tuple(shape), dtype, source), source, target, source)
+
+    def interrupt(self) -> None:
+        """From now on sends and receives would meet those of something else, so there are none."""
+        self._is_interrupted = True
+
+    def _check(self) -> None:
+        if self._is_interrupted:
+            raise RuntimeError(
+                "mpmd: a step, a reshard or a device_get of this process ended on the way with an error, and what"
+                " other processes send since then cannot be told apart. Restart the job."
+            )
+
+    def _put(self, array: jax.Array, source: Device, target: Device, other: Device) -> jax.Array:
+        place = SingleDeviceSharding(target)
+        if (source, target) in self._connected:
+            return jax.device_put(array, place)
+        rank = other.process_index
+        with self._job.watchdog.during("agreeing", f"connecting {source} to {target} of rank {rank}", [rank]):
+            put = jax.device_put(array, place)
+        self._connected.add((source, target))
+        return put
+
+
+@functools.lru_cache(maxsize=4096)
+def _away(shape: tuple[int, ...], dtype, device: Device) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, SingleDeviceSharding(device), [], dtype=dtype)

@@ -1,0 +1,218 @@
+"""Values across groups, said by the user: where a value goes outside of the loops, and what several groups add up.
+
+`mpmd.jit` finds by itself where everything runs; these are for a step that wants to say it. Like the marks they are
+primitives that lower to plain JAX, so a step that uses them gives the same under `jax.jit`.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.delegation import is_plain
+from mpmd.errors import StageError
+from mpmd.ops.reductions import result_types
+
+Groups = frozenset[int]
+
+# --- place ----------------------------------------------------------------------------------------
+
+place_p = compat.Primitive("place")
+place_p.def_impl(lambda x, **_: x)
+place_p.def_abstract_eval(lambda aval, **_: aval)
+compat.mlir.register_lowering(place_p, lambda ctx, x, **_: [x])
+compat.batching.primitive_batchers[place_p] = lambda xs, dims, **params: (place_p.bind(*xs, **params), dims[0])
+compat.ad.primitive_jvps[place_p] = lambda primals, tangents, **params: (
+    place_p.bind(*primals, **params),
+    tangents[0],  # gradients go where their parameters are
+)
+
+
+@compat.api_boundary
+def place(x, group: int | Iterable[int]):
+    """Puts values into a group, or a copy into each of several.
+
+    For what is outside of the loops: a metric that one process shall log, a statistic that all groups read, an
+    update that shall run elsewhere than where its operands are. What is computed from placed values runs where they
+    are. A value that comes from another group is sent once per target group. State that a step returns in the place
+    of an argument goes back to the argument's groups all the same.
+
+    Under `jax.jit`, and on plain arrays, it is the identity.
+
+    Args:
+      x: a pytree of arrays.
+      group: the index of a group, or several of them.
+
+    Returns:
+      The same pytree.
+
+    Raises:
+      StageError: no such group, or in a place where groups have no say (inside a `treduce` loop, whose stages are
+        placed by its schedule, or inside `scan`, `cond` and the like).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mpmd
+      >>> mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 2)
+      >>> step = mpmd.jit(lambda x: mpmd.place(2 * x, 1), mpmd_mesh=mesh)
+      >>> step(jnp.ones(3)).mpmd_idxs
+      (1,)
+    """
+    groups = _groups(group)
+    return jax.tree.map(lambda leaf: place_p.bind(_array(leaf, "place"), groups=groups), x)
+
+
+def _groups(group: Any) -> Groups:
+    if isinstance(group, (int, np.integer)) and not isinstance(group, bool):
+        return frozenset([int(group)])
+    several: Any = group
+    try:
+        groups = frozenset(int(g) for g in several)
+    except (TypeError, ValueError):
+        groups = frozenset()
+    if not groups:
+        raise StageError(f"place: group is {group!r}. Pass the index of a group, or several: place(x, {{0, 3}}).")
+    return groups
+
+
+def _array(leaf, name: str):
+    if isinstance(leaf, MpmdArray):
+        raise StageError(
+            f"{name}: got an MpmdArray, so it was called outside of the step.\n"
+            "  Call it inside the function that mpmd.jit compiles; to move an array between groups use"
+            " reshard.mpmd_to_mpmd_reshard."
+        )
+    return leaf if is_plain(leaf) else jnp.asarray(leaf)
+
+
+# --- all_reduce and stack -------------------------------------------------------------------------
+
+across_p = compat.Primitive("across")
+
+# Up to this many bytes each group gets all the parts (one hop); larger ones are combined in one group, and sent.
+SMALL = 1 << 16
+
+
+def _combine(*parts, kind: str):
+    if kind == "stack":
+        return jnp.stack(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part if total.dtype != np.bool_ else total | part
+    return total
+
+
+def _across_abstract_eval(*avals, kind):
+    return result_types(functools.partial(_combine, kind=kind), *avals)[0]
+
+
+def _across_jvp(primals, tangents, *, kind):
+    tangents = [jnp.zeros_like(p) if type(t) is compat.ad.Zero else t for p, t in zip(primals, tangents, strict=True)]
+    return across_p.bind(*primals, kind=kind), _combine(*tangents, kind=kind)
+
+
+def _across_batch(parts, dims, *, kind):
+    return jax.vmap(lambda *xs: _combine(*xs, kind=kind), in_axes=list(dims))(*parts), 0
+
+
+across_p.def_impl(lambda *parts, kind: jax.jit(lambda *xs: _combine(*xs, kind=kind))(*parts))
+across_p.def_abstract_eval(_across_abstract_eval)
+compat.mlir.register_lowering(across_p, compat.mlir.lower_fun(_combine, multiple_results=False))
+compat.ad.primitive_jvps[across_p] = _across_jvp
+compat.batching.primitive_batchers[across_p] = _across_batch
+
+
+@compat.api_boundary
+def cross_mpmd_all_reduce(x, *more):
+    """The sum of values that live in different groups, in all groups.
+
+    For what each stage has a part of after the loop, such as the squared norm of its gradients. `mpmd.jit` places a
+    plain sum too (it runs in the group with most of the bytes); this says that every group wants the result. Parts
+    of up to 64 KB are sent by each group to all others, which is one hop; larger ones are added in the group that has
+    most of them and sent from there. The sum runs over the parts in the order given, so that all groups have the
+    same bits. Under `jax.jit`, and on plain arrays, it is that sum.
+
+    Args:
+      x: the parts: a list, tuple or dict of them, each an array or a pytree of arrays, all alike in structure,
+        shapes and dtypes. They may also be given as arguments, `cross_mpmd_all_reduce(a, b, c)`. One array alone is
+        its own sum: it is copied to all groups.
+
+    Returns:
+      One such part: the sum (of booleans: whether any is True).
+
+    Raises:
+      StageError: the parts differ in structure, shape or dtype, or it is called where `place` may not be.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> gradients = [jnp.ones(3), jnp.ones(4)]                        # of two stages
+      >>> float(mpmd.cross_mpmd_all_reduce([jnp.vdot(g, g) for g in gradients]))
+      7.0
+    """
+    return _everywhere("cross_mpmd_all_reduce", "sum", (x, *more))
+
+
+@compat.api_boundary
+def cross_mpmd_stack(x, *more):
+    """Values that live in different groups, stacked along a new axis 0, in all groups.
+
+    As `cross_mpmd_all_reduce`, without the sum: for instance the norm of each stage's gradients, for a log or for a
+    rule that compares stages. Under `jax.jit`, and on plain arrays, it is `jnp.stack`.
+
+    Args:
+      x: the parts, as for `cross_mpmd_all_reduce`.
+
+    Returns:
+      One such part with a new axis 0, whose length is the number of parts.
+
+    Raises:
+      StageError: as `cross_mpmd_all_reduce`.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> mpmd.cross_mpmd_stack([jnp.float32(1), jnp.float32(2)])
+      Array([1., 2.], dtype=float32)
+    """
+    return _everywhere("cross_mpmd_stack", "stack", (x, *more))
+
+
+def _everywhere(name: str, kind: str, args: tuple[Any, ...]):
+    parts = _parts(args)
+    if not parts:
+        raise StageError(f"{name}: no parts were given. Pass a list of values, one of each group that has one.")
+    parts = [jax.tree.map(lambda leaf: _array(leaf, name), part) for part in parts]
+    _check_alike(name, parts)
+    combined = jax.tree.map(
+        lambda *xs: xs[0] if kind == "sum" and len(xs) == 1 else across_p.bind(*xs, kind=kind), *parts
+    )
+    return jax.tree.map(lambda leaf: place_p.bind(leaf, groups=None), combined)
+
+
+def _parts(args: tuple[Any, ...]) -> list[Any]:
+    if len(args) != 1:
+        return list(args)
+    x = args[0]
+    if isinstance(x, dict):
+        return list(x.values())
+    return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def _check_alike(name, parts):
+    def kind(part):
+        return jax.tree.structure(part), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(part)]
+
+    first = kind(parts[0])
+    for i, part in enumerate(parts):
+        if kind(part) != first:
+            raise StageError(
+                f"{name}: part {i} is {_shown(part)}, but part 0 is {_shown(parts[0])}.\n"
+                "  All parts need the same structure, shapes and dtypes."
+            )
+
+
+def _shown(part) -> str:
+    return str(jax.tree.map(lambda x: jax.typeof(x).str_short(short_dtypes=True), part)).replace("'", "")

@@ -1,0 +1,280 @@
+"""The loop over microbatches, as a JAX primitive that lowers to a `lax.scan`.
+
+So a step that uses it runs under plain `jax.jit` unchanged; `mpmd.jit` finds it in the traced step and makes a
+pipeline.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.delegation import is_plain
+from mpmd.errors import StageError
+from mpmd.ops.reductions import (
+    Add,
+    Operation,
+    broadcast_operation,
+    check_operations,
+    explicit_sharding,
+    result_types,
+)
+from mpmd.ops.stage_end import mark_p, without
+from scheduler.schedules import catalogue
+
+treduce_p = compat.Primitive("treduce")
+treduce_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopInfo:
+    """What a microbatch loop is, beside its body: the parameters of its equation."""
+
+    schedule: Any
+    num_microbatches: int
+    operations: tuple[Operation, ...]
+
+    def __str__(self):
+        operations = ", ".join(map(str, self.operations))
+        return f"LoopInfo({self.schedule}, {self.num_microbatches} microbatches, {operations})"
+
+    __repr__ = __str__
+
+
+@compat.api_boundary
+def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add):
+    """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
+
+    Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
+    loop, which is what a schedule orders. With `schedule=None`, or outside of `mpmd.jit`, this is a
+    `lax.scan` with the same result.
+
+    Args:
+      fun: takes a slice of `xs` (the microbatch axis removed) and returns a pytree of arrays. It may close
+        over parameters and anything else that is the same for every microbatch.
+      xs: a pytree of arrays, each with the same number of microbatches on axis `axis`.
+      schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`; or its name, `"1f1b"`: then
+        the groups of the mesh and the marks say for how many stages; or None.
+      axis: the microbatch axis of every leaf of `xs`.
+      operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, an instance such as `Concat(axis=1)`, a
+        subclass of `mpmd.Operation`, or a pytree prefix of those for the outputs of `fun`.
+
+    Returns:
+      The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
+
+    Raises:
+      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, mpmd
+      >>> def loss(w, x): return jnp.mean((x @ w) ** 2)
+      >>> w, xs = jnp.ones((3, 3)), jnp.ones((4, 2, 3))   # 4 microbatches of 2 rows
+      >>> value, grad = mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule=None)
+    """
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(xs)
+    leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
+    names = ["xs" + jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    num_microbatches = _check_microbatch_axis(names, leaves, axis)
+
+    def take(index):
+        sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
+        return fun(jax.tree.unflatten(treedef, sliced))
+
+    return _treduce(take, num_microbatches, schedule, operation, "treduce")
+
+
+@compat.api_boundary
+def treduce_i(fun: Callable, n: int, *, schedule, operation: Any = Add):
+    """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
+
+    Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> int(mpmd.treduce_i(lambda i: i * i, 4, schedule=None))
+      14
+    """
+    if not isinstance(n, (int, np.integer)) or n < 1:
+        raise StageError(f"treduce_i: n is {n!r}. Pass the number of microbatches, an int of at least 1.")
+    return _treduce(fun, int(n), schedule, operation, "treduce_i")
+
+
+def _check_microbatch_axis(names, leaves, axis) -> int:
+    if not leaves:
+        raise StageError("treduce: xs holds no array. To loop without data use treduce_i(fun, n, ...).")
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise StageError(f"treduce: axis is {axis!r}. Pass one int: the microbatch axis of every leaf of xs.")
+    flat = [n for n, x in zip(names, leaves, strict=True) if not -x.ndim <= axis < x.ndim]
+    if flat:
+        shapes = dict(zip(names, (x.shape for x in leaves), strict=True))
+        faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat[:8])
+        faults += f"\n  … and {len(flat) - 8} more" if len(flat) > 8 else ""
+        raise StageError(
+            f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
+            "  Every leaf needs a microbatch axis; close over values that microbatches share."
+        )
+    sizes = [x.shape[axis] for x in leaves]
+    for name, size in zip(names, sizes, strict=True):
+        if size != sizes[0]:
+            raise StageError(f"treduce: {names[0]} has {sizes[0]} rows on axis {axis} but {name} has {size}.\n"
+                             f"  All leaves of xs need the same number of microbatches on axis {axis}.")  # fmt: skip
+    if sizes[0] == 0:
+        raise StageError(f"treduce: {names[0]} has 0 rows on axis {axis}. At least one microbatch is needed.")
+    for name, x in zip(names, leaves, strict=True):
+        _check_microbatches_are_whole(name, jax.typeof(x), axis % x.ndim)
+    return sizes[0]
+
+
+def _check_microbatches_are_whole(name, aval, axis):
+    """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
+    sharding = explicit_sharding(aval)
+    entry = None if sharding is None else sharding.spec[axis]
+    if sharding is None or aval.shape[axis] == sharding.shard_shape(aval.shape)[axis]:
+        return
+    size = aval.shape[axis] // sharding.shard_shape(aval.shape)[axis]
+    spec = [None if a == axis else e for a, e in enumerate(sharding.spec.partitions)]
+    free = (a for a, e in enumerate(spec) if a != axis and e is None and aval.shape[a] % size == 0)
+    if (rows := next(free, None)) is not None:
+        spec[rows] = entry
+    while spec and spec[-1] is None:
+        spec.pop()
+    wanted = f"P({', '.join(map(repr, spec))})"
+    raise StageError(
+        f"treduce: {name} is {aval.str_short(short_dtypes=True)}, sharded over {entry!r} on axis {axis}, its microbatch"
+        f" axis.\n  Every device needs its rows of each microbatch: jax.reshard(x, {wanted}) before treduce, or"
+        f" in_shardings={wanted} where it is an argument of the step."
+    )
+
+
+def _slice(x, index, axis):
+    return lax.squeeze(
+        lax.dynamic_slice(
+            x,
+            [index if a == axis else np.int32(0) for a in range(x.ndim)],
+            [1 if a == axis else d for a, d in enumerate(x.shape)],
+            allow_negative_indices=False,
+        ),
+        (axis,),
+    )
+
+
+def _treduce(take, num_microbatches, schedule, operation, name):
+    """Traces `take(index)` once and binds the loop; values it closes over become operands."""
+    if jax.config.values["jax_disable_jit"]:
+        return _eager_loop(take, num_microbatches, operation, name)
+    out_tree: Any = None
+    frozen: dict[int, np.ndarray] = {}
+
+    def flat(index):
+        nonlocal out_tree
+        leaves, out_tree = jax.tree.flatten(take(index))
+        frozen.clear()  # float0 leaves (gradients of integers) hold nothing to reduce
+        frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
+        return [x if is_plain(x) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
+
+    body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
+    operations = broadcast_operation(operation, out_tree, name)
+    operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
+    check_operations(operations, body.out_avals, name)
+    if schedule is not None:
+        _check_schedule(schedule, name)
+    jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
+    closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
+    reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=LoopInfo(schedule, num_microbatches, operations))
+    rest = iter(reduced)
+    leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
+    return jax.tree.unflatten(out_tree, leaves)
+
+
+def _eager_loop(take, num_microbatches, operation, name):
+    """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
+    accs: list = []
+    operations: tuple = ()
+    tree: Any = None
+    for i in range(num_microbatches):
+        leaves, tree = jax.tree.flatten(take(jnp.int32(i)))
+        leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
+        if i == 0:
+            operations = broadcast_operation(operation, tree, name)
+            moving = [(op, jax.typeof(x)) for op, x in zip(operations, leaves, strict=True) if not _is_float0(x)]
+            check_operations([op for op, _ in moving], [aval for _, aval in moving], name)
+            accs = [
+                x if _is_float0(x) else op.init(jax.typeof(x), num_microbatches)
+                for op, x in zip(operations, leaves, strict=True)
+            ]
+        accs = [
+            acc if _is_float0(x) else op.update(acc, x, np.int32(i))
+            for op, acc, x in zip(operations, accs, leaves, strict=True)
+        ]
+    done = [a if _is_float0(a) else op.finish(a, num_microbatches) for op, a in zip(operations, accs, strict=True)]
+    return jax.tree.unflatten(tree, done)
+
+
+def _is_float0(x) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _check_schedule(schedule, name):
+    if isinstance(schedule, str):
+        try:
+            catalogue.find(schedule)
+        except ValueError as e:
+            raise StageError(f"{name}: {e}") from None
+    elif isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+        raise StageError(
+            f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
+            " '1f1b', or None."
+        )
+
+
+def scan_loop(*consts, jaxpr, info: LoopInfo):
+    """The loop as plain JAX: what pipelined runs are compared with."""
+    out_avals = jaxpr.out_avals
+    run = compat.jaxpr_as_fun(jaxpr)
+    n = info.num_microbatches
+
+    def body(accs, index):
+        outs = run(*consts, index)
+        return [op.update(acc, x, index) for op, acc, x in zip(info.operations, accs, outs, strict=True)], None
+
+    init = [op.init(aval, n) for op, aval in zip(info.operations, out_avals, strict=True)]
+    accs, _ = lax.scan(body, init, jnp.arange(n, dtype=np.int32))
+    return [op.finish(acc, n) for op, acc in zip(info.operations, accs, strict=True)]
+
+
+def _treduce_abstract_eval(*avals, jaxpr, info):
+    return result_types(functools.partial(scan_loop, jaxpr=jaxpr, info=info), *avals), jaxpr.effects
+
+
+def _treduce_jvp(primals, tangents, *, jaxpr, info):
+    moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
+
+    def run(*some):
+        args = list(primals)
+        for i, x in zip(moving, some, strict=True):
+            args[i] = x
+        return scan_loop(*args, jaxpr=jaxpr, info=info)
+
+    return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _treduce_batch(args, dims, *, jaxpr, info):
+    outs = jax.vmap(functools.partial(scan_loop, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+@treduce_p.def_impl
+def _treduce_impl(*args, jaxpr, info):
+    return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
+
+
+compat.def_effectful_abstract_eval(treduce_p, _treduce_abstract_eval)
+compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
+compat.batching.primitive_batchers[treduce_p] = _treduce_batch
+compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(scan_loop, multiple_results=True))

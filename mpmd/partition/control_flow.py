@@ -1,0 +1,393 @@
+"""A `cond`, `scan` or `while` outside of the loops whose operands live in several groups, cut by groups.
+
+Left whole, such an equation would run in one group and all its operands would be sent there: a `cond` around the
+optimizer would put all of its state into one group. Cut, each group has one with the part of the branches (or of the
+body) that concerns it, and what is sent is the predicate and what the branches themselves send.
+
+- `cond`: each equation of each branch is pinned as if it stood in the step. Equations of one group that need no more
+  transfers before them than others do become one `cond` (a part). A value that crosses inside a branch is a result of
+  one part and an operand of the next; where the branch is not taken it is zeros.
+- `scan` and `while`: one for each group, with the carries that this group's carries depend on, if these hold nothing
+  large of another group. A short `scan` whose iterations do cross groups is unrolled.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.partition import equations
+from mpmd.partition.pins import Groups, Pins
+from mpmd.tracing.trace import inline, trace_equations
+
+_UNROLLED = 32  # the longest scan that is unrolled
+
+
+def pinned_parts(eqn, pins: Pins, donor_of: dict) -> Iterator[tuple[Any, Groups | None]]:
+    """An equation and its pin, or the parts that it is cut into and theirs; each is recorded in `pins`.
+
+    Args:
+      eqn: an equation of the step.
+      pins: where everything before it is.
+      donor_of: per result of the step, the argument that it takes the place of.
+    """
+    cut = _CUTS.get(eqn.primitive.name)
+    if cut is not None and not eqn.effects and len(_groups_of(eqn, pins)) > 1:
+        parts = cut(eqn, pins, donor_of)
+        if parts is not None:
+            yield from parts
+            return
+    pin = pins.pin(eqn)
+    pins.bind(eqn, pin)
+    yield eqn, pin
+
+
+def _groups_of(eqn, pins: Pins) -> set[Groups]:
+    """Where the operands of an equation are, scalars left out."""
+    return {
+        groups
+        for v in equations.variables(eqn.invars)
+        if (groups := pins.of[v]) is not None and equations.size(v.aval) > 1
+    }
+
+
+class _Body(NamedTuple):
+    """An inner jaxpr with variables of its own, on given operands."""
+
+    eqns: list
+    outs: list
+
+
+def _body_on(closed: compat.ClosedJaxpr, operands) -> _Body:
+    flat = inline(closed.jaxpr)
+    env: dict = dict(zip(flat.invars, operands, strict=True))
+    env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
+
+    def read(v):
+        return v if isinstance(v, compat.Literal) else env[v]
+
+    eqns = []
+    for e in flat.eqns:
+        fresh = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in e.outvars]
+        eqns.append(e.replace(invars=[read(v) for v in e.invars], outvars=fresh))
+        env.update(zip(e.outvars, fresh, strict=True))
+    return _Body(eqns, [read(v) for v in flat.outvars])
+
+
+def _live(eqns, wanted) -> list:
+    needed = set(equations.variables(wanted))
+    kept = []
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(equations.variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+# --- cond -----------------------------------------------------------------------------------------
+
+_Part = tuple[int, Groups | None]  # how many transfers come before it, and the groups that run it
+
+
+class _Branch:
+    """One branch of a `cond`: its equations, and the part that each of their results belongs to."""
+
+    def __init__(self, closed: compat.ClosedJaxpr, operands, pins: Pins):
+        body = _body_on(closed, operands)
+        self.outs = body.outs
+        pinned = [(e, pin) for eqn in _live(body.eqns, body.outs) for e, pin in pinned_parts(eqn, pins, {})]
+        self.eqns = [e for e, _ in pinned]
+        self.producer = {v: e for e in self.eqns for v in e.outvars}
+        self.part: dict[compat.Var, _Part | None] = {}
+        for eqn, pin in pinned:
+            # What depends on no placed value is computed again by each part that reads it.
+            part = None if pin is None else (self._depth(eqn.invars, pin), pin)
+            self.part.update((v, part) for v in eqn.outvars)
+
+    def _depth(self, atoms, groups: Groups) -> int:
+        sources = [part for v in equations.variables(atoms) if (part := self.part.get(v)) is not None]
+        return max((depth + (not groups <= where) for depth, where in sources if where is not None), default=0)
+
+    def depth_of_result(self, j: int, groups: Groups | None) -> int:
+        """How many transfers it takes until a result is in `groups`."""
+        return 0 if groups is None else self._depth([self.outs[j]], groups)
+
+    def needed(self, part: _Part, results) -> list:
+        """The equations of a part: its own that are read, and the ones without a part that they read."""
+        own = {id(e) for e in self.eqns if self.part[e.outvars[0]] == part}
+        wanted = set(equations.variables(results))
+        for eqn in reversed(self.eqns):
+            free = self.part[eqn.outvars[0]] is None and any(v in wanted for v in eqn.outvars)
+            if id(eqn) in own or free:
+                own.add(id(eqn))
+                wanted.update(equations.variables(eqn.invars))
+        return [e for e in self.eqns if id(e) in own]
+
+
+def _cut_cond(eqn, pins: Pins, donor_of: dict) -> list | None:
+    index, *operands = eqn.invars
+    branches = [_Branch(closed, operands, pins) for closed in eqn.params["branches"]]
+    results: dict[_Part, list[int]] = defaultdict(list)
+    for j, v in enumerate(eqn.outvars):
+        if not isinstance(v, compat.DropVar):
+            groups = _result_groups(v, [b.outs[j] for b in branches], pins, donor_of)
+            results[max(b.depth_of_result(j, groups) for b in branches), groups].append(j)
+    parts = set(results) | {p for b in branches for p in b.part.values() if p is not None}
+    # A part that reads of one of its own depth runs in fewer groups than it.
+    order = sorted(parts, key=lambda p: (p[0], -len(p[1] or ()), sorted(p[1] or ())))
+    crossing = [_read_elsewhere(b, eqn, results, order) for b in branches]
+    found = []
+    for part in order:
+        new = _part_of_cond(eqn, index, branches, part, results[part], [c[part] for c in crossing])
+        if new is not None:
+            pins.bind(new, part[1])
+            found.append((new, part[1]))
+    return found
+
+
+def _result_groups(v, outs, pins: Pins, donor_of: dict) -> Groups | None:
+    """Where a result of a `cond` is: with the state that it takes the place of, or where a branch computes it."""
+    donor = donor_of.get(v)
+    if donor is not None and pins.of[donor] is not None:
+        return pins.of[donor]
+    return next((g for out in outs if isinstance(out, compat.Var) and (g := pins.of.get(out)) is not None), None)
+
+
+def _read_elsewhere(branch: _Branch, eqn, results, order) -> dict[_Part, list]:
+    """Per part, the values that other parts of the branch read."""
+    readers: dict[compat.Var, set[_Part]] = defaultdict(set)
+    for part in order:
+        outs = [branch.outs[j] for j in results[part]]
+        for e in branch.needed(part, outs):
+            for v in equations.variables(e.invars):
+                readers[v].add(part)
+        for v in equations.variables(outs):
+            readers[v].add(part)
+    found: dict[_Part, list] = defaultdict(list)
+    for v, wanted in readers.items():
+        home = branch.part.get(v)
+        if home is not None and wanted != {home}:
+            found[home].append(v)
+    return found
+
+
+def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
+    """The `cond` of one part; None if it would have no result."""
+    handed = [v for values in crossing for v in values]
+    if not results and not handed:
+        return None
+    bodies = []
+    for branch, own in zip(branches, crossing, strict=True):
+        outs: list = [branch.outs[j] for j in results]
+        eqns = branch.needed(part, outs)
+        for v in handed:
+            if v in own:
+                outs.append(v)
+            else:
+                zeros, made = trace_equations(lambda aval=v.aval: _zeros(aval))
+                eqns += zeros
+                outs += made
+        bodies.append((eqns, outs))
+    reads = equations.variables([v for eqns, outs in bodies for v in (*(x for e in eqns for x in e.invars), *outs)])
+    made = {v for eqns, _ in bodies for e in eqns for v in e.outvars}
+    inputs = [v for v in reads if v not in made]
+    closed = tuple(compat.with_new_vars(compat.make_jaxpr(inputs, outs, eqns, "branch")) for eqns, outs in bodies)
+    outvars = [*(eqn.outvars[j] for j in results), *handed]
+    return eqn.replace(invars=[index, *inputs], outvars=outvars, params={**eqn.params, "branches": closed})
+
+
+def _zeros(aval):
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return compat.zero_keys(aval)
+    return jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval))
+
+
+# --- scan and while -------------------------------------------------------------------------------
+
+
+class _Carried:
+    """The body of a `scan` or `while`: which carries and results depend on which carries, and where they are."""
+
+    def __init__(self, body: _Body, ins, carry, inits, pins: Pins):
+        self.body = body
+        self.carry = carry
+        self.position = {v: i for i, v in enumerate(carry)}
+        self.producer = {v: e for e in body.eqns for v in e.outvars}
+        for v, outer in ins:
+            pins.of[v] = None if isinstance(outer, compat.Literal) else pins.of[outer]
+        self.groups: list[Groups | None] = []
+        for v, init in zip(carry, inits, strict=True):
+            pins.of[v] = None if isinstance(init, compat.Literal) else pins.of[init]
+        # Each round finds the place of another carry, until none is found: their number falls.
+        for _ in range(len(carry) + 1):
+            for eqn in body.eqns:
+                pins.bind(eqn, pins.pin(eqn))
+            found = {v: g for v, out in zip(carry, body.outs, strict=False) if (g := self._of(out, pins)) is not None}
+            new = {v: g for v, g in found.items() if pins.of[v] is None}
+            if not new:
+                break
+            pins.of.update(new)
+        self.of = {v: self._of(v, pins) for v in [*carry, *(v for e in body.eqns for v in e.outvars)]}
+        self.outs = [self._of(out, pins) for out in body.outs]
+        self.ins = {v: pins.of[v] for v, _ in ins}
+
+    @staticmethod
+    def _of(v, pins: Pins) -> Groups | None:
+        return None if isinstance(v, compat.Literal) else pins.of.get(v)
+
+    def closure(self, atoms) -> set:
+        """All that these values depend on, over all iterations."""
+        needed: set = set()
+        stack = equations.variables(atoms)
+        while stack:
+            v = stack.pop()
+            if v in needed:
+                continue
+            needed.add(v)
+            if v in self.position:
+                stack += equations.variables([self.body.outs[self.position[v]]])
+            elif v in self.producer:
+                stack += equations.variables(self.producer[v].invars)
+        return needed
+
+    def crosses(self, needed, groups: Groups | None) -> bool:
+        """Whether these values are in other groups too."""
+        places = [self.ins.get(v, self.of.get(v)) for v in needed if equations.size(v.aval) > 1]
+        return any(p is not None and (groups is None or not groups <= p) for p in places)
+
+
+def _parts_by_group(eqn, outs) -> dict[Groups | None, list[int]]:
+    """Per groups, the results of a loop that somebody reads."""
+    found: dict[Groups | None, list[int]] = defaultdict(list)
+    for j, (v, groups) in enumerate(zip(eqn.outvars, outs, strict=True)):
+        if not isinstance(v, compat.DropVar):
+            found[groups].append(j)
+    return found
+
+
+def _cut_scan(eqn, pins: Pins, donor_of: dict) -> list | None:
+    params = eqn.params
+    n, m = params["num_consts"], params["num_carry"]
+    closed = params["jaxpr"]
+    ins: list = [compat.new_var(v.aval) for v in closed.jaxpr.invars]
+    carried = _Carried(
+        _body_on(closed, ins),
+        [(v, x) for i, (v, x) in enumerate(zip(ins, eqn.invars, strict=True)) if not n <= i < n + m],
+        ins[n : n + m], eqn.invars[n : n + m], pins,
+    )  # fmt: skip
+    found = []
+    for groups, results in _parts_by_group(eqn, carried.outs).items():
+        needed = carried.closure([carried.body.outs[j] for j in results])
+        if carried.crosses(needed, groups):
+            return _unrolled(eqn, pins, donor_of) if params["length"] <= _UNROLLED else None
+        kept = [i for i, v in enumerate(ins) if v in needed or (n <= i < n + m and i - n in results)]
+        carries = [i - n for i in kept if n <= i < n + m]
+        outs = [*carries, *(j for j in results if j >= m)]
+        body = compat.make_jaxpr(
+            [ins[i] for i in kept],
+            [carried.body.outs[j] for j in outs],
+            _live(carried.body.eqns, [carried.body.outs[j] for j in outs]),
+            "body",
+        )
+        new = eqn.replace(
+            invars=[eqn.invars[i] for i in kept],
+            outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in outs],
+            params={
+                **params,
+                "jaxpr": compat.with_new_vars(body),
+                "num_consts": sum(i < n for i in kept),
+                "num_carry": len(carries),
+            },
+        )
+        found.append((new, groups))
+    for new, groups in found:
+        pins.bind(new, groups)
+    return found
+
+
+def _unrolled(eqn, pins: Pins, donor_of: dict) -> list:
+    """The iterations of a `scan` one after the other, as equations of the step."""
+    params = eqn.params
+    n, m, length = params["num_consts"], params["num_carry"], params["length"]
+    consts, carry, xs = eqn.invars[:n], list(eqn.invars[n : n + m]), eqn.invars[n + m :]
+    found = []
+    stacked: list[list] = [[None] * length for _ in eqn.outvars[m:]]
+
+    def add(eqns):
+        for e in eqns:
+            found.extend(pinned_parts(e, pins, donor_of))
+
+    for i in range(length):
+        at = length - 1 - i if params["reverse"] else i
+        slices = []
+        for x in xs:
+            eqns, (row,) = trace_equations(lambda x, at=at: jax.lax.index_in_dim(x, at, 0, keepdims=False), x)
+            add(eqns)
+            slices.append(row)
+        body = _body_on(params["jaxpr"], [*consts, *carry, *slices])
+        add(body.eqns)
+        carry = body.outs[:m]
+        for rows, y in zip(stacked, body.outs[m:], strict=True):
+            rows[at] = y
+    results = [([c], lambda x: jnp.copy(x)) for c in carry] + [(rows, lambda *ys: jnp.stack(ys)) for rows in stacked]
+    for v, (atoms, make) in zip(eqn.outvars, results, strict=True):
+        if not isinstance(v, compat.DropVar):
+            add(_bound_to(v, *trace_equations(make, *atoms)))
+    return found
+
+
+def _bound_to(v, eqns, outs) -> list:
+    """Equations whose one result is called `v`."""
+    *first, last = eqns
+    assert outs == [last.outvars[0]]
+    return [*first, last.replace(outvars=[v])]
+
+
+def _cut_while(eqn, pins: Pins, donor_of: dict) -> list | None:
+    params = eqn.params
+    a, b = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, inits = eqn.invars[:a], eqn.invars[a : a + b], eqn.invars[a + b :]
+    ins: list = [compat.new_var(v.aval) for v in params["body_jaxpr"].jaxpr.invars]
+    consts, carry = ins[:b], ins[b:]
+    carried = _Carried(
+        _body_on(params["body_jaxpr"], ins), list(zip(consts, body_consts, strict=True)), carry, inits, pins
+    )
+    test_ins = [compat.new_var(v.aval) for v in params["cond_jaxpr"].jaxpr.invars[:a]]
+    test = _body_on(params["cond_jaxpr"], [*test_ins, *carry])
+    read = {v for e in test.eqns for v in e.invars if not isinstance(v, compat.Literal)} | set(
+        equations.variables(test.outs)
+    )
+    control = carried.closure([v for v in carry if v in read])
+    large = [v for v in cond_consts if not isinstance(v, compat.Literal) and equations.size(v.aval) > 1]
+    found = []
+    for groups, results in _parts_by_group(eqn, carried.outs).items():
+        needed = carried.closure([carried.body.outs[j] for j in results]) | control
+        if large or carried.crosses(needed, groups):
+            return None
+        kept = [j for j in range(len(carry)) if carry[j] in needed or j in results]
+        used = [i for i in range(b) if consts[i] in needed]
+        outs = [carried.body.outs[j] for j in kept]
+        mine = [carry[j] for j in kept]
+        body = compat.make_jaxpr([*(consts[i] for i in used), *mine], outs, _live(carried.body.eqns, outs), "body")
+        condition = compat.make_jaxpr([*test_ins, *mine], test.outs, test.eqns, "condition")
+        new = eqn.replace(
+            invars=[*cond_consts, *(body_consts[i] for i in used), *(inits[j] for j in kept)],
+            outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in kept],
+            params={
+                **params,
+                "body_jaxpr": compat.with_new_vars(body),
+                "cond_jaxpr": compat.with_new_vars(condition),
+                "body_nconsts": len(used),
+            },
+        )
+        found.append((new, groups))
+    for new, groups in found:
+        pins.bind(new, groups)
+    return found
+
+
+_CUTS = {"cond": _cut_cond, "scan": _cut_scan, "while": _cut_while}

@@ -1,0 +1,116 @@
+"""What is computed from several stages' gradients, such as each microbatch's norm of all of them, in a split backward.
+
+No stage needs it for its own gradients, and a weight half that waited for the others' would hold up its group: in
+ZB-H1, stage 0's runs long before stage 3's. So each stage keeps its part of every microbatch, if that is small, and
+the rest is computed after the loop, one microbatch after the other.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.reductions import Operation
+from mpmd.partition import equations
+from mpmd.partition.graph import Body, Place
+
+# The most elements of a part that is kept for all microbatches.
+_SMALL = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """An output of the loop that is computed after it.
+
+    Attributes:
+      parts: what the stages keep of each microbatch, and where.
+      operands: values of the step that it reads besides.
+      jaxpr: from the microbatch index, a microbatch's parts and the operands to the output of the microbatch.
+    """
+
+    parts: tuple[tuple[compat.Var, Place], ...]
+    operands: tuple[compat.Var, ...]
+    jaxpr: compat.ClosedJaxpr
+
+    def reduced(self, operation: Operation, num_microbatches: int) -> Callable:
+        """The output of the loop, as a function of the stacked parts and the operands."""
+        index, value = self.jaxpr.in_avals[0], self.jaxpr.out_avals[0]
+        output = compat.jaxpr_as_fun(self.jaxpr)
+
+        def fun(*args):
+            stacks, operands = args[: len(self.parts)], args[len(self.parts) :]
+
+            def step(acc, microbatch):
+                (x,) = output(*microbatch, *operands)
+                return operation.update(acc, x, microbatch[0]), None
+
+            indices = np.arange(num_microbatches, dtype=index.dtype)
+            acc, _ = jax.lax.scan(step, operation.init(value, num_microbatches), (indices, *stacks))
+            return operation.finish(acc, num_microbatches)
+
+        return fun
+
+
+class Joins:
+    """The equations on several stages' gradients, in a body whose equations have their places."""
+
+    def __init__(self, body: Body):
+        self._body = body
+        self._joint = self._find()
+
+    def _find(self) -> dict[int, int]:
+        """The nodes that depend on the backward of several stages, and on which no gradient depends: by their identity,
+        the position in the body.
+        """
+        tail, held = set(), set()
+        for node in reversed(self._body.nodes):
+            if not node.per_microbatch:
+                continue
+            in_backward = node.place is not None and node.place.kind == "B"
+            needed = node.eqn.effects or compat.is_transposed(node.eqn) or any(v in held for v in node.eqn.outvars)
+            if in_backward and not needed:
+                tail.add(id(node))
+            else:
+                held.update(self._body.inputs(node))
+        joint: dict[int, int] = {}
+        stages: dict[compat.Var, set[int]] = {}
+        for position, node in enumerate(self._body.nodes):
+            if id(node) not in tail:
+                if node.place is not None and node.place.kind == "B":
+                    stages.update((v, {node.place.stage}) for v in node.eqn.outvars)
+                continue
+            found = set().union(*(stages.get(v, ()) for v in self._body.inputs(node)))
+            stages.update((v, found) for v in node.eqn.outvars)
+            if len(found) > 1:
+                joint[id(node)] = position
+        return joint
+
+    def of(self, value) -> Join | None:
+        """How an output is computed after the loop; None if it is no join, or one of large parts."""
+        body = self._body
+        last = body.source(value)
+        if last is None or id(last) not in self._joint:
+            return None
+        cone, stack = set(), [last]
+        while stack:
+            node = stack.pop()
+            if (position := self._joint.get(id(node))) is not None and position not in cone:
+                cone.add(position)
+                stack += [n for v in body.inputs(node) if (n := body.source(v)) is not None]
+        nodes = [body.nodes[i] for i in sorted(cone)]
+        made = {v for n in nodes for v in n.eqn.outvars}
+        read = [v for v in equations.variables(v for n in nodes for v in n.eqn.invars) if v not in made]
+        parts, operands = [], []
+        for v in read:
+            source = body.source(v)
+            if source is not None and source.per_microbatch:
+                if equations.size(v.aval) > _SMALL or jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended):
+                    return None
+                parts.append((v, source.place or last.place))
+            elif v is not body.index:
+                operands.append(v)
+        invars = [body.index, *(v for v, _ in parts), *operands]
+        jaxpr = compat.make_jaxpr(invars, [value], [n.eqn for n in nodes], "join")
+        return Join(tuple(parts), tuple(operands), jaxpr)

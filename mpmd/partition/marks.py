@@ -1,0 +1,106 @@
+"""Where stages end: the marks of a loop's body, checked, numbered, and what depends on them."""
+
+import dataclasses
+from collections import defaultdict
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import StageError
+from mpmd.ops.stage_end import mark_p
+from mpmd.ops.treduce import LoopInfo
+from mpmd.partition.graph import Body, Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """The marks of a loop's body.
+
+    Attributes:
+      number: the boundary of each mark, by the identity of its node: forward, backward and tangent ones.
+      forward: the forward ones, in the order of the text.
+      labels: per stage, the name that the mark at its end gives it, or None.
+    """
+
+    num_stages: int
+    number: dict[int, int]
+    forward: tuple[Node, ...]
+    labels: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, body: Body, info: LoopInfo):
+        nodes = [n for n in body.nodes if n.eqn.primitive is mark_p]
+        forward = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")
+        _check_number_of_marks(forward, info.schedule)
+        number = _number_marks(nodes, forward)
+        _check_marks_follow_no_gradient(body, number)
+        num_stages = info.schedule.num_stages
+        labels = (*(n.eqn.params["label"] for n in forward), None)[:num_stages]
+        return cls(num_stages, number, forward, labels)
+
+
+def _check_marks_follow_no_gradient(body: Body, number: dict[int, int]):
+    earliest: dict[compat.Var, int] = {}
+    for node in body.nodes:
+        kind = node.eqn.params["kind"] if node.eqn.primitive is mark_p else None
+        early = [earliest[v] for v in body.inputs(node) if v in earliest]
+        if kind == "forward" and early:
+            raise StageError(
+                f"mark_stage_end at {compat.source_line(node.eqn)} depends on gradients of stage {min(early)},"
+                " so the value that it marks would flow back to an earlier stage.\n"
+                "  Mark stage ends in the forward pass only, once per microbatch."
+            )
+        if kind == "backward":
+            early.append(number[id(node)])
+        if early:
+            earliest.update(dict.fromkeys(node.eqn.outvars, min(early)))
+
+
+def check_marks_are_used(body: Body):
+    """Drops what nothing needs; a forward mark among it is a mistake."""
+    effects = [v for n in body.nodes if n.eqn.effects for v in n.eqn.outvars + n.eqn.invars]
+    live = body.ancestors([*body.outvars, *effects]) | {id(n) for n in body.nodes if n.eqn.effects}
+    for node in body.nodes:
+        if node.eqn.primitive is not mark_p or node.eqn.params["kind"] != "forward":
+            continue
+        if id(node) not in live:
+            raise StageError(
+                f"mark_stage_end at {compat.source_line(node.eqn)}: nobody uses its result, so no stage ends there.\n"
+                "  Use the values that it returns: x = mark_stage_end(x)."
+            )
+        if compat.called_from(node.eqn, "process_custom_vjp_call"):
+            raise StageError(
+                f"mark_stage_end inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end there.\n"
+                "  Mark the stage end outside of the function with a custom derivative."
+            )
+    body.nodes = [n for n in body.nodes if id(n) in live]
+    body.producer = {v: n for n in body.nodes for v in n.eqn.outvars}
+
+
+def _check_number_of_marks(forward, schedule):
+    stages, found = schedule.num_stages, len(forward)
+    if found in (stages - 1, stages):
+        return
+    lines = "".join(f"\n    {compat.source_line(n.eqn)}" for n in forward[:8])
+    more = f"\n    … and {found - 8} more" if found > 8 else ""
+    want = f"{stages - 1} or {stages}" if stages > 1 else "no mark, or 1"
+    raise StageError(
+        f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"
+        f" in a microbatch; found {found}{':' if found else '.'}{lines}{more}\n"
+        "  Call mark_stage_end at the end of each stage (the last may be left out), on values that are used afterwards."
+    )
+
+
+def _number_marks(nodes, forward) -> dict[int, int]:
+    """The boundary of every mark. Marks from a cached inner jaxpr share an id: backward ones then pair with
+    forward ones from the last to the first, which is the order of a backward pass.
+    """
+    number = {id(n): k for k, n in enumerate(forward)}
+    by_id = defaultdict(list)
+    for node in forward:
+        by_id[node.eqn.params["id"]].append(number[id(node)])
+    for kind, step in (("backward", -1), ("tangent", 1)):
+        queues = {mark: list(ks)[::step] for mark, ks in by_id.items()}
+        for node in nodes:
+            if node.eqn.params["kind"] == kind:
+                queue = queues[node.eqn.params["id"]]
+                number[id(node)] = queue.pop(0) if len(queue) > 1 else queue[0]
+    return number

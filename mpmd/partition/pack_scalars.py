@@ -1,0 +1,148 @@
+"""Scalars that cross between groups outside of the loops, packed: one transfer per pair of groups and level.
+
+Norms, metrics and counters are many (one per parameter, often) and small, and a transfer costs the same for four bytes
+as for a thousand. The group that makes them joins their bits in one vector of words; the group that reads them takes
+them out again, in a segment that it runs anyhow where there is one.
+"""
+
+import functools
+from collections import defaultdict
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.partition.outline import Transfer
+from mpmd.tracing.trace import trace_equations
+
+_END = 1 << 30  # the level of what the step returns
+
+
+class Packed(NamedTuple):
+    """Transfers with packed scalars, and the equations that pack and unpack them.
+
+    Attributes:
+      transfers: all transfers that remain.
+      last: per (level, group), equations that a segment runs at its end.
+      first: per (level, group), equations that a segment runs at its beginning.
+      readers: per (packed vector, group), the level at which it is read.
+      sizes: per packed vector, how many scalars it holds.
+    """
+
+    transfers: list[Transfer]
+    last: dict[tuple[int, int], list]
+    first: dict[tuple[int, int], list]
+    readers: dict[tuple[compat.Var, int], set[int]]
+    sizes: dict[compat.Var, int]
+
+
+def pack_scalars(transfers: list[Transfer], readers, segments: set[tuple[int, int]], loop_levels: set[int]) -> Packed:
+    """Packs the scalars among transfers.
+
+    Args:
+      transfers: what crosses outside of the loops.
+      readers: per variable and group, the levels at which it is read there.
+      segments: (level, group) of every segment.
+      loop_levels: the levels of the loops.
+    """
+    together: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+    for t in transfers:
+        until = min(readers[t.var, t.target])
+        if t.level < 0 or not _is_packable(t.var.aval):
+            continue
+        if _unpack_level(t, until, segments, loop_levels) is not None:
+            together[t.source, t.target, t.level].append(t)
+    packed = Packed([], defaultdict(list), defaultdict(list), {}, {})
+    vectors: dict[tuple, compat.Var] = {}
+    gone: set[Transfer] = set()
+    for (source, target, level), members in together.items():
+        if len(members) < 2:
+            continue
+        gone.update(members)
+        values = tuple(t.var for t in members)
+        if (source, level, values) not in vectors:
+            eqns, (vector,) = trace_equations(_join, *values)
+            assert isinstance(vector, compat.Var)
+            packed.last[level, source] += eqns
+            vectors[source, level, values] = vector
+            packed.sizes[vector] = len(values)
+        vector = vectors[source, level, values]
+        until = min(min(readers[t.var, target]) for t in members)
+        at = _unpack_level(members[0], until, segments, loop_levels)
+        assert at is not None
+        packed.first[at, target] += _unpack(vector, values)
+        packed.readers[vector, target] = {at}
+        packed.transfers.append(Transfer(vector, source, target, level))
+    packed.transfers[:0] = [t for t in transfers if t not in gone]
+    return packed
+
+
+def _unpack_level(t: Transfer, until: int, segments, loop_levels) -> int | None:
+    """The level at which the target takes its scalars out: in its next segment, if no reader comes before that."""
+    own = sorted(level for level, g in segments if g == t.target and t.level < level <= until)
+    if own:
+        return own[0]
+    level = t.level + 1
+    while level in loop_levels:
+        level += 1
+    return level if level <= until else None
+
+
+_WORDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+          "float16", "bfloat16", "float32", "float64"}  # fmt: skip
+
+
+def _is_packable(aval) -> bool:
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return (
+        getattr(aval, "shape", None) == ()
+        and str(aval.dtype) in _WORDS
+        and compat.memory_kind(aval) is None
+        and not (spec is not None and (spec.unreduced or spec.reduced))
+    )
+
+
+def _join(*scalars):
+    return jnp.concatenate([_to_words(x) for x in scalars])
+
+
+def _to_words(x):
+    if x.dtype == np.bool_:
+        return x.astype(np.uint32)[None]
+    bits = x.dtype.itemsize * 8
+    if bits == 64:
+        return jax.lax.bitcast_convert_type(x, np.uint32)
+    return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(np.uint32)[None]
+
+
+def _from_words(words, dtype):
+    if dtype == np.bool_:
+        return words[0] != 0
+    bits = dtype.itemsize * 8
+    if bits == 64:
+        return jax.lax.bitcast_convert_type(words, dtype)
+    return jax.lax.bitcast_convert_type(words[0].astype(f"uint{bits}"), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _splitter(dtypes: tuple[np.dtype, ...]):
+    """The function that takes scalars of these types out of a vector; one object, so that JAX traces it once."""
+
+    def split(vector):
+        found, start = [], 0
+        for dtype in dtypes:
+            num = 2 if dtype.itemsize == 8 else 1
+            found.append(_from_words(vector[start : start + num], dtype))
+            start += num
+        return found
+
+    return split
+
+
+def _unpack(vector, values) -> list:
+    """The equations that take values out of a vector, under their own names."""
+    eqns, outs = trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector)
+    own = dict(zip(outs, values, strict=True))
+    return [e.replace(outvars=[own.get(v, v) for v in e.outvars]) for e in eqns]

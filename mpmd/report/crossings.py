@@ -1,0 +1,56 @@
+"""What crosses between groups outside of the loops, why, and at which line of the user's."""
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+
+_SHOWN = 8
+_SMALL = 64  # elements; a smaller argument is worth no warning
+
+
+def crossing_lines(outline: Outline, nbytes_text) -> list[str]:
+    """A line for each of the largest values that cross outside of the loops, and a warning for each parameter.
+
+    Args:
+      outline: the placed step.
+      nbytes_text: shows a number of bytes.
+    """
+    transfers = sorted(
+        (i for i in outline.items if isinstance(i, Transfer)), key=lambda t: -equations.nbytes(t.var.aval)
+    )
+    if not transfers:
+        return []
+    sizes = [nbytes_text(equations.nbytes(t.var.aval)) for t in transfers]
+    total = nbytes_text(sum(equations.nbytes(t.var.aval) for t in transfers))
+    lines = [f"outside of the loops {total} cross in {len(transfers)} transfers a step:"]
+    for t, size in list(zip(transfers, sizes, strict=True))[:_SHOWN]:
+        shown = f"{outline.names[t.var]} {t.var.aval.str_short(short_dtypes=True)} ({size})"
+        lines.append(f"  {shown} from group {t.source} to {t.target}: {_reason(outline, t)}")
+    if len(transfers) > _SHOWN:
+        lines.append(f"  … and {len(transfers) - _SHOWN} more, of at most {sizes[_SHOWN]}")
+    arguments = set(outline.trace.jaxpr.invars)
+    for t, size in zip(transfers, sizes, strict=True):
+        if t.var in arguments and equations.size(t.var.aval) > _SMALL:
+            lines.append(
+                f"warning: the argument {outline.names[t.var]} ({size}) is sent from group {t.source} to {t.target} in"
+                f" every call: {_reason(outline, t)}.\n"
+                f"  Keep it in group {t.target} too (in_shardings), or let that line read the arrays of one group."
+            )
+    return lines
+
+
+def _reason(outline: Outline, transfer: Transfer) -> str:
+    """Who reads a value that was sent: an equation of the user's, a stage, packed scalars or the caller."""
+    if (num_scalars := outline.packed.get(transfer.var, 0)) > 0:
+        return f"{num_scalars} scalars, packed"
+    for item in outline.items:
+        if isinstance(item, Segment) and item.group == transfer.target and transfer.var in item.reads:
+            eqn = next(e for e in item.eqns if transfer.var in e.invars)
+            return f"{eqn.primitive.name} reads it, at {compat.source_line(eqn)}"
+        if isinstance(item, Loop) and transfer.target in item.needs().get(transfer.var, ()):
+            stages = sorted(
+                {t.place.stage for t in item.partition.tasks
+                 if transfer.var in t.operands and item.group(t.place) == transfer.target}
+            )  # fmt: skip
+            return f"stage {', '.join(map(str, stages))} of the loop reads it"
+    return "the step returns it there"

@@ -1,0 +1,43 @@
+"""The text of a compiled step's programs, as they go to XLA and as it compiled them."""
+
+from collections.abc import Iterator
+
+from mpmd.compile.compiler import Executable
+from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.partition.graph import Place
+
+DIALECTS = ("hlo", "stablehlo")
+
+
+def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: str | None) -> str:
+    """The programs of tasks (of segments too where neither stage nor kind is given), each under a line that names it.
+
+    Raises:
+      ValueError: there is no such dialect, or no such task.
+    """
+    if dialect not in (None, *DIALECTS):
+        raise ValueError(f"as_text: dialect={dialect!r}. Pass one of {', '.join(map(repr, DIALECTS))}.")
+    tasks = [(place, e) for loop in programs.loops for place, e in _executables(loop)]
+    chosen = [e for place, e in tasks if stage in (None, place.stage) and kind in (None, place.kind)]
+    if stage is None and kind is None:
+        chosen += programs.segments.values()
+    if not chosen:
+        asked = ", ".join(f"{n}={x!r}" for n, x in (("stage", stage), ("kind", kind)) if x is not None)
+        has = ", ".join(dict.fromkeys(str(place) for place, _ in tasks)) or "no tasks, since it has no treduce loop"
+        raise ValueError(f"as_text: no task has {asked or 'a program'}. The step has {has}.")
+    return "\n\n".join(_text(e, dialect or "hlo") for e in chosen)
+
+
+def _executables(loop: LoopProgram) -> Iterator[tuple[Place, Executable]]:
+    return ((place, t.executable) for place, t in loop.tasks.items() if t.executable is not None)
+
+
+def _text(executable: Executable, dialect: str) -> str:
+    run = executable.runs
+    names = ", ".join(d.name for d in run)
+    if len(run) > 1:
+        note = f" runs as {len(run)} programs one after the other: {names}"
+    else:
+        note = "" if names == executable.name else f" runs the same program as {names}"
+    found = [d.text(dialect, executable.name if len(run) == 1 else d.name) for d in run]
+    return "\n".join([f"// {executable.name}{note}", *found])

@@ -1,0 +1,212 @@
+"""Processes compare their plans before the first step: each builds its own, and all must be the same.
+
+A difference would be a hang, or worse, wrong numbers: collectives in another order can pass unnoticed.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.compile.step import StepPrograms
+from mpmd.errors import ScheduleError
+from mpmd.job.job import Job
+from scheduler import Program
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+# A difference is shown with this much of each side.
+_MAX_SHOWN = 160
+_MAX_HASHED_BYTES = 64_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a process is about to run, as named texts that must be the same in all of them."""
+
+    sections: dict[str, str]
+
+    @property
+    def short(self) -> str:
+        """Its last arguments, which tend to be the data."""
+        lines = [line.rpartition(" in groups")[0] for line in self.sections["arguments"].splitlines()]
+        return ("... " if len(lines) > 2 else "") + ", ".join(lines[-2:])
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """A short hash of each section."""
+        return {name: f"{zlib.crc32(text.encode()):08x}{len(text):x}" for name, text in self.sections.items()}
+
+
+def plan_of(programs: StepPrograms, program: Program) -> Plan:
+    """The plan of a compiled step, from what the user wrote to what runs."""
+    trace = programs.outline.trace
+    mesh = programs.mesh
+    arguments = zip(
+        trace.in_names,
+        trace.jaxpr.invars[len(trace.consts) :],
+        programs.outline.inputs[len(trace.consts) :],
+        strict=True,
+    )
+    lines = [f"{name}: {v.aval.str_short()} in groups {sorted(groups)}" for name, v, groups in arguments]
+    loops = [loop.loop.partition.info for loop in programs.loops]
+    names = programs.outline.names
+    layouts = [f"{names[v]}: {programs.layouts[v]}" for v in trace.jaxpr.invars]
+    return Plan(
+        {
+            "devices": "\n".join(f"group {g}: {_devices(m)}" for g, m in enumerate(mesh.groups)),
+            "arguments": "\n".join(lines),
+            "loops": "\n".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops),
+            "constants": "\n".join(map(_value, trace.consts)),
+            "the step's equations": _ADDRESS.sub("0x", str(trace.jaxpr)),
+            "layouts": "\n".join(layouts),
+            "instructions": f"{program}\n{sorted(program.nbytes.items())}",
+            "JAX's configuration": _ADDRESS.sub("0x", str(compat.trace_context())),
+        }
+    )
+
+
+def _devices(mesh: Mesh) -> str:
+    return f"{dict(mesh.shape)} {[(d.process_index, d.id) for d in mesh.devices.flat]}"
+
+
+def _value(x) -> str:
+    """A captured constant: its type and a hash of its value."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return f"{x.dtype}{list(x.shape)} {zlib.crc32(np.asarray(data).tobytes()):08x}"
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def agree(job: Job, plan: Plan, ranks: Sequence[int]) -> int:
+    """Makes sure that all of `ranks` are about to run the same; returns a number for it that all get alike.
+
+    Raises:
+      ScheduleError: the plans differ; it says in what, and where. In every process.
+    """
+    number = job.new_number(ranks, f"the first call of a step with {plan.short}")
+    said = job.exchange("comparing plans", json.dumps(plan.hashes), ranks)
+    hashes = {rank: json.loads(text) for rank, text in said.items()}
+    first = min(ranks)
+    different = {rank: [n for n in plan.sections if h.get(n) != hashes[first][n]] for rank, h in hashes.items()}
+    different = {rank: names for rank, names in different.items() if names}
+    if not different:
+        return number
+    name = next(n for n in plan.sections if any(n in names for names in different.values()))
+    texts = job.exchange("saying how plans differ", plan.sections[name][:1_000_000], ranks)
+    rank = next(r for r, names in different.items() if name in names)
+    raise ScheduleError(
+        f"the processes are about to run different programs: {name} of rank {rank} differ from those of rank {first}.\n"
+        f"{_difference(texts[first], texts[rank], first, rank)}\n"
+        "  Every process must call the same step with arguments of the same shapes, in the same order"
+        " (a different seed, data shape, option or code version makes another program)."
+    )
+
+
+def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
+    """The first line in which two texts differ."""
+    lines_a, lines_b = a.splitlines(), b.splitlines()
+    length = max(len(lines_a), len(lines_b))
+    lines_a += [""] * (length - len(lines_a))
+    lines_b += [""] * (length - len(lines_b))
+    line = next((i for i in range(length) if lines_a[i] != lines_b[i]), 0)
+    pair = [(rank_a, lines_a), (rank_b, lines_b)]
+    return "\n".join(f"  rank {r}: {lines[line].strip()[:_MAX_SHOWN] or '(nothing)'}" for r, lines in pair if length)
+
+
+def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[Any], ranks) -> None:
+    """Makes sure that host arrays, which every process gives, are the same in those that use them.
+
+    At the first call of a step: a seed that depends on the process would go unnoticed. Of arrays over 64 MB a part is
+    looked at. Where one differs in processes that do not use it, the first process warns.
+
+    Raises:
+      ScheduleError: some differ; in every process.
+    """
+    given = [
+        (_given(x), bool(set(s.groups) & set(s.mpmd_mesh.local_groups))) for x, s in zip(values, shardings, strict=True)
+    ]
+    said = {r: json.loads(text) for r, text in job.exchange("comparing arguments", json.dumps(given), ranks).items()}
+    faults, unlike = [], []
+    for i, name in enumerate(names):
+        first: dict[str, int] = {}
+        used: dict[str, int] = {}
+        for rank, theirs in said.items():
+            value, is_used = theirs[i]
+            if value is not None:
+                first.setdefault(value, rank)
+                if is_used:
+                    used.setdefault(value, rank)
+        if len(used) > 1:
+            faults.append(f"  {name}: ranks {' and '.join(map(str, sorted(used.values())[:2]))} have different values")
+        elif len(first) > 1:
+            unlike.append(f"{name} (rank {min(used.values(), default=0)} uses its own)")
+    if unlike and job.rank == min(ranks) and not faults:
+        more = f" and {len(unlike) - 3} more" if len(unlike) > 3 else ""
+        warnings.warn(
+            f"mpmd: the processes gave different host arrays to the step: {', '.join(unlike[:3])}{more}. Each is taken"
+            " from the processes whose groups use it; if they come from one batch, load the same in every process.",
+            stacklevel=2,
+        )
+    if faults:
+        more = [f"  … and {len(faults) - 5} more"] if len(faults) > 5 else []
+        raise ScheduleError(
+            "the processes gave different host arrays to the step:\n" + "\n".join([*faults[:5], *more]) + "\n"
+            "  Host arrays are given alike in every process. What each has a part of is an MpmdArray, or a jax.Array"
+            " made by jax.make_array_from_process_local_data."
+        )
+
+
+def _given(x) -> str | None:
+    """A hash of a host value; None for what lies in groups or over processes already."""
+    if isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    data = np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    step = 1 + data.nbytes // _MAX_HASHED_BYTES
+    return f"{zlib.crc32(np.ascontiguousarray(data.reshape(-1)[::step]).tobytes()):08x}"
+
+
+def _is_key(x) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def warm_up(job: Job, mesh: MpmdMesh, ranks: Sequence[int]) -> None:
+    """Runs one small collective in every group that spans processes, in one order.
+
+    The first collective of a set of processes is a rendezvous with a fixed limit of 30 s, and one that others
+    may meet in another order; so it happens here, where all have just met.
+    """
+    spread = [g for g, processes in enumerate(mesh.processes) if len(processes) > 1]
+    if not spread:
+        return
+    job.exchange("meeting before the first collective", "", ranks)
+    for group in spread:
+        if group in mesh.local_groups:
+            _meet(mesh.groups[group])
+
+
+def _meet(mesh: Mesh) -> None:
+    """A sum over all devices of a mesh, and one over each of its axes."""
+    names = tuple(mesh.axis_names)
+    sharding = NamedSharding(mesh, PartitionSpec(names))
+    ones = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.ones((mesh.size,), np.float32)[index])
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(names), out_specs=PartitionSpec(names))
+    def sums(x):
+        for axes in (names, *((n,) for n in names if mesh.shape[n] > 1)):
+            x = jax.lax.pcast(jax.lax.psum(x, axes), axes, to="varying")
+        return x
+
+    with compat.use_mesh(mesh):
+        jax.block_until_ready(jax.jit(sums)(jnp.asarray(ones)))

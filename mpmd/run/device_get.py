@@ -1,0 +1,110 @@
+"""Host values of arrays, on every process, wherever the arrays lie."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.mesh import Device
+from mpmd.job import joining
+from mpmd.job.job import Job
+from mpmd.job.wires import NUMBER_BITS
+from mpmd.run.routes import Route
+
+
+@compat.api_boundary
+def device_get(tree):
+    """The values of a tree of MpmdArrays and jax.Arrays on the host.
+
+    In several processes every one of them calls it with the same tree, and every one gets all values; what a process
+    lacks comes from those that have it. (Scalars that a step returns are in every process already; reading those
+    needs no such call.)
+
+    Args:
+      tree: a pytree; other leaves are returned as they are.
+
+    Returns:
+      The same tree with numpy arrays. All copies are started before the first is waited for.
+
+    Raises:
+      RuntimeError: an array was deleted.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> mpmd.device_get({"loss": jnp.float32(2.0)})["loss"] + 1
+      np.float32(3.0)
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    job = joining.current() if arrays else None
+    away = [i for i in arrays if job is not None and len(_readers(leaves[i])) < job.num_ranks]
+    if job is not None and away:
+        for i, value in zip(away, _gather(job, [leaves[i] for i in away]), strict=True):
+            leaves[i] = value
+    here = [x._host_readable() if isinstance(x, MpmdArray) else x for x in leaves]
+    return jax.tree.unflatten(treedef, jax.device_get(here))
+
+
+def _readers(x: MpmdArray | jax.Array) -> set[int]:
+    """The processes that have all of an array; the same answer everywhere."""
+    shardings = (
+        [x.mpmd_sharding.group_sharding(g) for g in x.mpmd_sharding.groups]
+        if isinstance(x, MpmdArray)
+        else [x.sharding]
+    )
+    found: set[int] = set()
+    for sharding in shardings:
+        processes = {d.process_index for d in sharding.device_set}
+        if is_plain(x) and len(processes) == 1:
+            return set(range(jax.process_count()))  # each process has one of its own
+        if len(processes) == 1 or sharding.is_fully_replicated:
+            found |= processes
+    return found
+
+
+def _gather(job: Job, leaves) -> list[Any]:
+    """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
+    for x in leaves:
+        if x.is_deleted():
+            raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
+    ranks = range(job.num_ranks)
+    base = job.new_number(ranks, "mpmd.device_get, which every process must call") << NUMBER_BITS
+    with job.as_a_whole():
+        arriving = _exchanged(job, leaves, base)
+    values = [x if isinstance(x, MpmdArray) else np.asarray(x) if _is_plain(x) else x for x in arriving]
+    job.exchange("finishing device_get", "", ranks)
+    return values
+
+
+def _exchanged(job: Job, leaves, base: int) -> list[Any]:
+    """Each array as it is, or where this process lacks some of it an array of this process that will have all."""
+    first_device: dict[int, Device] = {}
+    for device in sorted(jax.devices(), key=lambda d: d.id):
+        first_device.setdefault(device.process_index, device)
+    count, arriving = 0, []
+    for x in leaves:
+        source = x.mpmd_sharding.group_sharding(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x.sharding
+        part = x._arrays.get(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x
+        readers, value = _readers(x), None
+        for rank in range(job.num_ranks):
+            if rank in readers:
+                continue
+            mesh = Mesh(np.array([first_device[rank]]), ("device",))
+            route = Route(
+                job, source, NamedSharding(mesh, PartitionSpec()), x, count, False, f"device_get of {x!r:.60}"
+            )
+            count += route.num_pieces
+            if rank == job.rank:
+                value = route.carry(part, base)
+            elif route.outgoing:
+                route.carry(part, base)
+        arriving.append(x if value is None else value)
+    return arriving
+
+
+def _is_plain(x) -> bool:
+    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)

@@ -1,0 +1,71 @@
+"""Which donated arguments a step makes use of, and the deletion of those."""
+
+import sys
+import warnings
+from collections import Counter
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.compile.step import StepPrograms
+from mpmd.partition import equations
+
+
+def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
+    """The donated arguments whose memory a program takes over or a result of their type can have.
+
+    JAX's rule, and its warning about the others: they stay as they are. An argument that the step does not read
+    stays too, without a warning.
+    """
+    outline = programs.outline
+    trace = outline.trace
+    args = trace.jaxpr.invars[len(trace.consts) :]
+    taken = frozenset().union(*programs.donated.values())
+    room = Counter(_type(v) for v, _ in outline.outputs)
+    found, others = set(), []
+    for i in sorted(donated, key=lambda i: args[i] not in taken):
+        if args[i] in taken or room[_type(args[i])] > 0:
+            room[_type(args[i])] -= 1
+            found.add(i)
+        else:
+            others.append(i)
+    read = set(equations.variables([*trace.jaxpr.outvars, *(v for e in trace.jaxpr.eqns for v in e.invars)]))
+    if unused := [f"{args[i].aval.str_short()} ({trace.in_names[i]})" for i in sorted(others) if args[i] in read]:
+        warnings.warn(
+            f"Some donated buffers were not usable: {', '.join(unused)}.\n"
+            "No result has their type. See an explanation at https://docs.jax.dev/en/latest/faq.html#buffer-donation.",
+            stacklevel=_users_frame(),
+        )
+    return frozenset(i for i in found if args[i] in read)
+
+
+def _users_frame() -> int:
+    """How many frames above its caller the user's code is: the `stacklevel` of a warning there."""
+    package = __file__.rpartition("/")[0]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((package, jax.__path__[0])):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _type(v):
+    return getattr(v.aval, "shape", None), str(v.aval.dtype), compat.memory_kind(v.aval)
+
+
+def consume(leaf, placed, kept, shared: bool):
+    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
+    if isinstance(leaf, MpmdArray):
+        leaf._consume()
+        return
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted() or any(id(a) in kept for a in placed.values()):
+        return
+    if shared and not _buffers([leaf]).isdisjoint(_buffers(kept.values())):
+        return  # where groups share devices, a transfer may have made it part of a result
+    leaf.delete()
+
+
+def _buffers(arrays) -> set[int]:
+    """Addresses of the shards that arrays have here."""
+    live = (a for a in arrays if not a.is_deleted() and not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended))
+    return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}

@@ -1,0 +1,163 @@
+"""Bounds how far a group runs ahead of another one that it sends to.
+
+In training nothing else is needed: forward passes wait for parameters, and these for gradients. In a loop that only
+goes forward, and in a step without a loop, nothing holds a fast stage up: it would start all its tasks, of later steps
+too, and each value that it sends is kept until it is taken. So the receiver says after every few values that it has
+come this far, and the sender goes no further ahead than that. The receiver in turn waits for its own tasks.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from mpmd.compile.program import edge_name
+from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.job.job import Job
+from mpmd.job.wires import NUMBER_BITS
+from scheduler import Program, Value
+
+# From one word of the receiver to the next; a sender is at most three times as far ahead.
+_FEWEST, _MOST = 4, 256  # values
+_BYTES = 16 << 20  # of small values
+
+
+class Tasks:
+    """A receiving group's tasks: `wait` returns when all but the latest few are done."""
+
+    def __init__(self):
+        self.every = _MOST
+        self._count = 0
+        self._done: deque[jax.Array] = deque()
+
+    def counted(self, fun: Callable) -> Callable:
+        """`fun`, an executable of the group."""
+
+        def run(*args):
+            results = fun(*args)
+            self._count += 1
+            if self._count % self.every == 0 and len(results):
+                self._done.append(_after(results[-1].addressable_shards[0].data))
+            return results
+
+        return run
+
+    def wait(self) -> None:
+        while len(self._done) > 1:
+            self._done.popleft().block_until_ready()
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _after(x):
+    """A value that is there as soon as `x` is; `x` may be donated meanwhile."""
+    return False
+
+
+class Flow:
+    """The values that one group sends to another, as one process of either sees them.
+
+    Args:
+      senders, receivers: the processes of both groups.
+      tasks: of the receiving group.
+    """
+
+    def __init__(self, job: Job, name: str, senders: Iterable[int], receivers: Iterable[int], tasks: Tasks):
+        self._job, self._name, self.tasks = job, name, tasks
+        self._senders, self._receivers = tuple(senders), tuple(receivers)
+        self.every = _MOST
+        self.per_step = 0  # values
+        self.pieces_per_step = 1
+
+    def sending(self, carry: Callable) -> Callable:
+        """`carry`, which sends the next value of a step."""
+        index = self._next()
+
+        def send(x: Any, base: int):
+            count = self._count(index, base)
+            if count % self.every == 0 and count >= 2 * self.every:
+                for rank in self._receivers:
+                    key = self._key(count - 2 * self.every, base, self._job.rank, rank)
+                    self._job.find(key, f"waiting to send more to {self._name}, which is the turn", rank)
+                    self._job.store.key_value_delete(key)
+            return carry(x, base)
+
+        return send
+
+    def receiving(self, carry: Callable) -> Callable:
+        """`carry`, which receives the next value of a step."""
+        index = self._next()
+
+        def receive(x: Any, base: int):
+            if self._count(index, base) % self.every == 0:
+                self.tasks.wait()
+            self._say(index, base)
+            return carry(x, base)
+
+        receive.give_up = functools.partial(self._say, index)  # pyright: ignore[reportFunctionMemberAccess]
+        return receive
+
+    def _say(self, index: int, base: int) -> None:
+        count = self._count(index, base)
+        if count % self.every == 0:
+            for rank in self._senders:
+                self._job.store.key_value_set(self._key(count, base, rank, self._job.rank), "", allow_overwrite=True)
+
+    def _next(self) -> int:
+        self.per_step += 1
+        return self.per_step - 1
+
+    def _count(self, index: int, base: int) -> int:
+        """How many values came before, over all steps."""
+        return (base & ((1 << NUMBER_BITS) - 1)) // self.pieces_per_step * self.per_step + index
+
+    def _key(self, count: int, base: int, sender: int, receiver: int) -> str:
+        return f"mpmd/ahead/{base >> NUMBER_BITS}/{self._name}/{count}/{sender}/{receiver}"
+
+
+class Limits:
+    """Which transfers of a program are held up, and by what."""
+
+    def __init__(self, job: Job, programs: StepPrograms, program: Program):
+        self._job, self._mesh, self._nbytes = job, programs.mesh, program.nbytes
+        one_way = [loop.loop for loop in programs.loops if _only_goes_forward(loop)]
+        self._in_one_way = {edge_name(loop, v) for loop in one_way for v in loop.partition.names}
+        self._is_one_way = len(one_way) == len(programs.loops)
+        self._flows: dict[tuple[int, int], Flow] = {}
+        self._tasks: dict[int, Tasks] = {}
+
+    def flow(self, source: int, target: int, value: Value) -> Flow | None:
+        """What holds up a transfer; None where the schedule does."""
+        senders, receivers = self._mesh.processes[source], self._mesh.processes[target]
+        if not set(senders).isdisjoint(receivers):
+            return None
+        if not (self._is_one_way or value.name in self._in_one_way):
+            return None
+        if (source, target) not in self._flows:
+            tasks, name = self._tasks.setdefault(target, Tasks()), f"group {target} from group {source}"
+            self._flows[source, target] = Flow(self._job, name, senders, receivers, tasks)
+        flow = self._flows[source, target]
+        flow.every = min(flow.every, max(_FEWEST, _BYTES // max(1, self._nbytes.get(value.name, 0))))
+        flow.tasks.every = min(flow.tasks.every, flow.every)
+        return flow
+
+    def counted(self, group: int, fun: Callable) -> Callable:
+        """An executable of a group, counted if the group is waited for."""
+        return self._tasks[group].counted(fun) if group in self._tasks else fun
+
+    def close(self, num_pieces: int) -> None:
+        """All transfers have been seen."""
+        for flow in self._flows.values():
+            flow.pieces_per_step = num_pieces
+
+
+def _only_goes_forward(loop: LoopProgram) -> bool:
+    return all(place.kind == "F" or task.executable is None for place, task in loop.tasks.items())
+
+
+def give_up(ops: Iterable[tuple], base: int) -> None:
+    """A step ends on the way: nobody need wait until this process receives the rest of it."""
+    for _, fun, *_ in ops:
+        if hasattr(fun, "give_up"):
+            fun.give_up(base)

@@ -1,0 +1,1 @@
+"""From a user's step and its arguments to one flat jaxpr."""

@@ -1,0 +1,281 @@
+"""What a step is called with: names, types and layouts of its arguments, and the checks on them."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.layouts import fit, memory_kind, shortest
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.errors import StageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call, flat."""
+
+    num_args: int
+    fixed: tuple[tuple[Any, type, Any], ...]  # static ones: position or name, type, value
+    leaves: list
+    tree: Any
+    types: tuple
+    key: Any
+
+    @property
+    def static_positions(self) -> set[int]:
+        """Positions of the static arguments."""
+        return {where for where, _, _ in self.fixed if isinstance(where, int)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """What is known of an argument's (or result's) layout before the step is placed."""
+
+    groups: frozenset[int] | None = None
+    layout: tuple[PartitionSpec, str | None] | None = None
+
+
+def leaf_type(x, explicit):
+    """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        _check_is_array("an argument", x)
+        aval = compat.shaped_array(x)
+        return aval.shape, aval.dtype, aval.weak_type, ()
+    sharding = getattr(x, "mpmd_sharding", None) or getattr(x, "sharding", None) if explicit else None
+    spec = _only(sharding.spec, explicit) if isinstance(sharding, (NamedSharding, MpmdSharding)) else ()
+    return (
+        x.shape,
+        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
+        getattr(x, "weak_type", False),
+        spec,
+    )
+
+
+def _only(spec, names) -> tuple:
+    """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
+    entries = []
+    for entry in spec:
+        kept = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in names)
+        entries.append(kept or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
+    """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
+    shape, dtype, weak, _ = leaf_type(x, frozenset())
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    spec, kind = hint.layout or (PartitionSpec(), None)
+    typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit - {mpmd_axis})))
+    sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or explicit else None
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
+    """What the user's sharding, or else the argument `x` itself, says of its layout; a result has just its `aval`."""
+    if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
+        wish = x.mpmd_sharding
+    if (
+        wish is None
+        and (is_plain(x) or isinstance(x, jax.ShapeDtypeStruct))
+        and isinstance(x.sharding, (NamedSharding, MpmdSharding))
+    ):
+        wish = x.sharding
+        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.tracing_mesh().axis_names):
+            return Hint()
+        if isinstance(wish, NamedSharding) and not _only(
+            wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
+        ):
+            return Hint()
+        if isinstance(wish, NamedSharding):  # what the array says is a hint: as far as it fits
+            fitted = fit((wish.spec, None), mesh.groups[0], x.shape)
+            return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), memory_kind(wish)))
+    if wish is None:
+        return Hint()
+    hint = _wished(wish, mesh, name)
+    _check_layout_fits(hint, x if aval is None else aval, mesh, name)
+    return hint
+
+
+def _check_layout_fits(hint: Hint, x, mesh: MpmdMesh, name: str):
+    """A sharding that the user gave must have the rank of the array and divide it, in every group that may hold it."""
+    assert hint.layout is not None
+    spec, kind = hint.layout
+    shape = tuple(getattr(x, "shape", ()))
+    for group in sorted(hint.groups or [0]):
+        try:
+            if len(spec) > len(shape):
+                raise ValueError(f"It names {len(spec)} array axes.")
+            NamedSharding(mesh.groups[group], spec, memory_kind=kind).shard_shape(shape)
+        except (ValueError, IndexError) as e:
+            raise ValueError(
+                f"mpmd.jit: the sharding {spec} of {name} does not fit its shape {shape} in group {group}.\n  {e}"
+            ) from None
+
+
+def _wished(wish, mesh: MpmdMesh, name: str) -> Hint:
+    """The user's sharding of one argument or result."""
+    if isinstance(wish, MpmdSharding):
+        if wish.mpmd_mesh != mesh:
+            raise ValueError(
+                f"mpmd.jit: {name} is of another mesh than the step's: {_meshes(wish.mpmd_mesh, mesh)}.\n"
+                "  Bring a state to the step's groups first: reshard.mpmd_to_mpmd_reshard(state, shardings)."
+                " Shardings are in the .input_shardings of the step, compiled for jax.ShapeDtypeStruct(shape, dtype)."
+            )
+        return Hint(wish.mesh_ids or frozenset([0]), (wish.spec, wish.memory_kind))
+    if isinstance(wish, (NamedSharding, PartitionSpec)):
+        kind = memory_kind(wish) if isinstance(wish, NamedSharding) else None
+        spec = wish.spec if isinstance(wish, NamedSharding) else wish
+        return Hint(None, (MpmdSharding(mesh, 0, spec).spec, kind))
+    raise TypeError(
+        f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
+    )
+
+
+def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
+    """Two meshes that differ, for messages."""
+    return f"on {other}, not {mesh}" if str(other) != str(mesh) else f"on other devices in {mesh}"
+
+
+def broadcast(shardings, tree, what, skip=(), total=None):
+    """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
+    if shardings is None:
+        return [None] * tree.num_leaves
+    if skip and isinstance(shardings, (tuple, list)) and len(shardings) == total:
+        shardings = tuple(s for i, s in enumerate(shardings) if i not in skip)
+
+    def is_leaf(x):
+        return x is None or isinstance(x, (MpmdSharding, jax.sharding.Sharding, PartitionSpec))
+
+    if isinstance(shardings, list):
+        shardings = tuple(shardings) if what == "in_shardings" else shardings
+    full = jax.tree.unflatten(tree, range(tree.num_leaves))
+    flat: list = [None] * tree.num_leaves
+
+    def fill(wish, part):
+        for i in jax.tree.leaves(part):
+            flat[i] = wish
+
+    try:
+        jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
+    except ValueError as e:
+        raise ValueError(
+            f"mpmd.jit: {what} is not a prefix of the step's"
+            f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
+        ) from None
+    return flat
+
+
+def argument_names(fun, call: Call):
+    """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
+    args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positions = [i for i in range(call.num_args) if i not in call.static_positions]
+    names = []
+    for i, arg in zip(positions, args, strict=True):
+        root = positional[i] if i < len(positional) else f"args[{i}]"
+        names += [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
+    for key in sorted(kwargs):
+        names += [key + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kwargs[key])[0]]
+    return names
+
+
+def check_leaves(leaves, names):
+    """Every argument is an array (or a number), and none is being traced."""
+    for x, name in zip(leaves, names, strict=True):
+        if isinstance(x, compat.Tracer):
+            raise StageError(
+                f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
+                "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
+            )
+        _check_is_array(name, x)
+
+
+def _check_is_array(name, x):
+    if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
+        raise TypeError(
+            f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
+            "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
+            " program."
+        )
+    if isinstance(x, (np.ndarray, np.generic)) and (x.dtype.kind in "OSUMm" or x.dtype.fields is not None):
+        raise TypeError(
+            f"mpmd.jit: {name} is a numpy array of dtype {x.dtype}, which JAX has no arrays of.\n"
+            "  Make it an array of numbers or booleans, or leave it out."
+        )
+
+
+def named_positions(fun, argnums, argnames, what: str) -> tuple[frozenset[int], frozenset[str]]:
+    """Arguments given by number (negative ones counted from the end of the signature) or name, by both.
+
+    Raises:
+      ValueError: the step has no such argument.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positions = {i + len(plain) if i < 0 else i for i in numbers}
+    many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if wrong := [i for i in positions if i < 0 or (i >= len(plain) and not many)]:
+        raise ValueError(
+            f"mpmd.jit: {what}_argnums has {wrong[0]}, but the step takes {len(plain)} positional arguments."
+        )
+    by_name = {p.name: i for i, p in enumerate(plain) if p.kind is not p.POSITIONAL_ONLY}
+    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    any_keyword = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [n for n in names if n not in by_name and n not in keywords and not any_keyword]:
+        raise ValueError(
+            f"mpmd.jit: {what}_argnames has {unknown[0]!r}, but the step's arguments are"
+            f" {', '.join([*by_name, *sorted(keywords)])}."
+        )
+    named = {n for n, i in by_name.items() if i in positions}
+    return frozenset(positions | {by_name[n] for n in names if n in by_name}), frozenset(named.union(names))
+
+
+def check_static(fixed):
+    """Static arguments are part of the program's key, so they must be hashable."""
+    for where, kind, value in fixed:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"mpmd.jit: static argument {where!r} is a {kind.__name__}, which cannot be hashed."
+            ) from None
+
+
+def donated_leaves(call: Call, positions, names) -> frozenset[int]:
+    """Flat positions of donated arguments, given by place or by name."""
+    args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
+    given = [i for i in range(call.num_args) if i not in call.static_positions]
+    donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
+    return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
+
+
+def zeros_of(aval):
+    """Zeros (or keys of zeros) of a type."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return compat.zero_keys(aval)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def short_type(x) -> str:
+    """A type as messages show it: `float32[2,3]`."""
+    shape, dtype, *_ = leaf_type(x, frozenset())
+    return f"{dtype}[{','.join(map(str, shape))}]"

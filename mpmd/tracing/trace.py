@@ -1,0 +1,361 @@
+"""The user's step, differentiated and traced once on an abstract mesh, as one flat jaxpr.
+
+Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so
+that what comes next can cut between any two equations. Marks must stand where a cut is possible: in a
+loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.errors import StageError
+from mpmd.ops.cross_group import place_p
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.ops.stage_end import mark_p, without
+from mpmd.ops.treduce import scan_loop, treduce_p
+from mpmd.tracing.named_schedules import with_schedules
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A traced step: what `mpmd.jit(...).trace` knows, before anything is cut.
+
+    Attributes:
+      jaxpr: one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
+      consts: their values.
+      in_tree, out_tree: structures of `(args, kwargs)` and of the result.
+      in_names, out_names: a path per flat input and output, for messages.
+    """
+
+    jaxpr: compat.Jaxpr
+    consts: tuple
+    in_tree: Any
+    out_tree: Any
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+
+    @property
+    def in_avals(self):
+        """Types of the arguments, without the captured constants."""
+        return [v.aval for v in self.jaxpr.invars[len(self.consts) :]]
+
+    @property
+    def num_marks(self) -> int:
+        """How many stage ends stand outside of loops."""
+        return sum(e.primitive is mark_p and e.params["kind"] == "forward" for e in self.jaxpr.eqns)
+
+    def __str__(self):
+        return str(self.jaxpr)
+
+
+def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: MpmdMesh) -> Trace:
+    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the whole `mpmd_mesh`.
+
+    Args:
+      fun: the user's step.
+      avals: a `ShapeDtypeStruct` per flat argument.
+      in_tree: the structure of `(args, kwargs)`.
+      in_names: a path per flat argument.
+      mpmd_mesh: the groups.
+    """
+    out_tree = None
+    out_names: tuple[str, ...] = ()
+
+    def flat(*leaves):
+        nonlocal out_tree, out_names
+        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+        out = fun(*args, **kwargs)
+        paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
+        out_names = tuple("result" + jax.tree_util.keystr(path) for path, _ in paths)
+        _check_results(fun, out_names, [x for _, x in paths])
+        return [x for _, x in paths]
+
+    whole, axis = mpmd_mesh.tracing_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
+    with compat.tracing(whole, frozenset(g.abstract_mesh for g in mpmd_mesh.groups), axis):
+        closed, jaxpr = _traced(flat, avals)
+    _check_axis(jaxpr, axis)
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
+    jaxpr = compat.new_jaxpr(jaxpr, eqns=with_schedules(jaxpr.eqns, mpmd_mesh.num_groups))
+    return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
+
+
+def _traced(flat: Callable, avals) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
+    """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
+    try:
+        closed = jax.make_jaxpr(flat)(*avals)
+    except _NEEDS_A_VALUE as e:
+        raise StageError(
+            f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
+            f"  {str(e).splitlines()[0]}\n"
+            "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+        ) from e
+    _check_no_leaks(closed)
+    jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
+    return closed, compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _users_line(error: BaseException) -> str:
+    """`file:line (function)` of the innermost frame that is neither JAX's nor ours."""
+    ours = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, compat) if module.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
+
+
+def _check_no_leaks(closed: compat.ClosedJaxpr):
+    """A traced value that was captured as if it were a constant has left the function that it belongs to."""
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if isinstance(value, compat.Tracer):
+            user = next((e for e in closed.jaxpr.eqns if var in e.invars), None)
+            where = "as a result" if user is None else f"at {compat.source_line(user)}"
+            raise StageError(
+                f"mpmd.jit: a {var.aval.str_short(short_dtypes=True)} of one microbatch (or of another traced function)"
+                f" is used outside of it, {where}: it was kept in a list, an attribute or a global variable.\n"
+                "  Return it from the function, with an operation such as mpmd.Concat."
+            )
+
+
+def _check_results(fun, names, leaves):
+    """Everything that a step returns is an array or a number."""
+    for name, x in zip(names, leaves, strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+            step = inspect.unwrap(fun)
+            code = getattr(step, "__code__", None)
+            where = "" if code is None else f", defined at {code.co_filename}:{code.co_firstlineno},"
+            raise StageError(
+                f"mpmd.jit: the step {getattr(step, '__name__', step)}{where} returns {name}, a {type(x).__name__},"
+                f" {x!r:.40}, which is no array.\n"
+                "  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."
+            )
+
+
+def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused."""
+    eqns: list[compat.JaxprEqn] = []
+    env: dict = {}
+    _inline_into(eqns, env, jaxpr.eqns, None)
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[_read(env, v) for v in jaxpr.outvars])
+
+
+def _read(env, v):
+    return v if isinstance(v, compat.Literal) else env.get(v, v)
+
+
+def _inline_into(out, env, eqns, outer):
+    """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
+    variables are made anew, since one cached jaxpr may be called many times).
+    """
+    for eqn in eqns:
+        eqn = eqn.replace(invars=[_read(env, v) for v in eqn.invars])
+        if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
+            eqn = _plain_loop(eqn)
+        if outer is not None:
+            eqn = compat.within(eqn, outer)
+        if len(eqn.invars) > 1 and eqn.primitive.name in _SEVERAL_AT_ONCE:
+            _inline_into(out, env, _one_by_one(eqn), outer)
+            continue
+        called = compat.called_jaxpr(eqn)
+        if (
+            called is None
+            and eqn.primitive is compat.jit_p
+            and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p))
+        ):
+            called = eqn.params["jaxpr"]
+        if called is not None:
+            inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
+            inner |= {v: _as_literal(v, c) for v, c in zip(called.jaxpr.constvars, called.consts, strict=True)}
+            _inline_into(out, inner, called.jaxpr.eqns, eqn)
+            env.update(zip(eqn.outvars, (_read(inner, v) for v in called.jaxpr.outvars), strict=True))
+            continue
+        if eqn.primitive is treduce_p:
+            body = eqn.params["jaxpr"]
+            _check_no_place_inside("treduce", body.jaxpr)
+            _check_no_loop_inside("treduce", body.jaxpr)
+            flat = compat.ClosedJaxpr(inline(body.jaxpr), body.consts)
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
+        else:
+            _check_no_marks_inside(eqn)
+        if outer is not None:
+            fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+            env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
+            eqn = eqn.replace(outvars=fresh)
+        out.append(eqn)
+
+
+# Equations that do the same to each of their operands; these may live in different groups.
+_SEVERAL_AT_ONCE = {"device_put", "optimization_barrier"}
+
+
+def _one_by_one(eqn):
+    """The equation on each of its operands alone."""
+    for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        params = {k: p[i : i + 1] if isinstance(p, (tuple, list)) else p for k, p in eqn.params.items()}
+        yield eqn.replace(invars=[x], outvars=[y], params=params)
+
+
+def _plain_loop(eqn):
+    """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
+    body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
+    loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
+    closed = jax.make_jaxpr(loop)(*map(_abstract, eqn.invars))
+    return compat.call(eqn, closed)
+
+
+def _as_literal(var, value):
+    return compat.Literal(value, var.aval)
+
+
+def contains(jaxpr: compat.Jaxpr, primitives) -> bool:
+    """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
+    return any(
+        e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params))
+        for e in jaxpr.eqns
+    )
+
+
+_CALL_FOR_EACH = "\n  Where the loop is over tokens or steps, call the jitted function once for each, from Python."
+_REMEDY = {
+    "checkpoint": "Put jax.checkpoint around each stage, between the marks, instead of around all of them.",
+    "scan": f"Write the stages as a Python loop, and use lax.scan for the layers inside each stage.{_CALL_FOR_EACH}",
+    "while": f"Write the stages as a Python loop; loops inside a stage are fine.{_CALL_FOR_EACH}",
+    "cond": "Mark the stage end after the cond, so that both branches belong to one stage.",
+    "shard_map": "Call shard_map once per stage, and mark the stage end outside of it.",
+}
+
+
+def _check_no_place_inside(name, jaxpr):
+    if contains(jaxpr, (place_p,)):
+        why = (
+            "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
+        )
+        raise StageError(
+            f"place or a cross_mpmd function inside {name}, at {compat.source_line(_first(jaxpr, place_p))}: {why}.\n"
+            f"  Use it outside of {name}, on values that go in or come out."
+        )
+
+
+def _check_no_loop_inside(name, jaxpr):
+    if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
+        raise StageError(
+            f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
+            "  Move it out, or pass schedule=None for a plain loop."
+        )
+
+
+def _check_no_marks_inside(eqn):
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        _check_no_place_inside(str(eqn.primitive.name), jaxpr)
+        _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
+        if not contains(jaxpr, (mark_p,)):
+            continue
+        if compat.called_from(eqn, "_treduce_jvp") or compat.called_from(eqn, "_treduce_batch"):
+            what = "differentiated" if compat.called_from(eqn, "_treduce_jvp") else "batched by vmap"
+            raise StageError(
+                f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
+                "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
+            )
+        name = str(eqn.primitive.name)
+        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
+        raise StageError(
+            f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
+            f"  {_REMEDY.get(str(name), f'Mark the stage end outside of {name}.')}"
+        )
+
+
+def _first(jaxpr, primitive, wanted=lambda eqn: True) -> Any:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitive and wanted(eqn):
+            return eqn
+        for inner in compat.jaxprs_in(eqn.params):
+            if (found := _first(inner, primitive, wanted)) is not None:
+                return found
+    return None
+
+
+def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
+    """Nothing inside the step may name the mpmd axis: a group does not extend along it."""
+    if axis is None:
+        return
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis):
+            what = eqn.primitive.name.replace("_invariant", "")
+            where = compat.source_line(eqn)
+            raise StageError(
+                f"{what} names the mpmd axis {axis!r}, at {where}. Inside a step each group has its own mesh, on which"
+                f" {axis!r} has size 1.\n  Leave {axis!r} out of specs and collectives inside the step;"
+                " values cross groups where stages end."
+            )
+        for inner in compat.jaxprs_in(eqn.params):
+            _check_axis(inner, axis)
+
+
+def _names_axis(eqn, axis) -> bool:
+    for key, value in eqn.params.items():
+        if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
+            return True
+        if isinstance(value, jax.sharding.NamedSharding) and _mentions(_names(value.spec), axis):
+            return True
+        if key in ("in_specs", "out_specs", "out_sharding"):
+            specs = (value,) if isinstance(value, PartitionSpec) else value if isinstance(value, (tuple, list)) else ()
+            if any(isinstance(spec, PartitionSpec) and _mentions(_names(spec), axis) for spec in specs):
+                return True
+    return False
+
+
+def _names(spec: PartitionSpec) -> tuple:
+    """All that a spec names: axes of dimensions, and those over which values are (un)reduced."""
+    return (*spec.partitions, *spec.unreduced, *spec.reduced)
+
+
+def _mentions(value, axis) -> bool:
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return any(_mentions(v, axis) for v in value)
+    return isinstance(value, str) and value == axis
+
+
+def trace_equations(fun, *atoms):
+    """The equations of `fun` on the types of `atoms`, reading `atoms`, with variables of their own: (eqns, results)."""
+    meshes = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
+    with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
+        closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
+    flat = inline(closed.jaxpr)
+    env = dict(zip(flat.invars, atoms, strict=True))
+    env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
+    eqns = []
+    for eqn in flat.eqns:  # tracing is cached: the same function may give the same variables twice
+        fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
+        env.update(zip(eqn.outvars, fresh, strict=True))
+    return eqns, [_read(env, v) for v in flat.outvars]
+
+
+def _abstract(atom) -> jax.ShapeDtypeStruct:
+    aval: Any = atom.aval
+    sharding = explicit_sharding(aval)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def copy_equations(atom):
+    """The equations that copy a variable or a literal: (eqns, [the copy])."""
+    if isinstance(atom, compat.Literal):
+        constant = np.asarray(atom.val, atom.aval.dtype)
+        return trace_equations(lambda: jax.lax.copy_p.bind(constant))
+    return trace_equations(jax.lax.copy_p.bind, atom)

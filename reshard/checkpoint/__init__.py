@@ -1,0 +1,174 @@
+"""Checkpoints that know nothing of groups: a model's arrays under their names, whole, for any layout to restore.
+
+Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `StandardCheckpointer`,
+`AsyncCheckpointer` with `StandardSave`, `StandardRestore`, `PyTreeSave`, `PyTreeRestore`) take trees with
+`MpmdArray`s. What they write is an ordinary Orbax checkpoint. `save` and `restore` are the short forms.
+"""
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import ReshardError
+from reshard.checkpoint import leaf_handler
+from reshard.checkpoint.abstract import abstract
+from reshard.checkpoint.commit import Working
+from reshard.checkpoint.inventory import (
+    IN_FLIGHT_NBYTES,
+    TreePath,
+    a,
+    absolute,
+    read_parts,
+    read_tree,
+    tree_path,
+)
+from reshard.checkpoint.matching import Part, check_fit, wants_of
+from reshard.checkpoint.read_plan import Request
+
+__all__ = ["Part", "abstract", "restore", "save"]
+
+leaf_handler.register()
+
+
+@compat.api_boundary
+def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300) -> None:
+    """Saves a tree as an Orbax checkpoint. Returns when it is finished, and finished it is whole.
+
+    Every process calls it with the same tree; each byte is written once, by one of the processes that hold it, and
+    those that hold the same share the work. Memory: on the host, what this process writes (on CPU devices nothing
+    beyond the arrays), and 256 MiB of what is being written.
+
+    For saves that go on behind the training, and for keeping the last few, use Orbax's `CheckpointManager`.
+
+    Args:
+        path: the folder to make. It must not exist.
+        tree: a pytree of `MpmdArray`, `jax.Array`, numpy arrays, numbers and strings.
+        use_zarr3: writes the format Zarr 3 instead of 2.
+        timeout_s: how long processes wait for the last one to call it.
+
+    Raises:
+        FileExistsError: something is at `path` already, or another job has put it there meanwhile.
+        ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read.
+        OSError: it cannot be written there. What was saved before is untouched.
+        TimeoutError: another process did not come.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/step7"
+        >>> save(folder, {"w": np.arange(6.0), "step": 7})
+        >>> restore(folder, {"w": np.zeros(6), "step": 0})
+        {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
+    """
+    folder = absolute(path)
+    _check_path(folder)
+    _check_leaves(tree)
+    working = Working(folder, timeout_s)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+    except ReshardError:
+        raise
+    except Exception as error:
+        if jax.process_count() == 1:
+            working.remove()
+        raise _explained(error, folder) from error
+    working.put_in_place(timeout_s)
+
+
+@compat.api_boundary
+def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = False) -> Any:
+    """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
+
+    Each process reads just the bytes that its devices need, rounded up to whole chunks, once whatever the number of
+    its devices; of arrays in groups of other processes it reads nothing. Beyond the result it needs the memory of
+    the reads in flight, 256 MiB or the largest shard.
+
+    Args:
+        path: the checkpoint's folder, or that of a step of a `CheckpointManager`.
+        like: the tree that is wanted: descriptions (`jax.eval_shape(init, key)`), arrays, numbers and strings, and
+            `Part`s of stored arrays.
+        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it. None takes those of the leaves of
+            `like`; a leaf without any becomes a numpy array.
+        partial: whether the checkpoint may have leaves that `like` has not.
+
+    Returns:
+        The tree, of `MpmdArray`, `jax.Array`, numpy arrays, numbers and strings.
+
+    Raises:
+        FileNotFoundError: there is no finished checkpoint at `path`.
+        ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
+    """
+    wants, treedef = wants_of(like, shardings)
+    stored = read_tree(path)
+    check_fit(wants, stored, partial)
+    requests: dict[TreePath, list[Request]] = {want.source: [] for want in wants}
+    places: list[int] = []  # of each leaf among the parts of the stored array that it is made of
+    for want in wants:
+        asked = requests[want.source]
+        places.append(len(asked))
+        request = want.request(stored.leaves[want.source])
+        asked += [] if request is None else [request]
+    values = read_parts(stored, requests)
+    found = [
+        values[want.source][i] if requests[want.source] else values[want.source]
+        for want, i in zip(wants, places, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, [want.value(value) for want, value in zip(wants, found, strict=True)])
+
+
+def _check_path(folder: Any) -> None:
+    if found := sorted(set("*?[") & set(str(folder))):
+        raise ReshardError(
+            f"save: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"
+            " it has written. Give another path."
+        )
+
+
+def _check_leaves(tree: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    faults = [
+        f"{'/'.join(tree_path(keys)) or 'the tree'}: {fault}"
+        for keys, leaf in leaves
+        if (fault := _fault_of_leaf(leaf)) is not None
+    ]
+    if not leaves:
+        faults.append("it has no leaves")
+    if faults:
+        raise ReshardError("save: the tree cannot be saved:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _fault_of_leaf(leaf: Any) -> str | None:
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf_handler.fault_of_array(leaf)
+    if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
+        return None
+    return f"{a(type(leaf))} is no array, number or string"
+
+
+def _explained(error: BaseException, folder: Any) -> BaseException:
+    """The error of a save, as the user is to see it."""
+    text, reason = "\n".join(map(str, _chain(error))), leaf_handler.first_line(error)
+    cases = (
+        (errno.ENOSPC, ("No space left", "RESOURCE_EXHAUSTED", "Errno 28"), "the disk is full"),
+        (errno.EDQUOT, ("quota exceeded", "Errno 122"), "the disk quota is used up"),
+        (errno.EROFS, ("Read-only file system", "Errno 30"), "the file system is read-only"),
+        (errno.EACCES, ("Permission denied", "PERMISSION_DENIED", "Errno 13"), "this user may not write there"),
+    )
+    for code, signs, what in cases:
+        if any(sign in text for sign in signs):
+            return OSError(
+                code, f"save: {what}; nothing was saved, and what was saved before is untouched", str(folder)
+            )
+    if "DEADLINE_EXCEEDED" in text or any(isinstance(e, TimeoutError) for e in _chain(error)):
+        return TimeoutError(f"save: other processes did not take part in saving {folder}: {reason}")
+    return OSError(errno.EIO, f"save: it could not be written ({reason}); nothing was saved", str(folder))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,118 @@
+"""A checkpoint is written in a folder of its own and put in place by one rename: of two jobs with one path, one wins.
+
+Orbax names its temporary folder by the target, so two jobs would write into one and each remove the other's.
+"""
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import uuid
+import zlib
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.job.processes import machine
+from reshard.checkpoint.inventory import UNFINISHED
+from reshard.checkpoint.leaf_handler import wait_for_all
+
+_saves = itertools.count()  # every process counts alike
+
+
+class Working:
+    """The folder in which the processes of one job write a checkpoint; each of them makes one at the same point.
+
+    Attributes:
+        target: where the checkpoint is to be.
+        folder: where it is written. In a store of objects, which has no rename, that is the target.
+    """
+
+    def __init__(self, target: Any, timeout_s: int):
+        """Returns when all processes have come.
+
+        Raises:
+            FileExistsError: something is at `target`, as the first process sees it; in all processes.
+            TimeoutError: one has not come in time.
+        """
+        self.target = target
+        self._key = f"reshard/save/{next(_saves)}"
+        self._is_shared = jax.process_count() > 1
+        self._is_renamed = "://" not in str(target)
+        suffix = ""
+        if jax.process_index() == 0:
+            if not target.exists():
+                suffix = f"{UNFINISHED}-{_machine():08x}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+                self._remove_left()
+            if self._is_shared:
+                _store().key_value_set(self._key, suffix)
+        wait_for_all(target, timeout_s)
+        if jax.process_index():
+            suffix = _store().blocking_key_value_get(self._key, timeout_s * 1000)
+        if not suffix:
+            what = "save: there is something already; give another path, or delete it first"
+            raise FileExistsError(errno.EEXIST, what, str(target))
+        self.folder = target.parent / f"{target.name}{suffix if self._is_renamed else ''}"
+
+    def put_in_place(self, timeout_s: int) -> None:
+        """Renames the finished folder to the target; the first process does, and all hear how it went.
+
+        Raises:
+            FileExistsError: something has come to the target meanwhile. What was written is removed.
+            OSError: the folder cannot be renamed.
+        """
+        if not self._is_renamed:
+            return
+        code = 0
+        if jax.process_index() == 0:
+            code = self._rename()
+            if self._is_shared:
+                _store().key_value_set(f"{self._key}/outcome", str(code))
+        else:
+            code = int(_store().blocking_key_value_get(f"{self._key}/outcome", timeout_s * 1000))
+        if code == errno.EEXIST:
+            raise FileExistsError(
+                code,
+                "save: another job has put something there while this one was saving, and nothing of this save was"
+                " kept; give each job a path of its own",
+                str(self.target),
+            )
+        if code:
+            raise OSError(code, f"save: it could not be put in place ({os.strerror(code)})", str(self.target))
+
+    def remove(self) -> None:
+        """Removes what this job has written so far."""
+        if self._is_renamed:
+            for left in self.target.parent.glob(f"{self.folder.name}*"):
+                shutil.rmtree(str(left), ignore_errors=True)
+
+    def _rename(self) -> int:
+        """0, or the number of the error. A folder that is not empty is never replaced by a rename."""
+        try:
+            written = os.stat(self.folder)
+            os.rename(self.folder, self.target)
+            return 0 if os.path.samestat(written, os.stat(self.target)) else errno.EEXIST
+        except OSError as error:
+            self.remove()
+            taken = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+            return errno.EEXIST if error.errno in taken else error.errno or errno.EIO
+
+    def _remove_left(self) -> None:
+        if not self._is_renamed or not self.target.parent.exists():
+            return
+        for left in self.target.parent.glob(f"{self.target.name}{UNFINISHED}-*"):
+            found = re.match(
+                r"-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\b", left.name.removeprefix(self.target.name + UNFINISHED)
+            )
+            if found and int(found[1], 16) == _machine() and not os.path.exists(f"/proc/{found[2]}"):
+                shutil.rmtree(str(left), ignore_errors=True)
+
+
+def _store() -> Any:
+    return compat.distributed_client()
+
+
+def _machine() -> int:
+    return zlib.crc32(machine().encode())

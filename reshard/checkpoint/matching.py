@@ -1,0 +1,163 @@
+"""Which stored leaf each leaf of a wanted tree stands for, and everything about the two that does not fit."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.errors import ReshardError
+from reshard.checkpoint.abstract import abstract
+from reshard.checkpoint.inventory import StoredLeaf, StoredTree, TreePath, a, tree_path, type_text
+from reshard.checkpoint.read_plan import Request, index_text
+from reshard.trees import broadcast, fault_of_sharding
+
+NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Stands in `like` for a leaf that the checkpoint has as a part of a larger array.
+
+    Layers that were saved as one stack are restored one by one, each process reading just its own.
+
+    Args:
+        of: the name of the stored array: its keys with slashes between.
+        index: an int or a slice, or a tuple of them for the leading axes.
+        like: shape, dtype and perhaps sharding of the part.
+
+    Example:
+        >>> Part("layers/w", 3, jax.ShapeDtypeStruct((64, 64), np.float32)).shape
+        (64, 64)
+    """
+
+    of: str
+    index: Any
+    like: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Want:
+    """One leaf of `like`.
+
+    Attributes:
+        name: where it is in `like`.
+        source: the stored leaf that it stands for.
+        leaf: a description of an array, or a Python value of the type that is wanted.
+        index: the part of the stored array, ints and slices; () is all of it.
+        sharding: where it goes; None is a numpy array.
+    """
+
+    name: str
+    source: TreePath
+    leaf: Any
+    index: tuple[int | slice, ...]
+    sharding: Any
+
+    @property
+    def is_array(self) -> bool:
+        return hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype")
+
+    @property
+    def expected(self) -> str:
+        what = type_text(self.leaf.shape, self.leaf.dtype) if self.is_array else a(type(self.leaf))
+        return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
+
+    def request(self, stored: StoredLeaf) -> Request | None:
+        """What to read for it; None for a string. A number is read as an array and converted by `value`."""
+        if isinstance(self.leaf, str):
+            return None
+        if not self.is_array:
+            return Request((), stored.dtype, None)
+        return Request(tuple(self.leaf.shape), self.leaf.dtype, self.sharding, resolved(self.index, stored.shape))
+
+    def value(self, found: Any) -> Any:
+        """The leaf, of what was read for its request."""
+        return found if self.is_array or isinstance(self.leaf, str) else type(self.leaf)(found.item())
+
+
+def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
+    """The leaves of `like`, each with the place that it goes to, and the structure of the tree.
+
+    Raises:
+        ReshardError: the structure of `shardings` is not that of `like`.
+    """
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(like)
+    places = [None] * len(with_paths) if shardings is None else broadcast(shardings, like, "restore: shardings")
+    wants: list[Want] = []
+    for (keys, given), place in zip(with_paths, places, strict=True):
+        path = tree_path(keys)
+        leaf, source, index = given, path, ()
+        if isinstance(given, Part):
+            leaf, source = given.like, tuple(given.of.split("/"))
+            index = given.index if isinstance(given.index, tuple) else (given.index,)
+        sharding = place if place is not None else getattr(abstract(leaf), "sharding", None)
+        wants.append(Want("/".join(path), source, leaf, index, sharding))
+    return wants, treedef
+
+
+def check_fit(wants: Sequence[Want], stored: StoredTree, partial: bool) -> None:
+    """Raises one ReshardError that names every leaf which is not as it was expected."""
+    faults = [f"{want.name or 'the tree'}: {fault}" for want in wants if (fault := _fault(want, stored)) is not None]
+    known = {want.source for want in wants}
+    extra = [] if partial else [leaf for leaf in stored.leaves.values() if leaf.path not in known]
+    faults += [f"{leaf.name}: expected nothing, but the checkpoint has {leaf}" for leaf in extra]
+    if faults:
+        lines = [f"restore: the checkpoint at {stored.directory} is not what was expected:"]
+        lines += [f"  {fault}" for fault in faults]
+        if extra:
+            lines.append("  To restore some of its leaves alone, give partial=True.")
+        raise ReshardError("\n".join(lines))
+
+
+def resolved(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """The index with both ends of every slice, and no negative number, for an array of this shape."""
+    return tuple(
+        slice(*i.indices(n)[:2]) if isinstance(i, slice) else int(i) % n for i, n in zip(index, shape, strict=False)
+    )
+
+
+def _fault(want: Want, stored: StoredTree) -> str | None:
+    if not want.is_array and type(want.leaf) not in (*NUMBERS, str):
+        return f"{a(type(want.leaf))} in `like` describes no array, number or string"
+    leaf = stored.leaves.get(want.source)
+    if leaf is None:
+        return f"expected {want.expected}, but the checkpoint has nothing there"
+    if leaf.kind == "string" or not want.is_array:
+        fits = _value_fits(want.leaf, leaf)
+        return None if fits else f"expected {want.expected}, but the checkpoint has {leaf}"
+    shape = tuple(want.leaf.shape)
+    if part_shape(want.index, leaf.shape) != shape or leaf.dtype != want.leaf.dtype:
+        return f"expected {want.expected}, but the checkpoint has {leaf}"
+    return None if want.sharding is None else fault_of_sharding(want.sharding, shape)
+
+
+def _value_fits(value: Any, leaf: StoredLeaf) -> bool:
+    if isinstance(value, str) or leaf.kind == "string":
+        return isinstance(value, str) and leaf.kind == "string"
+    return leaf.shape == () and jax.dtypes.issubdtype(leaf.dtype, NUMBERS[type(value)])
+
+
+def part_shape(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of a part of an array; None if it has no such part."""
+    if len(index) > len(shape):
+        return None
+
+    def sizes() -> Iterator[int]:
+        for entry, size in zip(index, shape, strict=False):
+            if isinstance(entry, slice):
+                if entry.step not in (None, 1):
+                    raise IndexError
+                yield len(range(*entry.indices(size)))
+            elif not -size <= entry < size:
+                raise IndexError
+
+    try:
+        return (*sizes(), *shape[len(index) :])
+    except IndexError:
+        return None

@@ -1,0 +1,209 @@
+"""Which parts of a stored array a process reads, and how they become arrays on its devices. No file is touched here.
+
+What is stored is cut into chunks, and a chunk is read as a whole. So the boxes that a process's devices want are
+joined where they share chunks: each chunk is read once for each process, not once for each device.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.mesh import MpmdSharding
+from mpmd.errors import ReshardError
+from reshard.checkpoint.write_plan import is_key
+from reshard.places import is_local
+from reshard.trees import physical
+
+Shape = tuple[int, ...]
+Index = tuple[int | slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One request to the storage: the box that is read, and the wanted boxes inside it."""
+
+    box: Box
+    wanted: tuple[Box, ...]
+
+
+def plan_reads(wanted: Iterable[Box], chunk_shape: Shape) -> list[Read]:
+    """Joins boxes that share chunks, where reading them together needs no more memory than one by one."""
+    reads: list[Read] = []
+    for box in dict.fromkeys(box for box in wanted if box.size):
+        read = Read(box, (box,))
+        while (other := next((one for one in reads if _joinable(one.box, read.box, chunk_shape)), None)) is not None:
+            reads.remove(other)
+            read = Read(_bounding(other.box, read.box), other.wanted + read.wanted)
+        reads.append(read)
+    return reads
+
+
+def _joinable(a: Box, b: Box, chunk_shape: Shape) -> bool:
+    fits = _bounding(a, b).size <= a.size + b.size
+    return fits and bool((_rounded(a, chunk_shape) & _rounded(b, chunk_shape)).size)
+
+
+def _rounded(box: Box, chunk_shape: Shape) -> Box:
+    return Box(
+        tuple([a // n * n for a, n in zip(box.start, chunk_shape, strict=True)]),
+        tuple([math.ceil(b / n) * n for b, n in zip(box.stop, chunk_shape, strict=True)]),
+    )
+
+
+def _bounding(a: Box, b: Box) -> Box:
+    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+
+
+def in_storage(box: Box, index: Index) -> Box:
+    """Where a box of a part lies in the whole array that it is a part of: `part = whole[index]`."""
+    start, stop = list(box.start), list(box.stop)
+    for axis, entry in enumerate(index):
+        if isinstance(entry, slice):
+            start[axis] += entry.start
+            stop[axis] += entry.start
+        else:
+            start.insert(axis, entry)
+            stop.insert(axis, entry + 1)
+    return Box(tuple(start), tuple(stop))
+
+
+def index_text(index: Index) -> str:
+    """`[3, 0:8]`, for messages."""
+    ends = [
+        ("" if e is None else str(e) for e in (i.start, i.stop)) if isinstance(i, slice) else (str(i),) for i in index
+    ]
+    return "[" + ", ".join(":".join(e) for e in ends) + "]"
+
+
+@functools.lru_cache(maxsize=16)
+def key_type(impl: str) -> Any:
+    """The dtype of typed keys of an implementation."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def key_data_shape(impl: str, shape: Shape) -> Shape:
+    """The shape of the data of typed keys."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, key_type(impl))).shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A part of a stored array, and where it goes.
+
+    Attributes:
+        shape: of the part; for typed keys without the axes of the key data. None: that of the stored array.
+        dtype: what to cast to; None: as stored.
+        sharding: an `MpmdSharding`, a JAX sharding, or None for a numpy array.
+        index: the part of the stored array, ints and slices of its leading axes; () is all of it.
+        strict: whether the shapes must agree; otherwise the end is cut off or filled with zeros.
+    """
+
+    shape: Shape | None
+    dtype: Any
+    sharding: Any
+    index: Index = ()
+    strict: bool = True
+
+    def completed(self, shape: Shape, dtype: Any, impl: str | None) -> "Request":
+        """With what it left to the stored array."""
+        if impl is not None:
+            shape, dtype = tuple(shape)[: len(shape) - len(key_data_shape(impl, ()))], key_type(impl)
+        return dataclasses.replace(
+            self,
+            shape=tuple(shape) if self.shape is None else self.shape,
+            dtype=dtype if self.dtype is None else self.dtype,
+        )
+
+
+class Target:
+    """One request, as this process sees it: the box of each of its devices, and the shards made so far.
+
+    Boxes count in the data that is stored, which for typed keys has the key data's axes behind those of the array.
+
+    Attributes:
+        boxes: by (sharding, device), the box that is wanted there; groups on the same mesh share their arrays.
+    """
+
+    def __init__(self, name: str, request: Request, impl: str | None):
+        assert request.shape is not None
+        self.name, self.request, self.impl = name, request, impl
+        self.shape, self.sharding = request.shape, request.sharding
+        self.dtype = None if is_key(request.dtype) or impl is not None else request.dtype
+        if is_key(request.dtype):
+            if impl is None:
+                raise ReshardError(f"{name}: expected {request.dtype}, but the checkpoint has no typed keys there.")
+            self.shape = key_data_shape(impl, request.shape)
+            self.sharding = physical(request.sharding, len(request.shape), len(self.shape) - len(request.shape))
+        self.boxes: dict[Any, Box] = {}
+        for _, sharding in self._shardings():
+            for device, box in device_boxes(sharding, self.shape).items():
+                if is_local(device):
+                    self.boxes[sharding, device] = box
+        if self.sharding is None:
+            self.boxes[None] = Box.whole(self.shape)
+        self._made: dict[Any, Any] = {}
+
+    def _shardings(self) -> list[tuple[int, Any]]:
+        if isinstance(self.sharding, MpmdSharding):
+            local = self.sharding.mpmd_mesh.local_groups
+            return [(group, self.sharding.group_sharding(group)) for group in self.sharding.groups if group in local]
+        return [] if self.sharding is None else [(0, self.sharding)]
+
+    def check(self, stored: Sequence[int]) -> None:
+        """Raises a ReshardError if what is stored has another shape."""
+        whole, stored = in_storage(Box.whole(self.shape), self.request.index), tuple(stored)
+        fits = len(whole.stop) == len(stored)
+        if fits and self.request.index:
+            fits = whole in Box.whole(stored)
+        elif fits and self.request.strict:
+            fits = whole.stop == stored
+        if not fits:
+            part = index_text(self.request.index) if self.request.index else ""
+            raise ReshardError(f"{self.name}{part}: expected shape {self.shape}, but the checkpoint has {stored}.")
+
+    def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray) -> None:
+        """Brings what has been read to the devices that want it."""
+        for key, part in self.boxes.items():
+            place = in_storage(part, self.request.index)
+            if place not in wanted:
+                continue
+            view = data[place.relative_to(box).slices].reshape(part.shape)
+            if self.dtype is not None and view.dtype != self.dtype:
+                view = view.astype(self.dtype)
+            if key is None:
+                self._made[key] = view
+            else:
+                sharding, device = key
+                there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                self._made[key] = jax.device_put(view, there)
+
+    def finish(self) -> Any:
+        """The array, made of what was put; in a process that wants nothing of it, its description."""
+        if self.sharding is None:
+            data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
+            return data if self.impl is None else jax.random.wrap_key_data(jax.numpy.asarray(data), impl=self.impl)
+        arrays: dict[int, jax.Array] = {}
+        made: dict[Any, jax.Array] = {}
+        for group, sharding in self._shardings():
+            if sharding not in made:
+                shards = [x for (where, _), x in self._made.items() if where == sharding]
+                array = jax.make_array_from_single_device_arrays(self.shape, sharding, shards)
+                made[sharding] = array if self.impl is None else jax.random.wrap_key_data(array, impl=self.impl)
+            arrays[group] = made[sharding]
+        if not isinstance(self.sharding, MpmdSharding):
+            return arrays[0]
+        shape, dtype, sharding = self.request.shape, self.request.dtype, self.request.sharding
+        if self.impl is not None and not is_key(dtype):  # asked for as the integers that are stored
+            shape, dtype = self.shape[: len(self.shape) - len(key_data_shape(self.impl, ()))], key_type(self.impl)
+            sharding = sharding.replace(spec=tuple(sharding.spec)[: len(shape)])
+        if arrays:
+            return MpmdArray(arrays, sharding)
+        return MpmdArray({}, sharding, shape, dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype))

@@ -1,0 +1,228 @@
+"""Who writes which part of each array of a checkpoint, in which chunks. Pure: every process derives the same answer.
+
+A checkpoint is a set of arrays, each cut into chunks of one shape; a chunk is the smallest thing that can be read or
+written. So each chunk goes to exactly one of the processes that hold it, and chunks never cross the shards of any
+group. Within these limits the processes that hold the same data share the work: each takes a contiguous run of
+chunks, so long that all have about the same number of bytes to write in the end.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, group_boxes
+from mpmd.arrays.mesh import MpmdSharding
+from reshard.trees import physical
+
+Shape = tuple[int, ...]
+
+# A chunk costs an entry in the index and about 0.1 ms; a read costs whole chunks. Between these bounds a
+# stacked array has one chunk for each of its layers, so that a stage reads the layers it owns and no others.
+SMALLEST_CHUNK_NBYTES = 64 << 10
+LARGEST_CHUNK_NBYTES = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What the plan needs to know of an array. `max_chunk_nbytes` is the user's bound, None for ours."""
+
+    shape: Shape
+    itemsize: int
+    sharding: MpmdSharding
+    max_chunk_nbytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Writing:
+    """The chunks of one array: their shape, and for each process that writes any, the boxes that it writes."""
+
+    chunk_shape: Shape
+    boxes: dict[int, tuple[Box, ...]]
+
+    def chunks(self, box: Box) -> Iterator[Box]:
+        """The chunks of one of the boxes."""
+        return _grid(box, self.chunk_shape)
+
+
+def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Shape:
+    """The chunks for an array whose shards are made of cells of this shape: an even part of the cell on each axis.
+
+    Arrays of three or more axes are taken for stacks along axis 0, one chunk a layer, or as many layers as make
+    `SMALLEST_CHUNK_NBYTES`. What is larger than `LARGEST_CHUNK_NBYTES` is cut along the leading axes where that
+    leaves chunks of a useful size: a vocabulary of prime size is cut along the model's width. `max_nbytes` is a bound
+    that is kept wherever even parts allow.
+    """
+    chunk = list(cell)
+
+    def nbytes() -> int:
+        return math.prod(chunk) * itemsize
+
+    if len(cell) >= 3 and max_nbytes is None and nbytes():
+        row = nbytes() // cell[0]
+        chunk[0] = next(
+            n for n in range(1, cell[0] + 1) if cell[0] % n == 0 and n * row >= min(SMALLEST_CHUNK_NBYTES, nbytes())
+        )
+    limit = LARGEST_CHUNK_NBYTES if max_nbytes is None else max_nbytes
+    smallest_chunks = (min(SMALLEST_CHUNK_NBYTES, limit // 2), 0) if max_nbytes else (SMALLEST_CHUNK_NBYTES,)
+    for smallest in smallest_chunks:
+        for axis in range(len(cell)):
+            if nbytes() <= limit:
+                break
+            row = nbytes() // chunk[axis]
+            wanted = max(1, limit // row)
+            part = next(n for n in range(min(wanted, chunk[axis]), 0, -1) if chunk[axis] % n == 0)
+            if part * row >= smallest:
+                chunk[axis] = part
+    return tuple(chunk)
+
+
+@functools.lru_cache(maxsize=16)
+def plan_writing(leaves: tuple[Leaf, ...]) -> tuple[Writing, ...]:
+    """Decides for all arrays of a tree at once; a tree that is saved again costs nothing."""
+    load: dict[int, int] = {}
+    return tuple([_plan_leaf(leaf, load) for leaf in leaves])
+
+
+def _plan_leaf(leaf: Leaf, load: dict[int, int]) -> Writing:
+    by_group = group_boxes(leaf.sharding, leaf.shape)
+    shards = {box: box.shape for boxes in by_group.values() for box in boxes.values()}
+    cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
+    chunk = chunk_shape(cell, leaf.itemsize, leaf.max_chunk_nbytes)
+    holders: dict[Box, dict[int, None]] = {}
+    cells_of = {box: list(_grid(box, cell)) for box in shards}
+    for boxes in by_group.values():
+        for device, box in boxes.items():
+            for part in cells_of[box]:
+                holders.setdefault(part, {})[device.process_index] = None
+    runs: dict[int, list[Box]] = {}
+    for part in sorted(holders, key=lambda box: box.start):
+        for process, run in _share(part, chunk, leaf.itemsize, sorted(holders[part]), load):
+            runs.setdefault(process, []).append(run)
+    return Writing(chunk, {process: tuple(boxes) for process, boxes in sorted(runs.items())})
+
+
+def _share(
+    cell: Box, chunk: Shape, itemsize: int, processes: Sequence[int], load: dict[int, int]
+) -> Iterator[tuple[int, Box]]:
+    """Cuts a cell between the processes that hold it, the least loaded one first, along its first cut axis."""
+    shape = cell.shape
+    axis = next((a for a in range(len(shape)) if shape[a] > chunk[a]), None)
+    rows = 1 if axis is None else shape[axis] // chunk[axis]
+    row_nbytes = cell.nbytes(itemsize) // max(rows, 1)
+    order = sorted(processes, key=lambda p: (load.get(p, 0), p))
+    level = _water_level([load.get(p, 0) for p in order], cell.nbytes(itemsize))
+    first = 0
+    for i, process in enumerate(order):
+        share = math.ceil(max(0, level - load.get(process, 0)) / max(1, row_nbytes))
+        count = rows - first if i == len(order) - 1 else min(rows - first, share)
+        if not count:
+            continue
+        load[process] = load.get(process, 0) + count * row_nbytes
+        if axis is None:
+            yield process, cell
+        else:
+            start, stop = list(cell.start), list(cell.stop)
+            start[axis] = cell.start[axis] + first * chunk[axis]
+            stop[axis] = start[axis] + count * chunk[axis]
+            yield process, Box(tuple(start), tuple(stop))
+        first += count
+
+
+def _water_level(loads: Sequence[int], nbytes: int) -> int:
+    """How high all loads (ascending) stand when `nbytes` are poured onto the lowest."""
+    level = 0
+    for n, load in enumerate(loads, 1):
+        level = (sum(loads[:n]) + nbytes) // n
+        if n == len(loads) or level <= loads[n]:
+            return max(level, load)
+    return level
+
+
+def _grid(box: Box, cell: Shape) -> Iterator[Box]:
+    """The box cut into cells, in row-major order."""
+    starts: list[Shape] = [()]
+    for a, b, size in zip(box.start, box.stop, cell, strict=True):
+        starts = [(*start, i) for start in starts for i in range(a, b, size)] if size else []
+    for start in starts:
+        yield Box(start, tuple([a + size for a, size in zip(start, cell, strict=True)]))
+
+
+def nbytes_to_write(leaves: Sequence[Leaf], process: int) -> int:
+    """The bytes that a process writes, before compression."""
+    plans = plan_writing(tuple(leaves))
+    return sum(
+        box.nbytes(leaf.itemsize)
+        for leaf, plan in zip(leaves, plans, strict=True)
+        for box in plan.boxes.get(process, ())
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box that this process writes, and a single-device array on its way to the host that holds it."""
+
+    box: Box
+    held: Box
+    data: jax.Array
+
+
+def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
+    """Starts copying to the host what this process writes; nothing is waited for.
+
+    Of several devices that have a box, the one is taken that has given least so far. On a CPU device nothing is
+    copied: the array's memory is read, and stays as it is until that has been done, even if it is donated.
+    """
+    shards = [(Box.from_slices(shard.index, array.shape), shard) for shard in array.addressable_shards]
+    given = [0] * len(shards)
+    pieces: list[Piece] = []
+    for box in plan.boxes.get(jax.process_index(), ()):
+        index = min((i for i, (held, _) in enumerate(shards) if box in held), key=lambda i: given[i])
+        given[index] += box.size
+        held, shard = shards[index]
+        data = shard.data
+        if held != box and shard.device.platform != "cpu":
+            with jax.set_mesh(jax.sharding.Mesh(np.array([shard.device]), ("device",))):
+                data = jax.lax.slice(data, *_corners(box.relative_to(held)))
+            held = box
+        data.copy_to_host_async()
+        pieces.append(Piece(box, held, data))
+    return pieces
+
+
+def _corners(box: Box) -> tuple[Shape, Shape]:
+    return box.start, box.stop
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array, or a dtype, is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(getattr(x, "dtype", x), jax.dtypes.prng_key)
+
+
+def key_impl(array: Any) -> str | None:
+    """The name of the implementation of an array of typed keys; None for other arrays."""
+    return impl_of_dtype(array.dtype) if is_key(array) else None
+
+
+@functools.lru_cache(maxsize=64)
+def impl_of_dtype(dtype: Any) -> str:
+    """The name of the implementation of a key dtype."""
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        if jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype == dtype:
+            return name
+    raise ValueError(f"keys of dtype {dtype} are of no implementation that JAX has built in.")
+
+
+def key_data(array: Any) -> Any:
+    """The integers of an array of typed keys, in the same places."""
+    if not isinstance(array, MpmdArray):
+        return jax.random.key_data(array)
+    template = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
+    sharding = physical(array.mpmd_sharding, array.ndim, template.ndim - array.ndim)
+    arrays = {shard.group: jax.random.key_data(array.array_in(shard.group)) for shard in array.addressable_shards}
+    return MpmdArray(arrays, sharding, template.shape, template.dtype)

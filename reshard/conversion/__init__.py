@@ -1,0 +1,1 @@
+"""Checkpoints as they are, what a layout would read of them, and others made of them."""

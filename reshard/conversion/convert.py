@@ -1,0 +1,290 @@
+"""Makes one stock Orbax checkpoint out of another, never touching the source and never leaving half a target.
+
+First the new tree is planned from metadata alone (`tree_edits.py`), then the memory (`copying.py`); both are refused
+before a byte is written if they cannot be. The target is written beside its place, read again if asked, and moved
+there by one rename.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+
+from mpmd.errors import ReshardError
+from reshard.conversion import copying, tree_edits
+from reshard.conversion.copying import Copier, CopyPlan, CopyStats, Progress, human
+from reshard.conversion.tree_edits import Change, Entry
+from reshard.storage import event_loops
+from reshard.storage.paths import matches, show
+from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
+
+_WORKING = ".converting-"
+_MOST_CHUNKS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What a conversion would do; prints itself."""
+
+    source: Checkpoint
+    target: File
+    entries: tuple[Entry, ...]
+    copy: CopyPlan
+    zarr3: bool
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def __str__(self) -> str:
+        rows = [_row(entry) for entry in self.entries]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        taken = {id(part.leaf) for entry in self.entries for part in entry.parts}
+        left = [leaf for leaf in self.source.leaves if id(leaf) not in taken]
+        lines = [f"{row[0].ljust(widths[0])}  {row[1].ljust(widths[1])}  {row[2]}".rstrip() for row in rows]
+        lines += [f"left out: {show(leaf.path)}" for leaf in left]
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append(
+            f"{self.source.folder} ({human(self.source.nbytes)}) -> {self.target} ({human(self.nbytes)}), "
+            f"{'zarr3' if self.zarr3 else 'zarr'} in OCDBT, in {human(self.copy.threshold)} of memory"
+        )
+        return "\n".join(lines)
+
+
+def _row(entry: Entry) -> tuple[str, str, str]:
+    first, index = entry.parts[0].leaf, entry.parts[0].source
+    if not entry.is_array:
+        return (
+            show(entry.path),
+            tree_edits.described(entry),
+            "" if first.path == entry.path else f"from {show(first.path)}",
+        )
+    notes = []
+    if len(entry.parts) > 1:
+        notes.append(f"from {show(first.path)} and {len(entry.parts) - 1} more")
+    elif index:
+        notes.append(f"from {show(first.path)}[{', '.join(map(str, index))}]")
+    elif first.path != entry.path:
+        notes.append(f"from {show(first.path)}")
+    if first.dtype != entry.dtype:
+        notes.append(f"cast from {first.dtype}")
+    if entry.shape:
+        notes.append(f"chunks {list(entry.chunk)}")
+    return show(entry.path), tree_edits.described(entry), ", ".join(notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    num_arrays: int
+    nbytes: int
+    copied: CopyStats
+    verified: bool
+    seconds: float
+
+
+def plan_conversion(
+    source: str | File,
+    target: str | File,
+    changes: Sequence[Change] = (),
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    dtypes: Sequence[tuple[str | None, np.dtype]] = (),
+    chunks: Sequence[tuple[str, Sequence[int]]] = (),
+    threshold: int | None = None,
+    zarr3: bool = False,
+) -> Conversion:
+    """Plans without reading or writing an array.
+
+    Args:
+        source: what `reshard.stored.find` takes, with `step` and `item`.
+        target: the folder to make; it must not exist.
+        changes: from `reshard.retree`, in order.
+        dtypes: pattern (None: everything) and dtype, for floating-point arrays; the last that matches counts.
+        chunks: pattern and sizes; other arrays keep their chunks, a stack has one layer a chunk, and what is larger
+            than 64 MiB is cut.
+        threshold: bytes of memory for array data; None takes as much as needed to read each chunk once.
+        zarr3: whether to write zarr version 3.
+
+    Raises:
+        ReshardError: the source cannot be read, the target cannot be made, or the changes do not fit the tree.
+    """
+    checkpoint = find(source, step, item)
+    target = File(target).expanduser().absolute()
+    notes = _check_target(target, checkpoint.folder, File(source).expanduser().absolute())
+    entries = [Entry.of(leaf) for leaf in checkpoint.leaves]
+    for change in changes:
+        entries = change(entries)
+    for pattern, dtype in dtypes:
+        entries = tree_edits.cast(pattern, dtype)(entries)
+    for pattern, sizes in chunks:
+        entries = tree_edits.rechunk(pattern, sizes)(entries)
+    entries, of_tree = tree_edits.settle(entries)
+    _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.parts}.values())
+    entries = copying.with_writable_chunks(
+        entries, threshold, keep=lambda e: any(matches(pattern, e.path) for pattern, _ in chunks)
+    )
+    entries.sort(key=lambda e: [(int(k.name) if k.sequence else 0, k.name) for k in e.path])
+    if checkpoint.other_items:
+        notes.append(f"only the tree is converted, not {', '.join(checkpoint.other_items)}")
+    plan = copying.plan_copy(entries, threshold)
+    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree))
+
+
+def _check_size(leaves: Iterable[Leaf]) -> None:
+    """What no machine can read is refused before memory is asked for; a damaged header says such sizes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    num_chunks = 0
+    for leaf in leaves:
+        num_chunks += leaf.num_chunks
+        if leaf.is_array and leaf.chunk_nbytes > memory:
+            raise ReshardError(
+                f"{show(leaf.path)} {list(leaf.shape)} has chunks of {human(leaf.chunk_nbytes)}, and this machine has "
+                f"{human(memory)} of memory."
+            )
+        if num_chunks > _MOST_CHUNKS:
+            raise ReshardError(
+                f"{show(leaf.path)} {list(leaf.shape)} has {leaf.num_chunks} chunks of {list(leaf.chunk)}; more than "
+                f"{_MOST_CHUNKS} in all cannot be copied at once. Pick some of the arrays with --only."
+            )
+
+
+def _check_target(target: File, source: File, given: File) -> list[str]:
+    if os.path.lexists(target):
+        raise ReshardError(f"{target} exists already; name a folder that does not.")
+    resolved = target.resolve()
+    for folder in (source.resolve(), given.resolve()):
+        if resolved == folder or folder in resolved.parents:
+            raise ReshardError(f"{target} is within the source, {folder}, which is not touched; name another place.")
+    parent = target.parent
+    if not parent.is_dir():
+        raise ReshardError(f"{parent}, where {target.name} is to be made, is not a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ReshardError(f"{parent}, where {target.name} is to be made, cannot be written to.")
+    left = sorted(entry.name for entry in parent.iterdir() if entry.name.startswith(target.name + _WORKING))
+    return [f"{parent / name} is what a conversion that was killed has left; delete it" for name in left]
+
+
+def convert(
+    conversion: Conversion,
+    *,
+    verify: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Carries out a plan.
+
+    Args:
+        conversion: from `plan_conversion`.
+        verify: whether to check the source against the checksums that this library leaves, and to read source and
+            target again and compare them before the target is put in place.
+        progress: called before each batch of chunks.
+        should_stop: asked before each batch.
+
+    Raises:
+        ReshardError: something could not be read or written, or is not what it should be. There is no target then.
+        copying.Stopped: `should_stop` said so. There is no target then.
+    """
+    from reshard.conversion import orbax_writer
+
+    start = time.monotonic()
+    working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    copier = Copier(conversion.source, conversion.copy, progress, should_stop)
+    if verify:
+        event_loops.run(copier.check_source())
+    with _write_errors(conversion), _removed_on_error(working):
+        orbax_writer.write(
+            working, tree_edits.nested(conversion.entries, _value(conversion)), copier.copy, zarr3=conversion.zarr3
+        )
+        copied = dataclasses.replace(copier.stats)
+        if verify:
+            _verify(conversion, working, copier)
+        _check_target(conversion.target, conversion.source.folder, conversion.source.folder)
+        os.rename(working, conversion.target)
+        _sync(conversion.target.parent)
+    num_arrays = sum(entry.is_array for entry in conversion.entries)
+    return Report(num_arrays, conversion.nbytes, copied, verify, time.monotonic() - start)
+
+
+def _value(conversion: Conversion) -> Callable[[Entry], Any]:
+    from reshard.conversion import orbax_writer
+
+    def value(entry: Entry) -> Any:
+        if entry.is_array:
+            assert entry.dtype is not None
+            kind = orbax_writer.ARRAYS[entry.value_type]
+            return kind(id(entry), entry.shape, entry.dtype, entry.chunk, entry.extra)
+        if entry.value_type == "string":
+            return conversion.source.text(entry.parts[0].leaf.path)
+        return EMPTY_TYPES[entry.value_type]
+
+    return value
+
+
+def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
+    written = find(folder)
+    found = {leaf.path: (leaf.value_type, leaf.shape, leaf.dtype, leaf.extra) for leaf in written.leaves}
+    expected = {}
+    for entry in conversion.entries:
+        value_type = "None" if entry.value_type == "NamedTuple" else entry.value_type
+        expected[entry.path] = (value_type, entry.shape, entry.dtype, entry.extra)
+    for path in sorted(found.keys() | expected.keys()):
+        if found.get(path) != expected.get(path):
+            raise ReshardError(
+                f"{folder}: {show(path)} is not what was written.\n"
+                f"  expected: {expected.get(path)}\n  found: {found.get(path)}"
+            )
+        if expected[path][0] == "string":
+            origin = next(e for e in conversion.entries if e.path == path).parts[0].leaf.path
+            if written.text(path) != conversion.source.text(origin):
+                raise ReshardError(f"{folder}: the text {show(path)} is not what was written.")
+    event_loops.run(copier.compare(written))
+
+
+@contextlib.contextmanager
+def _removed_on_error(working: File) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for folder in working.parent.iterdir():
+            if folder.name.startswith(working.name):
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _write_errors(conversion: Conversion) -> Iterator[None]:
+    """What Orbax and tensorstore raise when writing fails, as an error that says what to do."""
+    try:
+        yield
+    except (ReshardError, copying.Stopped):
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        parent = conversion.target.parent
+        text = str(error)
+        if "No space left" in text or "Disk quota" in text:
+            free = shutil.disk_usage(parent).free
+            raise ReshardError(
+                f"{parent} is full: up to {human(conversion.nbytes)} are needed, {human(free)} were free. "
+                "Nothing was kept."
+            ) from error
+        raise ReshardError(f"{conversion.target} cannot be written: {said(error)}. Nothing was kept.") from error
+
+
+def _sync(folder: File) -> None:
+    """Makes the rename last through a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,421 @@
+"""Copies stored arrays into others chunk by chunk, within a bound of memory that holds whatever the array sizes.
+
+A target chunk is put together in memory from the parts of source chunks that it takes, and written whole. A batch of
+such chunks is one commit. All memory is drawn from one budget: what a batch, its encoded form and the copies that
+tensorstore makes of it take (`_WRITING` bytes a byte), what reading takes (a chunk encoded, decoded, the part
+cut out of it, and what checking a cast takes), and decoded source chunks that are kept for the next target chunks.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard.conversion.tree_edits import Entry
+from reshard.storage import checksums
+from reshard.storage.paths import Path, show
+from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, cells, reading_context, said
+
+_WRITING = 4
+_READING = 4
+# What is worth having: larger batches and chunks make nothing faster.
+_LARGEST_BATCH = 256 << 20
+_LARGEST_CHUNK = 64 << 20
+_LARGEST_CACHE = 1 << 30
+
+
+class Stopped(Exception):
+    """The copy was asked to stop, and did so between two batches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One target chunk, or the part of it within the array."""
+
+    entry: Entry
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.nbytes(self.entry.itemsize)
+
+    def pieces(self) -> Iterator[tuple[Leaf, Box, tuple[Any, ...]]]:
+        """What it takes: of which array, which box, and where that belongs in the chunk."""
+        for part in self.entry.parts:
+            lead = len(part.target)
+            if not all(a <= i < b for a, i, b in zip(self.box.start, part.target, self.box.stop)):  # noqa: B905
+                continue
+            rest_start, rest_stop = self.box.start[lead:], self.box.stop[lead:]
+            source = Box((*part.source, *rest_start), (*[i + 1 for i in part.source], *rest_stop))
+            at = tuple([i - a for i, a in zip(part.target, self.box.start)])  # noqa: B905
+            yield part.leaf, source, at
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyPlan:
+    """How the memory is divided; `threshold` is all of it."""
+
+    threshold: int
+    cache_nbytes: int
+    batch_nbytes: int
+    reading_nbytes: int
+    tasks: tuple[Task, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(task.nbytes for task in self.tasks)
+
+
+@dataclasses.dataclass
+class CopyStats:
+    """What a copy did; `peak_nbytes` is the most of its budget that it had taken at once."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    num_commits: int = 0
+    peak_nbytes: int = 0
+
+
+def with_writable_chunks(entries: Sequence[Entry], threshold: int | None, keep: Callable[[Entry], bool]) -> list[Entry]:
+    """Cuts the chunks that nobody asked for (`keep` is false) to 64 MiB, or to what is written within a threshold."""
+    most = _LARGEST_CHUNK if threshold is None else min(_LARGEST_CHUNK, max(1, threshold // 16))
+
+    def cut(entry: Entry) -> Entry:
+        if not entry.is_array or keep(entry):
+            return entry
+        chunk = [min(c, n) for c, n in zip(entry.chunk, entry.shape, strict=True)]
+        for axis in range(len(chunk)):
+            num_parts = min(chunk[axis], -(-math.prod(chunk) * entry.itemsize // most))
+            chunk[axis] = -(-chunk[axis] // num_parts)
+        return dataclasses.replace(entry, chunk=tuple(chunk))
+
+    return [cut(entry) for entry in entries]
+
+
+def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
+    """Lists the chunks to write, in the order in which the source chunks lie, and divides the memory.
+
+    Args:
+        entries: the new tree.
+        threshold: bytes of memory for the copy; None takes what is enough to read each source chunk once.
+
+    Raises:
+        ReshardError: even one chunk at a time takes more; says which and how much is needed.
+    """
+    tasks = [task for entry in entries if entry.is_array for task in _tasks(entry)]
+    if not tasks:
+        return CopyPlan(threshold or 0, 0, 1, 1, ())
+    tasks.sort(key=_source_order({id(e.parts[0].leaf): i for i, e in enumerate(entries)}))
+    largest = max(tasks, key=lambda task: task.nbytes)
+    widest = max((p.leaf for e in entries if e.is_array for p in e.parts), key=lambda leaf: leaf.chunk_nbytes)
+    least = _WRITING * largest.nbytes + _READING * widest.chunk_nbytes
+    # A cache that is full to the last byte keeps nothing: its entries are a little larger than their data.
+    shared = math.ceil(1.125 * _shared_nbytes(tasks))
+    if threshold is None:
+        threshold = least + shared + _LARGEST_BATCH
+    if threshold < least:
+        raise ReshardError(
+            f"--threshold {human(threshold)} is too little: chunks are read and written whole.\n"
+            f"  {show(widest.path)} is stored in chunks of {human(widest.chunk_nbytes)} {list(widest.chunk)}, "
+            f"{show(largest.entry.path)} is to be written in chunks of {human(largest.nbytes)} "
+            f"{list(largest.box.shape)}.\n"
+            f"  Give at least --threshold {least}" + (f" ({human(least)})" if least >= 1024 else "") + "."
+        )
+    cache = shared if shared <= threshold - least and shared <= max(_LARGEST_CACHE, threshold // 2) else 0
+    rest = threshold - least - cache
+    batch = max(largest.nbytes, min(_LARGEST_BATCH, largest.nbytes + rest // 2 // _WRITING))
+    reading = threshold - cache - _WRITING * batch
+    return CopyPlan(threshold, cache, batch, reading, tuple(tasks))
+
+
+def _tasks(entry: Entry) -> Iterator[Task]:
+    ranges = [range(0, n, c) for n, c in zip(entry.shape, entry.chunk, strict=True)]
+    for start in itertools.product(*ranges):
+        stop = tuple([min(a + c, n) for a, c, n in zip(start, entry.chunk, entry.shape, strict=True)])
+        yield Task(entry, Box(start, stop))
+
+
+def _source_order(order: Mapping[int, int]) -> Callable[[Task], Any]:
+    def key(task: Task) -> Any:
+        leaf, box, _ = next(task.pieces())
+        return order.get(id(leaf), 0), id(leaf), cells(box, leaf.chunk, leaf.shape).start, task.box.start
+
+    return key
+
+
+def _shared_nbytes(tasks: Sequence[Task]) -> int:
+    """Bytes of the largest set of source chunks that one task reads and the next one reads again."""
+    largest, previous = 0, set[tuple[int, Box]]()
+    for task in tasks:
+        read = {(id(leaf), cells(box, leaf.chunk, leaf.shape)) for leaf, box, _ in task.pieces()}
+        if read & previous:
+            nbytes = sum(cells(box, leaf.chunk, leaf.shape).nbytes(leaf.itemsize) for leaf, box, _ in task.pieces())
+            largest = max(largest, nbytes)
+        previous = read
+    return largest
+
+
+class _Budget:
+    """Bytes that may be taken at once; a taker waits until enough is given back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.free = self.total = nbytes
+        self.peak = 0
+        self._changed = asyncio.Condition()
+
+    async def take(self, nbytes: int) -> None:
+        assert nbytes <= self.total, f"{nbytes} bytes of {self.total} can never be had"
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.free >= nbytes)
+            self.free -= nbytes
+            self.peak = max(self.peak, self.total - self.free)
+
+    async def give(self, nbytes: int) -> None:
+        async with self._changed:
+            self.free += nbytes
+            self._changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a copy is."""
+
+    doing: str
+    bytes_done: int
+    bytes_total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        done = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
+        bar = "█" * int(done * 30) + "·" * (30 - int(done * 30))
+        rate = self.bytes_done / max(self.seconds, 1e-9) / 2**20
+        return (
+            f"{self.doing:8} {bar} {done:4.0%}  {human(self.bytes_done)} of {human(self.bytes_total)}, {rate:.0f} MiB/s"
+        )
+
+
+@dataclasses.dataclass
+class Copier:
+    """Carries out a plan: `copy` writes, `compare` reads both sides again.
+
+    `should_stop` is asked before each batch.
+    """
+
+    source: Checkpoint
+    plan: CopyPlan
+    progress: Callable[[Progress], None] = lambda progress: None
+    should_stop: Callable[[], bool] = lambda: False
+    stats: CopyStats = dataclasses.field(default_factory=CopyStats)
+
+    async def copy(self, targets: Mapping[int, ts.TensorStore]) -> None:
+        """Fills the arrays, given by the `id` of their entry."""
+
+        async def batch(tasks: list[Task]) -> None:
+            transaction = ts.Transaction()
+            writes = []
+            for task, data in zip(tasks, await self._gather(tasks), strict=True):
+                target = targets[id(task.entry)].with_transaction(transaction)
+                write = target[task.box.slices].write(data, can_reference_source_data_indefinitely=True)
+                writes.append(write.copy)
+                self.stats.bytes_written += task.nbytes
+            await all_of(writes)
+            await transaction.commit_async()
+            self.stats.num_commits += 1
+
+        await self._run("copying", batch)
+
+    async def check_source(self) -> None:
+        """Compares the arrays that are copied with the checksums beside them, if this library has left any.
+
+        Raises:
+            ReshardError: a box is not what was written there; says which.
+        """
+        sums = await checksums.read(self.source.folder)
+        leaves = {id(p.leaf): p.leaf for task in self.plan.tasks for p in task.entry.parts}.values()
+        boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(array_name(leaf.path), ())]
+        context, start, done = self._context(), time.monotonic(), 0
+        nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box, _ in boxes)
+        for leaf, box, expected in boxes:
+            if self.should_stop():
+                raise Stopped
+            self.progress(Progress("checking", done, nbytes, time.monotonic() - start))
+            array = await _opened(self.source, leaf.path, context)
+            found = checksums.RunningSum()
+            for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
+                found.add(await _read(self.source, leaf.path, array, part))
+            if found.value != expected:
+                raise ReshardError(
+                    f"{self.source.folder}: {show(leaf.path)}{list(box.start)} to {list(box.stop)} is damaged:"
+                    " it is not what was written there (its checksum differs)."
+                )
+            done += box.nbytes(leaf.itemsize)
+
+    async def compare(self, written: Checkpoint) -> None:
+        """Compares what was written, bit by bit, with what it should be.
+
+        Raises:
+            ReshardError: they differ; says where.
+        """
+        context = self._context()
+        arrays = {}
+
+        async def batch(tasks: list[Task]) -> None:
+            for task, expected in zip(tasks, await self._gather(tasks), strict=True):
+                entry = task.entry
+                if id(entry) not in arrays:
+                    arrays[id(entry)] = await _opened(written, entry.path, context)
+                found = await _read(written, entry.path, arrays[id(entry)], task.box)
+                if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
+                    raise ReshardError(
+                        f"{written.folder}: {show(entry.path)}{list(task.box.start)} to {list(task.box.stop)} "
+                        "is not what was written; the storage cannot be trusted."
+                    )
+
+        await self._run("reading", batch)
+
+    async def _run(self, doing: str, batch: Callable[[list[Task]], Any]) -> None:
+        self._budget = _Budget(self.plan.reading_nbytes)
+        self._reader = self._context()
+        self._sources: dict[int, ts.TensorStore] = {}
+        start, done = time.monotonic(), 0
+        for tasks in _batches(self.plan):
+            if self.should_stop():
+                raise Stopped
+            self.progress(Progress(doing, done, self.plan.nbytes, time.monotonic() - start))
+            await batch(tasks)
+            done += sum(task.nbytes for task in tasks)
+            writing = _WRITING * sum(task.nbytes for task in tasks)
+            peak = self.plan.cache_nbytes + writing + self._budget.peak
+            self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
+            self._budget.peak = 0
+        assert self.stats.peak_nbytes <= self.plan.threshold, "the copy took more memory than it was given"
+        self.progress(Progress(doing, done, self.plan.nbytes, time.monotonic() - start))
+
+    def _context(self) -> ts.Context:
+        return reading_context(self.plan.cache_nbytes)
+
+    async def _gather(self, tasks: list[Task]) -> list[np.ndarray]:
+        """The data of each task, in the dtype of its target."""
+        buffers = [np.empty(task.box.shape, task.entry.dtype) for task in tasks]
+        await all_of([self._fill(task, buffer) for task, buffer in zip(tasks, buffers, strict=True)])
+        return buffers
+
+    async def _fill(self, task: Task, buffer: np.ndarray) -> None:
+        for leaf, box, at in task.pieces():
+            whole = cells(box, leaf.chunk, leaf.shape)
+            if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
+                boxes = [box]
+            else:
+                boxes = [Box(c.start, c.stop) & box for c in _cells_of(whole, leaf.chunk)]
+            for one in boxes:
+                cost = _READING * cells(one, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
+                await self._budget.take(cost)
+                try:
+                    data = await _read(self.source, leaf.path, await self._open(leaf), one)
+                    self.stats.bytes_read += data.nbytes
+                    within = one.relative_to(box).slices[len(leaf.shape) - (len(task.entry.shape) - len(at)) :]
+                    view = buffer[(*at, *within, ...)]
+                    _cast(data.reshape(view.shape), view, task.entry)
+                    del data
+                finally:
+                    await self._budget.give(cost)
+
+    async def _open(self, leaf: Leaf) -> ts.TensorStore:
+        if id(leaf) not in self._sources:
+            self._sources[id(leaf)] = await _opened(self.source, leaf.path, self._reader)
+        return self._sources[id(leaf)]
+
+
+async def _opened(checkpoint: Checkpoint, path: Path, context: ts.Context) -> ts.TensorStore:
+    try:
+        return await ts.open(checkpoint.spec(path), read=True, open=True, context=context)
+    except (ValueError, OSError) as error:
+        raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
+
+
+async def _read(checkpoint: Checkpoint, path: Path, array: ts.TensorStore, box: Box) -> np.ndarray:
+    try:
+        return await array[box.slices].read()
+    except (ValueError, OSError) as error:
+        raise ReshardError(
+            f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
+            f"the data is damaged or missing: {said(error)}"
+        ) from None
+
+
+def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:
+    """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
+
+    def cut(start: int, stop: int) -> Box:
+        return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
+
+    def cost(part: Box) -> int:
+        return cells(part, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
+
+    if cost(box) <= nbytes or axis == len(leaf.shape):
+        yield box
+        return
+    start, chunk = box.start[axis], leaf.chunk[axis]
+    while start < box.stop[axis]:
+        layer = cut(start, min((start // chunk + 1) * chunk, box.stop[axis]))
+        if (fitting := nbytes // cost(layer)) > 0:
+            layer = cut(start, min((start // chunk + fitting) * chunk, box.stop[axis]))
+            yield layer
+        else:
+            for i in range(start, layer.stop[axis]):
+                yield from _in_order(cut(i, i + 1), leaf, nbytes, axis + 1)
+        start = layer.stop[axis]
+
+
+def _cells_of(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
+    for start in itertools.product(*[range(a, b, c) for a, b, c in zip(box.start, box.stop, chunk, strict=True)]):
+        yield Box(start, tuple([min(a + c, b) for a, c, b in zip(start, chunk, box.stop, strict=True)]))
+
+
+def _batches(plan: CopyPlan) -> Iterator[list[Task]]:
+    batch: list[Task] = []
+    nbytes = 0
+    for task in plan.tasks:
+        if batch and (nbytes + task.nbytes > plan.batch_nbytes or len(batch) == 1024):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(task)
+        nbytes += task.nbytes
+    if batch:
+        yield batch
+
+
+def _cast(data: np.ndarray, view: np.ndarray, entry: Entry) -> None:
+    if data.dtype == view.dtype:
+        view[...] = data
+        return
+    with np.errstate(over="ignore"):
+        np.copyto(view, data, casting="unsafe")
+    lost = np.count_nonzero(np.isfinite(data)) - np.count_nonzero(np.isfinite(view))
+    if lost:
+        raise ReshardError(f"{show(entry.path)}: {lost} values of {data.dtype} are too large for {view.dtype}.")
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def human(nbytes: float) -> str:
+    """Bytes as a person reads them.
+
+    Example:
+        >>> human(1536), human(7)
+        ('1.5 KiB', '7 B')
+    """
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log(nbytes, 1024)), 5)
+    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"

@@ -1,0 +1,98 @@
+"""A checkpoint as text and as JSON: its tree, shapes, dtypes, bytes and chunks."""
+
+import json
+from typing import Any
+
+from reshard.conversion.copying import human
+from reshard.storage.paths import show
+from reshard.storage.stored import Checkpoint, Leaf
+
+_CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that it touches."
+
+
+def to_text(checkpoint: Checkpoint) -> str:
+    """The tree as a table, with totals."""
+    rows = [("path", "dtype", "shape", "bytes", "chunks"), *map(_row, checkpoint.leaves)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
+    lines = [f"{_title(checkpoint)}: {checkpoint.driver}"]
+    for path, dtype, shape, nbytes, chunks in rows:
+        cells = (path.ljust(widths[0]), dtype.ljust(widths[1]), shape.ljust(widths[2]), nbytes.rjust(widths[3]), chunks)
+        lines.append("  ".join(cells).rstrip())
+    others = len(checkpoint.leaves) - len(arrays)
+    lines.append(
+        f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)} in {counted(_num_chunks(checkpoint), 'chunk')}, "
+        f"{human(checkpoint.stored_nbytes())} on disk" + (f"; {others} without data" if others else "")
+    )
+    for dtype, nbytes in _by_dtype(arrays).items():
+        lines.append(f"  {dtype}: {human(nbytes)}")
+    if checkpoint.other_items:
+        lines.append(f"beside it: {', '.join(checkpoint.other_items)}")
+    if any(leaf.num_chunks > 1 for leaf in arrays):
+        lines.append(_CHUNKS)
+    return "\n".join(lines)
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
+    item = f", item {checkpoint.item}" if checkpoint.item is not None else ""
+    return f"{checkpoint.folder}{step}{item}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _num_chunks(checkpoint: Checkpoint) -> int:
+    return sum(leaf.num_chunks for leaf in checkpoint.leaves)
+
+
+def _by_dtype(arrays: list[Leaf]) -> dict[str, int]:
+    nbytes: dict[str, int] = {}
+    for leaf in arrays:
+        nbytes[str(leaf.dtype)] = nbytes.get(str(leaf.dtype), 0) + leaf.nbytes
+    return dict(sorted(nbytes.items()))
+
+
+def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:
+    if not leaf.is_array:
+        return show(leaf.path), "", leaf.value_type, "", ""
+    shape = "scalar" if leaf.value_type == "scalar" else str(list(leaf.shape))
+    whole = leaf.num_chunks == 1
+    chunks = "1" if whole else f"{leaf.num_chunks} of {list(leaf.chunk)}, {human(leaf.chunk_nbytes)} each"
+    extra = "".join(f", {what}: {value}" for what, value in json.loads(leaf.extra or "{}").items())
+    return show(leaf.path), str(leaf.dtype), shape, human(leaf.nbytes), chunks + extra
+
+
+def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The same as a document."""
+    return {
+        "folder": str(checkpoint.folder),
+        "step": checkpoint.step,
+        "item": checkpoint.item,
+        "other_items": list(checkpoint.other_items),
+        "driver": "zarr3" if checkpoint.zarr3 else "zarr",
+        "ocdbt": checkpoint.ocdbt,
+        "arrays": sum(leaf.is_array for leaf in checkpoint.leaves),
+        "bytes": checkpoint.nbytes,
+        "stored_bytes": checkpoint.stored_nbytes(),
+        "leaves": [_leaf(leaf) for leaf in checkpoint.leaves],
+    }
+
+
+def _leaf(leaf: Leaf) -> dict[str, Any]:
+    keys = [int(key.name) if key.sequence else key.name for key in leaf.path]
+    document: dict[str, Any] = {"path": show(leaf.path), "keys": keys, "type": leaf.value_type}
+    if leaf.is_array:
+        document |= {
+            "dtype": str(leaf.dtype),
+            "shape": list(leaf.shape),
+            "bytes": leaf.nbytes,
+            "chunk": list(leaf.chunk),
+            "chunk_bytes": leaf.chunk_nbytes,
+            "chunks": leaf.num_chunks,
+        }
+    if leaf.extra:
+        document["extra"] = json.loads(leaf.extra)
+    return document

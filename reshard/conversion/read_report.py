@@ -1,0 +1,285 @@
+"""What each process of a layout would read of a checkpoint, and why it is more than it needs.
+
+Chunks are read whole, so a process reads all chunks that its part touches, each once, however many of its devices
+want them. Index arithmetic alone: neither data nor devices are touched.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.errors import ReshardError
+from reshard.conversion.copying import human
+from reshard.conversion.layout_file import Rule, TargetLayout
+from reshard.storage.paths import matches, show
+from reshard.storage.stored import Checkpoint, Leaf, cells
+from reshard.trees import fault_of_sharding
+
+
+@dataclasses.dataclass
+class ProcessReads:
+    """One process: bytes of the leaves that its devices need, bytes of the chunks that hold them, and memory."""
+
+    process: int
+    devices: list[int] = dataclasses.field(default_factory=list)
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    device_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def largest_device_bytes(self) -> int:
+        return max(self.device_bytes.values(), default=0)
+
+
+@dataclasses.dataclass
+class LeafReads:
+    """What all processes together read of one leaf; all their parts are made of boxes of the shape `fitting_chunk`."""
+
+    leaf: Leaf
+    fitting_chunk: tuple[int, ...]
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    num_processes: int = 0
+
+    def __str__(self) -> str:
+        path, sizes = show(self.leaf.path), ",".join(map(str, self.fitting_chunk))
+        return (
+            f"{path}: {human(self.read_bytes)} for {human(self.needed_bytes)}: its chunks are {list(self.leaf.chunk)}, "
+            f"its parts multiples of {list(self.fitting_chunk)}; convert --chunk '{path}={sizes}' avoids it"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """What a layout reads of a checkpoint; prints itself."""
+
+    checkpoint: Checkpoint
+    layout: TargetLayout
+    processes: tuple[ProcessReads, ...]
+    leaves: tuple[LeafReads, ...]
+
+    @property
+    def too_large(self) -> list[int]:
+        """The devices whose memory does not suffice for the tree."""
+        limit = self.layout.device_memory
+        return [d for p in self.processes for d, n in p.device_bytes.items() if limit is not None and n > limit]
+
+    def __str__(self) -> str:
+        rows = [("process", "devices", "needs", "reads", "", "device memory", "largest device")]
+        for p in self.processes:
+            rows.append((str(p.process), _ranges(p.devices), *_bytes(p), human(sum(p.device_bytes.values())),
+                         human(p.largest_device_bytes)))  # fmt: skip
+        if len(self.processes) > 1:
+            total = ProcessReads(-1, [], sum(p.needed_bytes for p in self.processes),
+                                 sum(p.read_bytes for p in self.processes))  # fmt: skip
+            memory = human(sum(sum(p.device_bytes.values()) for p in self.processes))
+            rows.append(("all", str(self.layout.mesh.size), *_bytes(total), memory, ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [str(self.layout)]
+        lines += [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        over = sorted((x for x in self.leaves if x.read_bytes > x.needed_bytes), key=_excess, reverse=True)
+        if over:
+            lines.append("Chunks are read whole:")
+            lines += [f"  {one}" for one in over[:8]]
+            lines += [f"  and {len(over) - 8} more"] if len(over) > 8 else []
+        else:
+            lines.append("No process reads more than it needs: the chunks fit the layout.")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "processes": [
+                {
+                    "process": p.process,
+                    "devices": p.devices,
+                    "needed_bytes": p.needed_bytes,
+                    "read_bytes": p.read_bytes,
+                    "device_bytes": [p.device_bytes[d] for d in p.devices],
+                }
+                for p in self.processes
+            ],
+            "leaves": [
+                {
+                    "path": show(x.leaf.path),
+                    "needed_bytes": x.needed_bytes,
+                    "read_bytes": x.read_bytes,
+                    "processes": x.num_processes,
+                    "chunk": list(x.leaf.chunk),
+                    "fitting_chunk": list(x.fitting_chunk),
+                }
+                for x in self.leaves
+            ],
+            "too_large_devices": self.too_large,
+        }
+
+
+def _excess(one: LeafReads) -> tuple[int, str]:
+    return one.read_bytes - one.needed_bytes, show(one.leaf.path)
+
+
+def _bytes(p: ProcessReads) -> tuple[str, str, str]:
+    factor = p.read_bytes / p.needed_bytes if p.needed_bytes else 1.0
+    return human(p.needed_bytes), human(p.read_bytes), f"{factor:.2f}x"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in ascending order, runs of them shortened.
+
+    Example:
+        >>> _ranges([0, 1, 2, 5])
+        '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
+    """Works out what each process of a layout reads.
+
+    Raises:
+        ReshardError: a leaf has no rule, or its rule does not fit it; all such leaves are listed.
+    """
+    processes: dict[int, ProcessReads] = {}
+    for device in sorted(layout.mesh.devices.flat, key=lambda d: d.id):
+        process = processes.setdefault(device.process_index, ProcessReads(device.process_index))
+        process.devices.append(device.id)
+        process.device_bytes[device.id] = 0
+    arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
+    chosen = [_rule_of(leaf, layout) for leaf in arrays]
+    num_layers: dict[int, int] = {}
+    for _, rule, layer in chosen:
+        if rule is not None and layer is not None:
+            num_layers[id(rule)] = max(num_layers.get(id(rule), 0), layer + 1)
+    faults, reads = [], []
+    for leaf, rule, layer in chosen:
+        try:
+            if rule is None:
+                raise ReshardError("no rule's path matches it")
+            shares = _shares(leaf, rule, layer, num_layers.get(id(rule), 0), layout)
+            reads.append(_read(leaf, _wanted(leaf, rule, shares, layout), processes))
+        except ReshardError as error:
+            faults.append(f"  {show(leaf.path)} {list(leaf.shape)}: {error}.")
+    if faults:
+        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+        raise ReshardError("the layout does not fit the checkpoint:\n" + "\n".join(faults[:8] + more))
+    return ReadPlan(checkpoint, layout, tuple(processes.values()), tuple(reads))
+
+
+def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, Rule | None, int | None]:
+    for rule in layout.rules:
+        match = matches(rule.path, leaf.path)
+        if match is not None:
+            return leaf, rule, int(match["layer"]) if rule.by_layer else None
+    return leaf, None, None
+
+
+def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: TargetLayout) -> dict[int, Box]:
+    """Which box of the leaf each group holds."""
+    whole = Box.whole(leaf.shape)
+    groups = rule.groups if rule.groups is not None else tuple(range(len(layout.groups)))
+    if layer is not None:
+        ends = _ends(num_layers, rule, len(layout.groups))
+        return {next(group for group, end in enumerate(ends) if layer < end): whole}
+    axis = rule.stacked_axis
+    if axis is None:
+        return dict.fromkeys(groups, whole)
+    if axis >= len(leaf.shape):
+        raise ReshardError(f"its rule {rule.path!r} has stacked_axis {axis}, which the array does not have")
+    shares = {}
+    for group, (start, end) in enumerate(_pairs(_ends(leaf.shape[axis], rule, len(layout.groups)))):
+        if group in groups:
+            bounds = [(start, end) if i == axis else (0, n) for i, n in enumerate(leaf.shape)]
+            shares[group] = Box(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+    return shares
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends(num_layers: int, rule: Rule, num_groups: int) -> tuple[int, ...]:
+    counts = rule.layers_per_group
+    if counts is None:
+        if num_layers % num_groups:
+            raise ReshardError(
+                f"{num_layers} layers do not divide evenly by {num_groups} groups; give layers_per_group"
+            )
+        counts = (num_layers // num_groups,) * num_groups
+    if sum(counts) != num_layers:
+        raise ReshardError(f"layers_per_group {list(counts)} are {sum(counts)} layers, but there are {num_layers}")
+    return tuple([sum(counts[: i + 1]) for i in range(num_groups)])
+
+
+def _pairs(ends: Iterable[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for end in ends:
+        yield start, end
+        start = end
+
+
+def _wanted(leaf: Leaf, rule: Rule, shares: dict[int, Box], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
+    """Each device and its box."""
+    for group, share in shares.items():
+        if not share.size:
+            continue
+        sharding = NamedSharding(layout.groups[group], rule.spec)
+        fault = fault_of_sharding(sharding, share.shape)
+        if fault is not None:
+            raise ReshardError(f"rule {rule.path!r}: " + " ".join(fault.split()).removesuffix("."))
+        for device, box in device_boxes(sharding, share.shape).items():
+            start = tuple([a + o for a, o in zip(box.start, share.start, strict=True)])
+            yield device, Box(start, tuple([b + o for b, o in zip(box.stop, share.start, strict=True)]))
+
+
+def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, ProcessReads]) -> LeafReads:
+    by_process: dict[int, dict[Box, None]] = {}
+    for device, box in wanted:
+        processes[device.process_index].device_bytes[device.id] += box.nbytes(leaf.itemsize)
+        by_process.setdefault(device.process_index, {})[box] = None
+    parts: list[Box] = []
+    reads = LeafReads(leaf, (), num_processes=len(by_process))
+    for index, boxes in by_process.items():
+        needed = _union_nbytes(boxes, leaf)
+        read = _union_nbytes({cells(box, leaf.chunk, leaf.shape): None for box in boxes}, leaf)
+        processes[index].needed_bytes += needed
+        processes[index].read_bytes += read
+        reads.needed_bytes += needed
+        reads.read_bytes += read
+        around = _around(boxes)
+        parts += [around] if around.nbytes(leaf.itemsize) == needed else list(boxes)
+    reads.fitting_chunk = _fitting_chunk(parts, leaf.shape)
+    return reads
+
+
+def _fitting_chunk(parts: Iterable[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The largest chunks of which no part takes just a piece."""
+    sizes = []
+    for axis, n in enumerate(shape):
+        borders = {border for part in parts for border in (part.start[axis], part.stop[axis])} - {0, n}
+        sizes.append(math.gcd(*borders) or n)
+    return tuple(sizes)
+
+
+def _around(boxes: Iterable[Box]) -> Box:
+    """The smallest box that contains them all."""
+    starts, stops = [box.start for box in boxes], [box.stop for box in boxes]
+    return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
+
+
+def _union_nbytes(boxes: Iterable[Box], leaf: Leaf) -> int:
+    seen: list[Box] = []
+    size = 0
+    for box in boxes:
+        size += sum(part.size for part in box.without(seen))
+        seen.append(box)
+    return size * leaf.itemsize

@@ -1,0 +1,1 @@
+"""Moves shards from one layout to another, within a bound of memory."""

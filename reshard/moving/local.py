@@ -1,0 +1,236 @@
+"""How the bytes of one piece get from one shard into another.
+
+A `Sink` is a target shard while it is filled; a `Carrier` brings a piece to it. The executor knows nothing else
+about where memory is, so a carrier between processes takes the place of `LocalCarrier` without any other change.
+
+Memory that this process can address (CPU devices, pinned host memory, numpy) is filled in place: one copy, no
+program to compile, no buffer in between. On other devices a piece is cut out by a small program, sent as an array,
+and written by another into a buffer that is donated to it and so stays where it is.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from mpmd.arrays.boxes import Box
+from reshard.places import HostMemory
+
+# XLA's CPU runtime takes over numpy memory of this alignment as it is.
+_ALIGNMENT = 64
+# Copies at least this large are worth a thread.
+_THREADED_BYTES = 1 << 18
+
+
+class Sink(Protocol):
+    """A target shard while it is filled."""
+
+    def write(self, box: Box, data: Any) -> bool:
+        """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
+        ...
+
+    def takes(self, data: jax.Array) -> bool:
+        """Whether an array can become the shard as it is."""
+        ...
+
+    @property
+    def contents(self) -> Any:
+        """What has been written so far, to be read before the next `write`."""
+        ...
+
+    def finish(self) -> Any:
+        """The shard as an array on its device; nothing is written after."""
+        ...
+
+
+class HostSink:
+    """A shard in memory that this process can address."""
+
+    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None):
+        self._place = None if isinstance(device, HostMemory) else SingleDeviceSharding(device, memory_kind=memory_kind)
+        self._buffer = aligned_empty(shape, dtype)
+        self._taken: jax.Array | None = None
+
+    def write(self, box: Box, data: np.ndarray | jax.Array) -> bool:
+        if isinstance(data, jax.Array) and self.takes(data):
+            self._taken, self._buffer = data, np.empty(0)
+            return True
+        self._buffer[box.slices] = np.asarray(data)
+        return False
+
+    def takes(self, data: jax.Array) -> bool:
+        return self._place is not None and data.shape == self._buffer.shape and data.sharding == self._place
+
+    @property
+    def contents(self) -> np.ndarray:
+        return self._buffer if self._taken is None else np.asarray(self._taken)
+
+    def finish(self) -> Any:
+        if self._taken is not None:
+            return self._taken
+        buffer, self._buffer = self._buffer, np.empty(0)
+        return buffer if self._place is None else jax.device_put(buffer, self._place, may_alias=True)
+
+
+class DeviceSink:
+    """A shard on a device that just its own programs can write to."""
+
+    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype):
+        self._place = SingleDeviceSharding(device)
+        self._shape, self._dtype = shape, dtype
+        self._buffer: jax.Array | None = None
+
+    @property
+    def place(self) -> SingleDeviceSharding:
+        return self._place
+
+    def takes(self, data: jax.Array) -> bool:
+        return data.shape == self._shape
+
+    def is_beside(self, source: Any) -> bool:
+        """Whether a source shard is in the same memory."""
+        return not _on_host(source) and source.sharding.is_equivalent_to(self._place, source.ndim)
+
+    def write(self, box: Box, data: jax.Array) -> bool:
+        if data.shape == self._shape:
+            self._buffer = data
+            return True
+        self._buffer = _write(self.contents, data, box.start)
+        return False
+
+    def copy(self, source: jax.Array, box: Box, into: Box) -> None:
+        """Writes a box of another array on the same device, in one program and without a buffer in between."""
+        self._buffer = _copy(self.contents, source, box.start, into.start, box.shape)
+
+    @property
+    def contents(self) -> jax.Array:
+        if self._buffer is None:
+            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
+        return self._buffer
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._buffer)
+
+    def finish(self) -> jax.Array:
+        return self.contents
+
+
+def open_sink(device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
+    """The kind of sink that fits the memory."""
+    if is_host_memory(device) or _is_host_kind(memory_kind):
+        return HostSink(device, shape, dtype, memory_kind)
+    return DeviceSink(device, shape, dtype)
+
+
+def is_host_memory(device: Any) -> bool:
+    """Whether this process can read and write what is on the device as its own memory."""
+    return isinstance(device, HostMemory) or device.platform == "cpu"
+
+
+def _is_host_kind(memory_kind: str | None) -> bool:
+    return memory_kind is not None and memory_kind.endswith("host")
+
+
+def _on_host(source: Any) -> bool:
+    if isinstance(source, np.ndarray):
+        return True
+    return is_host_memory(next(iter(source.sharding.device_set))) or _is_host_kind(source.sharding.memory_kind)
+
+
+class Carrier(Protocol):
+    """Brings pieces of shards into sinks."""
+
+    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+        """Starts to bring box `box` of a source shard into box `into` of a sink.
+
+        The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
+        sender and on the receiver.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Returns when everything that was started is there."""
+        ...
+
+
+class LocalCarrier:
+    """Moves pieces inside this process."""
+
+    def __init__(self, num_threads: int):
+        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._copies: list[Future[bool]] = []
+        self._written: list[DeviceSink] = []
+
+    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+        nbytes = box.nbytes(source.dtype.itemsize)
+        whole = box.shape == tuple(source.shape)
+        if isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
+            self._written.append(sink)
+            sink.copy(source, box, into)
+            return nbytes, 0
+        if _on_host(source):
+            data, cut_bytes = np.asarray(source)[box.slices], 0
+        else:
+            data, cut_bytes = (source, 0) if whole else (cut(source, box), nbytes)
+        if isinstance(sink, DeviceSink):
+            # What becomes the target must be a buffer of its own, even if it is on that device already.
+            arrived = jax.device_put(data, sink.place, may_alias=False if data is source else None)
+            becomes_target = sink.write(into, arrived)
+            self._written.append(sink)
+            return cut_bytes, 0 if becomes_target else nbytes
+        self._copy(np.asarray(data), sink, into, nbytes)
+        return cut_bytes, 0
+
+    def _copy(self, data: np.ndarray, sink: Sink, into: Box, nbytes: int) -> None:
+        if self._pool is None or nbytes < _THREADED_BYTES:
+            sink.write(into, data)
+        else:
+            self._copies.append(self._pool.submit(sink.write, into, data))
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.result()
+        self._copies.clear()
+        for sink in self._written:
+            sink.wait()
+        self._written.clear()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device can take over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def cut(array: jax.Array, box: Box) -> jax.Array:
+    """A box of a single-device array, computed on its device. Compiled once for each shape of box, not each place."""
+    return _cut(array, box.start, box.shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(array: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, start, shape)
+
+
+@functools.partial(jax.jit, static_argnums=4, donate_argnums=0)
+def _copy(
+    buffer: jax.Array, source: jax.Array, start: tuple[int, ...], into: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice(source, start, shape), into)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(buffer: jax.Array, data: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, data, start)

@@ -1,0 +1,370 @@
+"""What a reshard will do: which bytes stay, which move from where to where, in which rounds.
+
+Planning is pure. It needs shapes, dtypes and shardings; no data, and no devices either (see `describe_mesh`).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdSharding
+from mpmd.errors import ReshardError
+from reshard.moving.rounds import Loads, Packer, Round
+from reshard.moving.route import Places, Route, build
+from reshard.moving.shards import Layout, cuts, layout, unit_shape
+from reshard.places import HostMemory
+from reshard.sizes import threshold_nbytes
+from reshard.trees import broadcast, fault_of_sharding, flatten, physical
+
+# How many different choices of replicas arrays of one kind may take between them, to level what devices send.
+_MAX_VARIANTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array to be moved, by its description. Typed keys are described by their key data."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: Any
+    target: Any
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedArray:
+    """An array and the route it takes. `scale` counts the elements of the array for one of the route, on each axis."""
+
+    leaf: Leaf
+    route: Route
+    scale: tuple[int, ...]
+
+    @functools.cached_property
+    def unit_bytes(self) -> int:
+        """Bytes of the array for one element of the route."""
+        return math.prod(self.scale) * self.leaf.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that reach the targets, by how far they travel."""
+
+    stays: int = 0
+    within_process: int = 0
+    within_host: int = 0
+    between_hosts: int = 0
+
+    @property
+    def moved(self) -> int:
+        return self.within_process + self.within_host + self.between_hosts
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*map(sum, zip(self._tuple, other._tuple, strict=True)))
+
+    def times(self, factor: int) -> "Traffic":
+        return Traffic(*[n * factor for n in self._tuple])
+
+    @property
+    def _tuple(self) -> tuple[int, int, int, int]:
+        return self.stays, self.within_process, self.within_host, self.between_hosts
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReshardPlan:
+    """A checked plan; `str()` is its summary and `explain()` adds a line for each array.
+
+    Attributes:
+        arrays: what is moved, and how.
+        rounds: what is moved when; see `reshard.chunk`.
+        threshold: the bound on working memory for each device, in bytes; None is no bound.
+        peak_working_bytes: the most working memory that any device needs beyond source and target.
+        bytes_moved: bytes that go from one device to another.
+        bytes_lower_bound: bytes that are missing at the targets; no plan can move fewer.
+        bytes_between_hosts: those of `bytes_moved` that cross hosts.
+        bytes_between_hosts_lower_bound: bytes that are missing at the targets' hosts.
+        sent, received: bytes by device.
+    """
+
+    arrays: tuple[PlannedArray, ...]
+    rounds: tuple[Round, ...]
+    threshold: int | None
+    peak_working_bytes: int
+    traffic: Traffic
+    traffic_of: tuple[Traffic, ...]
+    bytes_lower_bound: int
+    bytes_between_hosts_lower_bound: int
+    sent: dict[Any, int]
+    received: dict[Any, int]
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.traffic.moved
+
+    @property
+    def bytes_between_hosts(self) -> int:
+        return self.traffic.between_hosts
+
+    def __str__(self) -> str:
+        total = sum(a.leaf.nbytes for a in self.arrays)
+        t, bound_between_hosts = self.traffic, self.bytes_between_hosts_lower_bound
+        threshold = "none" if self.threshold is None else _bytes(self.threshold)
+        arrays, rounds = _count(len(self.arrays), "array"), _count(len(self.rounds), "round")
+        return "\n".join(
+            [
+                f"reshard of {arrays}, {_bytes(total)}, in {rounds}",
+                f"  stays on its device     {_bytes(t.stays)}",
+                f"  moves                   {_bytes(t.moved)} (lower bound {_bytes(self.bytes_lower_bound)})",
+                f"    inside a process      {_bytes(t.within_process)}",
+                f"    between processes     {_bytes(t.within_host)}",
+                f"    between hosts         {_bytes(t.between_hosts)} (lower bound {_bytes(bound_between_hosts)})",
+                f"  busiest sender          {_busiest(self.sent)}",
+                f"  busiest receiver        {_busiest(self.received)}",
+                f"  peak working memory     {_bytes(self.peak_working_bytes)} a device (threshold {threshold})",
+            ]
+        )
+
+    __repr__ = __str__
+
+    def explain(self, max_arrays: int | None = None) -> str:
+        """The summary, and for each array what stays and what moves; the largest `max_arrays` if given."""
+        order = sorted(range(len(self.arrays)), key=lambda i: -self.arrays[i].leaf.nbytes)
+        rows: list[tuple[str, ...]] = [("array", "type", "from", "to", "stays", "process", "host", "hosts")]
+        for i in order[:max_arrays]:
+            leaf, t = self.arrays[i].leaf, self.traffic_of[i]
+            kind = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+            moved = (t.stays, t.within_process, t.within_host, t.between_hosts)
+            rows.append((leaf.path or ".", kind, _where(leaf.source), _where(leaf.target), *map(_bytes, moved)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        left_out = len(order) - (len(rows) - 1)
+        if left_out:
+            lines.append(f"… and {_count(left_out, 'smaller array')}")
+        return "\n".join([str(self), "", *lines])
+
+
+@compat.api_boundary
+def plan(
+    arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold: int | str | None = None
+) -> ReshardPlan:
+    """Plans a reshard without touching data.
+
+    Args:
+        arrays_or_avals: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+        from_shardings: where they are: a pytree of shardings (of JAX, `MpmdSharding`, `HostMemory`) or a prefix of
+            one; None takes the arrays' own.
+        to_shardings: where they go, likewise.
+        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound.
+
+    Returns:
+        The plan, whose `bytes_moved` equals its `bytes_lower_bound`. It costs about a millisecond for each pair of
+        shardings on a thousand devices, and some microseconds for each array.
+
+    Raises:
+        ReshardError: names every array that cannot be moved as asked.
+
+    Example:
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> from reshard import describe_mesh, plan
+        >>> mesh = describe_mesh({"stage": 4, "data": 2}, devices_per_host=2)
+        >>> w = jax.ShapeDtypeStruct((64, 64), "float32")
+        >>> p = plan({"w": w}, NamedSharding(mesh, P("data")), NamedSharding(mesh, P("stage")))
+        >>> p.bytes_moved == p.bytes_lower_bound
+        True
+    """
+    paths, avals, _ = flatten(arrays_or_avals)
+    if from_shardings is None:
+        sources = [sharding_of(aval) for aval in avals]
+    else:
+        sources = broadcast(from_shardings, arrays_or_avals, "from_shardings")
+    targets = broadcast(to_shardings, arrays_or_avals, "to_shardings")
+    return plan_leaves(describe(paths, avals, sources, targets), threshold_nbytes(threshold))
+
+
+def sharding_of(x: Any) -> Any:
+    """Where an array says it is."""
+    sharding = getattr(x, "mpmd_sharding", None)
+    if sharding is None:
+        sharding = HostMemory(jax.process_index()) if isinstance(x, (np.ndarray, np.generic)) else x.sharding
+    return sharding
+
+
+def describe(paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]) -> list[Leaf]:
+    """The arrays as the planner sees them.
+
+    Raises:
+        ReshardError: names every array whose sharding does not fit it.
+    """
+    leaves: list[Leaf] = []
+    faults: list[str] = []
+    for path, aval, source, target in zip(paths, avals, sources, targets, strict=True):
+        shape, dtype = tuple(aval.shape), aval.dtype
+        for where, sharding in (("from", source), ("to", target)):
+            if (fault := fault_of_sharding(sharding, shape)) is not None:
+                faults.append(f"{path or 'the array'}: {where}: {fault}")
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+            extra = data.ndim - len(shape)
+            source, target = (physical(s, len(shape), extra) for s in (source, target))
+            shape, dtype = data.shape, data.dtype
+        leaves.append(Leaf(path, shape, np.dtype(dtype), source, target))
+    raise_faults(faults)
+    return leaves
+
+
+def raise_faults(faults: Sequence[str]) -> None:
+    """One error for all that is wrong; nothing if nothing is."""
+    if faults:
+        raise ReshardError(
+            "these arrays cannot be moved as asked; nothing was moved:\n" + "\n".join(f"  {fault}" for fault in faults)
+        )
+
+
+def plan_leaves(leaves: Sequence[Leaf], threshold: int | None) -> ReshardPlan:
+    """The plan for described arrays: routes first, then rounds, the largest arrays of each group first."""
+    places = Places()
+    kinds = _kinds(leaves, places)
+    places.freeze()
+    routes: list[Route] = [None] * len(leaves)  # pyright: ignore[reportAssignmentType]
+    scales: list[tuple[int, ...]] = [()] * len(leaves)
+    # Those without a choice first, so that the others can make up for what these must send.
+    for source, target, unit in sorted(kinds, key=lambda kind: _num_replicas(kind[0])):
+        members = sorted(kinds[source, target, unit], key=lambda i: -leaves[i].nbytes)
+        for i in members:
+            scales[i] = tuple(n // u if u else 1 for n, u in zip(leaves[i].shape, unit, strict=True))
+        num_variants = min(len(members), _num_replicas(source), _MAX_VARIANTS)
+        for variant in range(num_variants):
+            mine = members[variant::num_variants]
+            weight = sum(math.prod(scales[i]) * leaves[i].dtype.itemsize for i in mine)
+            route = build(source, target, places, weight)
+            for i in mine:
+                routes[i] = route
+    arrays = [PlannedArray(*parts) for parts in zip(leaves, routes, scales, strict=True)]
+    return _packed(arrays, places, threshold)
+
+
+def _num_replicas(source: Layout) -> int:
+    return sum(grid.shards.shape[1] for grid in source.grids)
+
+
+def _kinds(leaves: Sequence[Leaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
+    """The arrays by pair of layouts; arrays without elements have no pieces and share empty ones."""
+    kinds: dict[tuple[Layout, Layout, tuple[int, ...]], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        unit = unit_shape(leaf.shape, cuts(leaf.source, leaf.shape), cuts(leaf.target, leaf.shape))
+        source, target = layout(leaf.source, unit), layout(leaf.target, unit)
+        places.of(source)
+        places.of(target)
+        kinds.setdefault((source, target, unit), []).append(i)
+    return kinds
+
+
+def _packed(arrays: Sequence[PlannedArray], places: Places, threshold: int | None) -> ReshardPlan:
+    num_places = len(places.devices)
+    if threshold is not None:
+        raise_faults(
+            [
+                f"{a.leaf.path or 'the array'}: one element has {a.leaf.dtype.itemsize} bytes, more than {threshold=}"
+                for a in arrays
+                if a.leaf.dtype.itemsize > threshold and not (a.route.whole_source & a.route.whole_target).all()
+            ]
+        )
+    packer = Packer(num_places, threshold)
+    loads: dict[Route, Loads] = {}
+    for i in _order(arrays):
+        route = arrays[i].route
+        if route not in loads:
+            loads[route] = Loads(route, num_places)
+        packer.add(i, loads[route], route, arrays[i].scale, arrays[i].leaf.dtype.itemsize)
+
+    taken: dict[Route, int] = {}
+    for array in arrays:
+        taken[array.route] = taken.get(array.route, 0) + array.unit_bytes
+    traffic = {route: _traffic(route, places) for route in taken}
+    sent, received = np.zeros(num_places), np.zeros(num_places)
+    for route, nbytes in taken.items():
+        elements = route.elements * route.moves * float(nbytes)
+        sent += np.bincount(route.sender_place, elements, num_places)
+        received += np.bincount(route.receiver_place, elements, num_places)
+    return ReshardPlan(
+        arrays=tuple(arrays),
+        rounds=packer.rounds,
+        threshold=threshold,
+        peak_working_bytes=packer.peak,
+        traffic=functools.reduce(Traffic.__add__, (traffic[r].times(n) for r, n in taken.items()), Traffic()),
+        traffic_of=tuple([traffic[a.route].times(a.unit_bytes) for a in arrays]),
+        bytes_lower_bound=sum(route.missing * nbytes for route, nbytes in taken.items()),
+        bytes_between_hosts_lower_bound=sum(route.missing_on_hosts * nbytes for route, nbytes in taken.items()),
+        sent={device: int(n) for device, n in zip(places.devices, sent, strict=True)},
+        received={device: int(n) for device, n in zip(places.devices, received, strict=True)},
+    )
+
+
+def _order(arrays: Sequence[PlannedArray]) -> list[int]:
+    """Largest first, one of each target group (or source group) in turn."""
+    by_group: dict[int, list[int]] = {}
+    for i, array in enumerate(arrays):
+        both = (array.leaf.target, array.leaf.source)
+        group = next((s.groups[0] for s in both if isinstance(s, MpmdSharding)), 0)
+        by_group.setdefault(group, []).append(i)
+    queues = [sorted(members, key=lambda i: arrays[i].leaf.nbytes) for _, members in sorted(by_group.items())]
+    order: list[int] = []
+    while queues:
+        order += [queue.pop() for queue in queues]
+        queues = [queue for queue in queues if queue]
+    return order
+
+
+def _traffic(route: Route, places: Places) -> Traffic:
+    sender, receiver = route.sender_place, route.receiver_place
+    process = places.process[sender] == places.process[receiver]
+    host = places.host[sender] == places.host[receiver]
+
+    def total(which: np.ndarray) -> int:
+        return int(route.elements[which].sum())
+
+    kept = sum(route.target.boxes[t].size for _, t in route.kept)
+    return Traffic(
+        stays=kept + total(~route.moves),
+        within_process=total(route.moves & process & host),
+        within_host=total(route.moves & ~process & host),
+        between_hosts=total(route.moves & ~host),
+    )
+
+
+def _where(sharding: Any) -> str:
+    if isinstance(sharding, MpmdSharding):
+        groups = ",".join(map(str, sharding.groups))
+        return f"group {groups} {sharding.spec}"
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return str(sharding.spec)
+    return "host" if isinstance(sharding, HostMemory) else type(sharding).__name__
+
+
+def _busiest(by_device: dict[Any, int]) -> str:
+    if not any(by_device.values()):
+        return "none"
+    device = max(by_device, key=lambda d: by_device[d])
+    busy = [n for n in by_device.values() if n]
+    return f"{_bytes(by_device[device])}, {device} (average of {len(busy)}: {_bytes(sum(busy) // len(busy))})"
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
+
+
+def _bytes(num: int) -> str:
+    if num < 1024:
+        return f"{num} B"
+    power = min(int(math.log2(num) // 10), 5)
+    return f"{num / 1024**power:.1f} {'_KMGTP'[power]}iB"

@@ -1,0 +1,149 @@
+"""Pieces that go between processes: sent by one, received by another.
+
+All processes walk the same plan and number its pieces alike. What was sent must stay until it has been taken, so
+at every settling the receivers say that they have all, by a message to each sender.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+from mpmd.arrays.mesh import Device
+from mpmd.errors import ReshardError
+from mpmd.job.job import Job
+from mpmd.job.wires import NUMBER_BITS
+from reshard.moving.local import Sink, aligned_empty, cut, is_host_memory
+from reshard.places import HostMemory
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_RECEIPT = np.zeros(1, np.uint8)
+
+
+class WireCarrier:
+    """Carries pieces to and from other processes during one reshard."""
+
+    def __init__(self, job: Job):
+        ranks = range(job.num_ranks)
+        self.rank = job.rank
+        self._job = job
+        self._next = job.new_number(ranks, "a reshard, which every process must call") << NUMBER_BITS
+        self._coming: list[tuple[jax.Array, Sink, Box]] = []
+        self._pairs: set[tuple[int, int]] = set()
+
+    def carry(
+        self,
+        sender: int,
+        receiver: int,
+        from_device: Any,
+        to_device: Any,
+        source: Callable[[], tuple[Any, Box]],
+        sink: Callable[[], tuple[Sink, Box, np.dtype]],
+    ) -> tuple[int, int]:
+        """One piece from rank to rank; every process calls it for every such piece, in the same order.
+
+        Args:
+          sender, receiver: the ranks.
+          from_device, to_device: where the two shards are, devices or `HostMemory`.
+          source: gives the source shard and what of it goes; called on the sender.
+          sink: gives the target shard, where in it, and its dtype; called on the receiver.
+
+        Returns:
+          The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
+        """
+        number = self._next
+        self._next += 1
+        self._pairs.add((sender, receiver))
+        if sender == self.rank:
+            shard, at = source()
+            data, nbytes = _part(shard, at, _device(from_device, sender))
+            self._job.wire.send(number, data, _device(to_device, receiver))
+            return nbytes, 0
+        if receiver == self.rank:
+            shard, into, dtype = sink()
+            away, home = _device(from_device, sender), _device(to_device, receiver)
+            data = self._job.wire.receive(number, into.shape, dtype, away, home)
+            self._job.watchdog.expect(data, "a piece of a reshard", (sender,))
+            self._coming.append((data, shard, into))
+            return 0, 0 if shard.takes(data) else into.nbytes(dtype.itemsize)
+        return 0, 0
+
+    def settle(self) -> None:
+        """Returns when all pieces so far are where they belong, as far as this process has to do with them."""
+        for data, sink, into in self._coming:
+            data.block_until_ready()
+            sink.write(into, data)
+        self._coming.clear()
+        receipts = []
+        for sender, receiver in sorted(self._pairs):
+            number = self._next
+            self._next += 1
+            giver, taker = _first_device(receiver), _first_device(sender)
+            if receiver == self.rank:
+                self._job.wire.send(number, jax.device_put(_RECEIPT, giver), taker)
+            elif sender == self.rank:
+                receipt = self._job.wire.receive(number, (1,), np.uint8, giver, taker)
+                self._job.watchdog.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
+                receipts.append(receipt)
+        self._pairs.clear()
+        jax.block_until_ready(receipts)
+
+
+def _first_device(rank: int) -> Device:
+    return jax.local_devices(process_index=rank)[0]
+
+
+def _device(place: Any, rank: int) -> Device:
+    """The device that pieces of a shard go by."""
+    return _first_device(rank) if isinstance(place, HostMemory) else place
+
+
+def _part(source: Any, box: Box, device: Device) -> tuple[jax.Array, int]:
+    """A box of a shard as an array of its own, on `device`, or the shard itself, and the bytes that it took."""
+    whole = box.shape == tuple(source.shape)
+    if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == _default_kind(source):
+        return source, 0
+    nbytes = box.nbytes(source.dtype.itemsize)
+    if isinstance(source, np.ndarray) or is_host_memory(device):
+        data = aligned_empty(box.shape, source.dtype)
+        data[...] = np.asarray(source)[box.slices]
+        return jax.device_put(data, device, may_alias=True), nbytes
+    return jax.device_put(cut(source, box), device), nbytes
+
+
+def _default_kind(x: jax.Array) -> str:
+    return next(iter(x.sharding.device_set)).default_memory().kind
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two lists begin to differ: where the shorter one ends, if the other one goes on from there."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def agree(job: Job, leaves: Sequence[Any], threshold: int) -> int:
+    """Makes sure that all processes move the same; returns the least threshold that any of them has.
+
+    Raises:
+      ReshardError: they differ; in every process.
+    """
+    lines = [_ADDRESS.sub("0x", str(leaf)) for leaf in leaves]
+    hashes = [zlib.crc32(line.encode()) for line in lines]
+    said = job.exchange("comparing reshards", json.dumps([threshold, hashes]), range(job.num_ranks))
+    told = {rank: json.loads(text) for rank, text in said.items()}
+    different = next((rank for rank, (_, theirs) in told.items() if theirs != told[0][1]), None)
+    if different is None:
+        return min(least for least, _ in told.values())
+    at = first_difference(told[0][1], told[different][1])
+    mine = lines[at] if at < len(lines) else "nothing"
+    texts = job.exchange("saying how reshards differ", mine, range(job.num_ranks))
+    raise ReshardError(
+        f"the processes are about to move different arrays; array {at} differs:\n"
+        f"  rank 0: {texts[0]}\n  rank {different}: {texts[different]}\n"
+        "  Every process must call the reshard with the same tree, shapes, dtypes and shardings."
+    )

@@ -1,0 +1,127 @@
+"""Which shard of an array is where, as numbers: the form in which the planner does its set arithmetic.
+
+Shards depend on the shape just by a scale: an axis that 4 and 8 divide is cut at multiples of an eighth, however
+long it is. So layouts are worked out once on a small *unit shape* (the least common multiple of all cuts on each
+axis) and shared by all arrays that differ in scale alone.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.mesh import MpmdSharding
+from reshard.places import EveryHost, HostMemory
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grid:
+    """One group's shards as a regular grid: `shards[cell]` are the replicas that hold that cell of the grid."""
+
+    starts: tuple[np.ndarray, ...]
+    shards: np.ndarray
+
+    def at(self, points: Sequence[np.ndarray]) -> np.ndarray:
+        """The shards that hold the cells whose lowest corners form this lattice, one row a cell."""
+        index = np.zeros((), np.int64)
+        for starts, axis_points in zip(self.starts, points, strict=True):
+            cell = np.searchsorted(starts, axis_points, side="right") - 1
+            index = index[..., None] * len(starts) + cell
+        return self.shards[index.reshape(-1)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """All shards of an array; groups that share a device share the shard if they hold the same box there.
+
+    `devices[i]` and `boxes[i]` belong to shard i; `groups` lists, for each group, its shards in mesh order.
+    """
+
+    devices: tuple[Any, ...]
+    boxes: tuple[Box, ...]
+    grids: tuple[Grid, ...]
+    groups: dict[int, tuple[int, ...]]
+    memory_kind: str | None
+
+    @functools.cached_property
+    def start(self) -> np.ndarray:
+        return np.array([b.start for b in self.boxes], np.int64).reshape(len(self.boxes), -1)
+
+    @functools.cached_property
+    def stop(self) -> np.ndarray:
+        return np.array([b.stop for b in self.boxes], np.int64).reshape(len(self.boxes), -1)
+
+
+def cuts(sharding: Any, shape: Shape) -> Shape | None:
+    """Into how many parts each axis is cut (the least common multiple over groups), None if it is not regular."""
+    if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
+        return (1,) * len(shape)
+    if isinstance(sharding, MpmdSharding):
+        parts = [cuts(sharding.group_sharding(group), shape) for group in sharding.groups]
+        return tuple(math.lcm(*(p[axis] for p in parts if p)) for axis in range(len(shape)))
+    if isinstance(sharding, NamedSharding):
+        return _named_cuts(sharding, len(shape))
+    return None
+
+
+@functools.lru_cache(maxsize=65536)
+def _named_cuts(sharding: NamedSharding, ndim: int) -> Shape:
+    sizes = sharding.mesh.shape
+    entries = [e if isinstance(e, tuple) else (e,) for e in sharding.spec]
+    parts = [math.prod(sizes[name] for name in names if name is not None) for names in entries]
+    return tuple(parts + [1] * (ndim - len(parts)))
+
+
+@functools.lru_cache(maxsize=65536)
+def unit_shape(shape: Shape, *all_cuts: Shape | None) -> Shape:
+    """The smallest shape on which both layouts can be written; `shape` itself if one of them is not regular."""
+    if any(c is None for c in all_cuts) or 0 in shape:
+        return shape
+    return tuple(math.lcm(*(c[axis] for c in all_cuts if c is not None)) for axis in range(len(shape)))
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(sharding: Any, shape: Shape) -> Layout:
+    """The shards of an array of this shape under a sharding of any kind.
+
+    Raises:
+        ValueError: the sharding does not fit the shape.
+    """
+    if isinstance(sharding, HostMemory):
+        by_group, memory_kind = {0: {sharding: Box.whole(shape)}}, None
+    elif isinstance(sharding, EveryHost):
+        by_group, memory_kind = {0: dict.fromkeys(sharding.memories, Box.whole(shape))}, None
+    elif isinstance(sharding, MpmdSharding):
+        by_group = {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
+        memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind
+    else:
+        by_group, memory_kind = {0: device_boxes(sharding, shape)}, sharding.memory_kind
+    shards: dict[tuple[Any, Box], int] = {}
+    groups = {
+        group: tuple([shards.setdefault((device, box), len(shards)) for device, box in boxes.items()])
+        for group, boxes in by_group.items()
+    }
+    boxes = tuple([box for _, box in shards])
+    grids = tuple(_grid(indices, boxes) for indices in dict.fromkeys(groups.values()))
+    return Layout(tuple([device for device, _ in shards]), boxes, grids, groups, memory_kind)
+
+
+def _grid(indices: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:
+    ndim = boxes[0].ndim
+    starts = tuple(np.array(sorted({boxes[i].start[axis] for i in indices}), np.int64) for axis in range(ndim))
+    cells: dict[Shape, list[int]] = {}
+    for i in indices:
+        cells.setdefault(boxes[i].start, []).append(i)
+    # Sorted by corner is the row-major order of the grid.
+    rows = [cells[corner] for corner in sorted(cells)]
+    num_replicas = len(rows[0])
+    assert all(len(row) == num_replicas for row in rows), "a sharding with unequal numbers of replicas"
+    assert len(rows) == math.prod(map(len, starts)), "a sharding whose shards do not form a grid"
+    return Grid(starts, np.array(rows, np.int64))

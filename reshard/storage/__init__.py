@@ -1,0 +1,1 @@
+"""Checkpoints as files: what is stored, under which paths, with which checksums."""

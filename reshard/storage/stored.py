@@ -1,0 +1,340 @@
+"""What is in a stock Orbax checkpoint: its tree, and of each leaf shape, dtype and chunking.
+
+Read from what lies on disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and
+without touching a byte of the arrays: an inspection of a terabyte takes as long as that of a megabyte.
+"""
+
+import asyncio
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard.storage import event_loops
+from reshard.storage.paths import Key, Path, show
+from scheduler.files import parse_json, read_text
+
+ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
+_METADATA = "_METADATA"
+_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_OPEN_AT_ONCE = 256
+_INDEX_NBYTES = 8 << 20
+_LONGEST_NAME = 4096
+_MOST_NBYTES = 256 << 20  # of a file of metadata
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf as it is stored; of what is no array (empty containers, None, text) just path and type are known.
+
+    `chunk` is the least that is read of it at once, `extra` what Orbax keeps beside it (the kind of a PRNG key).
+    """
+
+    path: Path
+    value_type: str
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
+    chunk: tuple[int, ...] = ()
+    extra: str | None = None
+
+    @property
+    def is_array(self) -> bool:
+        return self.value_type in ARRAY_TYPES
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize if self.dtype is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize if self.is_array else 0
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one whole chunk, as they lie in memory."""
+        return math.prod(self.chunk) * self.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        return math.prod(map(num_cells, self.shape, self.chunk)) if self.is_array else 0
+
+
+def num_cells(size: int, cell: int) -> int:
+    """How many cells of a chunk grid an axis has; the last one may stick out."""
+    return -(-size // cell)
+
+
+def cells(box: Box, chunk: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """The part of an array that its chunks make of a box: what is really read when the box is wanted."""
+    start = tuple([a // c * c for a, c in zip(box.start, chunk, strict=True)])
+    stop = tuple([min(n, num_cells(b, c) * c) for b, c, n in zip(box.stop, chunk, shape, strict=True)])
+    return Box(start, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A tree that Orbax saved, as far as its metadata says."""
+
+    folder: File
+    item: str | None
+    step: int | None
+    ocdbt: bool
+    zarr3: bool
+    fill_missing: bool
+    leaves: tuple[Leaf, ...]
+    other_items: tuple[str, ...] = ()
+
+    @property
+    def driver(self) -> str:
+        return ("zarr3" if self.zarr3 else "zarr") + (" in OCDBT" if self.ocdbt else ", one folder an array")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def stored_nbytes(self) -> int:
+        """Bytes of the files, compressed as they are."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+    def spec(self, path: Path) -> dict[str, Any]:
+        """What tensorstore needs to open one array; it opens nothing for writing."""
+        return _spec(self.folder, path, self.ocdbt, self.zarr3, self.fill_missing)
+
+    def text(self, path: Path) -> str:
+        """The value of a leaf that is text.
+
+        Raises:
+            ReshardError: it cannot be read.
+        """
+        file = self.folder / "_strings.json"
+        try:
+            return parse_json(read_text(file, _MOST_NBYTES))[array_name(path)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
+
+
+def array_name(path: Path) -> str:
+    """What Orbax calls an array."""
+    return ".".join(key.name for key in path)
+
+
+def _spec(folder: File, path: Path, ocdbt: bool, zarr3: bool, fill_missing: bool) -> dict[str, Any]:
+    name = array_name(path) + "/" if path else ""
+    if ocdbt:
+        base = {"driver": "file", "path": f"{folder}/"}
+        store = {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#index"}
+    else:
+        store = {"driver": "file", "path": f"{folder}/{name}"}
+    return {
+        "driver": "zarr3" if zarr3 else "zarr",
+        "kvstore": store,
+        "fill_missing_data_reads": fill_missing,
+        "recheck_cached_data": False,
+        "recheck_cached_metadata": False,
+    }
+
+
+def find(folder: str | File, step: int | None = None, item: str | None = None) -> Checkpoint:
+    """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
+
+    Args:
+        folder: what was given to `save`, or to the manager.
+        step: which step, if it is a manager's folder.
+        item: which of a step's items, if there are several trees.
+
+    Raises:
+        ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
+    """
+    folder = File(folder).expanduser().absolute()
+    if not folder.is_dir():
+        what = "is a file, not a checkpoint folder" if folder.exists() else "does not exist"
+        raise ReshardError(f"{folder} {what}.")
+    try:
+        return _find(folder, step, item)
+    except OSError as error:
+        raise ReshardError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
+
+
+def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
+    if _UNFINISHED in folder.name:
+        raise ReshardError(f"{folder} is unfinished: its name says that Orbax was still writing when it ended.")
+    is_tree, items = (folder / _METADATA).is_file(), _items(folder)
+    if is_tree or items:
+        if step is not None:
+            raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
+        named = None if is_tree else _STEP.fullmatch(folder.name)
+        return _open_step(folder, item, int(named[1]) if named else None)
+    steps = _steps(folder)
+    if not steps:
+        raise ReshardError(
+            f"{folder} is not an Orbax checkpoint: it has no {_METADATA}, no items that have one, and no steps.\n"
+            f"  It holds {_listing(folder)}."
+        )
+    if step is None:
+        step = max(steps)
+    if step not in steps:
+        raise ReshardError(f"{folder} has no step {step}; it has {', '.join(map(str, sorted(steps)))}.")
+    return _open_step(steps[step], item, step)
+
+
+def _listing(folder: File) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return shown or "nothing"
+
+
+def _items(folder: File) -> tuple[str, ...]:
+    """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
+    is_step = (folder / _CHECKPOINT_METADATA).is_file()
+    return tuple(
+        sorted(
+            entry.name
+            for entry in folder.iterdir()
+            if (entry / _METADATA).is_file() and (is_step or not (entry / _CHECKPOINT_METADATA).is_file())
+        )
+    )
+
+
+def _steps(folder: File) -> dict[int, File]:
+    found = {}
+    for entry in folder.iterdir():
+        named = _STEP.fullmatch(entry.name)
+        if named and entry.is_dir() and ((entry / _METADATA).is_file() or _items(entry)):
+            found[int(named[1])] = entry
+    return found
+
+
+def _open_step(folder: File, item: str | None, step: int | None) -> Checkpoint:
+    if (folder / _METADATA).is_file():
+        if item is not None:
+            raise ReshardError(f"{folder} is one tree: it has no items, so not {item!r} either.")
+        return _open(folder, None, step, ())
+    items = _items(folder)
+    if item is None:
+        first, *more = items
+        if more and "default" not in items:
+            raise ReshardError(f"{folder} has {len(items)} trees; say which with --item: {', '.join(items)}.")
+        item = "default" if more else first
+    if item not in items:
+        raise ReshardError(f"{folder} has no item {item!r}; it has {', '.join(items)}.")
+    folder_names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    others = tuple(sorted(name for name in folder_names if name != item and not name.startswith(("_", "."))))
+    return _open(folder / item, item, step, others)
+
+
+def _open(folder: File, item: str | None, step: int | None, others: tuple[str, ...]) -> Checkpoint:
+    file = folder / _METADATA
+    _check_files(folder)
+    try:
+        metadata = parse_json(read_text(file, _MOST_NBYTES))
+        entries = [_leaf(entry) for entry in metadata["tree_metadata"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReshardError(
+            f"{file} is not the metadata of an Orbax checkpoint: {type(error).__name__}: {said(error)}."
+        ) from None
+    has_manifest = (folder / "manifest.ocdbt").is_file()
+    ocdbt = metadata.get("use_ocdbt")
+    if ocdbt is None:
+        ocdbt = has_manifest
+    zarr3 = bool(metadata.get("use_zarr3"))
+    fill_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
+    arrays = [leaf for leaf in entries if leaf.is_array]
+    if ocdbt and arrays and not has_manifest:
+        raise ReshardError(f"{folder} has metadata but no data: manifest.ocdbt is missing, so it is unfinished.")
+    extras = _extras(folder)
+    opened = iter(event_loops.run(_headers(folder, arrays, ocdbt, zarr3, fill_missing)))
+    leaves = [
+        dataclasses.replace(next(opened), extra=extras.get(array_name(leaf.path))) if leaf.is_array else leaf
+        for leaf in entries
+    ]
+    return Checkpoint(folder, item, step, ocdbt, zarr3, fill_missing, tuple(leaves), others)
+
+
+def _check_files(folder: File) -> None:
+    """Tensorstore would wait for ever for a pipe that nobody writes to."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = os.path.join(place, name)
+            if os.path.exists(file) and not os.path.isfile(file):
+                raise ReshardError(f"{file} is a pipe or a device, not a file of a checkpoint.")
+
+
+def _leaf(entry: Any) -> Leaf:
+    path = tuple([Key(str(key["key"]), key["key_type"] == 1) for key in entry["key_metadata"]])
+    if not all(key.name.isprintable() for key in path) or len(show(path)) > _LONGEST_NAME:
+        raise ValueError(
+            f"{show(path)[:80]!r} is no name of a leaf: it is too long, or has characters for no one to see"
+        )
+    value_type = entry["value_metadata"]["value_type"]
+    if value_type not in (*ARRAY_TYPES, *EMPTY_TYPES, "string"):
+        raise ValueError(f"{show(path)} is of type {value_type!r}, which is no array, number, text or empty container")
+    return Leaf(path, value_type)
+
+
+def _extras(folder: File) -> dict[str, str]:
+    """What Orbax keeps beside arrays, as JSON: for a typed PRNG key its kind."""
+    found = {}
+    for file in sorted((folder / "array_metadatas").glob("process_*")):
+        try:
+            for entry in parse_json(read_text(file, _MOST_NBYTES))["array_metadatas"]:
+                one = entry["array_metadata"]
+                if one.get("ext_metadata"):
+                    found[one["param_name"]] = json.dumps(one["ext_metadata"], sort_keys=True)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ReshardError(f"{file} is not the array metadata of an Orbax checkpoint: {said(error)}.") from None
+    return found
+
+
+def reading_context(cache_nbytes: int) -> ts.Context:
+    """Where tensorstore keeps what it has read: so many bytes of chunks, and of OCDBT's index what is used often."""
+    return ts.Context(
+        {"cache_pool": {"total_bytes_limit": cache_nbytes}, "cache_pool#index": {"total_bytes_limit": _INDEX_NBYTES}}
+    )
+
+
+async def _headers(folder: File, leaves: list[Leaf], ocdbt: bool, zarr3: bool, fill_missing: bool) -> list[Leaf]:
+    context = reading_context(0)
+    slots = asyncio.Semaphore(_OPEN_AT_ONCE)
+
+    async def header(leaf: Leaf) -> Leaf:
+        async with slots:
+            try:
+                spec = _spec(folder, leaf.path, ocdbt, zarr3, fill_missing)
+                array = await ts.open(spec, read=True, open=True, context=context)
+            except (ValueError, OSError) as error:
+                raise ReshardError(f"{folder}: the array {show(leaf.path)} cannot be opened: {said(error)}.") from None
+        chunk = tuple([int(c or 1) for c in array.chunk_layout.read_chunk.shape or ()])
+        return dataclasses.replace(leaf, shape=tuple(array.shape), dtype=array.dtype.numpy_dtype, chunk=chunk)
+
+    return await all_of([header(leaf) for leaf in leaves])
+
+
+async def all_of(awaitables: Sequence[Any]) -> list[Any]:
+    """Waits for all of them even if one fails, so that nothing is still under way when the error is handled."""
+    results = await asyncio.gather(*map(_awaited, awaitables), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def said(error: BaseException) -> str:
+    """An error's first line, without the positions in source files that tensorstore adds."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"\s*\[(?:tensorstore_spec|source locations)=?.*$", "", text).removesuffix(".")

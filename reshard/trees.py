@@ -1,0 +1,69 @@
+"""Pytrees of arrays and pytree prefixes of shardings, as flat lists with names."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdSharding
+from mpmd.errors import ReshardError
+from reshard.places import EveryHost, HostMemory
+
+
+def is_sharding(x: Any) -> bool:
+    """Whether it says where an array is: JAX's shardings, those of groups, and the memory of hosts."""
+    return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """The names of all leaves, as one writes them after the tree's own name, the leaves, and the structure."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    return [jax.tree_util.keystr(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], treedef
+
+
+def broadcast(shardings: Any, tree: Any, name: str) -> list[Any]:
+    """One sharding for each leaf of `tree`, from a tree of shardings that may end early.
+
+    Raises:
+        ReshardError: the structures differ.
+    """
+    try:
+        full = jax.tree.broadcast(shardings, tree, is_leaf=is_sharding)
+    except ValueError as error:
+        raise ReshardError(f"{name}: its structure is not that of the arrays, nor a prefix of it.\n  {error}") from None
+    return jax.tree.leaves(full, is_leaf=is_sharding)
+
+
+def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
+    """Why an array of this shape cannot lie under this sharding; None if it can."""
+    if isinstance(sharding, (HostMemory, EveryHost)):
+        return None
+    if not is_sharding(sharding):
+        return f"{sharding!r} is a {type(sharding).__name__}, not a sharding"
+    shardings = [sharding]
+    if isinstance(sharding, MpmdSharding):
+        shardings = [sharding.group_sharding(group) for group in sharding.groups]
+    for one in shardings:
+        if isinstance(one, NamedSharding) and PartitionSpec.UNCONSTRAINED in tuple(one.spec):
+            return f"spec {one.spec} is unconstrained; where the array goes must be said in full"
+        if isinstance(one, NamedSharding) and len(one.spec) > len(shape):
+            return f"spec {one.spec} has {len(one.spec)} entries, but the array has {len(shape)} axes"
+        try:
+            one.shard_shape(shape)
+        except Exception as error:  # JAX's errors for specs share no base class
+            return str(error)
+    return None
+
+
+def physical(sharding: Any, ndim: int, extra: int) -> Any:
+    """The sharding of the data of a typed key array, which has `extra` axes behind the logical ones."""
+
+    def padded(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*spec, *[None] * (ndim - len(spec) + extra))
+
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, padded(sharding.spec), memory_kind=sharding.memory_kind)
+    if isinstance(sharding, MpmdSharding):
+        return sharding.replace(spec=padded(sharding.spec))
+    return sharding

@@ -1,0 +1,1 @@
+"""Better orders than the built-in ones: search, bounds and exact answers."""

@@ -1,0 +1,229 @@
+"""Improvement of finished orders by small random moves: the same code plain, or compiled where numba is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from scheduler.schedules.list_scheduling import Problem
+from scheduler.task import Kind, Orders, Task
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")
+
+
+def improve(
+    problem: Problem, orders: Orders, *, steps: int, hot: float, cold: float, target: float, seed: int, compiled: bool
+) -> tuple[float, Orders]:
+    """Orders at most as long as those given, and their makespan.
+
+    One step takes a task of one group a few places back or forth, and keeps that if the makespan falls, or with a
+    probability that falls with the loss and with time. Microbatches of a kind and stage stay in order and no group
+    goes over its memory limit.
+
+    Args:
+        problem: What the orders are for.
+        orders: Orders of F, I and W that keep to the limits.
+        steps: How many moves to try. Each costs one simulation.
+        hot: The loss of makespan that is easily accepted at first.
+        cold: The same at the end.
+        target: Stop when the makespan is no longer than this.
+        seed: For the moves.
+        compiled: Use numba.
+    """
+    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    number = {kind: index * n * m for index, kind in enumerate(_KINDS)}
+    over = problem.transfers()
+    held, early = costs.per_stage("activation_bytes", n), costs.per_stage("released_at_input_grad", n)
+    size = 3 * n * m
+    time, lag, nbytes = [0.0] * size, [0.0] * size, [0.0] * size
+    across, local, lane = [-1] * size, [-1] * size, [0] * size
+    seconds = {
+        "F": costs.per_stage("forward", n),
+        "I": costs.per_stage("input_grad", n),
+        "W": costs.per_stage("weight_grad", n),
+    }
+    for index, kind in enumerate(_KINDS):
+        for stage in range(n):
+            before = stage - 1 if kind == "F" else stage + 1
+            apart = kind != "W" and 0 <= before < n
+            late = over[min(stage, before)] if apart else 0.0
+            for microbatch in range(m):
+                task = number[kind] + stage * m + microbatch
+                time[task] = seconds[kind][stage]
+                lane[task] = index * n + stage
+                if apart:
+                    across[task] = number[kind] + before * m + microbatch
+                    lag[task] = late
+                if index:
+                    local[task] = task - n * m
+                nbytes[task] = (held[stage], -early[stage], early[stage] - held[stage])[index]
+    sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
+    begin = [0]
+    for order in orders:
+        begin.append(begin[-1] + len(order))
+    limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]
+    work: list[Any] = [sequence, begin, time, across, lag, local, lane, nbytes, limits]
+    work += [[0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups, list(sequence)]
+    run: Callable[..., float] = _anneal
+    if compiled:
+        import numpy
+
+        run, work = _compiled(), [numpy.array(one) for one in work]
+    makespan = run(*work, steps, hot, cold, target, seed % 2**31)
+    best: Sequence[int] = [int(task) for task in work[-1]]
+    tasks = [Task(task % (n * m) // m, _KINDS[task // (n * m)], task % m) for task in best]
+    return float(makespan), tuple(tuple(tasks[begin[group] : begin[group + 1]]) for group in range(problem.num_groups))
+
+
+def can_compile() -> bool:
+    """Whether numba is installed (the extra ``search``)."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _compiled() -> Callable[..., float]:
+    import numba  # pyright: ignore[reportMissingImports]
+
+    def compiled(function: Any) -> Any:
+        try:
+            return numba.njit(cache=True)(function)
+        except RuntimeError:  # there is no folder to keep it in for the next process
+            return numba.njit(function)
+
+    # Compiled code calls just what is compiled; the plain functions stay as they are beside it.
+    parts = {part.__name__: compiled(part) for part in (_drawn, _proposed, _shift, _fits, _simulated, _score)}
+    return compiled(FunctionType(_anneal.__code__, {**globals(), **parts}))
+
+
+# From here on plain loops and arrays, so that numba takes the functions as they are. The parts call none of each other.
+
+
+def _anneal(
+    sequence, begin, time, across, lag, local, lane, nbytes, limits, ends, position, clock, best_sequence,
+    steps, hot, cold, target, seed,
+):  # fmt: skip
+    random = seed
+    current = best = math.inf
+    for step in range(steps + 1):
+        source = place = group = 0
+        if step:
+            random = _drawn(random)
+            source = (random >> 7) % len(sequence)
+            random = _drawn(random)
+            group, place = _proposed(begin, source, (random >> 7) % 24)
+            place = _shift(sequence, source, place, lane, local)
+            if place == source:
+                continue
+        score = makespan = math.inf
+        if not step or _fits(sequence, begin[group], begin[group + 1], nbytes, limits[group]):
+            makespan = _simulated(sequence, begin, time, across, lag, local, ends, position, clock)
+            score = _score(makespan, clock)
+        accept = score <= current
+        if not accept and score < math.inf:
+            temperature = hot * (cold / hot) ** (step / steps)
+            random = _drawn(random)
+            accept = (random >> 7) / 16777216.0 < math.exp((current - score) / temperature)
+        if accept:
+            current = score
+            if makespan < best:
+                best = makespan
+                for i in range(len(sequence)):
+                    best_sequence[i] = sequence[i]
+                if best <= target:
+                    break
+        elif step:
+            _shift(sequence, place, source, lane, local)
+    return best
+
+
+def _drawn(random):
+    """The next number of a generator whose low bits are not random."""
+    return (random * 1103515245 + 12345) & 0x7FFFFFFF
+
+
+def _proposed(begin, source, drawn):
+    """The group that a place in the sequence belongs to, and a place up to 12 before or behind it in that group."""
+    reach = drawn + 1 if drawn < 12 else 11 - drawn
+    group = 0
+    for g in range(len(begin) - 1):
+        if begin[g] <= source < begin[g + 1]:
+            group = g
+    return group, min(max(source + reach, begin[group]), begin[group + 1] - 1)
+
+
+def _shift(sequence, source, place, lane, local):
+    """Takes a task towards a place, as far as it may go past its neighbours; returns where it is then."""
+    task = sequence[source]
+    direction = 1 if place > source else -1
+    at = source
+    while at != place:
+        other = sequence[at + direction]
+        if lane[other] == lane[task] or local[other] == task or local[task] == other:
+            break
+        sequence[at] = other
+        at += direction
+    sequence[at] = task
+    return at
+
+
+def _fits(sequence, begin, end, nbytes, limit):
+    """Whether a group's tasks keep to its memory."""
+    live = 0.0
+    for i in range(begin, end):
+        live += nbytes[sequence[i]]
+        if live > limit:
+            return False
+    return True
+
+
+def _simulated(sequence, begin, time, across, lag, local, ends, position, clock):
+    """The makespan, with each group's last end in ``clock``; infinite if the orders deadlock."""
+    num_groups, total = len(begin) - 1, len(sequence)
+    for i in range(total):
+        ends[i] = -1.0
+    for g in range(num_groups):
+        position[g] = begin[g]
+        clock[g] = 0.0
+    moved = True
+    done = 0
+    while moved:
+        moved = False
+        for g in range(num_groups):
+            i = position[g]
+            now = clock[g]
+            while i < begin[g + 1]:
+                task = sequence[i]
+                if local[task] >= 0 and ends[local[task]] < 0:
+                    break
+                need = across[task]
+                if need >= 0:
+                    if ends[need] < 0:
+                        break
+                    arrival = ends[need] + lag[task]
+                    if arrival > now:
+                        now = arrival
+                now += time[task]
+                ends[task] = now
+                i += 1
+                done += 1
+                moved = True
+            position[g] = i
+            clock[g] = now
+    if done < total:
+        return math.inf
+    makespan = 0.0
+    for g in range(num_groups):
+        makespan = max(makespan, clock[g])
+    return makespan
+
+
+def _score(makespan, clock):
+    """The makespan, and a little for groups that end late: of equal makespans, the one with more slack is nearer."""
+    late = 0.0
+    for end in clock:
+        late += end
+    return makespan + 0.02 * late / len(clock)

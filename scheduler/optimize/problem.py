@@ -1,0 +1,55 @@
+"""What a search is asked for, checked and in one piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scheduler.schedules.list_scheduling import Problem
+from scheduler.schedules.v_shaped import v_placement
+from scheduler.task import check_count
+from scheduler.timing.simulate import Costs
+
+
+def problem_for(
+    num_stages: int,
+    num_groups: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    placement: str | Sequence[int],
+    memory_limit: float | Sequence[float] | None,
+    seconds: float,
+) -> Problem:
+    """The problem that :func:`scheduler.search` is given, with its arguments checked."""
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_groups", num_groups),
+        ("num_microbatches", num_microbatches),
+    ):
+        check_count("search", name, value)
+    if placement == "loop":
+        place = tuple(stage % num_groups for stage in range(num_stages))
+    elif placement == "v":
+        if num_stages != 2 * num_groups:
+            raise ValueError(f"search: placement 'v' needs two stages a group; received {num_stages} and {num_groups}.")
+        place = v_placement(num_groups)
+    elif isinstance(placement, str):
+        raise ValueError(f"search: placement is {placement!r}; expected 'loop', 'v', or a group for each stage.")
+    else:
+        place = tuple(placement)
+        if len(place) != num_stages or any(group not in range(num_groups) for group in place):
+            raise ValueError(
+                f"search: placement is {place}; expected {num_stages} groups, each from 0 to {num_groups - 1}."
+            )
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"search: seconds is {seconds!r}; expected a number of at least 0.")
+    limits: tuple[float, ...] = ()
+    if memory_limit is not None:
+        limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (float(memory_limit),) * num_groups
+        if len(limits) != num_groups:
+            raise ValueError(
+                f"search: memory_limit has {len(limits)} entries; expected one for each of {num_groups} groups."
+            )
+        if not all(limit >= 0 for limit in limits):
+            raise ValueError(f"search: memory_limit is {memory_limit!r}; expected numbers of at least 0.")
+    return Problem(place, num_groups, num_microbatches, costs or Costs(), limits)

@@ -1,0 +1,227 @@
+"""List scheduling: orders made by letting each group, whenever it is free, take what is due first of what it can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from scheduler.task import Kind, Orders, Task
+from scheduler.timing.simulate import Costs
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")
+_LAST = 1e9
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be ordered: stages in their places, microbatches, what tasks cost, and the memory of each group."""
+
+    placement: tuple[int, ...]
+    num_groups: int
+    num_microbatches: int
+    costs: Costs
+    limits: tuple[float, ...] = ()
+    """For each group, the most activation bytes it may hold. Empty means no limit."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    def limit(self, group: int) -> float:
+        return self.limits[group] if self.limits else math.inf
+
+    def stages_of(self, group: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.placement) if owner == group]
+
+    def transfers(self) -> list[float]:
+        """Seconds over the boundary behind each stage; nothing where the next stage lives in the same group."""
+        over = self.costs.transfers(self.num_stages)
+        for stage, (here, there) in enumerate(pairwise(self.placement)):
+            if here == there:
+                over[stage] = 0.0
+        return over
+
+    def needed_to_start(self) -> list[float]:
+        """For each stage, the room that its F must find: for itself and for the later stages of its group.
+
+        Younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
+        other.
+        """
+        held = self.costs.per_stage("activation_bytes", self.num_stages)
+        need = list(held)
+        later = [0.0] * self.num_groups
+        for stage in reversed(range(self.num_stages)):
+            later[self.placement[stage]] += held[stage]
+            need[stage] = later[self.placement[stage]]
+        return need
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What is due when: the task of kind k, stage s and microbatch j at ``due[k][s] + pace * j``, least first.
+
+    Args:
+        due: For each kind, one number for each stage.
+        pace: What a microbatch adds.
+        weights_last: W goes only where neither F nor I can.
+        patience: How long a group waits for something that is due earlier and on its way.
+        interval: The least time between two starts of the first stage's F, once ``burst`` of them have started.
+            Where memory is tight, a microbatch that starts too early only occupies it for longer.
+        burst: How many microbatches may start without an interval.
+        noise: For each kind, numbers that are added to each stage and microbatch in turn. Empty means none.
+    """
+
+    due: dict[Kind, Sequence[float]]
+    pace: float
+    weights_last: bool = True
+    patience: float = 0.0
+    interval: float = 0.0
+    burst: int = 0
+    noise: dict[Kind, Sequence[float]] = field(default_factory=dict)
+
+
+def list_schedule(problem: Problem, ranking: Ranking, prefix: Orders = ()) -> Orders | None:
+    """Orders of tasks F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
+
+    Linear in tasks, times the number of stages in a group. With ``prefix``, groups first run those tasks.
+    """
+    return _Listing(problem, ranking, prefix).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A stage's tasks of one kind, one for each microbatch in turn.
+
+    Args:
+        ready: For each microbatch, when what another stage makes for it is there.
+        open: How many microbatches have run the stage's task before this one.
+        room: What memory must have room for; F alone needs some.
+        holds: What a task adds to the memory that is held.
+        next: The microbatch whose turn it is.
+        follower: The lane of the stage's task after this one.
+        results: The lane that waits for what this one makes, the time that it takes to arrive, and that lane's group.
+    """
+
+    stage: int
+    kind: Kind
+    seconds: float
+    due: float
+    noise: Sequence[float] | None
+    ready: list[float]
+    open: int
+    room: float
+    holds: float
+    next: int = 0
+    follower: _Lane | None = None
+    results: tuple[_Lane, float, int] | None = None
+
+
+class _Listing:
+    """Orders under construction: how far each lane is, and when each group is free."""
+
+    def __init__(self, problem: Problem, ranking: Ranking, prefix: Orders) -> None:
+        num_groups = problem.num_groups
+        self.problem = problem
+        self.ranking = ranking
+        self.prefix = prefix
+        self.by_stage = _lanes(problem, ranking)
+        self.lanes = [
+            [lane for s in problem.stages_of(group) for lane in self.by_stage[s]] for group in range(num_groups)
+        ]
+        self.limit = [problem.limit(group) + _SLACK for group in range(num_groups)]
+        self.live, self.free_at = [0.0] * num_groups, [0.0] * num_groups
+        self.orders: list[list[Task]] = [[] for _ in range(num_groups)]
+        self.heap = [(0.0, group) for group in range(num_groups)]
+
+    def run(self) -> Orders | None:
+        heap, free_at = self.heap, self.free_at
+        while heap:
+            now, group = heappop(heap)
+            if now < free_at[group]:
+                continue
+            lane, wake = self._choose(group, now)
+            if lane is not None:
+                self._take(lane, group, now)
+            elif wake < math.inf:
+                heappush(heap, (wake, group))
+        complete = all(lane.next == self.problem.num_microbatches for lanes in self.by_stage for lane in lanes)
+        return tuple(map(tuple, self.orders)) if complete else None
+
+    def _choose(self, group: int, now: float) -> tuple[_Lane | None, float]:
+        """The lane whose task a free group runs next; if there is none, the time at which there may be one."""
+        lanes, live, limit, pace = self.lanes[group], self.live[group], self.limit[group], self.ranking.pace
+        horizon = now + self.ranking.patience
+        if self.prefix and len(self.orders[group]) < len(self.prefix[group]):
+            only = self.prefix[group][len(self.orders[group])]
+            lanes, live = [self.by_stage[only.stage][_KINDS.index(only.kind)]], -math.inf
+        wake = best = math.inf
+        chosen = None
+        for lane in lanes:
+            microbatch = lane.next
+            if microbatch >= lane.open or live + lane.room > limit:
+                continue
+            ready = lane.ready[microbatch]
+            if ready > horizon:
+                if ready < wake:
+                    wake = ready
+                continue
+            key = lane.due + pace * microbatch
+            if lane.noise is not None:
+                key += lane.noise[microbatch]
+            if key < best:
+                best, chosen = key, lane
+        return chosen, wake
+
+    def _take(self, lane: _Lane, group: int, now: float) -> None:
+        """Runs the next task of a lane, and tells those who wait for its result."""
+        microbatch = lane.next
+        start = max(now, lane.ready[microbatch])
+        end = start + lane.seconds
+        lane.next += 1
+        self.live[group] += lane.holds
+        self.free_at[group] = end
+        self.orders[group].append(Task(lane.stage, lane.kind, microbatch))
+        heappush(self.heap, (end, group))
+        if lane.follower is not None:
+            lane.follower.open += 1
+        if lane.results is not None:
+            there, seconds, to_group = lane.results
+            there.ready[microbatch] = arrival = end + seconds
+            heappush(self.heap, (arrival, to_group))
+        if lane.kind == "F" and not lane.stage and self.ranking.burst <= microbatch < len(lane.ready) - 1:
+            lane.ready[microbatch + 1] = start + self.ranking.interval
+
+
+def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
+    """For each stage its F, I and W, linked to those that wait for them."""
+    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
+    weight_grad, need = costs.per_stage("weight_grad", n), problem.needed_to_start()
+    held, early = costs.per_stage("activation_bytes", n), costs.per_stage("released_at_input_grad", n)
+    over = problem.transfers()
+    last = _LAST if ranking.weights_last else 0.0
+
+    def lane(s: int, kind: Kind, seconds: float, due: float, open_: int, room: float, holds: float) -> _Lane:
+        noise = ranking.noise[kind][s * m : (s + 1) * m] if kind in ranking.noise else None
+        sent = (kind == "F" and s) or (kind == "I" and s + 1 < n)
+        return _Lane(s, kind, seconds, due, noise, [math.inf if sent else 0.0] * m, open_, room, holds)
+
+    lanes = [
+        (
+            lane(s, "F", forward[s], ranking.due["F"][s], m, need[s], held[s]),
+            lane(s, "I", input_grad[s], ranking.due["I"][s], 0, -math.inf, -early[s]),
+            lane(s, "W", weight_grad[s], ranking.due["W"][s] + last, 0, -math.inf, early[s] - held[s]),
+        )
+        for s in range(n)
+    ]
+    for s, (f, i, w) in enumerate(lanes):
+        f.follower, i.follower = i, w
+        if s + 1 < n:
+            f.results = lanes[s + 1][0], over[s], problem.placement[s + 1]
+        if s:
+            i.results = lanes[s - 1][1], over[s - 1], problem.placement[s - 1]
+    return lanes

@@ -1,0 +1,201 @@
+"""V schedules for a given memory: about a half and a third of what 1F1B's first group holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
+from scheduler.schedules.pattern import (
+    PERIOD,
+    Pattern,
+    Slots,
+    half_speed_down,
+    in_order,
+    let_run_out,
+    repeat,
+    settle,
+    squeeze,
+    straight,
+    weights_up_first,
+)
+from scheduler.schedules.v_shaped import VSchedule
+from scheduler.task import Orders, check_count
+from scheduler.timing.simulate import Costs, simulate_orders
+
+
+class _MemoryBound(VSchedule):
+    """The best of several orders that all keep to :meth:`memory`.
+
+    The best is the shortest on a clock where every F, I and W takes 1; of several such, the one that suffers least from
+    transfers, from a heavier last stage and from stages that differ by up to a fifth.
+    """
+
+    def memory(self) -> int:
+        """The most activations of one stage that a group holds."""
+        raise NotImplementedError
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count(type(self).__name__, "num_microbatches", num_microbatches)
+        limits = (float(self.memory()),) * self.num_groups
+        problem = Problem(self.placement, self.num_groups, num_microbatches, Costs(), limits)
+        shortest, best = math.inf, list[Orders]()
+        for orders in dict.fromkeys(self._candidates(problem)):
+            timeline = simulate_orders(orders, self.placement, num_microbatches)
+            if max(timeline.peak_activations) > self.memory() or timeline.makespan > shortest:
+                continue
+            if timeline.makespan < shortest:
+                shortest, best = timeline.makespan, []
+            best.append(orders)
+        others = _other_costs(self.num_stages)
+
+        def elsewhere(orders: Orders) -> float:
+            return sum(simulate_orders(orders, self.placement, num_microbatches, costs).makespan for costs in others)
+
+        return min(best, key=elsewhere)
+
+    def _candidates(self, problem: Problem) -> Iterator[Orders]:
+        for setting in _SETTINGS:
+            orders = list_schedule(problem, setting.ranking(self.num_groups))
+            if orders is not None:
+                yield orders
+        for pattern in self._patterns():
+            yield from self._from_pattern(pattern, problem)
+
+    def _patterns(self) -> Iterator[Pattern]:
+        yield straight(self.num_groups)
+
+    def _from_pattern(self, pattern: Pattern, problem: Problem) -> Iterator[Orders]:
+        p, m = self.num_groups, problem.num_microbatches
+        slots = repeat(pattern, m)
+        yield in_order(slots)
+        slots = squeeze(slots, pattern, m, self.memory())
+        yield in_order(slots)
+        yield from self._run_out(slots, pattern, problem, {0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2})
+        settled = settle(slots, m, self.memory())
+        for others in (weights_up_first(slots), settled, weights_up_first(settled)):
+            yield in_order(others)
+            yield from self._run_out(others, pattern, problem, {max(0, 2 * p - 3), 2 * p, 2 * p + 2})
+
+    def _run_out(self, slots: Slots, pattern: Pattern, problem: Problem, after: set[int]) -> Iterator[Orders]:
+        for later in sorted(after):
+            orders = let_run_out(slots, pattern, problem, PERIOD * (problem.num_microbatches - 1) + later)
+            if orders is not None:
+                yield orders
+
+
+def _other_costs(num_stages: int) -> tuple[Costs, ...]:
+    """Slow transfers, a heavier last stage, and six times stages that differ, spread by the golden ratio."""
+    last = (*[1.0] * (num_stages - 1), 1.5)
+
+    def spread(sample: int) -> tuple[float, ...]:
+        return tuple(0.8 + 0.4 * ((stage + 1 + sample * num_stages) * 0.6180339887 % 1) for stage in range(num_stages))
+
+    uneven = (Costs(spread(sample), spread(sample + 1), spread(sample + 2)) for sample in range(0, 18, 3))
+    return Costs(1.0, 1.1, 0.8, transfer_s=0.2), Costs(last, last, last), *uneven
+
+
+@dataclass(frozen=True)
+class VHalf(_MemoryBound):
+    """A V schedule in about half of 1F1B's memory.
+
+    Every microbatch follows the one before after 6 tasks' time, in the same pattern: down the groups at half speed,
+    up at full speed, and the gradients likewise; a pause of three tasks' time at the turn where p is even; W takes
+    the slots that are left. The beginning and the end are drawn together as memory allows. Where a list schedule
+    within the same memory is shorter (few microbatches), that is kept; of several orders that are equally short, the
+    one that is shortest on average with slow transfers and uneven stages. Where two stages together take 3 a
+    microbatch, the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p, and no group ever
+    holds more than 2(⌊p/2⌋ + 1) activations of one stage. Any m.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
+
+    Example:
+        >>> from scheduler import simulate
+        >>> timeline = simulate(VHalf(4), 8)
+        >>> timeline.makespan, max(timeline.peak_activations)
+        (53.0, 6)
+    """
+
+    def memory(self) -> int:
+        return 2 * (self.num_groups // 2 + 1)
+
+    def _patterns(self) -> Iterator[Pattern]:
+        yield half_speed_down(self.num_groups)
+        yield straight(self.num_groups)
+
+
+@dataclass(frozen=True)
+class VMin(_MemoryBound):
+    """A V schedule in about a third of 1F1B's memory, the least that keeps the groups busy in steady state.
+
+    Every microbatch follows the one before after 6 tasks' time, in the same pattern: straight down the groups, straight
+    up, and the gradients straight back, with a pause of two tasks at the turn where p is a multiple of 3 (else two
+    tasks would meet in a group); W takes the slots that are left. Where a list schedule within the same memory is
+    shorter (few microbatches), that is kept. With two stages together taking 3 a microbatch, the makespan is at most
+    3m + 2p - 5/2 (1 more where p is a multiple of 3), and no group holds more than 2⌈(p + 2)/3⌉. Any m.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
+
+    Example:
+        >>> from scheduler import simulate
+        >>> timeline = simulate(VMin(4), 16)
+        >>> timeline.makespan, max(timeline.peak_activations)
+        (107.0, 4)
+    """
+
+    def memory(self) -> int:
+        return 2 * -(-(self.num_groups + 2) // 3)
+
+
+class _Setting(NamedTuple):
+    """What is due when, in tasks' time. Turns are in units of the number of groups."""
+
+    pace: float
+    turn_up: float
+    turn_back: float
+    turn_down: float
+    weights_up: float
+    weights_down: float
+    weights_last: bool
+    weights_by_group: float
+    interval: float
+    burst: float
+
+    def ranking(self, num_groups: int) -> Ranking:
+        p = num_groups
+        stages = range(2 * p)
+        return Ranking(
+            due={
+                "F": [stage + (self.turn_up * p if stage >= p else 0.0) for stage in stages],
+                "I": [4 * p - 1 - stage + p * (self.turn_down if stage < p else self.turn_back) for stage in stages],
+                "W": [
+                    4 * p
+                    - stage
+                    + p * (self.weights_down if stage < p else self.weights_up)
+                    + self.weights_by_group * min(stage, 2 * p - 1 - stage)
+                    for stage in stages
+                ],
+            },
+            pace=self.pace,
+            weights_last=self.weights_last,
+            interval=self.interval,
+            burst=int(self.burst * p),
+        )
+
+
+# Found by random search over groups and microbatches; each is the best for some of them.
+_SETTINGS = (
+    _Setting(3.0, 0.0, 0.37, 0.0, 2.2, 0.94, False, 1.0, 4.0, 0.5),
+    _Setting(2.5, 0.0, -0.36, 0.0, 4.1, 3.75, False, 0.0, 5.0, 0.75),
+    _Setting(3.0, 0.0, 0.0, 0.0, 2.2, 0.94, False, 1.0, 0.0, 0.5),
+    _Setting(3.0, 0.0, 0.37, -0.17, 2.2, 0.94, False, 1.0, 4.0, 0.5),
+    _Setting(2.0, 0.0, 0.0, -1.52, 3.46, 0.07, False, 0.0, 4.0, 0.5),
+    _Setting(3.0, -0.92, 1.15, -1.19, 0.66, 2.82, True, 0.5, 4.0, 0.75),
+    _Setting(2.0, 0.0, 0.0, -1.52, 3.46, 0.07, True, 0.0, 5.0, 0.5),
+    _Setting(2.0, 0.0, 0.76, 0.0, 1.2, 2.46, True, 0.0, 4.0, 0.75),
+    _Setting(3.0, 0.0, 0.0, -0.19, 3.56, 4.52, True, 0.0, 5.0, 0.25),
+    _Setting(10.0, 0.0, 0.0, 0.0, 1.98, 3.73, True, 0.0, 7.0, 0.75),
+    _Setting(6.0, -0.73, -0.3, 0.0, 4.2, 4.05, False, 1.0, 4.0, 0.5),
+)

@@ -1,0 +1,130 @@
+"""Schedules that split the backward and fill bubbles with weight gradients: zero bubble, and Kimi K2's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, check_rounds, looped
+from scheduler.task import Orders, Task, check_count
+
+
+@dataclass(frozen=True)
+class ZeroBubbleH1(ChainSchedule):
+    """1F1B with the backward split in two: a third of its bubble at the memory of its first group.
+
+    Group r of p first runs p - 1 - r forwards, then F and I in turn; from its r-th input gradient on (counted from 0),
+    each I is followed by the W that has waited longest, so r of them wait at any time and fill the bubble at the
+    end. Makespan 3m + p - 1 for m ≥ p, and every group holds min(m, p) activations. Any m.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+
+    Example:
+        >>> print(*ZeroBubbleH1(2).orders(3)[1])
+        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        m, p = check_count("ZeroBubbleH1", "num_microbatches", num_microbatches), self.num_groups
+        return tuple(_delayed_weights(*_one_stage(group, m), warmup=p - 1 - group, delay=group) for group in range(p))
+
+
+@dataclass(frozen=True)
+class ZeroBubbleH2(ChainSchedule):
+    """Zero bubble within each group's own span, for twice the activations of 1F1B.
+
+    Group r of p first runs 2(p - 1 - r) forwards, enough that its first gradient finds it busy, then F and I in turn;
+    2r weight gradients wait at any time. For m ≥ 2p - 1 no group idles between its first and its last task; the
+    makespan, 3m + p - 1 for m ≥ p, is that of ZB-H1, so the gain shows where the next step's first tasks
+    follow without a barrier. Every group holds min(m, 2p - 1) activations. Any m.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+
+    Example:
+        >>> print(*ZeroBubbleH2(2).orders(3)[0])
+        0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        m, p = check_count("ZeroBubbleH2", "num_microbatches", num_microbatches), self.num_groups
+        waiting = min(m, 2 * p - 1) - 1
+        orders = []
+        for group in range(p):
+            warmup = min(2 * (p - 1 - group), waiting)
+            orders.append(_delayed_weights(*_one_stage(group, m), warmup=warmup, delay=waiting - warmup))
+        return tuple(orders)
+
+
+@dataclass(frozen=True)
+class InterleavedZeroBubble(LoopSchedule):
+    """Interleaved 1F1B with the backward split in two.
+
+    Microbatches go in rounds of p, as in interleaved 1F1B. Group r first runs (v - 1)p + p - 1 - r forwards (v stages a
+    group), then F and I in turn, and keeps r weight gradients waiting. Where v stages together take 3 a microbatch, the
+    makespan is 3m + (p - 1)/v, and every group holds min(vm, vp) activations of one stage.
+
+    The number of microbatches must be a multiple of num_groups, or less than num_groups.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+
+    Example:
+        >>> print(*InterleavedZeroBubble(4, 2).orders(2)[1])
+        1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_rounds("InterleavedZeroBubble", num_microbatches, self.num_groups)
+        p = self.num_groups
+        orders = []
+        for group in range(p):
+            forwards = looped(self, group, "F", num_microbatches, p)
+            gradients = looped(self, group, "I", num_microbatches, p)
+            warmup = (self.num_chunks - 1) * p + p - 1 - group
+            orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=group))
+        return tuple(orders)
+
+
+@dataclass(frozen=True)
+class KimiK2(LoopSchedule):
+    """Interleaved 1F1B with one more forward at the start and W apart, so that communication hides behind compute.
+
+    Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards (v stages a group), then F, I, W in turn. The forward that
+    is one ahead lets the exchange between experts of one microbatch overlap the compute of another; W right after I
+    overlaps the sending of I's result. Where v stages together take 3 a microbatch, the makespan is 3m + 2(p - 1)/v,
+    and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2) activations of one stage.
+
+    The number of microbatches must be a multiple of num_groups, or less than num_groups.
+
+    Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section on training infrastructure.
+
+    Example:
+        >>> print(*KimiK2(2, 2).orders(2)[1])
+        1F0 1F1 1I0 1W0 1I1 1W1
+    """
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_rounds("KimiK2", num_microbatches, self.num_groups)
+        p = self.num_groups
+        orders = []
+        for group in range(p):
+            forwards = looped(self, group, "F", num_microbatches, p)
+            gradients = looped(self, group, "I", num_microbatches, p)
+            warmup = (self.num_chunks - 1) * p + 2 * (p - 1 - group) + 1
+            orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=0))
+        return tuple(orders)
+
+
+def _one_stage(stage: int, num_microbatches: int) -> tuple[list[Task], list[Task]]:
+    microbatches = range(num_microbatches)
+    return [Task(stage, "F", one) for one in microbatches], [Task(stage, "I", one) for one in microbatches]
+
+
+def _delayed_weights(forwards: list[Task], gradients: list[Task], warmup: int, delay: int) -> tuple[Task, ...]:
+    """``warmup`` forwards, then F and I in turn; I number i is followed by W number i - delay; the rest comes last."""
+    weights = [Task(task.stage, "W", task.microbatch) for task in gradients]
+    order = forwards[:warmup]
+    for index, gradient in enumerate(gradients):
+        order += forwards[warmup + index : warmup + index + 1]
+        order.append(gradient)
+        if index >= delay:
+            order.append(weights[index - delay])
+    return (*order, *weights[max(0, len(gradients) - delay) :])
