@@ -146,7 +146,7 @@ class _Builder:
         loop = program.loop
         partition = loop.partition
         n = partition.info.num_microbatches
-        lowered = scheduler.lower(loop_graph(program), loop.schedule, n)
+        lowered = scheduler.lower(loop_graph(program), loop.schedule, n, loop.orders)
         self.nbytes.update(lowered.nbytes)
         waiting = defaultdict(list)
         for acc in partition.accumulators:

@@ -300,7 +300,7 @@ class _StepCompiler:
 def task_bodies(loop: Loop) -> list[TaskBody]:
     """The bodies of the tasks that a loop's schedule has, in data-flow order; a `B` beside `I` and `W` is both."""
     partition = loop.partition
-    kinds = {t.kind for order in loop.schedule.orders(partition.info.num_microbatches) for t in order}
+    kinds = {t.kind for order in loop.orders for t in order}
     bodies = {b.place: b for b in partition.tasks}
     if "B" in kinds and any(p.kind == "I" for p in bodies):
         for stage in range(loop.schedule.num_stages):

@@ -22,6 +22,8 @@ from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import LoopPartition, partition_loop
 from mpmd.tracing.trace import Trace, copy_equations
+from scheduler import Schedule
+from scheduler.task import Orders
 
 Groups = frozenset[int]
 
@@ -57,14 +59,17 @@ class Loop:
     """A pipelined loop between the segments.
 
     Its operands must be in place when it starts; its accumulators are made in place by the executor.
+
+    Attributes:
+      orders: per group, its tasks in order: the schedule computes them once.
     """
 
     number: int
-    level: int
     partition: LoopPartition
+    orders: Orders = dataclasses.field(repr=False)
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         """The schedule that orders its tasks."""
         return self.partition.info.schedule
 
@@ -127,20 +132,9 @@ class Outline:
 # --- the step as a list of equations and loops ----------------------------------------------------
 
 
-@dataclasses.dataclass
-class Draft:
-    """A loop before its level is known."""
-
-    number: int
-    partition: LoopPartition
-
-    def placed(self, level) -> Loop:
-        return Loop(self.number, level, self.partition)
-
-
 def step_items(trace: Trace, mpmd_mesh, forwarded):
     """Equations and loops in order, with what a loop needs before and after it; dead ones dropped."""
-    items: list[compat.JaxprEqn | Draft] = []
+    items: list[compat.JaxprEqn | Loop] = []
     alias: dict = {}
 
     def read(v):
@@ -151,7 +145,7 @@ def step_items(trace: Trace, mpmd_mesh, forwarded):
         if eqn.primitive is mark_p:
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         elif eqn.primitive is treduce_p:
-            items += _loop_items(eqn, mpmd_mesh, sum(isinstance(i, Draft) for i in items))
+            items += _loop_items(eqn, mpmd_mesh, sum(isinstance(i, Loop) for i in items))
         else:
             items.append(eqn)
     outvars = [read(v) for v in trace.jaxpr.outvars]
@@ -172,7 +166,7 @@ def _loop_items(eqn, mpmd_mesh, number):
     orders = schedule.orders(eqn.params["info"].num_microbatches)
     split = any(task.kind in "IW" for order in orders for task in order)
     partition = partition_loop(eqn, split)
-    return [*partition.before, Draft(number, partition), *partition.after]
+    return [*partition.before, Loop(number, partition, orders), *partition.after]
 
 
 def _check_groups(schedule, mpmd_mesh, eqn):
@@ -188,7 +182,7 @@ def _live(items, outvars):
     needed = set(equations.variables(outvars))
     kept = []
     for item in reversed(items):
-        if isinstance(item, Draft):
+        if isinstance(item, Loop):
             for task in item.partition.tasks:
                 needed.update(task.operands)
             kept.append(item)

@@ -8,7 +8,7 @@ from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_p
 from mpmd.partition import equations
 from mpmd.partition.control_flow import pinned_parts
-from mpmd.partition.outline import Draft, Groups, Loop, Outline, Segment, Transfer, match_state, step_items
+from mpmd.partition.outline import Groups, Loop, Outline, Segment, Transfer, match_state, step_items
 from mpmd.partition.pack_scalars import pack_scalars
 from mpmd.partition.pins import Pins, StageText, runs_once, with_fewest_bytes
 from mpmd.tracing.trace import Trace
@@ -61,7 +61,7 @@ class _Placer:
 
     def solve(self):
         for item in self.items:
-            if not isinstance(item, Draft) and item.primitive is place_p:
+            if not isinstance(item, Loop) and item.primitive is place_p:
                 self.placed[item.outvars[0]] = _checked_groups(item, self.everywhere)
         self._pin_loop_arguments()
         self._pin()
@@ -102,10 +102,10 @@ class _Placer:
         if v in self.invars:
             return self.inputs[self.invars.index(v)]
         for item, runs in zip(self.items, self.runs, strict=True):
-            if isinstance(item, Draft):
+            if isinstance(item, Loop):
                 for acc in item.partition.accumulators:
                     if acc.result is v:
-                        return frozenset([item.placed(0).group(acc.place)])
+                        return frozenset([item.group(acc.place)])
             elif v in item.outvars:
                 return runs
         raise AssertionError(f"{v} comes from nowhere")
@@ -136,9 +136,9 @@ class _Placer:
         after: set[compat.Var] = set()
         before: list[compat.JaxprEqn] = []
         for item in self.items:
-            if isinstance(item, Draft):
+            if isinstance(item, Loop):
                 after.update(acc.result for acc in item.partition.accumulators)
-                for v, groups in item.placed(0).needs().items():
+                for v, groups in item.needs().items():
                     wanted[v] |= groups
             elif any(v in after for v in equations.variables(item.invars)):
                 after.update(item.outvars)
@@ -159,17 +159,16 @@ class _Placer:
 
     def _pin(self):
         """Forward: the groups that hold an equation's operands; control flow over several groups is cut by them."""
-        has_loop = any(isinstance(item, Draft) for item in self.items)
+        has_loop = any(isinstance(item, Loop) for item in self.items)
         text = None if has_loop else StageText.of(self.trace, len(self.everywhere))
         arguments = dict(zip(self.invars, self.in_groups, strict=True))
         self.held = held = Pins(len(self.everywhere), arguments, self.next_of, self.placed, text, self.items)
         donor_of = {v: a for a, v in self.next_of.items()}
         items, pins = [], []
         for item in self.items:
-            if isinstance(item, Draft):
-                loop = item.placed(0)
+            if isinstance(item, Loop):
                 for acc in item.partition.accumulators:
-                    held.loop_result(acc.result, frozenset([loop.group(acc.place)]))
+                    held.loop_result(acc.result, frozenset([item.group(acc.place)]))
                 items.append(item)
                 pins.append(None)
                 continue
@@ -209,8 +208,8 @@ class _Placer:
                 wanted[v] |= groups
         runs: list[Groups] = []
         for item, pin in zip(reversed(self.items), reversed(self.pins), strict=True):
-            if isinstance(item, Draft):
-                for v, groups in item.placed(0).needs().items():
+            if isinstance(item, Loop):
+                for v, groups in item.needs().items():
                     wanted[v] |= groups
                 runs.append(frozenset())
                 continue
@@ -244,12 +243,12 @@ class _Placer:
             return have[group] if group in have else have[min(have)] + 1
 
         for i, item in enumerate(self.items):
-            if isinstance(item, Draft):
-                needs = item.placed(0).needs()
+            if isinstance(item, Loop):
+                needs = item.needs()
                 level = max([floor, *(ready(v, g) for v, groups in needs.items() for g in groups)]) + 1
                 loop_levels[i], floor = level, level
                 for acc in item.partition.accumulators:
-                    homes[acc.result] = {item.placed(0).group(acc.place): level + 1}
+                    homes[acc.result] = {item.group(acc.place): level + 1}
                 continue
             for g in sorted(self.runs[i]):
                 level = max((ready(v, g) for v in equations.variables(item.invars)), default=0)
@@ -279,8 +278,8 @@ class _Placer:
                     bound(v, g, _END)
         for i in reversed(range(len(self.items))):
             item = self.items[i]
-            if isinstance(item, Draft):
-                for v, groups in item.placed(0).needs().items():
+            if isinstance(item, Loop):
+                for v, groups in item.needs().items():
                     for g in groups:
                         bound(v, g, loop_levels[i] - 1)
                 continue
@@ -315,10 +314,10 @@ class _Placer:
             | {t.level for t in transfers if t.level >= 0}
             | set(loop_levels.values())
         )
-        drafts = {level: self.items[i] for i, level in loop_levels.items()}
+        loops = {level: self.items[i] for i, level in loop_levels.items()}
         for level in levels:
-            if level in drafts:
-                items.append(drafts[level].placed(level))
+            if level in loops:
+                items.append(loops[level])
             for g in sorted(self.everywhere):
                 own = [self.items[i] for i in by_segment.get((level, g), ())]
                 eqns = (*packed.first.get((level, g), ()), *own, *packed.last.get((level, g), ()))
@@ -364,7 +363,7 @@ class _Placer:
             for v in equations.variables(self.items[i].invars):
                 readers[v, g].add(level)
         for i, level in loop_levels.items():
-            for v, groups in self.items[i].placed(level).needs().items():
+            for v, groups in self.items[i].needs().items():
                 for g in groups:
                     readers[v, g].add(level)
         for v, groups in zip(self.outvars, self.out_placed, strict=True):

@@ -3,7 +3,6 @@
 import re
 from collections import Counter, defaultdict
 
-import scheduler
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
@@ -11,6 +10,7 @@ from mpmd.partition.outline import Outline, Segment
 from mpmd.report.crossings import crossing_lines
 from mpmd.report.memory import measured
 from scheduler import Program, Run, Send
+from scheduler.timing.simulate import simulate_orders
 
 
 def explain(programs: StepPrograms, program: Program, executor, in_avals, in_shardings) -> str:
@@ -30,7 +30,7 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
             lines.append(f"  sends {_bytes(nbytes)} to group {target} in {count} transfers a step")
     for loop in programs.loops:
         info = loop.loop.partition.info
-        timeline = scheduler.simulate(info.schedule, info.num_microbatches)
+        timeline = simulate_orders(loop.loop.orders, info.schedule.placement, info.num_microbatches)
         lines.append(
             f"loop {loop.loop.number}: {info.schedule}, {info.num_microbatches} microbatches,"
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"

@@ -10,12 +10,14 @@ from scheduler.errors import ScheduleError
 from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, raise_faults, start_times
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.schedules.catalogue import make
-from scheduler.task import Schedule, Task, check_schedule
+from scheduler.task import Orders, Schedule, Task, check_schedule
 
 DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
-def lower(task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int) -> Program:
+def lower(
+    task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int, orders: Orders | None = None
+) -> Program:
     """The instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
 
     All groups' orders are first run once on a clock where F, I and W take 1 and B takes 2. That gives one line of
@@ -33,6 +35,7 @@ def lower(task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int
         schedule: The order of each group, and the pairs that become one Run. A name of the catalogue, such as
             ``"1f1b"``, is that schedule for the graph's number of stages.
         num_microbatches: How often the loop body runs.
+        orders: The schedule's orders, if they are known already: some schedules take seconds to find them.
 
     Returns:
         The program of one loop, as input for :func:`check`.
@@ -55,7 +58,7 @@ def lower(task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int
             f"lower: the task graph has {task_graph.num_stages} stages and the schedule "
             f"{schedule.num_stages}; expected the same."
         )
-    plan = _Units.of(task_graph, schedule, num_microbatches)
+    plan = _Units.of(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
     starts = plan.starts()
     groups: list[list[Instruction]] = [[] for _ in range(schedule.num_groups)]
     flow = _Flow.of(task_graph, plan)
@@ -109,8 +112,7 @@ class _Units:
     needs: dict[int, set[int]]
 
     @classmethod
-    def of(cls, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int) -> _Units:
-        orders = schedule.orders(num_microbatches)
+    def of(cls, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int, orders: Orders) -> _Units:
         pairs = schedule.fused(num_microbatches)
         if task_graph.forward_only:
             orders = tuple(tuple(task for task in order if task.kind == "F") for order in orders)
