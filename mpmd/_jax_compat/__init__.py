@@ -1,0 +1,85 @@
+"""Everything that JAX does not document, in one folder.
+
+Each function here stands on a private name. The rest of the package imports from this folder only, so that a new JAX
+release is met by reading it alone. The speed paths (`load_on`, `put`) have a documented way of doing the same beside
+them; correctness never depends on the private one.
+"""
+# ruff: noqa: F401 (names to import from here)
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from jax._src import source_info_util, traceback_util
+from jax._src.api_util import InternalFloatingPointError
+from jax._src.core import Tracer, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from mpmd._jax_compat.arrays import devices, key_impl, key_shape, put, register_array_type, typed_as, zero_keys
+from mpmd._jax_compat.executables import compile_one_of_many, load_on, named_sharding
+from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key
+from mpmd._jax_compat.jaxprs import (
+    ClosedJaxpr,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    call,
+    called_from,
+    called_jaxpr,
+    constvars_to_invars,
+    def_effectful_abstract_eval,
+    is_ordered,
+    is_transposed,
+    jaxprs_in,
+    jit_p,
+    make_jaxpr,
+    memory_kind,
+    new_jaxpr,
+    new_var,
+    shaped_array,
+    source_line,
+    with_new_vars,
+    within,
+    zero_like,
+)
+from mpmd._jax_compat.processes import (
+    abandon_distributed,
+    backends_are_initialized,
+    coordinator_address,
+    distributed_client,
+    has_cross_host_put,
+    num_cpu_devices,
+    observe_callbacks,
+    pci_bus_id,
+    start_coordination_service,
+    start_transfer_server,
+)
+from mpmd._jax_compat.rebasing import rebase
+from mpmd._jax_compat.stablehlo import exported_specs, exported_stablehlo
+from mpmd._jax_compat.tracing_hooks import (
+    current_mesh,
+    is_profiling,
+    sharding_here,
+    trace_context,
+    tracing,
+    use_abstract_mesh,
+    use_mesh,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Errors and `explain()` name the user's line, not ours.
+_PACKAGES = Path(__file__).parents[2]
+source_info_util.register_exclusion(str(_PACKAGES / "mpmd"))
+for _package in ("mpmd", "reshard", "scheduler"):
+    traceback_util.register_exclusion(str(_PACKAGES / _package))
+
+
+def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
+    """`fun`, whose errors come with the user's frames alone, as `jax_traceback_filtering` says."""
+    return traceback_util.api_boundary(fun)

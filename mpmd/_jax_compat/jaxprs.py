@@ -1,0 +1,169 @@
+"""Jaxprs, their variables and equations: what they say, and new ones made from them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from jax._src import core, effects, source_info_util
+from jax._src.core import ClosedJaxpr, Primitive
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
+from jax.interpreters import ad
+
+if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
+    Jaxpr: TypeAlias = Any
+    JaxprEqn: TypeAlias = Any
+
+    class Var:
+        aval: Any
+
+        def __init__(self, aval: Any): ...
+
+    class DropVar(Var): ...
+
+    class Literal:
+        aval: Any
+        val: Any
+
+        def __init__(self, val: Any, aval: Any): ...
+else:
+    from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+
+def new_jaxpr(
+    like: Jaxpr,
+    *,
+    constvars: Sequence[Var] | None = None,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Var | Literal] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> Jaxpr:
+    """`like` with some of its parts replaced. Its effects are those of its equations."""
+    own: Sequence[JaxprEqn] = like.eqns if eqns is None else eqns
+    return like.replace(
+        constvars=like.constvars if constvars is None else constvars,
+        invars=like.invars if invars is None else invars,
+        outvars=like.outvars if outvars is None else outvars,
+        eqns=own,
+        effects=_effects(own),
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+
+
+def make_jaxpr(
+    invars: Iterable[Var], outvars: Iterable[Var | Literal], eqns: Sequence[JaxprEqn], name: str
+) -> ClosedJaxpr:
+    """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
+    debug = core.DebugInfo("mpmd", name, None, None)
+    return ClosedJaxpr(core.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
+
+
+def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
+    return frozenset().union(*(e.effects for e in eqns))
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable."""
+    return Var(aval)
+
+
+def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same jaxpr with variables of its own."""
+    env: dict[Var, Var] = {}
+
+    def fresh(v: Any) -> Any:
+        if isinstance(v, Literal):
+            return v
+        if v not in env:
+            env[v] = DropVar(v.aval) if isinstance(v, DropVar) else Var(v.aval)
+        return env[v]
+
+    jaxpr = closed.jaxpr
+    eqns = [e.replace(invars=list(map(fresh, e.invars)), outvars=list(map(fresh, e.outvars))) for e in jaxpr.eqns]
+    return ClosedJaxpr(
+        jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns),
+        closed.consts,
+    )
+
+
+def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
+    """Constants become the first arguments."""
+    return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters, in lists and tuples too."""
+    for value in params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+
+
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr that a call-like equation runs just as it stands, or None for any other equation."""
+    if eqn.primitive is jit_p:
+        specified = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+        return eqn.params["jaxpr"] if all(isinstance(s, UnspecifiedValue) for s in specified) else None
+    if eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) or eqn.primitive.name in ("closed_call", "core_call"):
+        inner = eqn.params.get("call_jaxpr")
+        return ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
+    return None
+
+
+def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
+    """The equation `eqn` replaced by a call of `closed` on the same operands."""
+    return eqn.replace(primitive=core.closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
+
+
+def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """`eqn` with the name stack that it has when it is inlined into `outer`."""
+    stack = outer.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether the equation comes from the transposition of the outermost differentiation (a backward pass)."""
+    for frame in eqn.source_info.name_stack.stack:
+        name = getattr(frame, "name", "")
+        if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
+            return name == "transpose"
+    return False
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether the equation has an effect that must keep its order (an ordered callback)."""
+    return any(effects.ordered_effects.contains(e) for e in eqn.effects)
+
+
+def called_from(eqn: JaxprEqn, function_name: str) -> bool:
+    """Whether a function of this name was on the Python stack when the equation was traced."""
+    traceback = eqn.source_info.traceback
+    codes, _ = traceback.raw_frames() if traceback else ([], [])
+    return any(code.co_name == function_name for code in codes)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Where in the user's code the equation was written: `file:line (function)`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def zero_like(tangent: Any) -> ad.Zero:
+    """The symbolic zero of a tangent's type."""
+    return ad.Zero(jax.typeof(tangent))
+
+
+def shaped_array(x: Any) -> Any:
+    """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
+    return core.shaped_abstractify(x)
+
+
+def memory_kind(aval: Any) -> str | None:
+    """The memory kind that a type says, None for the default one."""
+    return "pinned_host" if getattr(aval, "memory_space", None) == core.MemorySpace.Host else None
+
+
+def def_effectful_abstract_eval(primitive: Primitive, rule: Callable) -> None:
+    """`rule(*avals, **params)` returns avals and effects."""
+    primitive.def_effectful_abstract_eval(rule)

@@ -1,0 +1,114 @@
+"""What a process asks of JAX's runtime: the job it is in, its devices, its callbacks, its transfer server."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import callback, distributed, xla_bridge
+from jax._src.lib import _jax
+
+
+def distributed_client() -> Any | None:
+    """The key-value store of `jax.distributed`, or None where it has not been initialised."""
+    return distributed.global_state.client
+
+
+def abandon_distributed() -> None:
+    """Lets this process end without waiting for the others at JAX's last barrier."""
+    client, distributed.global_state.client = distributed.global_state.client, None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait, too
+
+
+def coordinator_address() -> str | None:
+    """`host:port` of JAX's coordination service."""
+    return distributed.global_state.coordinator_address
+
+
+def start_coordination_service(
+    address: str, num_processes: int, *, heartbeat_timeout_s: int, shutdown_timeout_s: int
+) -> Any:
+    """The service of `jax.distributed`, listening on `address`, without a client and without any backend.
+
+    `jax.distributed.initialize` starts one in process 0 only. It serves as long as the returned object lives.
+    """
+    return _jax.get_distributed_runtime_service(
+        address, num_processes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=shutdown_timeout_s
+    )
+
+
+def backends_are_initialized() -> bool:
+    """Whether some computation or query has made JAX choose its devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextManager]) -> None:
+    """From now on, programs that are compiled call each function of the user within `observer(function)`."""
+    emit = callback.emit_python_callback
+
+    @functools.wraps(emit)
+    def emit_observed(ctx, function, *args, **options):
+        user = _users_function(function)
+
+        @functools.wraps(function)
+        def observed(*values):
+            with observer(user):
+                return function(*values)
+
+        return emit(ctx, observed, *args, **options)
+
+    callback.emit_python_callback = emit_observed
+
+
+def _users_function(function: Callable) -> Callable:
+    """The function that JAX's own ones are wrapped around."""
+    while True:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if hasattr(function, "callback_func"):
+            function = function.callback_func
+        elif "callback" in names and function.__module__.startswith("jax."):
+            function = (function.__closure__ or ())[names.index("callback")].cell_contents
+        else:
+            return function
+
+
+def num_cpu_devices() -> int:
+    """How many CPU devices JAX is asked to make in this process."""
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(1, xla_bridge.num_cpu_devices.value, *map(int, forced[-1:]))
+
+
+def has_cross_host_put() -> bool:
+    """Whether `jax.device_put` takes arrays to devices of other processes as soon as both ends call it.
+
+    On GPUs it does, through NCCL. (Elsewhere JAX numbers the calls in each process, so all processes must make them.)
+    """
+    is_of_one_kind = len({(d.platform, d.device_kind) for d in jax.devices()}) == 1
+    device, forced_otherwise = jax.local_devices()[0], xla_bridge.FORCE_DCN_CROSS_HOST_TRANSFERS.value
+    has_it = bool(getattr(device.client, "supports_cross_host_transfers", False))
+    return is_of_one_kind and device.platform == "gpu" and has_it and not forced_otherwise
+
+
+def pci_bus_id(device: Any) -> str | None:
+    """Where a CUDA device of this process is in its host, by which NCCL tells GPUs apart; None if nobody says."""
+    number, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ordinal = int(device.local_hardware_id)
+    except (OSError, TypeError):
+        return None
+    if cuda.cuDeviceGet(ctypes.byref(number), ordinal) or cuda.cuDeviceGetPCIBusId(text, len(text), number):
+        return None
+    return text.value.decode()
+
+
+def start_transfer_server(address: str, num_transports: int = 2) -> Any:
+    """A server of `jax.experimental.transfer` on a local address; two transports are the fastest."""
+    from jax.experimental import transfer
+
+    client = jax.local_devices()[0].client
+    return transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * num_transports)

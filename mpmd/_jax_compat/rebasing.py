@@ -1,0 +1,105 @@
+"""Moves a jaxpr from the whole mesh, on which it was traced, to the mesh of one group."""
+
+from typing import Any
+
+import numpy as np
+from jax._src import core
+from jax._src.state.types import AbstractRef
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+
+def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:
+    """`jaxpr`, traced on the `whole` mesh, as it reads on a group's mesh.
+
+    Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
+    axis names is the user's own and is left alone. Pure: nothing is traced again.
+    """
+    return _Rebase(group_mesh, whole).closed(jaxpr)
+
+
+class _Rebase:
+    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh):
+        self.group = group_mesh
+        self.names = whole.axis_names
+        self.whole_types = dict(zip(whole.axis_names, whole.axis_types, strict=True))
+        self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
+        self.vars: dict[Var, Var] = {}
+        self.meshes: dict[Any, Any] = {}
+        self.avals: dict[Any, Any] = {}
+        self.contexts: dict[Any, Any] = {}
+
+    def mesh(self, mesh: Any) -> Any:
+        if mesh.axis_names != self.names:
+            return mesh
+        if mesh not in self.meshes:
+            changed = {n: t for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != self.whole_types[n]}
+            types = tuple(changed.get(n, t) for n, t in self.types.items())  # Manual in shard_map, Auto in auto_axes
+            self.meshes[mesh] = self.group.update(axis_types=types)
+        return self.meshes[mesh]
+
+    def aval(self, aval: Any) -> Any:
+        if isinstance(aval, AbstractRef):  # in the body of a kernel
+            return aval.update(inner_aval=self.aval(aval.inner_aval))
+        sharding = getattr(aval, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self.names:
+            return aval
+        if aval not in self.avals:
+            self.avals[aval] = aval.update(sharding=self.value(sharding))
+        return self.avals[aval]
+
+    def context(self, ctx: Any) -> Any:
+        mesh = ctx.cur_abstract_mesh
+        if mesh.axis_names != self.names:
+            return ctx
+        if ctx not in self.contexts:
+            meta = None if ctx.xla_metadata is None else tuple(sorted(ctx.xla_metadata.items()))
+            self.contexts[ctx] = core.JaxprEqnContext._create(
+                ctx.compute_type, ctx.threefry_partitionable, self.mesh(mesh), ctx.remove_size_one_mesh_axis, meta
+            )
+        return self.contexts[ctx]
+
+    def value(self, x: Any) -> Any:
+        if isinstance(x, NamedSharding):
+            return NamedSharding(self.mesh(x.mesh), x.spec, memory_kind=x.memory_kind)
+        if isinstance(x, (Mesh, AbstractMesh)):
+            return self.mesh(x)
+        if isinstance(x, ClosedJaxpr):
+            return self.closed(x)
+        if isinstance(x, Jaxpr):
+            return self.jaxpr(x)
+        if isinstance(x, core.ShapedArray):
+            return self.aval(x)
+        if type(x) in (tuple, list):
+            return type(x)(self.value(y) for y in x)
+        return x
+
+    def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
+
+    def var(self, v: Any) -> Any:
+        if isinstance(v, Literal):
+            # A constant with a type of its own carries the mesh that it was made under.
+            return Literal(np.asarray(v.val, v.aval.dtype) if hasattr(v.val, "aval") else v.val, self.aval(v.aval))
+        if v not in self.vars:
+            aval = self.aval(v.aval)
+            self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
+        return self.vars[v]
+
+    def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
+        return eqn.replace(
+            invars=[self.var(v) for v in eqn.invars],
+            outvars=[self.var(v) for v in eqn.outvars],
+            params=params,
+            ctx=self.context(eqn.ctx),
+        )
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(
+            constvars=[self.var(v) for v in jaxpr.constvars],
+            invars=[self.var(v) for v in jaxpr.invars],
+            outvars=[self.var(v) for v in jaxpr.outvars],
+            eqns=[self.eqn(e) for e in jaxpr.eqns],
+        )

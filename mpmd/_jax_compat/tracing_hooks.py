@@ -1,0 +1,147 @@
+"""The context in which a step is traced: which mesh is the current one, and what JAX's own functions make of it."""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+from jax._src import config, core
+from jax._src import mesh as mesh_internals
+from jax._src import shard_map as shard_map_internals
+from jax._src import sharding_impls as sharding_internals
+from jax._src.lax import utils as lax_internals
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+
+def trace_context() -> Hashable:
+    """The settings that a trace depends on beside its arguments: x64 mode, matmul precision and the like."""
+    return config.trace_context()
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being taken, by `jax.profiler` or by a tool that asked its server for one."""
+    return jax.profiler.TraceAnnotation.is_enabled()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracing:
+    """The step that is being traced in this thread."""
+
+    whole: AbstractMesh
+    groups: frozenset[AbstractMesh]
+    axis: str | None
+    is_mesh_set: bool  # by the user
+
+
+# Part of the keys of JAX's caches: what is traced here is not reused elsewhere, nor the other way round.
+_tracing = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def tracing(
+    whole: AbstractMesh, groups: frozenset[AbstractMesh] = frozenset(), axis: str | None = None
+) -> Iterator[None]:
+    """A context to trace a step, or a part of it, in: `whole` is the current mesh, whatever the caller had set.
+
+    A group's mesh is taken for the whole one. Derivatives of `shard_map` leave the mpmd axis out, over which nothing is
+    split or summed. Flax applies the names of partitioned variables if the caller had set a mesh.
+    """
+    _install_hooks()
+    is_mesh_set = not current_mesh().empty
+    with _tracing(_Tracing(whole, groups, axis, is_mesh_set)), use_abstract_mesh(whole):
+        yield
+
+
+def _install_hooks() -> None:
+    _hook(shard_map_internals.__name__, "_shmap_checks", _shard_map_of_a_group)
+    _hook(sharding_internals.__name__, "canonicalize_sharding", _sharding_of_a_group)
+    _hook(core.__name__, "update_aval_with_sharding", _type_of_a_groups_array)
+    _hook(lax_internals.__name__, "call_sharding_rule", _replicated_without_a_rule)
+    for name in ("_all_mesh_names_except_spmd", "_all_newly_manual_mesh_names"):
+        _hook(shard_map_internals.__name__, name, _without_the_axis)
+    if "flax.core.meta" in sys.modules:
+        _hook("flax.core.meta", "global_mesh_defined", _is_mesh_set)
+
+
+@functools.cache
+def _hook(module: str, name: str, wrapper: Callable) -> None:
+    """Lets `wrapper(original, step, *args)` stand for a function, wherever it was imported, while a step is traced."""
+    original = getattr(sys.modules[module], name)
+
+    @functools.wraps(original)
+    def hooked(*args, **kwargs):
+        step = _tracing.value
+        return original(*args, **kwargs) if step is None else wrapper(original, step, *args, **kwargs)
+
+    package = module.partition(".")[0] + "."
+    for other in [m for key, m in list(sys.modules.items()) if key.startswith(package)]:
+        if getattr(other, "__dict__", {}).get(name) is original:
+            setattr(other, name, hooked)
+
+
+def _whole_for_group(step: _Tracing, mesh: Any) -> Any:
+    is_group = not mesh.empty and mesh.abstract_mesh in step.groups and current_mesh() == step.whole
+    return step.whole if is_group else mesh
+
+
+def _shard_map_of_a_group(original, step: _Tracing, mesh, *args):
+    return original(mesh if mesh is None else _whole_for_group(step, mesh), *args)
+
+
+def _sharding_of_a_group(original, step: _Tracing, sharding, *args, **kwargs):
+    if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
+        sharding = NamedSharding(mesh, sharding.spec)
+    return original(sharding, *args, **kwargs)
+
+
+def _type_of_a_groups_array(original, step: _Tracing, aval, sharding, *args, **kwargs):
+    """For the type of an array that the step closes over, such as a parameter."""
+    if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return original(aval, sharding, *args, **kwargs)
+
+
+def _replicated_without_a_rule(original, step: _Tracing, primitive, rule, other_rule, num_out, *avals, **params):
+    """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated."""
+    try:
+        return original(primitive, rule, other_rule, num_out, *avals, **params)
+    except (NotImplementedError, core.ShardingTypeError):
+        specs = [aval.sharding.spec for aval in avals]
+        if any(spec.unreduced or spec.reduced or set(spec.partitions) - {None} for spec in specs):
+            raise
+        replicated = NamedSharding(current_mesh(), jax.sharding.PartitionSpec())
+        return replicated if num_out is None else [replicated] * num_out
+
+
+def _without_the_axis(original, step: _Tracing, *args):
+    return tuple(n for n in original(*args) if n != step.axis)
+
+
+def _is_mesh_set(original, step: _Tracing):
+    return original() and (step.is_mesh_set or current_mesh() != step.whole)
+
+
+def current_mesh() -> AbstractMesh:
+    """The abstract mesh of the context."""
+    return mesh_internals.get_abstract_mesh()
+
+
+def sharding_here() -> NamedSharding | None:
+    """What the type of a computed scalar says on the current mesh, if that has Explicit axes."""
+    mesh = current_mesh()
+    return NamedSharding(mesh, jax.sharding.PartitionSpec()) if mesh.explicit_axes else None
+
+
+def use_mesh(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """A context in which `mesh` is the current mesh, whatever the caller had set."""
+    return jax.set_mesh(mesh)
+
+
+@contextlib.contextmanager
+def use_abstract_mesh(mesh: AbstractMesh) -> Iterator[None]:
+    """A context in which `mesh` is the current abstract mesh, whatever the caller had set."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
+        yield
