@@ -96,7 +96,7 @@ def test_a_row_of_the_table_has_its_tests(row):
 
 def _all_errors() -> str:
     """The sources of the package, for tests that compare parts of a message."""
-    return "\n".join(re.sub(r'"\s*f?"', "", p.read_text()) for p in sorted((ROOT / "mpmd").glob("*.py")))
+    return "\n".join(re.sub(r'"\s*f?"', "", p.read_text()) for p in sorted((ROOT / "mpmd").rglob("*.py")))
 
 
 @pytest.mark.parametrize("row", _matched(PROCESSES_ROW, _lines()[1]), ids=lambda row: row["feature"].replace("`", ""))
