@@ -19,12 +19,13 @@ import numpy as np
 from mpmd.errors import ReshardError
 from reshard.conversion import inspection, tree_edits
 from reshard.conversion.convert import convert, plan_conversion
-from reshard.conversion.copying import Progress, Stopped, human
+from reshard.conversion.copying import Progress, Stopped
 from reshard.conversion.layout_file import read_layout
 from reshard.conversion.read_report import plan_reading
 from reshard.sizes import nbytes_of
 from reshard.storage.paths import compiled
 from reshard.storage.stored import find
+from reshard.texts import counted, human
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\
@@ -100,7 +101,7 @@ def _convert(options: argparse.Namespace) -> int:
     with _stoppable() as stopped, _bar() as bar:
         report = convert(conversion, verify=options.verify, progress=bar, should_stop=stopped)
     verified = ", verified" if report.verified else ""
-    print(f"{conversion.target}: {inspection.counted(report.num_arrays, 'array')}, {human(report.nbytes)}{verified}")
+    print(f"{conversion.target}: {counted(report.num_arrays, 'array')}, {human(report.nbytes)}{verified}")
     return 0
 
 

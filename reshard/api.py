@@ -364,14 +364,10 @@ def _shards_of_stack(
         )
     for device, box in wanted.items():
         here = Box.from_slices(shards[device].index, first.shape)
-        there = Box(_without(box.start, axis), _without(box.stop, axis))
+        there = Box(*[(*ends[:axis], *ends[axis + 1 :]) for ends in (box.start, box.stop)])
         if here != there:
             raise ReshardError(
                 f"logically_stacked: {device} has {here!r} of its array, but has {there!r} by {sharding.spec} of "
                 f"{mesh}. All arrays need the same spec, and their meshes the devices in the order of this mesh."
             )
     return [jax.lax.expand_dims(shards[device].data, [axis]) for device in wanted]
-
-
-def _without(ends: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return ends[:axis] + ends[axis + 1 :]

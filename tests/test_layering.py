@@ -3,8 +3,10 @@
 import ast
 import copy
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ PACKAGES = ("scheduler", "mpmd", "reshard")
 STDLIB = sys.stdlib_module_names | {"scheduler"}
 # What the extra `search` may speed up, where it is installed; imported by the functions that use it.
 SEARCH_EXTRA = {"numba", "numpy", "ortools"}
+# What is imported under another name than it is installed by.
+DISTRIBUTIONS = {"jaxlib": "jax", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 JAX_SHIM = "mpmd/_jax_compat"
 # What JAX does not document, or says may change without notice.
 PRIVATE_JAX = (
@@ -48,7 +52,7 @@ ROOMS = {
 }
 BELOW_ALL_ROOMS = {
     "mpmd": ("_jax_compat", "errors"),
-    "reshard": ("_orbax_compat", "places", "sizes", "trees"),
+    "reshard": ("_orbax_compat", "places", "sizes", "texts", "trees"),
     "scheduler": ("errors", "files", "ordering", "task"),
 }
 
@@ -153,6 +157,34 @@ def test_scheduler_imports_the_standard_library_alone():
         found += [f"{source.name}: {root}" for root in sorted(at_import - STDLIB)]
         found += [f"{source.name}, in a function: {root}" for root in sorted(later - STDLIB - SEARCH_EXTRA)]
     assert found == []
+
+
+def _declared() -> tuple[set[str], set[str]]:
+    """The names that pyproject.toml declares: of what is always needed, and of all extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
+
+    extras = project["optional-dependencies"].values()
+    return names(project["dependencies"]), set().union(*map(names, extras))
+
+
+def _third_party(folder: str) -> set[str]:
+    """The distributions that the modules of a folder import."""
+    sources = _sources(folder)
+    own = {*PACKAGES, *(source.stem for source in sources)}
+    roots = set().union(*(set(_roots(ast.parse(source.read_text()))) for source in sources))
+    return {DISTRIBUTIONS.get(root, root) for root in roots - own - sys.stdlib_module_names}
+
+
+def test_what_the_packages_import_is_what_is_declared():
+    always, _ = _declared()
+    assert set().union(*map(_third_party, PACKAGES)) - SEARCH_EXTRA == always - SEARCH_EXTRA
+
+
+def test_what_the_examples_import_is_declared():
+    assert _third_party("examples") <= set().union(*_declared())
 
 
 def _roots(tree: ast.AST) -> Iterator[str]:

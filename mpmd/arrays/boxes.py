@@ -7,7 +7,9 @@ nothing needs devices beyond their identity.
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +48,12 @@ class Box:
             raise ValueError(f"slices {tuple(slices)} have a step; a box has none.")
         rest = tuple(shape[len(bounds) :])
         return cls(tuple(b[0] for b in bounds) + (0,) * len(rest), tuple(b[1] for b in bounds) + rest)
+
+    @classmethod
+    def bounding(cls, boxes: Iterable["Box"]) -> "Box":
+        """The smallest box that contains these; at least one."""
+        starts, stops = zip(*[(box.start, box.stop) for box in boxes], strict=True)
+        return cls(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
     @property
     def ndim(self) -> int:
@@ -89,6 +97,33 @@ class Box:
             tuple([b - o for b, o in zip(self.stop, outer.start, strict=True)]),
         )
 
+    def shifted(self, offset: Sequence[int]) -> "Box":
+        """The box that lies further on by so many indices on each axis."""
+        return Box(tuple(map(operator.add, self.start, offset)), tuple(map(operator.add, self.stop, offset)))
+
+    def scaled(self, factors: Sequence[int]) -> "Box":
+        """The same part of an array that is longer by a factor on each axis."""
+        return Box(tuple(map(operator.mul, self.start, factors)), tuple(map(operator.mul, self.stop, factors)))
+
+    def with_range(self, axis: int, start: int, stop: int) -> "Box":
+        """The box with another range on one axis."""
+        return Box(
+            (*self.start[:axis], start, *self.start[axis + 1 :]), (*self.stop[:axis], stop, *self.stop[axis + 1 :])
+        )
+
+    def aligned(self, cell: Sequence[int]) -> "Box":
+        """The cells that it touches, of a grid of cells of one shape that starts at the origin."""
+        return Box(
+            tuple([a // n * n for a, n in zip(self.start, cell, strict=True)]),
+            tuple([-(-b // n) * n for b, n in zip(self.stop, cell, strict=True)]),
+        )
+
+    def grid(self, cell: Sequence[int]) -> Iterator["Box"]:
+        """Cuts the box into cells of one shape, in row-major order; the last ones on an axis may be smaller."""
+        ranges = [range(a, b, max(n, 1)) for a, b, n in zip(self.start, self.stop, cell, strict=True)]
+        for start in itertools.product(*ranges):
+            yield Box(start, tuple([min(a + n, b) for a, n, b in zip(start, cell, self.stop, strict=True)]))
+
     def __sub__(self, other: "Box") -> list["Box"]:
         """What this box has and the other lacks, as disjoint boxes."""
         common = self & other
@@ -111,16 +146,12 @@ class Box:
             rest = [part for box in rest for part in box - other]
         return rest
 
-    def split(self, max_elements: int) -> Iterator["Box"]:
-        """Cuts the box into boxes of at most `max_elements` elements, in row-major order.
-
-        The cut is along the leading axes, so that every part is contiguous in memory if the box is; the parts
-        of one axis differ in length by at most one.
-        """
-        return (box for box, _ in self.split_sized(max_elements))
-
     def split_sized(self, max_elements: int) -> Iterator[tuple["Box", int]]:
-        """The parts of `split`, each with its number of elements."""
+        """Cuts the box into boxes of at most `max_elements` elements, each with its number of elements.
+
+        They come in row-major order. The cut is along the leading axes, so that every part is contiguous in memory
+        if the box is; the parts of one axis differ in length by at most one.
+        """
         if max_elements < 1:
             raise ValueError(f"cannot split {self!r} into parts of {max_elements} elements.")
         shape = self.shape
@@ -148,11 +179,6 @@ class Box:
 
 def _with_axis(start: list[int], stop: list[int], axis: int, lo: int, hi: int) -> Box:
     return Box((*start[:axis], lo, *start[axis + 1 :]), (*stop[:axis], hi, *stop[axis + 1 :]))
-
-
-def covers(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether the boxes together contain every element of `whole`."""
-    return not whole.without(boxes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,12 +217,3 @@ def group_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[i
     if isinstance(sharding, MpmdSharding):
         return {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
     return {0: device_boxes(sharding, shape)}
-
-
-def replicas(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[Device, ...]]:
-    """The devices that hold each box, in the order of groups and meshes; a device shared by groups once."""
-    holders: dict[Box, dict[Device, None]] = {}
-    for boxes in group_boxes(sharding, shape).values():
-        for device, box in boxes.items():
-            holders.setdefault(box, {})[device] = None
-    return {box: tuple(devices) for box, devices in holders.items()}

@@ -6,7 +6,6 @@ joined where they share chunks: each chunk is read once for each process, not on
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,25 +40,14 @@ def plan_reads(wanted: Iterable[Box], chunk_shape: Shape) -> list[Read]:
         read = Read(box, (box,))
         while (other := next((one for one in reads if _joinable(one.box, read.box, chunk_shape)), None)) is not None:
             reads.remove(other)
-            read = Read(_bounding(other.box, read.box), other.wanted + read.wanted)
+            read = Read(Box.bounding((other.box, read.box)), other.wanted + read.wanted)
         reads.append(read)
     return reads
 
 
 def _joinable(a: Box, b: Box, chunk_shape: Shape) -> bool:
-    fits = _bounding(a, b).size <= a.size + b.size
-    return fits and bool((_rounded(a, chunk_shape) & _rounded(b, chunk_shape)).size)
-
-
-def _rounded(box: Box, chunk_shape: Shape) -> Box:
-    return Box(
-        tuple([a // n * n for a, n in zip(box.start, chunk_shape, strict=True)]),
-        tuple([math.ceil(b / n) * n for b, n in zip(box.stop, chunk_shape, strict=True)]),
-    )
-
-
-def _bounding(a: Box, b: Box) -> Box:
-    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+    fits = Box.bounding((a, b)).size <= a.size + b.size
+    return fits and bool((a.aligned(chunk_shape) & b.aligned(chunk_shape)).size)
 
 
 def in_storage(box: Box, index: Index) -> Box:

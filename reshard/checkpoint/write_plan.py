@@ -47,7 +47,7 @@ class Writing:
 
     def chunks(self, box: Box) -> Iterator[Box]:
         """The chunks of one of the boxes."""
-        return _grid(box, self.chunk_shape)
+        return box.grid(self.chunk_shape)
 
 
 def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Shape:
@@ -95,7 +95,7 @@ def _plan_leaf(leaf: Leaf, load: dict[int, int]) -> Writing:
     cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
     chunk = chunk_shape(cell, leaf.itemsize, leaf.max_chunk_nbytes)
     holders: dict[Box, dict[int, None]] = {}
-    cells_of = {box: list(_grid(box, cell)) for box in shards}
+    cells_of = {box: list(box.grid(cell)) for box in shards}
     for boxes in by_group.values():
         for device, box in boxes.items():
             for part in cells_of[box]:
@@ -127,10 +127,8 @@ def _share(
         if axis is None:
             yield process, cell
         else:
-            start, stop = list(cell.start), list(cell.stop)
-            start[axis] = cell.start[axis] + first * chunk[axis]
-            stop[axis] = start[axis] + count * chunk[axis]
-            yield process, Box(tuple(start), tuple(stop))
+            start = cell.start[axis] + first * chunk[axis]
+            yield process, cell.with_range(axis, start, start + count * chunk[axis])
         first += count
 
 
@@ -142,25 +140,6 @@ def _water_level(loads: Sequence[int], nbytes: int) -> int:
         if n == len(loads) or level <= loads[n]:
             return max(level, load)
     return level
-
-
-def _grid(box: Box, cell: Shape) -> Iterator[Box]:
-    """The box cut into cells, in row-major order."""
-    starts: list[Shape] = [()]
-    for a, b, size in zip(box.start, box.stop, cell, strict=True):
-        starts = [(*start, i) for start in starts for i in range(a, b, size)] if size else []
-    for start in starts:
-        yield Box(start, tuple([a + size for a, size in zip(start, cell, strict=True)]))
-
-
-def nbytes_to_write(leaves: Sequence[Leaf], process: int) -> int:
-    """The bytes that a process writes, before compression."""
-    plans = plan_writing(tuple(leaves))
-    return sum(
-        box.nbytes(leaf.itemsize)
-        for leaf, plan in zip(leaves, plans, strict=True)
-        for box in plan.boxes.get(process, ())
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +167,12 @@ def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
         data = shard.data
         if held != box and shard.device.platform != "cpu":
             with jax.set_mesh(jax.sharding.Mesh(np.array([shard.device]), ("device",))):
-                data = jax.lax.slice(data, *_corners(box.relative_to(held)))
+                inside = box.relative_to(held)
+                data = jax.lax.slice(data, inside.start, inside.stop)
             held = box
         data.copy_to_host_async()
         pieces.append(Piece(box, held, data))
     return pieces
-
-
-def _corners(box: Box) -> tuple[Shape, Shape]:
-    return box.start, box.stop
 
 
 def is_key(x: Any) -> bool:

@@ -19,11 +19,12 @@ import numpy as np
 
 from mpmd.errors import ReshardError
 from reshard.conversion import copying, tree_edits
-from reshard.conversion.copying import Copier, CopyPlan, CopyStats, Progress, human
+from reshard.conversion.copying import Copier, CopyPlan, CopyStats, Progress
 from reshard.conversion.tree_edits import Change, Entry
 from reshard.storage import event_loops
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
+from reshard.texts import human, table
 
 _WORKING = ".converting-"
 _MOST_CHUNKS = 1 << 22
@@ -45,11 +46,9 @@ class Conversion:
         return sum(entry.nbytes for entry in self.entries)
 
     def __str__(self) -> str:
-        rows = [_row(entry) for entry in self.entries]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
         taken = {id(part.leaf) for entry in self.entries for part in entry.parts}
         left = [leaf for leaf in self.source.leaves if id(leaf) not in taken]
-        lines = [f"{row[0].ljust(widths[0])}  {row[1].ljust(widths[1])}  {row[2]}".rstrip() for row in rows]
+        lines = table([_row(entry) for entry in self.entries], "<<<")
         lines += [f"left out: {show(leaf.path)}" for leaf in left]
         lines += [f"note: {note}" for note in self.notes]
         lines.append(

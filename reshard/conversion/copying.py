@@ -8,7 +8,6 @@ cut out of it, and what checking a cast takes), and decoded source chunks that a
 
 import asyncio
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from reshard.conversion.tree_edits import Entry
 from reshard.storage import checksums
 from reshard.storage.paths import Path, show
 from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, cells, reading_context, said
+from reshard.texts import bar, human
 
 _WRITING = 4
 _READING = 4
@@ -137,10 +137,7 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
 
 
 def _tasks(entry: Entry) -> Iterator[Task]:
-    ranges = [range(0, n, c) for n, c in zip(entry.shape, entry.chunk, strict=True)]
-    for start in itertools.product(*ranges):
-        stop = tuple([min(a + c, n) for a, c, n in zip(start, entry.chunk, entry.shape, strict=True)])
-        yield Task(entry, Box(start, stop))
+    return (Task(entry, box) for box in Box.whole(entry.shape).grid(entry.chunk))
 
 
 def _source_order(order: Mapping[int, int]) -> Callable[[Task], Any]:
@@ -194,12 +191,9 @@ class Progress:
     seconds: float
 
     def __str__(self) -> str:
-        done = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
-        bar = "█" * int(done * 30) + "·" * (30 - int(done * 30))
         rate = self.bytes_done / max(self.seconds, 1e-9) / 2**20
-        return (
-            f"{self.doing:8} {bar} {done:4.0%}  {human(self.bytes_done)} of {human(self.bytes_total)}, {rate:.0f} MiB/s"
-        )
+        how_much = f"{human(self.bytes_done)} of {human(self.bytes_total)}"
+        return f"{self.doing:8} {bar(self.bytes_done, self.bytes_total)}  {how_much}, {rate:.0f} MiB/s"
 
 
 @dataclasses.dataclass
@@ -248,10 +242,10 @@ class Copier:
                 raise Stopped
             self.progress(Progress("checking", done, nbytes, time.monotonic() - start))
             array = await _opened(self.source, leaf.path, context)
-            found = checksums.RunningSum()
+            found = 0
             for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
-                found.add(await _read(self.source, leaf.path, array, part))
-            if found.value != expected:
+                found = checksums.checksum(await _read(self.source, leaf.path, array, part), found)
+            if found != expected:
                 raise ReshardError(
                     f"{self.source.folder}: {show(leaf.path)}{list(box.start)} to {list(box.stop)} is damaged:"
                     " it is not what was written there (its checksum differs)."
@@ -314,7 +308,7 @@ class Copier:
             if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
                 boxes = [box]
             else:
-                boxes = [Box(c.start, c.stop) & box for c in _cells_of(whole, leaf.chunk)]
+                boxes = [cell & box for cell in whole.grid(leaf.chunk)]
             for one in boxes:
                 cost = _READING * cells(one, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
                 await self._budget.take(cost)
@@ -354,9 +348,6 @@ async def _read(checkpoint: Checkpoint, path: Path, array: ts.TensorStore, box: 
 def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:
     """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
 
-    def cut(start: int, stop: int) -> Box:
-        return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
-
     def cost(part: Box) -> int:
         return cells(part, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
 
@@ -365,19 +356,14 @@ def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]
         return
     start, chunk = box.start[axis], leaf.chunk[axis]
     while start < box.stop[axis]:
-        layer = cut(start, min((start // chunk + 1) * chunk, box.stop[axis]))
+        layer = box.with_range(axis, start, min((start // chunk + 1) * chunk, box.stop[axis]))
         if (fitting := nbytes // cost(layer)) > 0:
-            layer = cut(start, min((start // chunk + fitting) * chunk, box.stop[axis]))
+            layer = box.with_range(axis, start, min((start // chunk + fitting) * chunk, box.stop[axis]))
             yield layer
         else:
             for i in range(start, layer.stop[axis]):
-                yield from _in_order(cut(i, i + 1), leaf, nbytes, axis + 1)
+                yield from _in_order(box.with_range(axis, i, i + 1), leaf, nbytes, axis + 1)
         start = layer.stop[axis]
-
-
-def _cells_of(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
-    for start in itertools.product(*[range(a, b, c) for a, b, c in zip(box.start, box.stop, chunk, strict=True)]):
-        yield Box(start, tuple([min(a + c, b) for a, c, b in zip(start, chunk, box.stop, strict=True)]))
 
 
 def _batches(plan: CopyPlan) -> Iterator[list[Task]]:
@@ -406,16 +392,3 @@ def _cast(data: np.ndarray, view: np.ndarray, entry: Entry) -> None:
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def human(nbytes: float) -> str:
-    """Bytes as a person reads them.
-
-    Example:
-        >>> human(1536), human(7)
-        ('1.5 KiB', '7 B')
-    """
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    power = min(int(math.log(nbytes, 1024)), 5)
-    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"

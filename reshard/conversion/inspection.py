@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from reshard.conversion.copying import human
 from reshard.storage.paths import show
 from reshard.storage.stored import Checkpoint, Leaf
+from reshard.texts import counted, human, table
 
 _CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that it touches."
 
@@ -13,15 +13,12 @@ _CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that 
 def to_text(checkpoint: Checkpoint) -> str:
     """The tree as a table, with totals."""
     rows = [("path", "dtype", "shape", "bytes", "chunks"), *map(_row, checkpoint.leaves)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
     arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
-    lines = [f"{_title(checkpoint)}: {checkpoint.driver}"]
-    for path, dtype, shape, nbytes, chunks in rows:
-        cells = (path.ljust(widths[0]), dtype.ljust(widths[1]), shape.ljust(widths[2]), nbytes.rjust(widths[3]), chunks)
-        lines.append("  ".join(cells).rstrip())
+    lines = [f"{_title(checkpoint)}: {checkpoint.driver}", *table(rows, "<<<><")]
     others = len(checkpoint.leaves) - len(arrays)
+    chunks = counted(sum(leaf.num_chunks for leaf in arrays), "chunk")
     lines.append(
-        f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)} in {counted(_num_chunks(checkpoint), 'chunk')}, "
+        f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)} in {chunks}, "
         f"{human(checkpoint.stored_nbytes())} on disk" + (f"; {others} without data" if others else "")
     )
     for dtype, nbytes in _by_dtype(arrays).items():
@@ -37,15 +34,6 @@ def _title(checkpoint: Checkpoint) -> str:
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
     item = f", item {checkpoint.item}" if checkpoint.item is not None else ""
     return f"{checkpoint.folder}{step}{item}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _num_chunks(checkpoint: Checkpoint) -> int:
-    return sum(leaf.num_chunks for leaf in checkpoint.leaves)
 
 
 def _by_dtype(arrays: list[Leaf]) -> dict[str, int]:

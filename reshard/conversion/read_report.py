@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.errors import ReshardError
-from reshard.conversion.copying import human
 from reshard.conversion.layout_file import Rule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import Checkpoint, Leaf, cells
+from reshard.texts import human, table
 from reshard.trees import fault_of_sharding
 
 
@@ -79,11 +79,7 @@ class ReadPlan:
                                  sum(p.read_bytes for p in self.processes))  # fmt: skip
             memory = human(sum(sum(p.device_bytes.values()) for p in self.processes))
             rows.append(("all", str(self.layout.mesh.size), *_bytes(total), memory, ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [str(self.layout)]
-        lines += [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = [str(self.layout), *table(rows, ">" * len(rows[0]))]
         over = sorted((x for x in self.leaves if x.read_bytes > x.needed_bytes), key=_excess, reverse=True)
         if over:
             lines.append("Chunks are read whole:")
@@ -201,8 +197,7 @@ def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: 
     shares = {}
     for group, (start, end) in enumerate(_pairs(_ends(leaf.shape[axis], rule, len(layout.groups)))):
         if group in groups:
-            bounds = [(start, end) if i == axis else (0, n) for i, n in enumerate(leaf.shape)]
-            shares[group] = Box(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+            shares[group] = whole.with_range(axis, start, end)
     return shares
 
 
@@ -237,8 +232,7 @@ def _wanted(leaf: Leaf, rule: Rule, shares: dict[int, Box], layout: TargetLayout
         if fault is not None:
             raise ReshardError(f"rule {rule.path!r}: " + " ".join(fault.split()).removesuffix("."))
         for device, box in device_boxes(sharding, share.shape).items():
-            start = tuple([a + o for a, o in zip(box.start, share.start, strict=True)])
-            yield device, Box(start, tuple([b + o for b, o in zip(box.stop, share.start, strict=True)]))
+            yield device, box.shifted(share.start)
 
 
 def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, ProcessReads]) -> LeafReads:
@@ -255,7 +249,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
         processes[index].read_bytes += read
         reads.needed_bytes += needed
         reads.read_bytes += read
-        around = _around(boxes)
+        around = Box.bounding(boxes)
         parts += [around] if around.nbytes(leaf.itemsize) == needed else list(boxes)
     reads.fitting_chunk = _fitting_chunk(parts, leaf.shape)
     return reads
@@ -268,12 +262,6 @@ def _fitting_chunk(parts: Iterable[Box], shape: tuple[int, ...]) -> tuple[int, .
         borders = {border for part in parts for border in (part.start[axis], part.stop[axis])} - {0, n}
         sizes.append(math.gcd(*borders) or n)
     return tuple(sizes)
-
-
-def _around(boxes: Iterable[Box]) -> Box:
-    """The smallest box that contains them all."""
-    starts, stops = [box.start for box in boxes], [box.stop for box in boxes]
-    return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
 
 def _union_nbytes(boxes: Iterable[Box], leaf: Leaf) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpmd.errors import ReshardError
-from reshard.storage.paths import Key, Path, compiled, matches, parts_of, show, within
+from reshard.storage.paths import Key, Path, matches, parts_of, show, within
 from reshard.storage.stored import Leaf
+from reshard.texts import type_text
 
 Index = tuple[int, ...]
 
@@ -70,9 +71,7 @@ Change = Callable[[Entries], list[Entry]]
 
 def described(entry: Entry) -> str:
     """What an entry is, as messages show it: `float32[2,3]`, or the type of what is no array."""
-    if not entry.is_array:
-        return entry.value_type
-    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+    return type_text(entry.shape, entry.dtype) if entry.is_array else entry.value_type
 
 
 def select(only: Sequence[str] = (), drop: Sequence[str] = ()) -> Change:
@@ -385,9 +384,3 @@ def _list(entries: Entries, *, origins: bool = False) -> str:
 
     more = [f"    and {len(entries) - 8} more"] if len(entries) > 8 else []
     return "\n".join([*map(line, entries[:8]), *more])
-
-
-def check_patterns(patterns: Iterable[str]) -> None:
-    """Raises ValueError for a pattern that cannot be one."""
-    for pattern in patterns:
-        compiled(pattern)

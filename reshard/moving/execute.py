@@ -24,6 +24,7 @@ from reshard.moving.plan import PlannedArray, ReshardPlan
 from reshard.moving.remote import WireCarrier
 from reshard.moving.rounds import Batch
 from reshard.places import HostMemory, is_local
+from reshard.texts import bar
 
 # How much may be under way before what has left is freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
@@ -52,10 +53,9 @@ class Progress:
     seconds: float
 
     def __str__(self) -> str:
-        done = self.bytes_done / self.bytes_total if self.bytes_total else 1.0
-        bar = "█" * int(done * 30) + "·" * (30 - int(done * 30))
         rate = self.bytes_done / max(self.seconds, 1e-9) / 2**30
-        return f"reshard {bar} {done:4.0%}  {self.arrays_done}/{self.arrays_total} arrays  {rate:.1f} GiB/s"
+        how_far = bar(self.bytes_done, self.bytes_total)
+        return f"reshard {how_far}  {self.arrays_done}/{self.arrays_total} arrays  {rate:.1f} GiB/s"
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -119,11 +119,7 @@ class _Moving:
         return Box(tuple(start.tolist()), tuple(stop.tolist()))
 
     def scaled(self, box: Box) -> Box:
-        scale = self.planned.scale
-        return Box(
-            tuple([a * f for a, f in zip(box.start, scale, strict=True)]),
-            tuple([b * f for b, f in zip(box.stop, scale, strict=True)]),
-        )
+        return box.scaled(self.planned.scale)
 
     def sink(self, t: int) -> Sink:
         if t not in self.sinks:

@@ -21,6 +21,7 @@ from reshard.moving.route import Places, Route, build
 from reshard.moving.shards import Layout, cuts, layout, unit_shape
 from reshard.places import HostMemory
 from reshard.sizes import threshold_nbytes
+from reshard.texts import counted, human, table, type_text
 from reshard.trees import broadcast, fault_of_sharding, flatten, physical
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
@@ -118,19 +119,19 @@ class ReshardPlan:
     def __str__(self) -> str:
         total = sum(a.leaf.nbytes for a in self.arrays)
         t, bound_between_hosts = self.traffic, self.bytes_between_hosts_lower_bound
-        threshold = "none" if self.threshold is None else _bytes(self.threshold)
-        arrays, rounds = _count(len(self.arrays), "array"), _count(len(self.rounds), "round")
+        threshold = "none" if self.threshold is None else human(self.threshold)
+        arrays, rounds = counted(len(self.arrays), "array"), counted(len(self.rounds), "round")
         return "\n".join(
             [
-                f"reshard of {arrays}, {_bytes(total)}, in {rounds}",
-                f"  stays on its device     {_bytes(t.stays)}",
-                f"  moves                   {_bytes(t.moved)} (lower bound {_bytes(self.bytes_lower_bound)})",
-                f"    inside a process      {_bytes(t.within_process)}",
-                f"    between processes     {_bytes(t.within_host)}",
-                f"    between hosts         {_bytes(t.between_hosts)} (lower bound {_bytes(bound_between_hosts)})",
+                f"reshard of {arrays}, {human(total)}, in {rounds}",
+                f"  stays on its device     {human(t.stays)}",
+                f"  moves                   {human(t.moved)} (lower bound {human(self.bytes_lower_bound)})",
+                f"    inside a process      {human(t.within_process)}",
+                f"    between processes     {human(t.within_host)}",
+                f"    between hosts         {human(t.between_hosts)} (lower bound {human(bound_between_hosts)})",
                 f"  busiest sender          {_busiest(self.sent)}",
                 f"  busiest receiver        {_busiest(self.received)}",
-                f"  peak working memory     {_bytes(self.peak_working_bytes)} a device (threshold {threshold})",
+                f"  peak working memory     {human(self.peak_working_bytes)} a device (threshold {threshold})",
             ]
         )
 
@@ -142,14 +143,13 @@ class ReshardPlan:
         rows: list[tuple[str, ...]] = [("array", "type", "from", "to", "stays", "process", "host", "hosts")]
         for i in order[:max_arrays]:
             leaf, t = self.arrays[i].leaf, self.traffic_of[i]
-            kind = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+            kind = type_text(leaf.shape, leaf.dtype)
             moved = (t.stays, t.within_process, t.within_host, t.between_hosts)
-            rows.append((leaf.path or ".", kind, _where(leaf.source), _where(leaf.target), *map(_bytes, moved)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+            rows.append((leaf.path or ".", kind, _where(leaf.source), _where(leaf.target), *map(human, moved)))
+        lines = table(rows, "<" * len(rows[0]))
         left_out = len(order) - (len(rows) - 1)
         if left_out:
-            lines.append(f"… and {_count(left_out, 'smaller array')}")
+            lines.append(f"… and {counted(left_out, 'smaller array')}")
         return "\n".join([str(self), "", *lines])
 
 
@@ -356,15 +356,4 @@ def _busiest(by_device: dict[Any, int]) -> str:
         return "none"
     device = max(by_device, key=lambda d: by_device[d])
     busy = [n for n in by_device.values() if n]
-    return f"{_bytes(by_device[device])}, {device} (average of {len(busy)}: {_bytes(sum(busy) // len(busy))})"
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}" if num == 1 else f"{num} {what}s"
-
-
-def _bytes(num: int) -> str:
-    if num < 1024:
-        return f"{num} B"
-    power = min(int(math.log2(num) // 10), 5)
-    return f"{num / 1024**power:.1f} {'_KMGTP'[power]}iB"
+    return f"{human(by_device[device])}, {device} (average of {len(busy)}: {human(sum(busy) // len(busy))})"

@@ -7,6 +7,7 @@ the boxes that it wrote. A box is checked whenever it is read as a whole.
 
 import asyncio
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,48 +17,17 @@ from mpmd.arrays.boxes import Box
 from scheduler.files import parse_json
 
 FOLDER = "reshard_checksums"
-ROW_WORDS = 512
+FILES = "crc32_of_process_{}.json"  # an older format had other sums, in files of other names; they are not looked at
 
 Sums = Mapping[str, Sequence[tuple[Box, int]]]
 
 
-def checksum(array: np.ndarray) -> int:
-    """A 64-bit sum of an array's bytes that changes with any of them and with the order of 4 KiB rows.
+def checksum(array: np.ndarray, before: int = 0) -> int:
+    """The CRC-32 of an array's bytes in C order; `before` is that of bytes that come before them.
 
-    It is meant for accidents, not for attacks, and costs about as much as reading the memory.
+    It is meant for accidents, not for attacks.
     """
-    total = RunningSum()
-    total.add(array)
-    return total.value
-
-
-class RunningSum:
-    """The checksum of an array that comes in parts, in the order of its bytes in C layout."""
-
-    def __init__(self) -> None:
-        self._total = self._rows = 0
-        self._rest = np.empty(0, np.uint8)
-
-    def add(self, part: np.ndarray) -> None:
-        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        if self._rest.size:
-            data = np.concatenate([self._rest, data])
-        rows = data.size // (8 * ROW_WORDS)
-        whole = data[: rows * 8 * ROW_WORDS].view(np.uint64).reshape(rows, ROW_WORDS)
-        sums = np.add.reduce(whole, axis=1, dtype=np.uint64)
-        self._total += int(np.dot(sums, _odd_numbers(self._rows, rows)))
-        self._rows += rows
-        self._rest = data[rows * 8 * ROW_WORDS :].copy()
-
-    @property
-    def value(self) -> int:
-        rest = self._rest.astype(np.uint64)
-        total = self._total + int(np.dot(rest, _odd_numbers(0, rest.size) << np.uint64(7)))
-        return (total + self._rows * 8 * ROW_WORDS + rest.size) % 2**64
-
-
-def _odd_numbers(first: int, count: int) -> np.ndarray:
-    return np.arange(2 * first + 1, 2 * (first + count) + 1, 2, dtype=np.uint64)
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, before)
 
 
 async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:
@@ -69,7 +39,7 @@ async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[t
     )
     directory = folder / FOLDER
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
-    await asyncio.to_thread((directory / f"process_{process}.json").write_text, json.dumps(found))
+    await asyncio.to_thread((directory / FILES.format(process)).write_text, json.dumps(found))
 
 
 async def read(folder: Any) -> Sums:
@@ -78,7 +48,7 @@ async def read(folder: Any) -> Sums:
     def load() -> Sums:
         sums: dict[str, list[tuple[Box, int]]] = {}
         directory = folder / FOLDER
-        for file in sorted(directory.glob("process_*.json")) if directory.exists() else ():
+        for file in sorted(directory.glob(FILES.format("*"))) if directory.exists() else ():
             for name, entries in parse_json(file.read_text()).items():
                 for *ends, total in entries:
                     box = Box(tuple([a for a, _ in ends]), tuple([b for _, b in ends]))

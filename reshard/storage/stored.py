@@ -68,19 +68,12 @@ class Leaf:
 
     @property
     def num_chunks(self) -> int:
-        return math.prod(map(num_cells, self.shape, self.chunk)) if self.is_array else 0
-
-
-def num_cells(size: int, cell: int) -> int:
-    """How many cells of a chunk grid an axis has; the last one may stick out."""
-    return -(-size // cell)
+        return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)) if self.is_array else 0
 
 
 def cells(box: Box, chunk: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     """The part of an array that its chunks make of a box: what is really read when the box is wanted."""
-    start = tuple([a // c * c for a, c in zip(box.start, chunk, strict=True)])
-    stop = tuple([min(n, num_cells(b, c) * c) for b, c, n in zip(box.stop, chunk, shape, strict=True)])
-    return Box(start, stop)
+    return box.aligned(chunk) & Box.whole(shape)
 
 
 @dataclasses.dataclass(frozen=True)

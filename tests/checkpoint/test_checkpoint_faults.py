@@ -328,6 +328,16 @@ def test_a_flipped_bit_is_an_error_though_no_decompressor_notices_it(tmp_path, p
     assert "the checkpoint is damaged" in message
 
 
+def test_sums_of_an_older_format_are_not_looked_at(tmp_path):
+    everywhere = MpmdSharding(MESH, 1, P())
+    values = np.arange(8, dtype=np.float32)
+    save(tmp_path / "state", {"w": place(values, everywhere)})
+    sums = tmp_path / "state" / "reshard_checksums"
+    (sums / "crc32_of_process_0.json").rename(sums / "process_0.json")
+    (sums / "process_0.json").write_text('{"w": [[[0, 8], 7]]}')
+    check_equal(restore(tmp_path / "state", {"w": values}, {"w": everywhere})["w"], values)
+
+
 def test_a_damaged_description_is_an_error_that_names_the_checkpoint(tmp_path):
     save(tmp_path / "state", {"w": np.zeros(3)})
     (tmp_path / "state" / "_METADATA").write_text("{")

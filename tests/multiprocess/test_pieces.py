@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mpmd.arrays.boxes import Box, covers, device_boxes
+from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.run.routes import pieces
 
 
@@ -62,7 +62,7 @@ def test_pieces_are_each_target_shard_once(move):
     assert [p.number for p in found] == list(range(len(found)))
     for device, box in wanted.items():
         boxes = [p.box for p in found if p.target == device]
-        assert covers(boxes, box)
+        assert not box.without(boxes)
         assert sum(b.size for b in boxes) == box.size
         assert all(not (a & b).size for a, b in itertools.combinations(boxes, 2))
     assert all(p.box in held[p.source] and p.box.size for p in found)

@@ -1,0 +1,62 @@
+"""Numbers, types, tables and bars as text."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def human(nbytes: float) -> str:
+    """Bytes as a person reads them.
+
+    Example:
+        >>> human(1536), human(7)
+        ('1.5 KiB', '7 B')
+    """
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log2(nbytes) // 10), 5)
+    return f"{nbytes / 1024**power:.1f} {'_KMGTP'[power]}iB"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words.
+
+    Example:
+        >>> counted(1, "array"), counted(2, "array")
+        ('1 array', '2 arrays')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def type_text(shape: Sequence[int], dtype: Any) -> str:
+    """A type as messages show it: `float32[2,3]`."""
+    return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"
+
+
+def a(kind: type) -> str:
+    """`an int`, `a str`, for messages."""
+    return f"a{'n' if kind.__name__[0] in 'aeiou' else ''} {kind.__name__}"
+
+
+def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Lines of aligned columns.
+
+    Args:
+        rows: the cells of each line.
+        align: for each column `<` or `>`.
+
+    Example:
+        >>> table([("w", "7"), ("bias", "12")], "<>")
+        ['w      7', 'bias  12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def bar(done: int, total: int) -> str:
+    """How far something is: a bar and a percentage."""
+    part = done / total if total else 1.0
+    return "█" * int(part * 30) + "·" * (30 - int(part * 30)) + f" {part:4.0%}"
