@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.delegation import is_plain
@@ -184,13 +185,11 @@ def _reshard(
     if job is not None:
         bound = agree(job, leaves, bound)
     plan = plan_leaves(leaves, bound)
-    impls = [compat.key_impl(s.dtype) if _is_key(s) else None for s in sources]
-    data = [s if impl is None else _key_data(s, job) for s, impl in zip(sources, impls, strict=True)]
+    data = [_data(source, job) for source in sources]
     bar = print_bar if progress is True else progress or None
     moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
     results = [
-        x if impl is None else _as_keys(x, impl, target, source)
-        for x, impl, target, source in zip(moved, impls, targets, sources, strict=True)
+        keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
     ]
     if donate:
         for source in sources:
@@ -205,7 +204,7 @@ def _as_jax_would(source: Any, job: Job | None) -> Any:
     Beside other processes an array on this one's devices alone is a host value too: each has its own.
     """
     if job is not None and is_plain(source) and source.is_fully_addressable and not source.is_deleted():
-        return source if _is_key(source) else np.asarray(source)
+        return source if keys.is_key(source.dtype) else np.asarray(source)
     if isinstance(source, (np.ndarray, np.generic, bool, int, float, complex)):
         array = np.asarray(source)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
@@ -241,32 +240,15 @@ def _fault_of_place(target: Any, job: Job | None) -> str | None:
     return f"goes to {elsewhere} devices of other processes" if elsewhere else None
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _is_everywhere(x: Any) -> bool:
     """Whether each process has a host array, or keys on a device of its own."""
     return isinstance(x, np.ndarray) or (is_plain(x) and x.is_fully_addressable)
 
 
-def _key_data(x: Any, job: Job | None) -> Any:
-    """The data of keys, in each group."""
-    if not isinstance(x, MpmdArray):
-        data = jax.random.key_data(x)
-        return np.asarray(data) if job is not None and _is_everywhere(x) else data
-    arrays = {group: jax.random.key_data(array) for group, array in x._arrays.items()}
-    aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    spec = PartitionSpec(*x.spec, *[None] * (aval.ndim - len(x.spec)))
-    return MpmdArray(arrays, x.mpmd_sharding.replace(spec=spec), aval.shape, aval.dtype)
-
-
-def _as_keys(data: Any, impl: str, target: Any, source: Any) -> Any:
-    """The inverse of `_key_data`, under the sharding that was asked for."""
-    if not isinstance(data, MpmdArray):
-        return jax.random.wrap_key_data(data, impl=impl)
-    arrays = {group: jax.random.wrap_key_data(array, impl=impl) for group, array in data._arrays.items()}
-    return MpmdArray(arrays, target, source.shape, source.dtype)
+def _data(source: Any, job: Job | None) -> Any:
+    """What is moved of an array: itself, or of keys their data, which beside other processes is on the host."""
+    data = keys.to_data(source)
+    return np.asarray(data) if job is not None and keys.is_key(source.dtype) and _is_everywhere(source) else data
 
 
 def _same_for_same(data: Sequence[Any], sources: Sequence[Any]) -> list[Any]:

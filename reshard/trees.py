@@ -54,16 +54,3 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
         except Exception as error:  # JAX's errors for specs share no base class
             return str(error)
     return None
-
-
-def physical(sharding: Any, ndim: int, extra: int) -> Any:
-    """The sharding of the data of a typed key array, which has `extra` axes behind the logical ones."""
-
-    def padded(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*spec, *[None] * (ndim - len(spec) + extra))
-
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, padded(sharding.spec), memory_kind=sharding.memory_kind)
-    if isinstance(sharding, MpmdSharding):
-        return sharding.replace(spec=padded(sharding.spec))
-    return sharding

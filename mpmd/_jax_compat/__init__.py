@@ -16,7 +16,7 @@ from jax._src.core import Tracer, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from mpmd._jax_compat.arrays import devices, key_impl, key_shape, put, register_array_type, typed_as, zero_keys
+from mpmd._jax_compat.arrays import devices, put, register_array_type, typed_as
 from mpmd._jax_compat.executables import compile_one_of_many, load_on, named_sharding
 from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key
 from mpmd._jax_compat.jaxprs import (

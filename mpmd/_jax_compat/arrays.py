@@ -1,4 +1,4 @@
-"""Arrays, their types and their PRNG keys, and objects that JAX takes for arrays."""
+"""Arrays and their types, and objects that JAX takes for arrays."""
 
 import sys
 from collections.abc import Callable
@@ -53,22 +53,6 @@ def devices(sharding: NamedSharding) -> np.ndarray:
     """The devices of a sharding on a concrete mesh."""
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh.devices
-
-
-def zero_keys(aval: Any) -> jax.Array:
-    """PRNG keys of a type, of zeros."""
-    impl = aval.dtype._impl
-    return jax.random.wrap_key_data(jax.numpy.zeros((*aval.shape, *impl.key_shape), np.uint32), impl=impl.name)
-
-
-def key_impl(dtype: Any) -> str:
-    """The name of a PRNG key type's implementation."""
-    return dtype._impl.name
-
-
-def key_shape(dtype: Any) -> tuple[int, ...]:
-    """The axes that the data of one key has."""
-    return dtype._impl.key_shape
 
 
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:

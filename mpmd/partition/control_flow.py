@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
 from mpmd.partition.pins import Groups, Pins
@@ -201,9 +202,7 @@ def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
 
 
 def _zeros(aval):
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return compat.zero_keys(aval)
-    return jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval))
+    return keys.zeros(aval.shape, aval.dtype, explicit_sharding(aval))
 
 
 # --- scan and while -------------------------------------------------------------------------------

@@ -2,9 +2,8 @@
 
 import math
 
-import numpy as np
-
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
@@ -33,9 +32,7 @@ def nbytes(aval) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    if hasattr(dtype, "_impl"):
-        return size(aval) * math.prod(dtype._impl.key_shape) * 4
-    return size(aval) * np.dtype(dtype).itemsize
+    return math.prod(keys.data_shape(getattr(aval, "shape", ()), dtype)) * keys.data_dtype(dtype).itemsize
 
 
 def variables(atoms) -> list[compat.Var]:

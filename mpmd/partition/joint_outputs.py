@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.ops.reductions import Operation
 from mpmd.partition import equations
 from mpmd.partition.graph import Body, Place
@@ -106,7 +107,7 @@ class Joins:
         for v in read:
             source = body.source(v)
             if source is not None and source.per_microbatch:
-                if equations.size(v.aval) > _SMALL or jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended):
+                if equations.size(v.aval) > _SMALL or keys.is_key(v.aval.dtype):
                     return None
                 parts.append((v, source.place or last.place))
             elif v is not body.index:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
@@ -84,7 +85,7 @@ def _devices(mesh: Mesh) -> str:
 def _value(x) -> str:
     """A captured constant: its type and a hash of its value."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        data = keys.to_data(x)
         return f"{x.dtype}{list(x.shape)} {zlib.crc32(np.asarray(data).tobytes()):08x}"
     return f"{x.dtype}{list(x.shape)}"
 
@@ -172,13 +173,9 @@ def _given(x) -> str | None:
     """A hash of a host value; None for what lies in groups or over processes already."""
     if isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
-    data = np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    data = np.asarray(keys.to_data(x) if isinstance(x, jax.Array) else x)
     step = 1 + data.nbytes // _MAX_HASHED_BYTES
     return f"{zlib.crc32(np.ascontiguousarray(data.reshape(-1)[::step]).tobytes()):08x}"
-
-
-def _is_key(x) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def warm_up(job: Job, mesh: MpmdMesh, ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import Device
@@ -107,4 +108,4 @@ def _exchanged(job: Job, leaves, base: int) -> list[Any]:
 
 
 def _is_plain(x) -> bool:
-    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return not keys.is_key(x.dtype)

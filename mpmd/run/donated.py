@@ -7,6 +7,7 @@ from collections import Counter
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
@@ -67,5 +68,5 @@ def consume(leaf, placed, kept, shared: bool):
 
 def _buffers(arrays) -> set[int]:
     """Addresses of the shards that arrays have here."""
-    live = (a for a in arrays if not a.is_deleted() and not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended))
+    live = (a for a in arrays if not a.is_deleted() and not keys.is_key(a.dtype))
     return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import Device
@@ -23,7 +24,7 @@ from mpmd.job.job import Job
 
 def mover(source: NamedSharding, target: NamedSharding, dtype) -> Callable[[jax.Array], jax.Array]:
     """What moves an array from one group's sharding to another's."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and (copy := compat.put(source, target)) is not None:
+    if not keys.is_key(dtype) and (copy := compat.put(source, target)) is not None:
         return copy
     return functools.partial(jax.device_put, device=target_of(target))
 
@@ -103,7 +104,6 @@ class Route:
 
     def __init__(self, job: Job, source: NamedSharding, target: NamedSharding, aval, first: int, keep: bool, what: str):
         self.job, self.target, self.aval, self.what, self._keep = job, target, aval, what, keep
-        self._is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
         self._memory = memory_kind(target)
         self.sources = device_boxes(source, tuple(aval.shape))
         self.targets = {d: b for d, b in device_boxes(target, tuple(aval.shape)).items() if is_mine(d)}
@@ -167,20 +167,17 @@ class Route:
         part = self._cut(shard, piece)
         if part is shard and self._keep:
             part = _copied(part)
-        if self._is_key:
-            part = jax.random.key_data(part)
+        part = keys.to_data(part)
         number = base + self.first + piece.number
         self.job.wire.send(number, part, piece.target)
         self.job.watchdog.expect(part, self.what, (), number)
 
     def _receive(self, piece: Piece, base: int) -> jax.Array:
-        shape, dtype = piece.box.shape, self.aval.dtype
+        shape, dtype = keys.data_shape(piece.box.shape, self.aval.dtype), keys.data_dtype(self.aval.dtype)
         number = base + self.first + piece.number
-        if self._is_key:
-            shape, dtype = (*shape, *compat.key_shape(dtype)), np.uint32
         data = self.job.wire.receive(number, shape, dtype, piece.source, piece.target)
         self.job.watchdog.expect(data, self.what, (piece.source.process_index,), number)
-        return jax.random.wrap_key_data(data, impl=compat.key_impl(self.aval.dtype)) if self._is_key else data
+        return keys.from_data(data, self.aval.dtype)
 
     def _cut(self, shard: jax.Array, piece: Piece) -> jax.Array:
         held = self.sources[piece.source]
@@ -212,26 +209,17 @@ def _cut(shard: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> ja
 
 def _assemble(shape, dtype, starts, device: Device, parts) -> jax.Array:
     if not parts:  # nothing in it
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            empty = jnp.zeros((*shape, *compat.key_shape(dtype)), np.uint32, device=device)
-            return jax.random.wrap_key_data(empty, impl=compat.key_impl(dtype))
-        return jnp.zeros(shape, dtype, device=device)
+        return keys.zeros(shape, dtype, device)
     return _join(shape, starts, parts)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _join(shape, starts, parts):
-    if jax.dtypes.issubdtype(parts[0].dtype, jax.dtypes.prng_key):
-        data = [jax.random.key_data(p) for p in parts]
-        tail = data[0].shape[len(shape) :]
-        starts = [(*s, *(0 for _ in tail)) for s in starts]
-        return jax.random.wrap_key_data(
-            _join((*shape, *tail), tuple(starts), data), impl=compat.key_impl(parts[0].dtype)
-        )
-    whole = jnp.zeros(shape, parts[0].dtype)
-    for start, part in zip(starts, parts, strict=True):
-        whole = jax.lax.dynamic_update_slice(whole, part, start)
-    return whole
+    dtype = parts[0].dtype
+    whole = jnp.zeros(keys.data_shape(shape, dtype), keys.data_dtype(dtype))
+    for start, part in zip(starts, map(keys.to_data, parts), strict=True):
+        whole = jax.lax.dynamic_update_slice(whole, part, (*start, *[0] * (whole.ndim - len(start))))
+    return keys.from_data(whole, dtype)
 
 
 # --- the user's arrays ----------------------------------------------------------------------------
@@ -277,14 +265,10 @@ def lies_as(x: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def _place_everywhere(x, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
-        boxes = device_boxes(sharding, x.shape)
-        impl = compat.key_impl(x.dtype)
-        shards = [
-            jax.random.wrap_key_data(jax.device_put(data[box.slices], d), impl=impl)
-            for d, box in boxes.items() if is_mine(d)
-        ]  # fmt: skip
+    if isinstance(x, jax.Array) and keys.is_key(x.dtype):
+        data = np.asarray(keys.to_data(x))
+        boxes = {d: box for d, box in device_boxes(sharding, x.shape).items() if is_mine(d)}
+        shards = [keys.from_data(jax.device_put(data[box.slices], d), x.dtype) for d, box in boxes.items()]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -5,11 +5,11 @@ import inspect
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.layouts import fit, memory_kind, shortest
@@ -270,9 +270,7 @@ def donated_leaves(call: Call, positions, names) -> frozenset[int]:
 
 def zeros_of(aval):
     """Zeros (or keys of zeros) of a type."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return compat.zero_keys(aval)
-    return jnp.zeros(aval.shape, aval.dtype)
+    return keys.zeros(aval.shape, aval.dtype)
 
 
 def short_type(x) -> str:

@@ -10,9 +10,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from mpmd.arrays import keys
 from mpmd.errors import ReshardError
 from reshard.checkpoint.leaf_handler import ReadArgs, byte_limiter, first_line, key_impls
-from reshard.checkpoint.read_plan import Request, key_data_shape, key_type
+from reshard.checkpoint.read_plan import Request
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 METADATA_FILE = "_METADATA"
@@ -140,7 +141,8 @@ def _leaf(path: TreePath, meta: Any, impls: Mapping[str, str]) -> StoredLeaf:
         return StoredLeaf(path, "scalar", (), np.dtype(meta.dtype), ())
     shape, dtype = tuple(meta.shape), meta.dtype
     if (impl := impls.get(meta.name)) is not None:
-        shape, dtype = shape[: len(shape) - len(key_data_shape(impl, ()))], key_type(impl)
+        dtype = jax.random.key_dtype(impl)
+        shape = keys.shape_of_data(shape, dtype)
     chunk = None if meta.storage is None else meta.storage.chunk_shape
     return StoredLeaf(path, "array", shape, dtype, None if chunk is None else tuple(chunk))
 

@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from mpmd.arrays.delegation import is_plain
@@ -38,7 +39,7 @@ from reshard._orbax_compat import (
 )
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.read_plan import Request, Target, in_storage, index_text, plan_reads
-from reshard.checkpoint.write_plan import Leaf, Piece, Writing, key_data, key_impl, plan_writing, start_copies
+from reshard.checkpoint.write_plan import Leaf, Piece, Writing, plan_writing, start_copies
 from reshard.storage import checksums, event_loops
 
 
@@ -60,9 +61,8 @@ class MpmdLeaves(ArrayHandler):
             return await super().serialize(values, infos, args)
         args = args or [ocp.SaveArgs()] * len(values)
         _check_savable(values, infos)
-        impls = [key_impl(value) for value in values]
-        data = [value if impl is None else key_data(value) for value, impl in zip(values, impls, strict=True)]
-        on_host = self._to_host(data, infos, args)
+        impls = [keys.implementation(value.dtype) for value in values]
+        on_host = self._to_host([keys.to_data(value) for value in values], infos, args)
         write = self._write(on_host, infos, args, impls)
         return [future.CommitFutureAwaitingContractedSignals(write, name="array_type_handler")]
 

@@ -5,7 +5,6 @@ joined where they share chunks: each chunk is read once for each process, not on
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.mesh import MpmdSharding
 from mpmd.errors import ReshardError
-from reshard.checkpoint.write_plan import is_key
 from reshard.places import is_local
-from reshard.trees import physical
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -71,17 +69,6 @@ def index_text(index: Index) -> str:
     return "[" + ", ".join(":".join(e) for e in ends) + "]"
 
 
-@functools.lru_cache(maxsize=16)
-def key_type(impl: str) -> Any:
-    """The dtype of typed keys of an implementation."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-
-
-def key_data_shape(impl: str, shape: Shape) -> Shape:
-    """The shape of the data of typed keys."""
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, key_type(impl))).shape
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A part of a stored array, and where it goes.
@@ -103,7 +90,8 @@ class Request:
     def completed(self, shape: Shape, dtype: Any, impl: str | None) -> "Request":
         """With what it left to the stored array."""
         if impl is not None:
-            shape, dtype = tuple(shape)[: len(shape) - len(key_data_shape(impl, ()))], key_type(impl)
+            dtype = jax.random.key_dtype(impl)
+            shape = keys.shape_of_data(shape, dtype)
         return dataclasses.replace(
             self,
             shape=tuple(shape) if self.shape is None else self.shape,
@@ -122,14 +110,15 @@ class Target:
 
     def __init__(self, name: str, request: Request, impl: str | None):
         assert request.shape is not None
-        self.name, self.request, self.impl = name, request, impl
+        self.name, self.request = name, request
+        self.key_dtype = None if impl is None else jax.random.key_dtype(impl)
         self.shape, self.sharding = request.shape, request.sharding
-        self.dtype = None if is_key(request.dtype) or impl is not None else request.dtype
-        if is_key(request.dtype):
+        self.dtype = None if keys.is_key(request.dtype) or impl is not None else request.dtype
+        if keys.is_key(request.dtype):
             if impl is None:
                 raise ReshardError(f"{name}: expected {request.dtype}, but the checkpoint has no typed keys there.")
-            self.shape = key_data_shape(impl, request.shape)
-            self.sharding = physical(request.sharding, len(request.shape), len(self.shape) - len(request.shape))
+            self.shape = keys.data_shape(request.shape, self.key_dtype)
+            self.sharding = keys.data_sharding(request.sharding, request.shape, self.key_dtype)
         self.boxes: dict[Any, Box] = {}
         for _, sharding in self._shardings():
             for device, box in device_boxes(sharding, self.shape).items():
@@ -177,21 +166,21 @@ class Target:
         """The array, made of what was put; in a process that wants nothing of it, its description."""
         if self.sharding is None:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
-            return data if self.impl is None else jax.random.wrap_key_data(jax.numpy.asarray(data), impl=self.impl)
+            return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
         arrays: dict[int, jax.Array] = {}
         made: dict[Any, jax.Array] = {}
         for group, sharding in self._shardings():
             if sharding not in made:
                 shards = [x for (where, _), x in self._made.items() if where == sharding]
                 array = jax.make_array_from_single_device_arrays(self.shape, sharding, shards)
-                made[sharding] = array if self.impl is None else jax.random.wrap_key_data(array, impl=self.impl)
+                made[sharding] = keys.from_data(array, self.key_dtype)
             arrays[group] = made[sharding]
         if not isinstance(self.sharding, MpmdSharding):
             return arrays[0]
         shape, dtype, sharding = self.request.shape, self.request.dtype, self.request.sharding
-        if self.impl is not None and not is_key(dtype):  # asked for as the integers that are stored
-            shape, dtype = self.shape[: len(self.shape) - len(key_data_shape(self.impl, ()))], key_type(self.impl)
+        if self.key_dtype is not None and not keys.is_key(dtype):  # asked for as the integers that are stored
+            shape, dtype = keys.shape_of_data(self.shape, self.key_dtype), self.key_dtype
             sharding = sharding.replace(spec=tuple(sharding.spec)[: len(shape)])
         if arrays:
             return MpmdArray(arrays, sharding)
-        return MpmdArray({}, sharding, shape, dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype))
+        return MpmdArray({}, sharding, shape, dtype if keys.is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype))

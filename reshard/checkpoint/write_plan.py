@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, group_boxes
 from mpmd.arrays.mesh import MpmdSharding
-from reshard.trees import physical
 
 Shape = tuple[int, ...]
 
@@ -173,32 +171,3 @@ def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
         data.copy_to_host_async()
         pieces.append(Piece(box, held, data))
     return pieces
-
-
-def is_key(x: Any) -> bool:
-    """Whether an array, or a dtype, is that of typed PRNG keys."""
-    return jax.dtypes.issubdtype(getattr(x, "dtype", x), jax.dtypes.prng_key)
-
-
-def key_impl(array: Any) -> str | None:
-    """The name of the implementation of an array of typed keys; None for other arrays."""
-    return impl_of_dtype(array.dtype) if is_key(array) else None
-
-
-@functools.lru_cache(maxsize=64)
-def impl_of_dtype(dtype: Any) -> str:
-    """The name of the implementation of a key dtype."""
-    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
-        if jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype == dtype:
-            return name
-    raise ValueError(f"keys of dtype {dtype} are of no implementation that JAX has built in.")
-
-
-def key_data(array: Any) -> Any:
-    """The integers of an array of typed keys, in the same places."""
-    if not isinstance(array, MpmdArray):
-        return jax.random.key_data(array)
-    template = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
-    sharding = physical(array.mpmd_sharding, array.ndim, template.ndim - array.ndim)
-    arrays = {shard.group: jax.random.key_data(array.array_in(shard.group)) for shard in array.addressable_shards}
-    return MpmdArray(arrays, sharding, template.shape, template.dtype)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.mesh import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.moving.rounds import Loads, Packer, Round
@@ -22,7 +22,7 @@ from reshard.moving.shards import Layout, cuts, layout, unit_shape
 from reshard.places import HostMemory
 from reshard.sizes import threshold_nbytes
 from reshard.texts import counted, human, table, type_text
-from reshard.trees import broadcast, fault_of_sharding, flatten, physical
+from reshard.trees import broadcast, fault_of_sharding, flatten
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
 _MAX_VARIANTS = 8
@@ -212,12 +212,8 @@ def describe(paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any],
         for where, sharding in (("from", source), ("to", target)):
             if (fault := fault_of_sharding(sharding, shape)) is not None:
                 faults.append(f"{path or 'the array'}: {where}: {fault}")
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-            extra = data.ndim - len(shape)
-            source, target = (physical(s, len(shape), extra) for s in (source, target))
-            shape, dtype = data.shape, data.dtype
-        leaves.append(Leaf(path, shape, np.dtype(dtype), source, target))
+        source, target = (keys.data_sharding(s, shape, dtype) for s in (source, target))
+        leaves.append(Leaf(path, keys.data_shape(shape, dtype), keys.data_dtype(dtype), source, target))
     raise_faults(faults)
     return leaves
 

@@ -1,0 +1,92 @@
+"""Typed PRNG keys and the integers that they are made of.
+
+Arrays of keys are cut, sent, stored and hashed as integers (their data), which have the axes of one key behind those of
+the array. All functions take any other dtype too, and leave its arrays, shapes and shardings as they are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import MpmdSharding
+
+Shape = tuple[int, ...]
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed keys."""
+    return not isinstance(dtype, np.dtype) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@functools.lru_cache(maxsize=64)
+def _shape_of_one(dtype: Any) -> Shape:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape
+
+
+def data_shape(shape: Shape, dtype: Any) -> Shape:
+    """The shape of the data of an array."""
+    return (*shape, *_shape_of_one(dtype)) if is_key(dtype) else tuple(shape)
+
+
+def shape_of_data(shape: Shape, dtype: Any) -> Shape:
+    """The shape of the array whose data has this one: the inverse of `data_shape`."""
+    return tuple(shape[: len(shape) - len(_shape_of_one(dtype))]) if is_key(dtype) else tuple(shape)
+
+
+def data_dtype(dtype: Any) -> np.dtype:
+    """The dtype of the data of an array."""
+    return np.dtype(np.uint32 if is_key(dtype) else dtype)
+
+
+def data_sharding(sharding: Any, shape: Shape, dtype: Any) -> Any:
+    """The sharding of the data of an array of this shape, in the same places."""
+    if not is_key(dtype) or not isinstance(sharding, NamedSharding | MpmdSharding):
+        return sharding
+    missing = len(data_shape(shape, dtype)) - len(sharding.spec)
+    spec = PartitionSpec(*sharding.spec, *[None] * missing)
+    if isinstance(sharding, MpmdSharding):
+        return sharding.replace(spec=spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def to_data(x: Any) -> Any:
+    """The data of an array, in the same places."""
+    if not is_key(x.dtype):
+        return x
+    if not isinstance(x, MpmdArray):
+        return jax.random.key_data(x)
+    arrays = {group: jax.random.key_data(array) for group, array in x._arrays.items()}
+    sharding = data_sharding(x.mpmd_sharding, x.shape, x.dtype)
+    return MpmdArray(arrays, sharding, data_shape(x.shape, x.dtype), data_dtype(x.dtype))
+
+
+def from_data(data: Any, dtype: Any, sharding: MpmdSharding | None = None) -> Any:
+    """The array of a dtype whose data is given: the inverse of `to_data`; an `MpmdArray` has this sharding."""
+    if not is_key(dtype):
+        return data
+    if not isinstance(data, MpmdArray):
+        return jax.random.wrap_key_data(data, dtype=dtype)
+    assert sharding is not None
+    arrays = {group: jax.random.wrap_key_data(array, dtype=dtype) for group, array in data._arrays.items()}
+    return MpmdArray(arrays, sharding, shape_of_data(data.shape, dtype), dtype)
+
+
+def zeros(shape: Shape, dtype: Any, device: Any = None) -> jax.Array:
+    """Zeros of any dtype, or keys whose data are zeros."""
+    return from_data(jnp.zeros(data_shape(shape, dtype), data_dtype(dtype), device=device), dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def implementation(dtype: Any) -> str | None:
+    """The name of the implementation of a key dtype (`jax.random.key_dtype` is its inverse); None for other dtypes."""
+    if not is_key(dtype):
+        return None
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        if jax.random.key_dtype(name) == dtype:
+            return name
+    raise ValueError(f"keys of dtype {dtype} are of no implementation that JAX has built in.")
