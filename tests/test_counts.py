@@ -256,7 +256,9 @@ def test_equal_stages_are_compiled_once():
     assert _num_compiles(4, 4) == _num_compiles(7, 4)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_equal_stages_on_different_devices_are_compiled_once(axis_type):
     meshes = [mpmd.MpmdMesh(make_mesh(n, axis_type), "stage") for n in (4, 7)]
     assert _num_compiles(4, 4, meshes[0]) == _num_compiles(7, 4, meshes[1])
@@ -298,8 +300,16 @@ def _placement(tree):
     ]
 
 
-@pytest.mark.parametrize("where", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
-@pytest.mark.parametrize("name", ["residual_mlp", "tied_embedding", "clipped_adamw_with_a_schedule", "tensor_parallel"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("residual_mlp", "auto"),
+        ("tied_embedding", "explicit"),
+        pytest.param("clipped_adamw_with_a_schedule", "explicit", marks=pytest.mark.slow),
+        ("tensor_parallel", "explicit"),
+        pytest.param("tensor_parallel", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_state_comes_back_where_it_was(name, where):
     program = BY_NAME[name]
     step = pipeline(program, "OneFOneB", where)
@@ -311,8 +321,8 @@ def test_a_state_comes_back_where_it_was(name, where):
         o = dict(jax.tree.leaves_with_path(out_state))[path]
         ndim = dict(jax.tree.leaves_with_path(state))[path].ndim
         assert o.is_equivalent_to(i, ndim), (jax.tree_util.keystr(path), i, o)
-    first, _ = step(state, batch)
-    second, _ = step(first, batch)
+    first, _ = compiled(state, batch)
+    second, _ = compiled(first, batch)
     assert _placement(first) == _placement(second)
 
 
@@ -359,7 +369,7 @@ def test_sharded_parameters_stay_sharded_as_they_came():
 # --- donation ---
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
+@pytest.mark.parametrize("where", ["auto", pytest.param("explicit", marks=pytest.mark.slow), "shared"])
 def test_a_donated_state_is_deleted_and_another_is_not(where):
     program = BY_NAME["residual_mlp"]
     batches = list(program.batches())

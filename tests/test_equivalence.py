@@ -11,27 +11,45 @@ from programs.program import assert_same_history
 def _check(program, schedule, where, **options):
     if program.needs:
         pytest.importorskip(program.needs)
-    assert_same_history(program.run(pipeline(program, schedule, where, **options)), program.expected, program.rtol)
+    try:
+        assert_same_history(program.run(pipeline(program, schedule, where, **options)), program.expected, program.rtol)
+    except Exception as error:
+        error.add_note(f"under {schedule}, {where}, {options}")
+        raise
 
 
-# Each program in one way; every other pair of them is a slow test.
-_IN_ONE_WAY = in_turns(programs.ALL, [("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")])
-_LATER = {program.name for number, program in enumerate(programs.ALL) if number // 2 % 2}
+# With its backward whole, and split on Explicit axes with the state donated.
+_WHOLE, _SPLIT = ("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")
+_DONATES = {_WHOLE: {}, _SPLIT: {"donate_argnums": (0,)}}
+
+# Every program runs in both ways. Quick tests run some of them in one, in turns; a slow test does the rest at once.
+_LIKE_A_QUICK_ONE = """
+    uneven_stages shared_inputs one_weight_in_every_stage only_shared_weights integer_leaves label_embedding
+    scalar_parameters checkpointed_dots fori_loop gradient_inside_a_stage one_jitted_block linear_algebra
+    normalised_matmuls key_chain_over_stages gradient_statistics two_optimizers mixed_precision
+""".split()
+_QUICK = {
+    p.name: (_WHOLE, _SPLIT)[n % 2]
+    for n, p in enumerate(programs.ALL)
+    if n // 2 % 2 == 0 and p.name not in _LIKE_A_QUICK_ONE
+}
+
+
+def _in_ways(name, ways, marks=()):
+    return pytest.param(name, ways, id="-".join([name, *(schedule for schedule, _ in ways)]), marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("program", "schedule", "where"),
-    [
-        pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _LATER else p.marks)
-        for p in _IN_ONE_WAY
+    ("name", "ways"),
+    [_in_ways(name, (way,)) for name, way in _QUICK.items()]
+    + [
+        _in_ways(p.name, tuple(w for w in (_WHOLE, _SPLIT) if w != _QUICK.get(p.name)), pytest.mark.slow)
+        for p in programs.ALL
     ],
 )
-def test_a_program_equals_its_plain_loop(program, schedule, where):
-    """On Explicit axes with its state donated."""
-    if where == "auto":
-        _check(program, schedule, where)
-    else:
-        _check(program, schedule, where, donate_argnums=(0,))
+def test_a_program_equals_its_plain_loop(name, ways):
+    for way in ways:
+        _check(programs.BY_NAME[name], *way, **_DONATES[way])
 
 
 # Between them: skips, tied and shared weights, an early exit, frozen ones, dropout, metrics (of all gradients too), two
@@ -51,12 +69,19 @@ _UNDER_ALL_SCHEDULES = (
 )
 
 
-# One program under all schedules; the others are slow tests.
-_COMBINATIONS = [
-    pytest.param(name, schedule, marks=() if number < 1 else pytest.mark.slow)
-    for number, name in enumerate(_UNDER_ALL_SCHEDULES)
-    for schedule in AVAILABLE
-]
+# One program under all schedules; the others under one schedule of each kind, by turns.
+_KINDS = (
+    ("GPipe",),
+    ("InterleavedOneFOneB", "InterleavedGPipe"),
+    ("ZeroBubbleH1",),
+    ("InterleavedZeroBubble", "KimiK2"),
+    ("ZeroBubbleV", "VHalf", "VMin"),
+    ("DualPipeV",),
+)
+
+
+def _one_of_each_kind(turn: int) -> list[str]:
+    return [kind[turn % len(kind)] for kind in _KINDS]
 
 
 @functools.cache
@@ -64,8 +89,7 @@ def _history(program, schedule):
     return program.run(pipeline(program, schedule, "shared"))
 
 
-@pytest.mark.parametrize(("name", "schedule"), _COMBINATIONS)
-def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_device(name, schedule):
+def _check_on_one_device(name, schedule):
     program = programs.BY_NAME[name]
     history = _history(program, schedule)
     assert_same_history(history, program.expected, program.rtol)
@@ -74,6 +98,28 @@ def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_de
             # XLA fuses a join of all gradients with what else its group does, which depends on the schedule.
             rtol = 1e-6 if name == "gradient_statistics" else 0
             assert_same_history(history, _history(program, alike[0]), rtol)
+
+
+# The quick ones are compared with the first of their kind, which is run as well.
+_QUICK_SCHEDULES = ("InterleavedOneFOneB", "KimiK2", "ZeroBubbleV", "DualPipeV")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=() if s in _QUICK_SCHEDULES else pytest.mark.slow) for s in AVAILABLE]
+)
+def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_device(schedule):
+    _check_on_one_device(_UNDER_ALL_SCHEDULES[0], schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(_UNDER_ALL_SCHEDULES[1:])))
+def test_other_programs_give_the_same_under_schedules_of_every_kind(turn, name):
+    for schedule in _one_of_each_kind(turn):
+        try:
+            _check_on_one_device(name, schedule)
+        except Exception as error:
+            error.add_note(f"under {schedule}")
+            raise
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Without `mpmd.jit`, marks and microbatch loops are plain JAX: every program runs under `jax.jit` unchanged."""
+"""Without `mpmd.jit`, marks and microbatch loops are plain JAX: programs run under `jax.jit` unchanged.
+
+Here are those in which a mark or a loop meets something new; every program runs as a pipeline in `test_equivalence`.
+"""
 
 import contextlib
 
@@ -9,7 +12,6 @@ from jax.sharding import AxisType
 from programs.pipelines import make_mesh
 from programs.program import assert_same_history, pipelined
 
-# Those in which marks and loops meet something that other programs do not have.
 _QUICK = (
     "untouched_values",
     "float0_gradients",
@@ -17,22 +19,59 @@ _QUICK = (
     "vmap_over_marks",
     "jit_around_marks",
     "vjp_by_hand",
-    "dropout_keys_in_xs",
     "metrics",
+    "shard_map_without_a_mesh",
+)
+_SLOW = (
+    # What a mark holds, and where stages end.
+    "several_arrays",
+    "integers_cross_first",
+    "keys_through_marks",
+    "a_mark_after_every_stage",
+    "hypernetwork",
+    "one_stage",
+    # What is around marks, or between them.
+    "checkpointed",
+    "scan_over_layers",
+    "while_loop",
+    "custom_vjp",
+    "custom_jvp",
+    "jvp_inside_a_stage",
+    "one_jitted_block_with_its_mark",
+    "value_and_grad_under_jit",
+    "named_scopes",
+    "flax",
+    "equinox",
+    # How the loop is called, what it reduces, and what is around it.
+    "one_microbatch",
+    "dropout_by_index",
+    "dropout_keys_in_xs",
     "axis_one",
     "carried_state",
     "train_then_evaluate",
     "mixed_precision",
-    "shard_map_without_a_mesh",
+    "integer_leaves",
+    "running_statistics",
+    "forward_only",
+    "sharpness_aware",
+    "unused_gradients",
+    "no_loop",
+    "input_gradients",
+    "gradient_statistics",
+    "further_arguments",
+    "summed_outside",
+    "jit_around_the_step",
+    "gradients_of_several_steps",
+    "casts_in_the_loop",
+    "normalised_weights",
+    # What names an axis of the mesh.
+    *(program.name for program in programs.ALL if program.mesh_axes and program.name not in _QUICK),
 )
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(p, marks=() if p.name in _QUICK else pytest.mark.slow) for p in programs.ALL],
-    ids=str,
-)
-def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(program):
+@pytest.mark.parametrize("name", [*_QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(name):
+    program = programs.BY_NAME[name]
     if program.needs:
         pytest.importorskip(program.needs)
     mesh = make_mesh(1, AxisType.Auto, program.mesh_axes) if program.mesh_axes else None
@@ -45,7 +84,7 @@ def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(program
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(p, marks=() if p.name in ("tensor_parallel", "shard_map_with_the_mesh") else pytest.mark.slow)
+        pytest.param(p, marks=() if p.name == "shard_map_with_the_mesh" else pytest.mark.slow)
         for p in programs.ALL
         if p.mesh_axes
     ],

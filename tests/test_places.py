@@ -229,25 +229,18 @@ def check_numbers(name, schedule):
 
 
 QUICK = ("two_towers", "projections_made_at_the_top", "encoder_and_decoder")
+SPLIT = ("actor_and_critic", "conditioning", "rotary_tables_and_masks", "losses_of_routers", "exits_written_at_the_end")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES if n not in SPLIT]
+)
 def test_a_program_of_several_parts_computes_what_plain_jit_computes(name):
     check_numbers(name, scheduler.OneFOneB(4))
 
 
-SPLIT = (
-    *QUICK,
-    "actor_and_critic",
-    "conditioning",
-    "rotary_tables_and_masks",
-    "losses_of_routers",
-    "exits_written_at_the_end",
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", [*QUICK, *SPLIT])
 def test_so_it_does_in_a_split_backward(name):
     check_numbers(name, scheduler.ZeroBubbleH1(4))
 

@@ -1,6 +1,7 @@
 """The second and the third call, with new values, of everything that can be called: nothing may be stale."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME
 from programs.parts import WIDTH, chain, momentum_state, normal, regression_batch, squared_error, stages_params, train
-from programs.pipelines import in_turns, make_mesh, shared_device
+from programs.pipelines import make_mesh, shared_device
 from programs.program import Tools, assert_same, host, pipelined, plain_loop
 
 import mpmd
@@ -95,9 +96,6 @@ _FORMS = {
     "arrays elsewhere": _as_arrays_elsewhere,
     "MpmdArrays": _as_mpmd_arrays,
 }
-_NUMPY_AND_MPMD_ARRAYS = [
-    pytest.param(form, marks=() if form in ("numpy", "MpmdArrays") else pytest.mark.slow) for form in _FORMS
-]
 
 
 @functools.cache
@@ -105,54 +103,60 @@ def _reference(build):
     return jax.jit(build(plain_loop()))
 
 
-def _check_calls(step, build, form, mpmd_mesh, first):
-    """Three calls with new values of every argument, then one with the first values again."""
-    for seed in (0, 1, 2, 0):
-        args = first(seed), _batch(seed)
-        expected = host(_reference(build)(*args))
-        assert_same(host(step(*(_FORMS[form](arg, mpmd_mesh) for arg in args))), expected, 2e-5)
+def _check_calls(step, build, mpmd_mesh, first, forms=_FORMS):
+    """In each form three calls with new values of every argument, then one with the first values again."""
+    for form in forms:
+        for seed in (0, 1, 2, 0):
+            args = first(seed), _batch(seed)
+            expected = host(_reference(build)(*args))
+            try:
+                assert_same(host(step(*(_FORMS[form](arg, mpmd_mesh) for arg in args))), expected, 2e-5)
+            except Exception as error:
+                error.add_note(f"from {form}, values of seed {seed}")
+                raise
 
 
-@pytest.mark.parametrize(("form", "where"), in_turns(_FORMS, ["auto", "explicit", "shared"]))
+_IN_TURNS = list(zip(_FORMS, itertools.cycle(["auto", "explicit", "shared"])))
+
+
+@pytest.mark.parametrize(("form", "where"), _IN_TURNS)
 def test_each_call_of_a_training_step_uses_its_own_values(form, where):
     mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
-    _check_calls(step, _train_step, form, mpmd_mesh, _state)
+    _check_calls(step, _train_step, mpmd_mesh, _state, [form])
 
 
-@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
-def test_each_call_of_a_compiled_training_step_uses_its_own_values(form):
-    mpmd_mesh = _mesh("explicit")
+@pytest.mark.parametrize("where", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("auto", "shared")), "explicit"])
+def test_each_call_of_a_compiled_training_step_uses_its_own_values(where):
+    mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
     compiled = step.lower(_state(7), _batch(7)).compile()
-    _check_calls(compiled, _train_step, form, mpmd_mesh, _state)
+    _check_calls(compiled, _train_step, mpmd_mesh, _state)
 
 
-@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
-def test_each_call_of_a_forward_only_loop_uses_its_own_values(form):
+def test_each_call_of_a_forward_only_loop_uses_its_own_values():
     mpmd_mesh = _mesh("auto")
     step = mpmd.jit(_evaluate_in_a_loop(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
-    _check_calls(step, _evaluate_in_a_loop, form, mpmd_mesh, lambda seed: _state(seed)["params"])
+    _check_calls(step, _evaluate_in_a_loop, mpmd_mesh, lambda seed: _state(seed)["params"])
 
 
-@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
-def test_each_call_of_a_function_without_a_loop_uses_its_own_values(form):
+def test_each_call_of_a_function_without_a_loop_uses_its_own_values():
     mpmd_mesh = _mesh("explicit")
     step = mpmd.jit(_evaluate_without_a_loop(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
-    _check_calls(step, _evaluate_without_a_loop, form, mpmd_mesh, lambda seed: _state(seed)["params"])
+    _check_calls(step, _evaluate_without_a_loop, mpmd_mesh, lambda seed: _state(seed)["params"])
 
 
-@pytest.mark.parametrize("form", _NUMPY_AND_MPMD_ARRAYS)
-def test_an_unchanged_state_may_be_mixed_with_new_values(form):
+def test_an_unchanged_state_may_be_mixed_with_new_values():
     """Only the batch is new in the second call, only one stage's parameters in the third."""
     mpmd_mesh = _mesh("auto")
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
     reference = _reference(_train_step)
     state, other = _state(0), _state(1)
     changed = {**state, "params": [state["params"][0], other["params"][1], state["params"][2]]}
-    made = {id(tree): _FORMS[form](tree, mpmd_mesh) for tree in (state, changed)}
-    for tree, seed in ((state, 0), (state, 1), (changed, 1), (state, 1)):
-        assert_same(host(step(made[id(tree)], _batch(seed))), host(reference(tree, _batch(seed))), 2e-5)
+    for form in _FORMS.values():
+        made = {id(tree): form(tree, mpmd_mesh) for tree in (state, changed)}
+        for tree, seed in ((state, 0), (state, 1), (changed, 1), (state, 1)):
+            assert_same(host(step(made[id(tree)], _batch(seed))), host(reference(tree, _batch(seed))), 2e-5)
 
 
 @pytest.mark.parametrize("scale", [2.0, jnp.full(WIDTH, 0.5)], ids=["number", "weak"])
@@ -177,8 +181,11 @@ def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scal
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", pytest.param("shared", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+    ("where", "donate"),
+    [("auto", ()), ("explicit", (0,)), pytest.param("shared", (0,), marks=pytest.mark.slow)],
+    ids=["auto-kept", "explicit-donated", "shared-donated"],
+)
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):
     mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh, donate_argnums=donate)

@@ -215,7 +215,7 @@ def _compiled_names(caplog, schedule, where):
     return [m[1] for text in texts if (m := re.search(r"MLIR module conversion jit\((\w+)\)", text))]
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit"])
+@pytest.mark.parametrize("where", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
     names = [n for n in _compiled_names(caplog, "OneFOneB", where) if "_stage" in n]
     assert sorted(names) == [

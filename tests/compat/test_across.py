@@ -18,7 +18,7 @@ from programs.parts import (
     stages_params,
     token_batch,
 )
-from programs.pipelines import in_turns, make_mesh, shared_device
+from programs.pipelines import make_mesh, shared_device
 from programs.program import Tools, assert_same, host
 
 import mpmd
@@ -71,7 +71,13 @@ def _batches():
 SCHEDULES = [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)]
 
 
-@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
+WAYS = [
+    pytest.param(AxisType.Auto, SCHEDULES[0], id="auto-OneFOneB"),
+    pytest.param(AxisType.Explicit, SCHEDULES[1], id="explicit-ZeroBubbleH1", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axis_type", "schedule"), WAYS)
 def test_norms_are_summed_and_stacked_over_the_groups(schedule, axis_type):
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
     params = stages_params(jax.random.key(0))
@@ -260,7 +266,9 @@ def _groups(*shapes, axis_type=AxisType.Auto):
     return mpmd.MpmdMesh.from_groups(meshes)
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(3), scheduler.ZeroBubbleH1(3)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [scheduler.OneFOneB(3), pytest.param(scheduler.ZeroBubbleH1(3), marks=pytest.mark.slow)], ids=str
+)
 def test_a_larger_group_for_the_embedding(schedule):
     """The tied table is sharded over four devices in the first group, and over two in the last."""
     mesh = _groups((1, 4), (1, 2), (1, 2))
@@ -287,7 +295,7 @@ def test_a_larger_group_for_the_embedding(schedule):
     assert [table.group_sharding(g).shard_shape((16, WIDTH)) for g in (0, 2)] == [(16, 2), (16, 4)]
 
 
-@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
+@pytest.mark.parametrize(("axis_type", "schedule"), WAYS)
 def test_a_stage_receives_another_sharding_than_was_sent(axis_type, schedule):
     """Stages shard rows and columns in turn."""
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type, ("data",)), "stage")

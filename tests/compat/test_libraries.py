@@ -378,12 +378,20 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
+# Models of which `test_equivalence` has a small one, and optimizers whose like is quick.
+_SLOW = ("linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema")
+_WAYS = [
+    pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _SLOW else p.marks)
+    for p in in_turns(PROGRAMS, RUNS)
+]
+
+
+@pytest.mark.parametrize(("program", "schedule", "where"), _WAYS)
 def test_a_model_or_an_optimizer_of_a_library_is_trained_as_under_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
+@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)])
 def test_an_update_that_is_not_finite_is_skipped_in_all_stages_alike(schedule, where):
     program = next(p for p in PROGRAMS if p.name == "apply_if_finite")
     step, plain = pipeline(program, schedule, where), jax.jit(program.build(_plain_tools()))

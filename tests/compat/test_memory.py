@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs.parts import chain, regression_batch, residual, squared_error, stages_params, stages_state, train_stages
-from programs.pipelines import in_turns, make_mesh, pipeline, shared_device
+from programs.pipelines import make_mesh, pipeline, shared_device
 from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop
 
 import mpmd
@@ -42,13 +42,22 @@ def _two_stages(key):
     return stages_state(key, 2)
 
 
-@pytest.mark.parametrize(("policy", "schedule", "where"), in_turns(POLICIES, RUNS))
+@pytest.mark.parametrize(
+    ("policy", "schedule", "where"),
+    [
+        pytest.param("nothing", *RUNS[0], marks=pytest.mark.slow),
+        ("names", *RUNS[1]),
+        ("offload_names", *RUNS[0]),
+        pytest.param("offload_names", *RUNS[1], marks=pytest.mark.slow),
+        pytest.param("offload_dots", *RUNS[1], marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_policy_in_each_stage_equals_plain_jax(policy, schedule, where):
     program = Program(policy, _two_stages, regression_batch, _checkpointed(policy), num_stages=2)
     assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
+@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)])
 def test_what_a_policy_offloads_waits_in_host_memory(schedule, where):
     program = Program("offload", _two_stages, regression_batch, _checkpointed("offload_names"), num_stages=2)
     compiled = pipeline(program, schedule, where).lower(program.state(), next(program.batches(1))).compile()
@@ -78,7 +87,13 @@ def _adam_state(key):
     return {"params": params, "opt": optax.adam(1e-2, eps=1e-3).init(params)}
 
 
-@pytest.mark.parametrize(("schedule", "axis_type"), [("OneFOneB", AxisType.Auto), ("ZeroBubbleH1", AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("schedule", "axis_type"),
+    [
+        ("OneFOneB", AxisType.Auto),
+        pytest.param("ZeroBubbleH1", AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizer_state_is_kept_in_host_memory_from_step_to_step(schedule, axis_type):
     mesh = mpmd.MpmdMesh(make_mesh(2, axis_type, ("data",)), "stage")
     state, batches = _adam_state(jax.random.key(0)), [regression_batch(jax.random.key(s)) for s in (1, 2)]

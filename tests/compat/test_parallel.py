@@ -291,7 +291,9 @@ def test_a_sharded_stage_equals_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [scheduler.OneFOneB(4), pytest.param(scheduler.ZeroBubbleH1(4), marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_may_be_called_with_the_whole_mesh_set(schedule):
     program = BY_NAME["shard_map_without_a_mesh"]
     mesh = jax.make_mesh((4, 2), ("stage", "data"), (AxisType.Auto,) * 2)
@@ -300,7 +302,9 @@ def test_a_step_may_be_called_with_the_whole_mesh_set(schedule):
         assert_same_history(program.run(step, 2), program.expected[:2], program.rtol)
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow)], ids=str
+)
 def test_a_mesh_with_auto_and_explicit_axes(schedule):
     """The pipeline's axis and "model" are Auto, "data" is Explicit."""
     types = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)

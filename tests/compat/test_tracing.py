@@ -58,6 +58,7 @@ def _started(**environment):
     return int(hits), int(written), int(loaded), values
 
 
+@pytest.mark.slow
 def test_equal_stages_are_loaded_by_jaxs_defaults_and_with_a_cache_folder_at_every_start(tmp_path):
     hits, written, loaded, values = _started()
     assert (hits, written) == (0, 0) and loaded > 4

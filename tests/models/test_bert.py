@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
 from plain_and_pipelined import stage_mesh, train_both
 
 import mpmd
@@ -88,8 +87,7 @@ def _home(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-def test_a_bert_of_equinox_modules_is_trained_as_under_plain_jax(axes):
+def test_a_bert_of_equinox_modules_is_trained_as_under_plain_jax():
     params, static = eqx.partition(eqx.filter_jit(Classifier)(jax.random.key(0)), eqx.is_inexact_array)
     optimizer = optax.adamw(1e-2, eps=1e-4, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))
 
@@ -120,4 +118,4 @@ def test_a_bert_of_equinox_modules_is_trained_as_under_plain_jax(axes):
 
     state = params, jax.jit(optimizer.init)(params), jax.random.key(3)
     batches = [jax.jit(batch)(k) for k in jax.random.split(jax.random.key(1), 3)]
-    train_both(step, state, batches, stage_mesh(NUM_STAGES, axes), home=_home, rtol=1e-4)
+    train_both(step, state, batches, stage_mesh(NUM_STAGES), home=_home, rtol=1e-4)

@@ -15,6 +15,7 @@ def _values_held(what: str, steps: int, num_microbatches: int, seconds: float) -
     return [e.result["values"] for e in ended]
 
 
+@pytest.mark.slow
 def test_no_stage_runs_far_ahead_of_a_slow_one_in_a_loop_that_only_goes_forward():
     assert max(_values_held("loop", 4, 32, 0.03)) < 40  # of 128
 

@@ -38,16 +38,10 @@ STALLS = {
 }
 
 
-def repeated(cases):
-    """Each case three times; the first of a few cases is quick enough to run always."""
-    always = {("kill", 1), ("exception", 2), ("raise", 1), ("absent", 1)}
-    return [
-        pytest.param(
-            *case, id="-".join(map(str, (*case, i))), marks=() if case in always and not i else pytest.mark.slow
-        )
-        for case in cases
-        for i in range(3)
-    ]
+def quick_or_slow(cases):
+    """A few of the cases are quick enough to run always."""
+    always = {("kill", 1), ("exception", 2), ("absent", 1)}
+    return [pytest.param(*case, marks=() if case in always else pytest.mark.slow) for case in cases]
 
 
 def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
@@ -70,9 +64,9 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    repeated([("kill", 0), ("kill", 1), ("kill", 2), ("os_exit", 1), ("segfault", 2), ("exception", 0),
-              ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2),
-              ("raise", 1), ("raise", 2)]),
+    quick_or_slow([("kill", 0), ("kill", 1), ("kill", 2), ("os_exit", 1), ("segfault", 2), ("exception", 0),
+                   ("exception", 2), ("memory", 1), ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2),
+                   ("raise", 1), ("raise", 2)]),
 )  # fmt: skip
 def test_a_death_ends_all(fault, guilty):
     pattern, status = DEATHS[fault]
@@ -87,8 +81,8 @@ def test_a_death_ends_all(fault, guilty):
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    repeated([("stop", 0), ("stop", 1), ("stop", 2), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
-              ("callback", 2), ("collective", 1)]),
+    quick_or_slow([("stop", 0), ("stop", 1), ("stop", 2), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
+                   ("callback", 2), ("collective", 1)]),
 )  # fmt: skip
 def test_a_stall_ends_all(fault, guilty):
     processes = 4 if fault == "collective" else 3
@@ -124,9 +118,8 @@ def test_verdicts_reach_all_where_rank_0_serves(fault, guilty):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repetition", range(3))
 @pytest.mark.parametrize("external", [True, False], ids=["service", "rank-0"])
-def test_the_death_of_the_coordinator_ends_all(external, repetition):
+def test_the_death_of_the_coordinator_ends_all(external):
     """JAX ends the processes from C++ then, without a word; the launcher has to speak."""
     with jobs.Job("faults.py", "absent", 0, processes=3, external=external, hang_timeout_s=300) as job:
         job.wait_for("step 4", START_LIMIT_S)
@@ -186,6 +179,7 @@ def test_what_is_slow_is_no_hang(fault, seconds, options):
         assert all(e.verdict is None for e in ended)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_store_at_its_end_ends_well():
     """A thread that came back from C++ to a Python that is gone would abort the process."""
     with jobs.Job("faults.py", "late_store", 1, "--seconds", 3, processes=2) as job:

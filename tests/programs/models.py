@@ -263,8 +263,8 @@ def _flax_state(key):
 
 PROGRAMS = (
     Program("deep", _deep_state, token_batch, _deep),
-    Program("gpt", _gpt_state, _two_microbatches, _gpt, num_microbatches=2),
-    Program("convolutions", _convolutions_state, _images, _convolutions),
     Program("equinox", _equinox_state, regression_batch, _equinox, needs="equinox"),
+    Program("convolutions", _convolutions_state, _images, _convolutions),
+    Program("gpt", _gpt_state, _two_microbatches, _gpt, num_microbatches=2),
     Program("flax", _flax_state, regression_batch, _flax, needs="flax"),
 )
