@@ -1,10 +1,11 @@
-"""Saving and restoring a state in stages, against stock Orbax with the same arrays in an SPMD layout, in one run.
+"""Measures saving and restoring a state in stages, against stock Orbax with the same arrays in an SPMD layout.
 
     python benchmarks/checkpoint.py [--mib 1024] [--repeat 3] [--folder DIR]
 
-4 groups of 2 CPU devices in one process. Stock Orbax has each array sharded over all 8 devices, and never imports
-this library; in stages each group has a quarter of the arrays, sharded over its 2 devices. Each way runs in a process
-of its own, so that its peak memory is its own; what is written is random, as trained parameters are to a compressor.
+There are 4 groups of 2 CPU devices in one process. For stock Orbax, each array is sharded over all 8 devices, and this
+library is not imported. In stages, each group has a quarter of the arrays, sharded over its 2 devices. Each way runs in
+its own process, so that its peak memory can be measured. The data is random, because trained parameters compress as
+little as random numbers.
 """
 
 import argparse
@@ -105,7 +106,7 @@ def _arrays(tree: dict[str, Any]) -> list[Any]:
 
 
 def timed(run: Any) -> tuple[float, float, int, Any]:
-    """Seconds, seconds of all cores, the most memory beyond what was used before, and the result."""
+    """Seconds, CPU seconds of all cores, peak memory beyond the memory in use before, and the result."""
     before = most = resident()
     done = threading.Event()
 
@@ -146,7 +147,7 @@ def main() -> None:
         for _ in range(args.repeat):
             for way in WAYS:
                 command = [sys.executable, __file__, "--one", way, "--mib", str(args.mib), "--folder", folder]
-                # Freed memory goes back to the system at once, so that resident memory is memory in use.
+                # With this setting freed memory goes back to the system at once, so resident memory is memory in use.
                 env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
                 runs[way].append(json.loads(done.stdout.splitlines()[-1]))

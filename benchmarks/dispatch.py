@@ -1,12 +1,12 @@
-"""What the executor adds to the cost of a task: `mpmd.jit` against a loop written by hand, in one process.
+"""Measures the executor's cost per task: `mpmd.jit` against a loop written by hand, in one process.
 
     python benchmarks/dispatch.py [--microbatches 32] [--steps 200]
 
-Four groups of one CPU device each, 1F1B, layers so small that starting them is all the work. The loop by hand calls
-jitted stage functions and `device_put`s in the order of the same program, keeps the same residuals, and accumulates
-gradients in the same place, inside the backward functions. Both are timed in turn, step by step, so that what else the
-machine does falls on both alike. Prints the median microseconds of each for one task (a forward or backward of one
-microbatch in one stage), and their ratio.
+There are four groups of one CPU device each, and the schedule is 1F1B. The layers are so small that their start is
+nearly all the work. The loop by hand calls jitted stage functions and `device_put` in the order of the same program,
+keeps the same residuals, and accumulates gradients in the same place, inside the backward functions. The two take
+turns, step by step, so that other work on the machine slows both alike. Prints the median microseconds of each for
+one task (a forward or backward of one microbatch in one stage), and their ratio.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TARGET = 1.15
 
 
 def stage(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The one layer of a stage."""
+    """The single layer of a stage."""
     return jnp.tanh(x @ weight)
 
 
@@ -61,7 +61,7 @@ def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
 
 
 def make_loop_by_hand(devices: list[Any], order: list[scheduler.Task], num_microbatches: int) -> Callable:
-    """The same step, written for these devices, with its tasks in this order."""
+    """The same step written by hand, for these devices and with its tasks in this order."""
 
     @jax.jit
     def first_forward(weight, xs, m):
@@ -128,12 +128,12 @@ def make_loop_by_hand(devices: list[Any], order: list[scheduler.Task], num_micro
 
 
 def on_device(device: Any) -> jax.sharding.SingleDeviceSharding:
-    """An array that lives on this device alone."""
+    """The sharding of an array that is only on this device."""
     return jax.sharding.SingleDeviceSharding(device)
 
 
 def main() -> int:
-    """Measures, prints, and returns 1 where the ratio is over the target."""
+    """Measures and prints. Returns 1 if the ratio is above the target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=200)
@@ -178,7 +178,7 @@ def main() -> int:
 
 
 def place(mesh: mpmd.MpmdMesh, compiled, *arguments):
-    """The arguments where the compiled step wants them, so that no step moves them again."""
+    """The arguments in the layout of the compiled step, so that no step has to move them."""
     placed = mpmd.jit(lambda *xs: xs, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])
     return placed(*arguments)
 

@@ -1,16 +1,17 @@
-"""How long the first call of a step takes: tracing, partitioning, compiling and running it once.
+"""Measures the first call of a step: tracing, partitioning, compiling and running it once.
 
     python benchmarks/first_call.py [--repeats 5] [--only gpt]
 
-- 256 microbatches against 4: what is compiled does not depend on the number of microbatches;
-- 8 equal stages against 3: equal stages are compiled once and loaded on each group's devices;
-- the GPT of `examples/train_gpt.py` with 8 layers, as a pipeline of 8 or 4 stages, against plain `jax.jit`, where the
-  same step is one program with a `lax.scan` over the microbatches;
-- the same with JAX's compilation cache in a folder: the first start against that of plain `jax.jit`, and the second
-  start, which finds what the first one has left, against the first.
+- 256 microbatches against 4. The compiled programs do not depend on the number of microbatches.
+- 8 equal stages against 3. Equal stages are compiled once and loaded on each group's devices.
+- The GPT of `examples/train_gpt.py` with 8 layers, as a pipeline of 8 or 4 stages, against plain `jax.jit`. There the
+  same step is one program with a `lax.scan` over the microbatches.
+- The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
+  second start, which finds the programs of the first one, is compared with the first.
 
-Every first call is timed in a process of its own, by JAX's defaults, once JAX, the devices and the initial state are
-there. The repeats of all cases take turns. Prints medians, and the ratios beside their targets.
+Every first call is timed in its own process, with JAX's default settings. The time does not include the import of JAX,
+the creation of the devices, or the initial state. The repeats of all cases take turns. Prints medians, and the ratios
+beside their targets.
 """
 
 import argparse
@@ -37,10 +38,10 @@ RATIOS = (
 
 
 def main() -> int:
-    """Measures, prints, and returns 1 where a ratio is over its target."""
+    """Measures and prints. Returns 1 if a ratio is above its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="measure the cases whose names begin so")
+    parser.add_argument("--only", default="", help="measure only the cases whose names begin with this")
     parser.add_argument("--case", choices=CASES, help="run one first call in this process and print its seconds")
     args = parser.parse_args()
     if args.case:
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def _measure(case: str, seconds: dict[str, list[float]]) -> None:
-    """One first call; of a GPT also one that leaves its programs in a folder, and one that finds them there."""
+    """One first call. For a GPT also one that stores its programs in a folder, and one that finds them there."""
     seconds[case].append(_in_a_new_process(case))
     if case.startswith("gpt"):
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +99,7 @@ def _mesh(num_groups: int):
 
 
 def _equal_stages(num_stages: int, num_microbatches: int) -> float:
-    """A multilayer perceptron with two layers of 32 a stage and SGD; four rows a microbatch."""
+    """A multilayer perceptron with two layers of width 32 per stage, four rows per microbatch, and SGD."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -130,7 +131,7 @@ def _equal_stages(num_stages: int, num_microbatches: int) -> float:
 
 
 def _gpt(num_stages: int) -> float:
-    """The example's model and optimizer, narrow enough that running it once costs little; 0 stages: plain `jax.jit`."""
+    """The example's model and optimizer, so narrow that one run costs little. 0 stages mean plain `jax.jit`."""
     sys.path[0] = str(ROOT / "examples")  # instead of this folder, whose reshard.py would hide the package
     import jax
     import numpy as np

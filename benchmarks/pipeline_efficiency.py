@@ -1,12 +1,12 @@
-"""Measured step times of a pipeline over four processes, against the simulated schedule.
+"""Measures step times of a pipeline over four processes, against the simulated schedule.
 
     python benchmarks/pipeline_efficiency.py
 
-Accelerators are emulated: each task calls back to the host and sleeps, as a device computes while its host is free; so
-two cores can stand for four devices. How long such a task takes alone (the sleep and the call) is measured first. The
-step is an ordinary one, run by `mpmd.jit` in four processes of one CPU device each, transfers included. Prints for
-each schedule the measured time of a step, what `scheduler.simulate` says for the task's time and transfers that take
-no time, and the efficiency, simulated / measured (aim: 0.97).
+Accelerators are emulated: each task calls back to the host and sleeps, because the host is free while an accelerator
+computes. So two cores can stand for four devices. First the benchmark measures how long such a task takes alone (the
+sleep and the call). Then `mpmd.jit` runs an ordinary step in four processes of one CPU device each, transfers included.
+Prints for each schedule the measured time of a step, the time that `scheduler.simulate` gives for tasks of the measured
+length and transfers that take no time, and the efficiency, simulated / measured (aim: 0.97).
 """
 
 import argparse
@@ -56,7 +56,7 @@ def run(args) -> None:
     mesh = mpmd.MpmdMesh(jax.make_mesh((NUM_STAGES,), ("stage",)), "stage")
 
     def work(x):
-        """`x`, a while later."""
+        """Returns `x` after `wanted` seconds."""
 
         def wait(x):
             time.sleep(wanted)
@@ -72,7 +72,7 @@ def run(args) -> None:
         return stage(w, x), (w, x)
 
     def stage_backward(residuals, dy):
-        # The gradient of x needs the first wait alone, the gradient of w the second: a schedule may split them.
+        # Each gradient needs only one of the two waits, so a schedule may split them.
         w, x = residuals
         return jnp.vdot(work(dy), x), work(dy * 1.0) * w
 
@@ -101,7 +101,7 @@ def run(args) -> None:
             start = time.perf_counter()
             jax.block_until_ready(jax.tree.map(lambda a: a.to_mpmd_local_array, compiled(ws, xs)))
             times.append(time.perf_counter() - start)
-        # Nobody asks for the gradient of the first stage's input.
+        # No stage needs the gradient of the first stage's input.
         costs = scheduler.Costs(forward=seconds, input_grad=(0.0, *[seconds] * (NUM_STAGES - 1)), weight_grad=seconds)
         simulated = scheduler.simulate(schedule, args.microbatches, costs).makespan
         measured = statistics.median(times[1:])
@@ -114,7 +114,7 @@ def run(args) -> None:
 
 
 def time_alone(call, x) -> float:
-    """Seconds that a call takes, the median of 20."""
+    """Seconds per call, the median of 20 calls."""
     times = []
     for _ in range(21):
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Resharding against what JAX offers, in one run: bytes, time and peak memory.
+"""Measures bytes, time and peak memory of `reshard`, against the ways of plain JAX.
 
     python benchmarks/reshard.py [--mib 1024] [--repeat 3] [--cold]
     python benchmarks/reshard.py --plan      # 10,000 arrays onto 1,024 devices, nothing moved
 
-Each way runs in a process of its own, so that its peak resident memory is its own; the times are of warm runs
-unless `--cold` is given, until the result is there and the source is gone. 4 groups of 2 CPU devices; an SPMD state,
-sharded over all 8 devices, goes to stages that own a quarter of the arrays each, and back.
+There are 4 groups of 2 CPU devices. An SPMD state, sharded over all 8 devices, goes to stages that each own a quarter
+of the arrays, and back. Each way runs in its own process, so that its peak resident memory can be measured. The times
+are those of warm runs, unless `--cold` is given. A run ends when the result is there and the source is freed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ CASES = ("rows to rows", "rows to columns", "replicated to stages", "stages to r
 
 
 def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str, float | int | str]:
-    """Seconds, bytes moved, and peak resident memory beyond what lay there before, for one way."""
+    """Seconds, bytes moved, and peak resident memory beyond the memory in use before, for one way."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -71,7 +71,7 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
             targets = [s.group_sharding(s.groups[0]) for s in stages]
         if way == "device_put":
             return jax.device_put(plain, targets)
-        # A program has one set of devices: replicate over the stages, the rest would be thrown away after.
+        # A program has one set of devices, so it replicates the result over the stages. A user would drop the surplus.
         if case == "stages to rows":
             return []
         everywhere = [NamedSharding(whole, target_spec)] * num_arrays
@@ -84,7 +84,7 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
         peak = Peak()
         start = time.perf_counter()
         moved = jax.block_until_ready(run(arrays))
-        del arrays  # which reshard has donated already
+        del arrays  # reshard has donated them already
         elapsed = time.perf_counter() - start
         extra = max(extra, peak.stop())
         if moved and case != "stages to rows" and way != "jit identity":
@@ -103,7 +103,9 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
 
 
 def planned_bytes(way: str, case: str, spmd, stages: list, host: list) -> int:
-    """What JAX moves: a jitted identity what its result lacks; device_put all of an array, unless all of it stays."""
+    """The bytes that JAX moves. A jitted identity moves the bytes that its result lacks. `device_put` moves a whole
+    array, unless all of it stays.
+    """
     from jax.sharding import NamedSharding
 
     plan = library().plan
@@ -144,12 +146,12 @@ def measure_planning() -> None:
 
 
 def library():
-    """The package that has the name of this file."""
+    """The package `reshard`, which has the same name as this file."""
     return importlib.import_module("reshard")
 
 
 class Peak:
-    """The most resident memory since it was made, beyond what there was then; sampled every millisecond."""
+    """Peak resident memory since this object was made, beyond the memory in use then. Sampled every millisecond."""
 
     def __init__(self) -> None:
         self._before = self._most = resident()
@@ -175,8 +177,8 @@ def resident() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="size of the state (default 1024)")
-    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the fastest counts (default 3)")
-    parser.add_argument("--cold", action="store_true", help="the first run in the process, compilation included")
+    parser.add_argument("--repeat", type=int, default=3, help="number of runs; the fastest counts (default 3)")
+    parser.add_argument("--cold", action="store_true", help="the first run in the process, with compilation")
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--one", nargs=2, metavar=("WAY", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--plan", action="store_true", help="measure planning instead")
@@ -194,7 +196,7 @@ def main() -> None:
         for way in WAYS:
             command = [sys.executable, __file__, "--one", way, case, "--mib", str(args.mib)]
             command += ["--repeat", str(args.repeat)] + ["--cold"] * args.cold
-            # Freed memory goes back to the system at once, so that resident memory is memory in use.
+            # With this setting freed memory goes back to the system at once, so resident memory is memory in use.
             env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
             line = done.stdout.splitlines()[-1]

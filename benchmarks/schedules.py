@@ -1,7 +1,7 @@
-"""How the schedules compare with those of the same name elsewhere, how far a search gets, how fast the simulator is.
+"""Compares the schedules with those of other packages, and measures the search and the simulator.
 
-python benchmarks/schedules.py peers     # with what is installed of: pip install torch dualpipe zbpp_light
-python benchmarks/schedules.py search    # faster and further with: pip install jax-mpmd[search]
+python benchmarks/schedules.py peers     # with the packages that are installed: pip install torch dualpipe zbpp_light
+python benchmarks/schedules.py search    # faster and better with: pip install jax-mpmd[search]
 python benchmarks/schedules.py scale     # 1,024 groups, 4,096 microbatches
 """
 
@@ -43,7 +43,7 @@ PEERS: dict[str, dict[str, str]] = {
 
 
 def cost_sets(num_stages: int) -> dict[str, Costs]:
-    """The four settings that are compared."""
+    """The four sets of costs under which schedules are compared."""
     rng = random.Random(num_stages)
 
     def spread() -> tuple[float, ...]:
@@ -59,7 +59,7 @@ def cost_sets(num_stages: int) -> dict[str, Costs]:
 
 
 def peers() -> int:
-    """Prints both makespans wherever the peer's order is right; returns how often it is shorter at no higher peak."""
+    """Prints both makespans wherever the peer's order is valid. Returns how often it is shorter at no higher peak."""
     makers: dict[str, Callable[[], Orderer]] = {"torch": _torch, "zbpp_light": _zbpp_light, "dualpipe": _dualpipe}
     shorter = cases = 0
     for peer, names in PEERS.items():
@@ -77,7 +77,7 @@ def peers() -> int:
 
 
 def _compare(peer: str, orders_of: Orderer, name: str, peer_name: str, p: int, m: int) -> tuple[int, int]:
-    """One schedule of one peer under all costs: how many cases that is, and in how many the peer is shorter."""
+    """Compares one schedule of one peer under all costs. Returns the number of cases, and of those the peer wins."""
     head = f"{peer:10} {name:18} p={p:2} m={m:2} "
     schedule = make(name, 2 * p if name.startswith("interleaved") else None, p)
     try:
@@ -104,7 +104,7 @@ def _compare(peer: str, orders_of: Orderer, name: str, peer_name: str, p: int, m
 
 
 def _zbpp_light() -> Orderer:
-    """ZB-H1 of sail-sg's zero-bubble, which calls the input gradient B."""
+    """ZB-H1 of sail-sg's zero-bubble. This package calls the input gradient B."""
     from zbpp_light.auto_schedule import auto_schedule  # pyright: ignore[reportMissingImports]
 
     def orders_of(_: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
@@ -120,9 +120,9 @@ def _zbpp_light() -> Orderer:
 
 
 def _dualpipe() -> Orderer:
-    """DeepSeek's DualPipe, cut in half: its first p of 2p ranks, whose two directions are the two legs of the V.
+    """DeepSeek's DualPipe, cut in half: the first p of its 2p ranks, whose two directions are the two legs of the V.
 
-    The package's own step runs, with chunks that only note that they were called.
+    It runs the package's own step, with chunks that only record that they were called.
     """
     import dualpipe  # pyright: ignore[reportMissingImports]
 
@@ -186,7 +186,7 @@ def _torch() -> Orderer:
 
 
 def _torch_orders(module: Any, name: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
-    """The table of orders that torch makes, without building any stage."""
+    """The table of orders that torch makes. No stage is built."""
     kind = getattr(module, name)
     stages = [
         SimpleNamespace(
@@ -217,7 +217,7 @@ def _torch_orders(module: Any, name: str, placement: tuple[int, ...], num_groups
 
 
 def search(seconds: float) -> None:
-    """Searches at 8 groups and 16 microbatches for each setting and three memory limits."""
+    """Searches with 8 groups and 16 microbatches, for each set of costs and three memory limits."""
     for setting, costs in cost_sets(16).items():
         for limit in (16, 10, 8):
             begin = time.perf_counter()
@@ -229,7 +229,7 @@ def search(seconds: float) -> None:
 
 
 def scale() -> None:
-    """Times the largest simulation that is promised."""
+    """Times the largest simulation that the scheduler promises to run."""
     begin = time.perf_counter()
     timeline = simulate(OneFOneB(1024), 4096)
     took = time.perf_counter() - begin

@@ -1,10 +1,10 @@
-"""Values between two CPU processes: through this library, and by bare pulls of `jax.experimental.transfer`.
+"""Measures values between two CPU processes: through this library, and by bare pulls of `jax.experimental.transfer`.
 
     python benchmarks/transfer.py
 
-Both go over one transfer server, in turn, in one run. Prints for each size the time that a value takes (pulled and
-waited for, one after the other) and the bandwidth of many at once, and the ratios. Aims: at least 0.9 of the bare
-bandwidth for large values, at most 1.3 times the bare latency for small ones.
+Both ways use one transfer server and take turns in one run. Prints for each size the time per value (each value is
+pulled and waited for before the next), the bandwidth of many values at once, and the ratios. Aims: at least 0.9 of the
+bare bandwidth for large values, at most 1.3 times the bare latency for small ones.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def run(repeats: int) -> None:
         return job.wire.receive(number, aval.shape, aval.dtype, here, there)
 
     def ours(x, aval):
-        # A route is made once per edge of a program; the number of its piece changes with every step.
+        # A program makes a route once for each of its edges; the number of the route's piece changes with every step.
         route = routes.setdefault(aval.shape, Route(job, source, target, aval, 0, False, "benchmark"))
         number = next(numbers)
         return route.carry(x, number)
@@ -73,7 +73,7 @@ def run(repeats: int) -> None:
                 move(x, aval)
             job.exchange("benchmark", "", (0, 1))
             return 0.0
-        time.sleep(0.02)  # everything has been offered
+        time.sleep(0.02)  # gives the other process time to offer all values
         start = time.perf_counter()
         values = []
         for _ in range(count):

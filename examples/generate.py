@@ -1,12 +1,13 @@
-"""Writes text with the byte-level GPT of train_gpt.py. Each layer stays in its pipeline group, with its cache.
+"""Writes text with the byte-level GPT of train_gpt.py. Each layer and its cache stay in the layer's pipeline group.
 
     python examples/generate.py                             # trains for a minute, then writes
     python examples/train_gpt.py --checkpoint-dir run && python examples/generate.py --checkpoint-dir run
 
-It writes the same texts twice. First one request after the other, by a function without a loop: each byte waits for the
-one before it, so one group works at a time. Then all requests at once: `treduce` takes a byte of each in turn, and the
-groups work on different requests. The model is given to both unchanged. What is new against training is the state: keys
-and values of the bytes so far, an array of them for each layer, given to each call and returned by it.
+It writes the same texts twice. First it handles one request after the other, by a function without a loop: each byte
+waits for the previous one, so only one group works at a time. Then it handles all requests at once: `treduce` takes a
+byte of each request in turn, and the groups work on different requests. Both use the unchanged model. In contrast to
+training, there are caches: each layer has arrays with the keys and values of all bytes so far, which every call takes
+and returns.
 """
 
 import argparse
@@ -30,12 +31,12 @@ WINDOW = 128  # bytes for which a cache has room
 
 
 class Request(NamedTuple):
-    """Some texts that grow together. Where several requests are in flight, each array has them on axis 0.
+    """Some texts that grow together. When several requests are in flight, axis 0 of each array counts the requests.
 
     Attributes:
-      tokens: (rows, length), the bytes that the model has not read yet: the prompt, then the last byte alone.
-      position: (), where the first of them stands in its text.
-      key: (), what is drawn follows from it and the position.
+      tokens: (rows, length), the bytes that the model has not read yet: first the prompt, later only the last byte.
+      position: (), the position of the first of these bytes in its text.
+      key: (), determines the random choices, together with the position.
     """
 
     tokens: Any
@@ -44,13 +45,13 @@ class Request(NamedTuple):
 
 
 def empty_caches(model: GPT, rows: int) -> list[dict[str, np.ndarray]]:
-    """A layer's keys and values, (rows, WINDOW, heads, features). Host arrays: they go where they are read."""
+    """Keys and values for each layer, (rows, WINDOW, heads, features). Host arrays go to the groups that read them."""
     shape = (rows, WINDOW, model.d_model // model.head_size, model.head_size)
     return [{name: np.zeros(shape, np.float32) for name in ("keys", "values")} for _ in range(model.num_layers)]
 
 
 def make_advance(model: GPT, temperature: float = 0.7) -> Callable[..., tuple[Any, jax.Array]]:
-    """A function that reads the new bytes of a request, and draws the next one of each of its texts."""
+    """A function that reads the new bytes of a request, and draws the next byte of each of its texts."""
 
     def advance(params: dict[str, Any], caches: list[dict[str, jax.Array]], request: Request):
         start, length = request.position, request.tokens.shape[1]
@@ -77,7 +78,7 @@ def make_advance(model: GPT, temperature: float = 0.7) -> Callable[..., tuple[An
 
 
 def write(advance: Callable, params: Any, caches: Any, request: Request, length: int) -> np.ndarray:
-    """The next `length` bytes, (…, rows, length). Nothing is read before the last one: calls run ahead."""
+    """The next `length` bytes, (…, rows, length). The host reads them only at the end, so calls run ahead."""
     written = []
     for _ in range(length):
         caches, tokens = advance(params, caches, request)
@@ -87,12 +88,12 @@ def write(advance: Callable, params: Any, caches: Any, request: Request, length:
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Trees of arrays as one, with a new axis 0."""
+    """The trees as one tree, with a new axis 0 in each array."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def trained_params(model: GPT, mesh: mpmd.MpmdMesh, num_steps: int) -> Any:
-    """Parameters after some steps of train_gpt.py's training, where it leaves them."""
+    """Parameters after some steps of train_gpt.py's training, in the groups in which the training leaves them."""
     text, optimizer = read_text([]), make_optimizer(3e-3, num_steps)
     state = mpmd.jit(make_init(model, optimizer), mpmd_mesh=mesh)(jax.random.key(0))
     train_step = make_step(model, optimizer, OneFOneB(model.num_stages), num_microbatches=4)
@@ -106,7 +107,7 @@ def trained_params(model: GPT, mesh: mpmd.MpmdMesh, num_steps: int) -> Any:
 
 
 def restored_params(model: GPT, advance: Any, request: Request, folder: str) -> Any:
-    """The parameters of the last checkpoint in the folder, read straight into the groups that `advance` wants."""
+    """The parameters of the last checkpoint in the folder, read directly into the groups where `advance` needs them."""
     steps = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
     if not steps:
         sys.exit(f"--checkpoint-dir {folder} has no checkpoint; train_gpt.py --checkpoint-dir saves some")
@@ -118,7 +119,7 @@ def restored_params(model: GPT, advance: Any, request: Request, folder: str) -> 
 
 
 def say(text: str) -> None:
-    """Tells the user; of several processes, the first one speaks."""
+    """Prints the text once: among several processes, only process 0 prints."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
@@ -144,7 +145,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains or restores, and writes in both ways. Returns the exit status: 1 if the texts differ."""
+    """Trains or restores, then writes the texts in both ways. Returns the exit status: 1 if the texts differ."""
     args = parse_args(argv)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", args.stages)  # one CPU device for each group; does nothing to GPUs
@@ -179,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = {"one request at a time": one_after_the_other, f"{args.requests} requests in flight": all_at_once}
     texts = {}
     for name, way in ways.items():
-        way(2)  # compiles: the prompt has a program of its own
+        way(2)  # compiles the program for the prompt and the program for one byte
         started = time.perf_counter()
         texts[name] = way(args.length)
         speed = texts[name].size / (time.perf_counter() - started)

@@ -1,10 +1,10 @@
-"""Trains a pipeline whose middle stage is written in PyTorch, between two that are written in JAX.
+"""Trains a pipeline whose middle stage is written in PyTorch, and whose other two stages are written in JAX.
 
     pip install -e '.[torch,examples]'
     python examples/torch_stage.py                     # 3 stages, 1F1B; seconds on a CPU
 
-torchax turns a `torch.nn.Module` into a JAX function of its parameters. From there on it is a stage like any other: it
-is differentiated by JAX, compiled by XLA, and its parameters are trained by the same optimizer as the others.
+torchax turns a `torch.nn.Module` into a JAX function of its parameters. This function is a stage like any other: JAX
+differentiates it, XLA compiles it, and the same optimizer trains its parameters.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def make_step(block, optimizer, schedule):
 
 
 def batch_at(step: int, microbatches: int = 4, rows: int = 32):
-    """Points of the plane, and a function of them to learn."""
+    """Points of the plane, and the value of a function at each point, which the model learns."""
     x = jax.random.uniform(jax.random.key(step), (microbatches, rows, 2), minval=-1.0, maxval=1.0)
     return {"x": x, "y": jnp.sin(3 * x[..., :1]) * x[..., 1:]}
 

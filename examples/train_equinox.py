@@ -3,8 +3,9 @@
     pip install -e '.[examples]' equinox
     python examples/train_equinox.py                   # 2 stages, 1F1B; under a minute on a CPU
 
-An Equinox module is a pytree with functions and sizes among its leaves. Its arrays are the state of the step
-(`eqx.partition`); the rest is closed over. Blocks are written for one sequence and vmapped, marks around them.
+An Equinox module is a pytree whose leaves are arrays, functions and sizes. `eqx.partition` separates the arrays, which
+are the state of the step, from the rest, which the step closes over. Each block is written for one sequence and mapped
+over the batch by `jax.vmap`; the marks are outside the vmap.
 """
 
 import argparse

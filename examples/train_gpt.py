@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT as a pipeline, on real text that every machine has: the source files of Python's library.
+"""Trains a byte-level GPT as a pipeline, on text that every machine has: the source files of Python's library.
 
     python examples/train_gpt.py                        # 4 stages, 1F1B, 8 microbatches; under 3 minutes on 2 cores
     python examples/train_gpt.py --text book.txt --steps 1000
@@ -6,12 +6,13 @@
     python examples/train_gpt.py --steps 20 --check-against-jit
     python examples/train_gpt.py --checkpoint-dir run --save-every 50 --resume     # goes on where it was stopped
 
-A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs the groups are CPU devices
-that this script makes itself; where there are fewer devices than groups, groups share them.
+A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs, this script makes the CPU
+devices for the groups itself. If there are fewer devices than groups, groups share devices.
 
-The pipeline shows in four places: `mark_stage_end` in `GPT.logits`, `treduce` in the step, the mesh of groups with
-`mpmd.jit`, and `init` straight into the layout that the step wants. The rest is what it would be for one device.
-Checkpoints know nothing of it: a run goes on with other stages, groups and schedules, or evaluates on one device.
+Only four places show that this is a pipeline: `mark_stage_end` in `GPT.logits`, `treduce` in the step, the mesh of
+groups with `mpmd.jit`, and `init`, which makes the state directly in the layout of the step. The rest is as for one
+device. Checkpoints do not depend on the pipeline: a run can resume with other stages, groups and schedules, or evaluate
+on one device.
 """
 
 import argparse
@@ -38,14 +39,14 @@ from scheduler.schedules import catalogue
 
 # The model: pure functions of a dict of parameters.
 
-EMBED_SCALE = 0.02  # small, so that the first logits are near zero; the first stage undoes it
+EMBED_SCALE = 0.02  # small, so that the first logits are near zero; the first stage divides by it again
 
 
 @dataclasses.dataclass(frozen=True)
 class GPT:
     """A decoder-only transformer over bytes: rotary positions, RMSNorm, and an embedding that is also the head.
 
-    The embedding is read in the first stage and in the last one, so its gradient has a part in each.
+    The first and the last stage both read the embedding, so each of them computes a part of its gradient.
     """
 
     num_layers: int = 4
@@ -55,7 +56,7 @@ class GPT:
     dropout: float = 0.0
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Parameters: one dict a layer, so that each stage owns just its layers."""
+        """Parameters: one dict per layer, so that each stage owns only its layers."""
         d = self.d_model
         embed_key, *layer_keys = jax.random.split(key, 1 + self.num_layers)
 
@@ -64,7 +65,7 @@ class GPT:
 
         def layer(key):
             qkv, out, up, down = jax.random.split(key, 4)
-            # Each layer adds two branches to the residual stream; its variance stays that of one.
+            # Every layer adds two branches to the residual stream. This scale keeps their total variance at one.
             into_stream = (2 * self.num_layers) ** -0.5
             return {
                 "attention_norm": jnp.ones(d),
@@ -92,11 +93,11 @@ class GPT:
         return rms_norm(x, params["norm"]) @ params["embed"].T
 
     def ends_stage(self, index: int) -> bool:
-        """Whether a pipeline stage ends behind this layer. The last stage ends with the loss."""
+        """Whether a pipeline stage ends after this layer. The last stage ends with the loss."""
         return index + 1 in [self.num_layers * stage // self.num_stages for stage in range(1, self.num_stages)]
 
     def loss(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Mean cross-entropy, in nats a byte, of each byte given those before it."""
+        """Mean cross-entropy, in nats per byte, of each byte given the previous ones."""
         logits = self.logits(params, tokens[:, :-1], dropout_key)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -107,12 +108,12 @@ class GPT:
         return x + dropout(self.mlp(layer, x), self.dropout, keys[1])
 
     def heads(self, layer: dict[str, Any], x: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, (rows, length, heads, features), of bytes at the positions from `start` on."""
+        """Queries, keys and values, (rows, length, heads, features), for bytes at the positions from `start` on."""
         qkv = (rms_norm(x, layer["attention_norm"]) @ layer["qkv"]).reshape(*x.shape[:-1], 3, -1, self.head_size)
         return rotary(qkv[..., 0, :, :], start), rotary(qkv[..., 1, :, :], start), qkv[..., 2, :, :]
 
     def mlp(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-        """What the second half of a layer adds to x."""
+        """The MLP branch of a layer, which is added to x."""
         return jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["up"]) @ layer["down"]
 
 
@@ -134,7 +135,7 @@ def rotary(x: jax.Array, start: Any = 0) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """x with a share `rate` of its entries zeroed and the rest scaled up; x itself where there is no key."""
+    """x with a share `rate` of its entries set to zero and the rest scaled up; without a key, x itself."""
     if key is None or rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
@@ -144,7 +145,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class TrainState(NamedTuple):
-    """All that a training run carries from one step to the next."""
+    """Everything that a training run carries from one step to the next."""
 
     params: Any
     opt_state: Any
@@ -181,15 +182,15 @@ def make_step(
     data_axis: str | None = None,
     seed: int = 0,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """The training step. It runs under `mpmd.jit` as a pipeline, and under `jax.jit` as it is.
+    """The training step. It runs as a pipeline under `mpmd.jit`, and unchanged under `jax.jit`.
 
     Args:
-      model: what to train.
-      optimizer: applied once a step, to the mean gradient over the microbatches.
+      model: the model to train.
+      optimizer: applied once per step, to the mean gradient over the microbatches.
       schedule: the order of the microbatches' forward and backward tasks, from `scheduler`.
-      num_microbatches: must divide the rows of a batch.
-      data_axis: the mesh axis over which the rows of a microbatch are spread, if any.
-      seed: dropout keys follow from it, the step and the microbatch.
+      num_microbatches: must divide the number of rows of a batch.
+      data_axis: the mesh axis over which the rows of a microbatch are sharded, if any.
+      seed: determines the dropout keys, together with the step and the microbatch.
     """
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -223,7 +224,7 @@ def read_text(files: Sequence[str]) -> np.ndarray:
 
 
 def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> np.ndarray:
-    """The batch of one step, (rows, length): a pure function of seed and step: a run can go on from any step."""
+    """The batch of one step, (rows, length). It depends only on seed and step, so a run can resume at any step."""
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - length + 1, size=rows)
     return text[starts[:, None] + np.arange(length)]
 
@@ -231,7 +232,7 @@ def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> 
 def sample(
     model: GPT, params: Any, prompt: bytes, length: int, window: int, seed: int, temperature: float = 0.7
 ) -> str:
-    """Text that continues the prompt, made one byte at a time on one device, from at most `window` bytes before it."""
+    """Text that continues the prompt. One device makes it byte by byte, each from at most `window` previous bytes."""
 
     @jax.jit
     def continue_prompt(params, buffer, filled, keys):
@@ -256,7 +257,7 @@ def sample(
 
 def write_plot(path: str, losses: Sequence[float], first_step: int = 0) -> None:
     """The loss of each step as a picture, in the format that the file's name asks for (.svg, .png)."""
-    from matplotlib.figure import Figure  # only for those who want a picture
+    from matplotlib.figure import Figure  # needed only for a picture
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)")
@@ -266,7 +267,7 @@ def write_plot(path: str, losses: Sequence[float], first_step: int = 0) -> None:
 
 
 class Progress:
-    """A line that shows how far the run is; in a log, one line every twentieth of the run."""
+    """A line that shows the progress of the run. In a log there are about 20 lines in total."""
 
     def __init__(self, num_steps: int, tokens_per_step: int, first_step: int = 0):
         self.num_steps, self.tokens_per_step, self.first_step = num_steps, tokens_per_step, first_step
@@ -275,7 +276,7 @@ class Progress:
         self.started = 0.0
 
     def show(self, step: int, loss: float) -> None:
-        """Says that `step` is done. Speed is counted from the first call on, so that it leaves compilation out."""
+        """Reports that `step` is done. Speed is measured from the first call on, so it does not include compilation."""
         self.started = self.started or time.perf_counter()
         if self.silent:
             return
@@ -291,10 +292,10 @@ class Progress:
 
 
 class Checkpoints:
-    """The last few states of a run, kept by Orbax's own manager in one folder.
+    """The last few states of a run, in one folder. Orbax's own manager keeps them.
 
-    Saving goes on behind the training. Batches and dropout keys follow from seed and step, so the state is all there
-    is to save.
+    Orbax saves while the training continues. Seed and step determine the batches and the dropout keys, so only the
+    state has to be saved.
     """
 
     def __init__(self, folder: str, every: int, keep: int):
@@ -302,14 +303,15 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
     def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
-        """Saves the state after `step` steps if it is the turn of this step, or the last one."""
+        """Saves the state after `step` steps, if this step is due or the last one."""
         if self.manager.should_save(step) or last:
-            # Processes meet in Orbax by a collective on all devices, which must not come in between a step's own work.
+            # Orbax runs a collective on all devices, so that processes wait for each other. It must not run while the
+            # step's own work is in flight.
             jax.block_until_ready(state)
             self.manager.save(step, args=ocp.args.StandardSave(state), force=last)
 
     def restore(self, abstract_state: TrainState, shardings: Any) -> Any:
-        """The last state that was saved, in whatever layout, in the layout that is wanted now."""
+        """The last state that was saved. It may have been saved in any layout, and is returned in `shardings`."""
         target = reshard.checkpoint.abstract(abstract_state, shardings)
         return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(target))
 
@@ -318,13 +320,13 @@ class Checkpoints:
 
 
 def say(text: str) -> None:
-    """Tells the user; of several processes, the first one speaks."""
+    """Prints the text once: among several processes, only process 0 prints."""
     if jax.process_index() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
-    """One group of `data_parallel` devices for each group of the schedule. Too few devices are shared by groups."""
+    """One group of `data_parallel` devices for each group of the schedule. With too few devices, groups share them."""
     wanted = num_groups * data_parallel
     per_process = max(1, wanted // jax.process_count())
     chosen = [jax.devices()[:wanted]] if jax.process_count() == 1 else [
@@ -342,10 +344,10 @@ def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
 
 
 class Reference:
-    """The same step under plain `jax.jit`, run beside the pipeline from the same state, on as many devices as a
-    group has, in every process.
+    """The same step under plain `jax.jit`. It starts from the same state as the pipeline.
 
-    Both go their own way: what differs is rounding, which grows with the steps as training itself magnifies it.
+    Every process runs it, on as many devices as a group has. Pipeline and reference continue from their own results.
+    The only difference is rounding, which training magnifies from step to step.
     """
 
     def __init__(self, train_step: Callable, state: TrainState, data_parallel: int):
@@ -361,7 +363,7 @@ class Reference:
         self.loss_difference = max(self.loss_difference, abs(float(loss) - expected) / abs(expected))
 
     def agrees(self, state: TrainState, tolerance: float = 2e-5) -> bool:
-        """Prints the largest differences; whether those of the losses are within `tolerance`, relatively."""
+        """Prints the largest differences. Returns whether those of the losses are within `tolerance`, relatively."""
         worst, difference = max(relative_differences(host_copy(state), self.state).items(), key=lambda item: item[1])
         agrees = self.loss_difference <= tolerance
         say(
@@ -378,7 +380,7 @@ def host_copy(tree: Any) -> Any:
 
 
 def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
-    """For each leaf, the largest difference over the largest entry of the reference."""
+    """For each leaf, the largest difference divided by the largest entry of the reference."""
 
     def difference(leaf, reference):
         leaf, reference = np.asarray(leaf, np.float64), np.asarray(reference, np.float64)
@@ -390,7 +392,7 @@ def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked together."""
+    """Parses the options and checks that they fit together."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="train on these files")
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default 4)")
@@ -471,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     schedule = catalogue.make(args.schedule, args.stages, args.groups)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        # How many devices the CPU is to be; takes effect because nothing has used JAX yet, and does nothing to GPUs.
+        # The number of CPU devices. It takes effect because nothing has used JAX yet, and does not affect GPUs.
         jax.config.update("jax_num_cpu_devices", schedule.num_groups * args.data_parallel)
     mpmd.initialize()  # finds the other processes, if there are any
     is_first = jax.process_index() == 0
@@ -523,12 +525,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         losses.append(metrics["loss"])
         if checkpoints is not None:
             checkpoints.save(index + 1, state, last=index + 1 == args.steps)
-        if index > first_step:  # a loss is read while the next step runs, so that the devices never wait for this loop
+        if index > first_step:  # read a loss while the next step runs, so that the devices never wait for this loop
             progress.show(index, float(losses[-2]))
     if losses:
         progress.show(args.steps, float(losses[-1]))
     if checkpoints is not None:
-        checkpoints.manager.close()  # the last save is finished then
+        checkpoints.manager.close()  # waits until the last save is finished
 
     if args.plot and is_first:
         write_plot(args.plot, [float(loss) for loss in losses], first_step)

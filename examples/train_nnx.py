@@ -3,8 +3,8 @@
     pip install -e '.[examples]' flax
     python examples/train_nnx.py                       # 2 stages, 1F1B; under a minute on a CPU
 
-The model marks its own stages. NNX modules hold their variables; `nnx.split` takes them out, so that the step is a
-function of arrays, and `nnx.merge` puts them back inside of the loss.
+The model marks its own stages. NNX modules hold their variables. `nnx.split` takes the variables out, so that the step
+is a function of arrays, and `nnx.merge` puts them back inside the loss.
 """
 
 import argparse

@@ -12,17 +12,18 @@ _GROUPS, _MICROBATCHES = 4, 8
 _TABLE_GROUPS, _TABLE_MICROBATCHES = 8, 32
 
 _TABLE_TEXT = (
-    "F, I and W of a group take 1 each for a microbatch, transfers nothing. Memory is the most that a group holds, in "
-    "activations of one stage a group; idle in span is the most that a group waits between its first and last task. "
-    "Made by"
+    "F, I and W of a group each take 1 for a microbatch, and transfers take no time. Memory is the most that a group "
+    "holds at a time; its unit is the activations of one microbatch in all stages of a group. Idle in span is the most "
+    "that a group waits between its first and its last task. The table is made by"
 )
 
 _HEAD = """\
 # Schedules
 
-A schedule says in which order each group of devices runs its tasks: `F` (forward), `B` (whole backward) or its halves
-`I` (gradient of the stage's input, which the stage before waits for) and `W` (gradient of its weights, which nobody
-waits for). Every schedule here is proved before it runs (`scheduler.check`) and can be looked at without JAX:
+A schedule says in which order each group of devices runs its tasks: `F` (forward) and `B` (whole backward). Some
+schedules split B into two halves: `I` is the gradient of the stage's input, for which the previous stage waits, and `W`
+is the gradient of the stage's weights, for which no other task waits. Every schedule is checked before it runs
+(`scheduler.check`), and can be shown without JAX:
 
     python -m scheduler show 1f1b --stages 4 --microbatches 8
     python -m scheduler compare --stages 8 --microbatches 32
@@ -33,31 +34,36 @@ This page and its pictures are made by `python -m scheduler documents docs`.
 
 ## Which one to choose
 
-- **Start with `OneFOneB`.** One executable a task kind, the least memory of all with one stage a group, and no bubble
-  that more microbatches do not make small: its share of the time is (p − 1)/(m + p − 1).
-- **Few microbatches for many groups** (m below about 4p): the bubble is what you pay for. If the model can be
-  cut into two stages a group, `ZeroBubbleV` has the smallest bubble at 1F1B's memory, and its last stage lives
-  beside its first (loss and embedding in one group). With one stage a group take `ZeroBubbleH1`, at 1F1B's peak in
+On this page p is the number of groups, r the index of a group, v the number of stages per group, and m the number of
+microbatches ("any m": the schedule takes every number).
+
+- **Start with `OneFOneB`.** It has one executable per kind of task, and the least memory of all schedules with one
+  stage per group. Its bubble is (p − 1)/(m + p − 1) of the time, so more microbatches make it small.
+- **Few microbatches for many groups** (m below about 4p): the bubble is now the main cost. If the model can be cut into
+  two stages per group, `ZeroBubbleV` has the smallest bubble at 1F1B's memory. Its first and its last stage are in one
+  group, and so are embedding and loss. With one stage per group take `ZeroBubbleH1`, which needs 1F1B's peak memory in
   every group.
 - **Memory is short**: `VHalf` and `VMin` hold about half and a third of 1F1B's peak, evenly over the groups. 1F1B
-  itself holds little in the last groups, so look at the group that is full.
-- **Memory is plenty and steps follow each other without a barrier**: `ZeroBubbleH2`.
-- **Transfers are slow**: `EagerOneFOneB` posts forwards earlier; `DualPipeV` pairs a forward with a backward in one
-  executable so that the compiler can overlap one's communication with the other's compute; `KimiK2` does so with W.
-- **Weights are sharded and gathered for each stage**: `InterleavedGPipe` finishes a stage in one go.
-- **Splitting the backward is not free**: I and W keep what both need between them, and a kernel that makes both
-  gradients at once is cheaper than two. Measure B against I + W before choosing a schedule with W.
-- **Uneven stages, costly transfers, a memory limit between these**: `search` starts from all of them and gives
-  an order that is never longer, with its distance from the lower bound.
+  itself holds little in the last groups, so look at the group that holds most.
+- **There is enough memory, and steps follow each other without a barrier**: `ZeroBubbleH2`.
+- **Transfers are slow**: `EagerOneFOneB` runs forwards earlier. `DualPipeV` pairs a forward with a backward in one
+  executable, so that the compiler can overlap the communication of one with the compute of the other. `KimiK2` overlaps
+  communication with W.
+- **Weights are sharded and gathered for each stage**: `InterleavedGPipe` finishes a stage before the next one begins.
+- **A split backward has a cost**: values that both I and W need stay in memory between the two, and a kernel that makes
+  both gradients at once is cheaper than two kernels. Measure B against I + W before you choose a schedule with W.
+- **Uneven stages, costly transfers, or a memory limit between these**: `search` starts from all these schedules and
+  gives an order that is never longer, with its distance from the lower bound.
 
-## Elsewhere
+## Other packages
 
-`python benchmarks/schedules.py peers` takes orders from other packages, as far as they are installed, and times them on
-the same clock: torch.distributed.pipelining, the ZB-H1 of sail-sg (`zbpp_light`), and DeepSeek's DualPipe (`dualpipe`,
-cut in half, which makes it a V). With 4, 8 and 16 groups, 1, 2 and 4 microbatches a group, and four sets of costs (all
-1; transfers of 0.2; a last stage twice as slow; all stages off by up to a fifth) none of them is shorter at peaks
-that are no higher. JaxPP and sail-sg's V-half and V-min come in no package of an index, so this benchmark leaves them
-out. Orders that any other program writes as CSV can be looked at and checked:
+`python benchmarks/schedules.py peers` takes orders from other packages, if they are installed, and simulates them
+with the same costs. The packages are torch.distributed.pipelining, the ZB-H1 of sail-sg (`zbpp_light`), and
+DeepSeek's DualPipe (`dualpipe`, cut in half, which makes it a V). The cases are 4, 8 and 16 groups, 1, 2 and 4
+microbatches per group, and four sets of costs (all 1; transfers of 0.2; a last stage twice as slow; all stages off by
+up to a fifth). In no case is their order shorter at peaks that are no higher. No package index has JaxPP, or
+sail-sg's V-half and V-min, so this benchmark leaves them out. You can show and check the orders that any other
+program writes as CSV:
 
     python -m scheduler show orders.csv --costs costs.json
     python -m scheduler check orders.csv --stages 4 --microbatches 8

@@ -53,7 +53,7 @@ class GPipe(ChainSchedule):
 
     Each group runs F of every microbatch in order, then B of every microbatch in order. With p groups and m
     microbatches (F = I = W = 1, B = 2) the makespan is 3(m + p - 1), so the bubble is (p - 1)/(m + p - 1) of the
-    time, and every group holds m activations. Any m.
+    time. Every group holds m activations. Any m.
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 
@@ -72,11 +72,10 @@ class GPipe(ChainSchedule):
 
 @dataclass(frozen=True)
 class OneFOneB(ChainSchedule):
-    """One forward, one backward: as few activations as a pipeline without bubbles in between can do with.
+    """One forward, one backward: the fewest activations that keep all groups busy in steady state.
 
-    Group r of p first runs p - 1 - r forwards, so that the first gradient finds it just done, then a forward and a
-    backward in turn, then the backwards that are left. Makespan 3(m + p - 1), like GPipe; group r holds
-    min(m, p - r) activations. Any m.
+    Group r of p first runs p - 1 - r forwards, then a forward and a backward in turn, then the backwards that are
+    left. The makespan is 3(m + p - 1), as with GPipe. Group r holds min(m, p - r) activations. Any m.
 
     Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (with a flush at the
     end: "Memory-Efficient Pipeline-Parallel DNN Training", 2021).
@@ -93,11 +92,11 @@ class OneFOneB(ChainSchedule):
 
 @dataclass(frozen=True)
 class EagerOneFOneB(ChainSchedule):
-    """1F1B with twice the forwards at the start, so that transfers in both directions hide behind compute.
+    """1F1B with twice the forwards at the start, so that transfers in both directions overlap with compute.
 
     Group r of p first runs 2(p - 1 - r) forwards, then a forward and a backward in turn, then the backwards that are
-    left. Makespan 3(m + p - 1) where transfers cost nothing, and closer to it than 1F1B where they do; group r holds
-    min(m, 2(p - r) - 1) activations. Any m.
+    left. The makespan is 3(m + p - 1) if transfers take no time. If they take time, it stays closer to this than the
+    makespan of 1F1B. Group r holds min(m, 2(p - r) - 1) activations. Any m.
 
     Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
 
@@ -132,13 +131,13 @@ def _alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iter
 
 @dataclass(frozen=True)
 class InterleavedOneFOneB(LoopSchedule):
-    """1F1B with several stages a group: a smaller bubble for more transfers and more activations.
+    """1F1B with several stages per group: a smaller bubble for more transfers and more activations.
 
-    Microbatches go in rounds of p. In each round a group runs its first stage for p microbatches, then its second,
-    and so on; backwards likewise from the last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards (v stages a
-    group), then a forward and a backward in turn, then the backwards that are left. Where v stages together take 3 a
-    microbatch, the makespan is 3m + 3(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of
-    one stage.
+    Each of p groups has v stages. Microbatches go in rounds of p. In each round a group runs the forwards of its
+    first stage for p microbatches, then those of its second stage, and so on. Backwards run in the same way from the
+    last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards, then a forward and a backward in turn, then the
+    backwards that are left. If v stages together take 3 per microbatch, the makespan is 3m + 3(p - 1)/v, and group r
+    holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 
@@ -162,12 +161,12 @@ class InterleavedOneFOneB(LoopSchedule):
 
 @dataclass(frozen=True)
 class InterleavedGPipe(LoopSchedule):
-    """All forwards, then all backwards, with several stages a group: looped breadth-first.
+    """All forwards, then all backwards, with several stages per group (looped breadth-first).
 
-    A group runs the forwards of its first stage for every microbatch, then those of its second, and so on, then the
-    backwards from the last stage to the first. Where v stages together take 3 a microbatch, the makespan is
-    3m + 3(p - 1)/v for m ≥ p, and every group holds vm activations of one stage. Each stage is finished in one go, so
-    its weights are gathered, and its gradients reduced, once a step. Any m.
+    Each of p groups has v stages. A group runs the forwards of its first stage for every microbatch, then those of its
+    second stage, and so on, then the backwards from the last stage to the first. If v stages together take 3 per
+    microbatch, the makespan is 3m + 3(p - 1)/v for m ≥ p, and every group holds vm activations of one stage. A stage is
+    finished before the next one begins, so its weights are gathered, and its gradients reduced, once a step. Any m.
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 

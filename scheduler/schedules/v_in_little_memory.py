@@ -101,13 +101,13 @@ def _other_costs(num_stages: int) -> tuple[Costs, ...]:
 class VHalf(_MemoryBound):
     """A V schedule in about half of 1F1B's memory.
 
-    Every microbatch follows the one before after 6 tasks' time, in the same pattern: down the groups at half speed,
-    up at full speed, and the gradients likewise; a pause of three tasks' time at the turn where p is even; W takes
-    the slots that are left. The beginning and the end are drawn together as memory allows. Where a list schedule
-    within the same memory is shorter (few microbatches), that is kept; of several orders that are equally short, the
-    one that is shortest on average with slow transfers and uneven stages. Where two stages together take 3 a
-    microbatch, the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p, and no group ever
-    holds more than 2(⌊p/2⌋ + 1) activations of one stage. Any m.
+    Every microbatch starts 6 task times after the previous one, in the same pattern: down the groups at half speed,
+    up at full speed, and the gradients in the same way. If p is even, there is a pause of three task times at the
+    turn. W takes the free slots. The beginning and the end are compressed as far as memory allows. If a list schedule
+    within the same memory is shorter (with few microbatches), it is used instead. Of several orders that are equally
+    short, the one is used that is shortest on average with slow transfers and uneven stages. If two stages together
+    take 3 per microbatch, the makespan is 3m + 2.5, 3m + 8.5 and 3m + 20.5 for p = 4, 8 and 16 at m = 2p. No group
+    ever holds more than 2(⌊p/2⌋ + 1) activations of one stage. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 
@@ -130,11 +130,12 @@ class VHalf(_MemoryBound):
 class VMin(_MemoryBound):
     """A V schedule in about a third of 1F1B's memory, the least that keeps the groups busy in steady state.
 
-    Every microbatch follows the one before after 6 tasks' time, in the same pattern: straight down the groups, straight
-    up, and the gradients straight back, with a pause of two tasks at the turn where p is a multiple of 3 (else two
-    tasks would meet in a group); W takes the slots that are left. Where a list schedule within the same memory is
-    shorter (few microbatches), that is kept. With two stages together taking 3 a microbatch, the makespan is at most
-    3m + 2p - 5/2 (1 more where p is a multiple of 3), and no group holds more than 2⌈(p + 2)/3⌉. Any m.
+    Every microbatch starts 6 task times after the previous one, in the same pattern: straight down the groups,
+    straight up, and the gradients straight back. If p is a multiple of 3, there is a pause of two task times at the
+    turn, because otherwise two tasks would meet in a group. W takes the free slots. If a list schedule within the
+    same memory is shorter (with few microbatches), it is used instead. If two stages together take 3 per microbatch,
+    the makespan is at most 3m + 2p - 5/2 (1 more if p is a multiple of 3). No group holds more than 2⌈(p + 2)/3⌉
+    activations of one stage. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 

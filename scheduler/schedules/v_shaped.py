@@ -68,21 +68,26 @@ class _Builder:
 
 @dataclass(frozen=True)
 class ZeroBubbleV(VSchedule):
-    """Zero bubble within each group's own span, at the memory of 1F1B's first group.
+    """No bubble between the first and the last task of a group, at the memory of 1F1B's first group.
 
-    Group r of p runs 2(p - 1 - r) forwards on the way down, then r + 1 pairs of forwards, down and up, which is when
-    the first gradient arrives; then p - 1 - r times I, W and F on the way up; then I and W up, F down, I and W down,
-    F up in turn until the forwards are out, and I and W up once more; then the input gradients that are left, down
-    and up in turn, with a W in the place of those that are out. With less than 2p - 1 - r microbatches, a group
-    postpones as many of its first Ws as it lacks forwards. Where two stages together take 3 a microbatch, the
-    makespan is 3m + (p - 1)/2 for m ≥ p; for m ≥ 2p - 1 no group idles between its first and its last task. Groups
-    hold 2p activations of one stage, which is p of what 1F1B holds. Any m.
+    The first stage of a group is its stage down, the second its stage up. W is always the one that has waited longest.
+    Group r of p runs
 
-    With fewer than 2p - 1 microbatches no order of this placement is without idle time: the last stage lives in group
-    0, and its first F starts when 2p - 1 stages have run theirs, so until then group 0 has but its m forwards of the
-    first stage. It waits for 2p - 1 - m tasks' time at least, and here it waits for no more; group r waits for
-    2p - 1 - r - m. That the groups together cannot wait for less in this makespan and memory is proved by an exact
-    solver for p = 2 to 5 and m = p (``tests/scheduler/test_least_idle.py``).
+    1. F down, 2(p - 1 - r) times;
+    2. F down and F up, r + 1 times; then the first gradient arrives;
+    3. I up, W and F up, p - 1 - r times;
+    4. I up, W, F down, I down, W and F up, until no F is left; then I up and W once more;
+    5. I down and I up in turn, with W in place of I up when none is left; then the remaining W.
+
+    With m < 2p - 1 - r, a group postpones its first 2p - 1 - r - m weight gradients. If two stages together take 3 per
+    microbatch, the makespan is 3m + (p - 1)/2 for m ≥ p. For m ≥ 2p - 1 no group idles between its first and its last
+    task. A group holds 2p activations of one stage, as much as p activations of 1F1B's larger stages. Any m.
+
+    With fewer than 2p - 1 microbatches, every order of this placement has idle time. The last stage is in group 0, and
+    its first F starts only when 2p - 1 stages have run theirs. Until then group 0 has only its m forwards of the first
+    stage, so it waits at least the time of 2p - 1 - m tasks. In this schedule it waits no longer, and group r waits
+    2p - 1 - r - m. An exact solver proves for p = 2 to 5 and m = p that within this makespan and memory the groups
+    together cannot wait less (``tests/scheduler/test_least_idle.py``).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 
@@ -142,14 +147,20 @@ class ZeroBubbleV(VSchedule):
 
 @dataclass(frozen=True)
 class DualPipeV(VSchedule):
-    """Forwards fused with backwards of the other direction, so that each hides the other's communication.
+    """Forwards fused with backwards of the other direction, so that the communication of one overlaps with the other.
 
-    Group r of p runs 2(p - 1 - r) forwards down, then r + 1 pairs of forwards, down and up; p - 1 - r times I, W and
-    F on the way up; then m - 2p + r + 1 times the two fused pairs F down with B up and F up with B down; p - 1 - r
-    times B up and the pair F up with B down; and the backwards that are left, whose later half is split so that W
-    fills the bubble. The pairs are in :meth:`fused`. Where two stages together take 3 a microbatch, the makespan is
-    3m + (p - 1)/2 if a pair's tasks run one after the other, and 3m + (p - 1) if a pair is one unit that hands on its
-    results at its end. Every group holds 2p + 1 activations of one stage.
+    The first stage of a group is its stage down, the second its stage up. Group r of p runs
+
+    1. F down, 2(p - 1 - r) times;
+    2. F down and F up, r + 1 times;
+    3. I up, W and F up, p - 1 - r times;
+    4. the fused pairs F down with B up and F up with B down, m - 2p + r + 1 times each, in turn;
+    5. B up and the fused pair F up with B down, p - 1 - r times;
+    6. the backwards that are left, up and down in turn; the later half of them is split, so that W fills the bubble.
+
+    ``fused`` gives the pairs. If two stages together take 3 per microbatch, the makespan is 3m + (p - 1)/2 where the
+    tasks of a pair run one after the other, and 3m + (p - 1) where a pair is one unit that gives its results at its
+    end. Every group holds 2p + 1 activations of one stage.
 
     The number of microbatches must be at least 2 · num_groups.
 

@@ -10,11 +10,11 @@ from scheduler.task import Orders, Task, check_count
 
 @dataclass(frozen=True)
 class ZeroBubbleH1(ChainSchedule):
-    """1F1B with the backward split in two: a third of its bubble at the memory of its first group.
+    """1F1B with the backward split in two: a third of 1F1B's bubble, at the memory of 1F1B's first group.
 
-    Group r of p first runs p - 1 - r forwards, then F and I in turn; from its r-th input gradient on (counted from 0),
-    each I is followed by the W that has waited longest, so r of them wait at any time and fill the bubble at the
-    end. Makespan 3m + p - 1 for m ≥ p, and every group holds min(m, p) activations. Any m.
+    Group r of p first runs p - 1 - r forwards, then F and I in turn. From its r-th I on (counted from 0), it runs after
+    each I the W that has waited longest. So r weight gradients wait at any time, and they fill the bubble at the end.
+    The makespan is 3m + p - 1 for m ≥ p, and every group holds min(m, p) activations. Any m.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 
@@ -30,12 +30,12 @@ class ZeroBubbleH1(ChainSchedule):
 
 @dataclass(frozen=True)
 class ZeroBubbleH2(ChainSchedule):
-    """Zero bubble within each group's own span, for twice the activations of 1F1B.
+    """No bubble between the first and the last task of a group, for twice the activations of 1F1B.
 
-    Group r of p first runs 2(p - 1 - r) forwards, enough that its first gradient finds it busy, then F and I in turn;
-    2r weight gradients wait at any time. For m ≥ 2p - 1 no group idles between its first and its last task; the
-    makespan, 3m + p - 1 for m ≥ p, is that of ZB-H1, so the gain shows where the next step's first tasks
-    follow without a barrier. Every group holds min(m, 2p - 1) activations. Any m.
+    Group r of p first runs 2(p - 1 - r) forwards, so many that it is still busy when its first gradient comes. Then
+    it runs F and I in turn, and 2r weight gradients wait at any time. For m ≥ 2p - 1 no group idles between its first
+    and its last task. The makespan is that of ZB-H1, 3m + p - 1 for m ≥ p, so there is a gain only if the first tasks
+    of the next step follow without a barrier. Every group holds min(m, 2p - 1) activations. Any m.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 
@@ -58,9 +58,9 @@ class ZeroBubbleH2(ChainSchedule):
 class InterleavedZeroBubble(LoopSchedule):
     """Interleaved 1F1B with the backward split in two.
 
-    Microbatches go in rounds of p, as in interleaved 1F1B. Group r first runs (v - 1)p + p - 1 - r forwards (v stages a
-    group), then F and I in turn, and keeps r weight gradients waiting. Where v stages together take 3 a microbatch, the
-    makespan is 3m + (p - 1)/v, and every group holds min(vm, vp) activations of one stage.
+    Each of p groups has v stages. Microbatches go in rounds of p, as in interleaved 1F1B. Group r first runs
+    (v - 1)p + p - 1 - r forwards, then F and I in turn, and r weight gradients wait at any time. If v stages together
+    take 3 per microbatch, the makespan is 3m + (p - 1)/v, and every group holds min(vm, vp) activations of one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 
@@ -85,12 +85,13 @@ class InterleavedZeroBubble(LoopSchedule):
 
 @dataclass(frozen=True)
 class KimiK2(LoopSchedule):
-    """Interleaved 1F1B with one more forward at the start and W apart, so that communication hides behind compute.
+    """Interleaved 1F1B with one more forward at the start and a separate W, to overlap communication with compute.
 
-    Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards (v stages a group), then F, I, W in turn. The forward that
-    is one ahead lets the exchange between experts of one microbatch overlap the compute of another; W right after I
-    overlaps the sending of I's result. Where v stages together take 3 a microbatch, the makespan is 3m + 2(p - 1)/v,
-    and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2) activations of one stage.
+    Each of p groups has v stages. Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards, then F, I, W in turn.
+    Because of the extra forward, the exchange between experts for one microbatch can overlap with the compute of
+    another. W comes directly after I, so it overlaps with the transfer of I's result. If v stages together take 3 per
+    microbatch, the makespan is 3m + 2(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2) activations of
+    one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 
