@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
 # Starts one command as many processes that find each other through mpmd.initialize(): on this machine, on hosts over
-# ssh, or in a Slurm allocation. `--help` says how; docs/multihost.md says more.
+# ssh, or in a Slurm allocation. `--help` lists the options; docs/multihost.md explains more.
 #
 # It needs bash 4.4, coreutils, grep, sed, setsid (util-linux) and ssh, and can be copied alone to any machine.
 #
 # How it works. The launcher sends its own text to one agent per host (per task under Slurm) through ssh, srun or a pipe.
-# An agent starts its ranks, each in a session of its own. Their lines come on the agent's stdout and stderr, each with its
-# rank in front; among them, on stderr, lines with "@C" say what happened. Commands come on stdin; when it ends (the
-# launcher is gone, the connection dropped) the agent ends its ranks. A rank's processes are found by a mark in their
-# environment, whatever sessions they moved to.
+# An agent starts its ranks, each in its own session. The agent prints their lines on its stdout and stderr, each with its
+# rank in front. Its own messages to the launcher are lines on stderr that begin with "@C". The launcher's commands come on
+# the agent's stdin. When stdin ends (the launcher is gone, or the connection dropped), the agent ends its ranks. It finds
+# a rank's processes by a mark in their environment, whatever session they have moved to.
 
 # shellcheck disable=SC2015 # `a && b || c` is meant as it reads: c also if b fails
 set -uf # globbing off: messages are split into words
 
-# Our variables are in lower case. The caller's that are too (http_proxy) are set aside, and given to the ranks. So is
-# TMOUT, which would end our reads.
+# Our variables are in lower case. The caller's variables in lower case (http_proxy) are set aside, and given to the
+# ranks. So is TMOUT, which would end our reads.
 # shellcheck disable=SC2016 # evaluated later, here and in the agents
 readonly set_aside='own_words=() && while IFS= read -r name; do
   [[ ! $name =~ ^([a-z_][a-z_0-9]*|TMOUT)$ || $name == _ ]] || { own_words+=("$name=${!name}") && unset "$name"; }
 done < <(compgen -e)'
 
-readonly grace_s=8       # for the victims of a failure to print their table and leave
-readonly let_go_s=3      # of these, for the guilty one when all the others have left
+readonly grace_s=8       # after a failure, time for the other ranks to print their table and end
+readonly let_go_s=3      # time for the rank to blame to end, when all other ranks have ended; within grace_s
 readonly term_s=5        # between SIGTERM and SIGKILL
-readonly beat_s=5        # the launcher's sign of life to agents on other hosts
-readonly silence_s=30    # after which such an agent takes the launcher for dead
+readonly beat_s=5        # between the launcher's signs of life to agents on other hosts
+readonly silence_s=30    # after this time without a sign of life, such an agent assumes that the launcher is dead
 readonly connect_s=60    # for a host to answer
 readonly num_last_lines=20
-readonly most=9999       # processes on a host, devices of a process, restarts
+readonly most=9999       # the largest number of processes on a host, of devices of a process, and of restarts
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
@@ -38,9 +38,9 @@ usage: launch_multihost.sh [options] -- command...
 
 Starts the command once per process, with everything that mpmd.initialize() needs in its environment.
 
-  -n, --procs-per-host N    processes on each host (default 1; under Slurm what the allocation says)
-  -H, --hosts h1,h2:4,...   over ssh, in this order; h:K overrides -n; user@h is understood; `localhost` is this
-                            machine, without ssh (default: this machine)
+  -n, --procs-per-host N    processes on each host (default 1; under Slurm as in the allocation)
+  -H, --hosts h1,h2:4,...   hosts to reach over ssh, in this order; h:K overrides -n; user@h is allowed; `localhost` is
+                            this machine, without ssh (default: this machine)
       --cpu-devices K       each process sees K CPU devices and no GPU
       --gpus-per-process K  each process sees K GPUs of its own
       --port P              port of the coordination service (default: a free one)
@@ -73,7 +73,8 @@ option_error() { die 2 "$1 (see --help)"; }
 
 # --- what both sides know ---------------------------------------------------------------------------------------------
 
-# The variables of one rank, in rank_environment: rank, index on its host, address, "yes" if the launcher serves, status folder.
+# Sets rank_environment, the variables of one rank. Arguments: rank, index on its host, address, "yes" if the launcher
+# runs the coordination service, status folder.
 set_rank_environment() {
   rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_processes" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
   [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
@@ -93,7 +94,7 @@ gpus_of() {
   local -a visible=() own=()
   local i gpu
   IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-}"
-  # srun --gpus-per-task already shows each task its own.
+  # srun --gpus-per-task already shows each task only its own GPUs.
   [[ $transport != slurm ]] || ((${#visible[@]} != gpus_per_process)) || { printf '%s' "$CUDA_VISIBLE_DEVICES" && return; }
   for ((i = $1 * gpus_per_process; i < ($1 + 1) * gpus_per_process; i++)); do
     gpu=$i
@@ -103,7 +104,7 @@ gpus_of() {
   (IFS=, && printf '%s' "${own[*]}")
 }
 
-command_line() { # words, quoted only where a shell needs it
+command_line() { # prints the words, quoted only where a shell needs it
   local word
   for word; do
     [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || printf -v word %q "$word"
@@ -146,17 +147,17 @@ agent() {
 
 agent_address() { printf '%s' "${SLURMD_NODENAME:-$(hostname 2>/dev/null || cat /proc/sys/kernel/hostname)}"; }
 
-# Moves to the folder, takes the environment over, and checks that the command is there.
+# Changes to the folder, sets the environment, and checks that the command exists.
 prepare() {
   local assignment
   local path=
   for assignment in "${environment[@]}"; do
-    [[ $transport != ssh || $assignment != PATH=* ]] || assignment+=:$PATH # the other machine's own comes second
+    [[ $transport != ssh || $assignment != PATH=* ]] || assignment+=:$PATH # the other machine's own PATH comes second
     [[ $transport != ssh ]] && own_words+=("$assignment") || export "${assignment?}"
   done
   cd -- "$folder" 2>/dev/null || fail 69 "no folder $folder, in which the command would start"
   unset "${contract[@]}"
-  export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}       # the last lines before a crash are those that matter
+  export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}       # so that the last lines before a crash are not lost
   path=$PATH
   for assignment in "${added[@]}"; do [[ $assignment != PATH=* ]] || path=${assignment#PATH=}; done
   local name=${command[0]}
@@ -184,7 +185,8 @@ check_gpus() {
   ((have >= needed)) || fail 69 "$have GPUs$from, but ${#local_ids[@]} processes with $gpus_per_process each need $needed"
 }
 
-# Copies the launcher's commands into the loop. Without a sign of life (other hosts) or at the end of stdin, the launcher is gone.
+# Copies the launcher's commands into the agent's loop. The launcher is gone when stdin ends or, on other hosts, when no
+# sign of life comes.
 listen() {
   trap '' TERM HUP INT
   trap - EXIT
@@ -197,7 +199,7 @@ listen() {
   event gone
 }
 
-# Outlives the agent, however that ends, and leaves nothing behind.
+# Outlives the agent, however the agent ends. Then kills the ranks' processes that are left, and removes the work folder.
 guard() {
   trap '' TERM HUP INT
   trap - EXIT
@@ -212,7 +214,7 @@ guard() {
   rm -rf "$work"
 }
 
-# The processes of this agent's ranks, into the caller's `pids`; false when there is none.
+# Writes the processes of this agent's ranks into the caller's `pids`. False when there is none.
 members() {
   local -a found
   mapfile -t found < <(exec 2>/dev/null && set +f && grep -lzxF -- "$mark" /proc/[0-9]*/environ)
@@ -247,7 +249,7 @@ handle() { # an event, or a command of the launcher
       last_lines "$1"
       finished=yes
       ;;
-    gone) # where telling fails, too
+    gone) # also when writing to the launcher fails
       stop
       finished=yes
       ;;
@@ -256,19 +258,19 @@ handle() { # an event, or a command of the launcher
 
 have_status() { compgen -G "$work/status/rank-*.json" >/dev/null; }
 
-blamed_by() { # the rank that this rank's verdict names, if it ended the job
+blamed_by() { # the rank that this rank's verdict blames, if this rank's watchdog ended the job
   local file=$work/status/rank-$1.json
   [[ -s $file && $(json_value verdict "$(<"$file")") =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && echo "${BASH_REMATCH[1]}"
 }
 
-# Tells the watchdogs of this host who failed first, which they would otherwise have to find out.
+# Tells the watchdogs of this host which rank failed first, so that they need not find out.
 note_failure() { # rank status text...
   failed_at=$(date +%s)
   printf '{"rank": %s, "status": %s, "what": "%s"}\n' "$1" "$2" "${*:3}" >"$work/failed.json"
   mv "$work/failed.json" "$work/status/failed.json"
 }
 
-start_ranks() { # address, "yes" if the launcher serves
+start_ranks() { # address, "yes" if the launcher runs the coordination service
   local i
   [[ -z $stopping ]] || return 0
   num_running=${#ranks[@]} num_open=${#ranks[@]}
@@ -277,7 +279,7 @@ start_ranks() { # address, "yes" if the launcher serves
   done
 }
 
-# Runs one rank to its end, with its output on the way to the launcher and its last lines kept.
+# Runs one rank to its end. Passes its output to the launcher and keeps its last lines.
 run_rank() {
   trap '' TERM HUP INT
   trap - EXIT
@@ -301,7 +303,7 @@ run_rank() {
   (
     trap - TERM HUP INT QUIT PIPE
     export "${rank_environment[@]}" "${mark?}"
-    # Some names have a meaning in bash (IFS, UID): those that the user gives are not set in here.
+    # Some names have a meaning in bash (IFS, UID), so the user's variables are not set in this shell.
     exec env "${own_words[@]}" "${added[@]}" "${rank_environment[@]}" "$(type -P setsid)" -- "${command[@]}"
   ) </dev/null >"$work/out.$rank" 2>"$work/err.$rank" {hold}<&- {events}<&- &
   pid=$!
@@ -315,9 +317,9 @@ run_rank() {
   event flushed "$rank"
 }
 
-# Sends a stream's lines with their rank, each with one write, and without it to the copy. Long lines are broken, \r ends
-# one, and the last one is ended: a byte \001 behind the stream makes it a line, and goes.
-# What gloo prints at each first meeting of processes is left out.
+# Prints a stream's lines with their rank in front, one write per line, and copies them without the rank. Long lines are
+# broken, and \r ends a line. The last line is ended too: a byte \001 is added at the end of the stream and removed again.
+# The lines that gloo prints when processes first meet are left out.
 pump() { # rank
   # shellcheck disable=SC2016 # for the inner shell to expand
   exec setsid bash -c '{ stdbuf -oL tr "\r" "\n" | stdbuf -oL fold -b -w "$1"; printf "\001\n"; } | LC_ALL=C exec stdbuf -oL -eL \
@@ -327,7 +329,7 @@ pump() { # rank
 
 log_file() { printf '%s/rank-%s%s.log' "$log_dir" "$1" "$( ((attempt == 0)) || echo ".restart-$attempt")"; }
 
-# TERM, then KILL, until no process with the mark is left; then reports and tells so.
+# Sends TERM, then KILL, until no process with the mark is left. Then reports the status and that it has stopped.
 stop() {
   [[ -z $stopping ]] || return 0
   stopping=yes
@@ -361,7 +363,7 @@ wait_for_event() {
   ! IFS= read -r -t "$1" -u "$events" line || handle $line
 }
 
-# What each rank was doing, from the files that its watchdog wrote.
+# Reports what each rank was doing, from the file that its watchdog wrote.
 report_status() {
   local rank file text now=${failed_at:-$(date +%s)} waiting seconds doing
   for rank in "${ranks[@]}"; do
@@ -385,7 +387,7 @@ report_status() {
   done
 }
 
-json_value() { # name, text: a string or number; nothing for null
+json_value() { # name, JSON text; prints a string or a number, and nothing for null
   local pattern="\"$1\": *(\"(([^\"\\\\]|\\\\.)*)\"|[-+.0-9eE]+)"
   [[ $2 =~ $pattern ]] || return 0
   local value=${BASH_REMATCH[1]} backslash=\\
@@ -403,7 +405,7 @@ last_lines() {
 
 # --- the coordination service: a child of the first agent ---------------------------------------------------------------
 
-# A port that nobody listens on; below the range from which the system takes ports for outgoing connections.
+# Prints a free port, below the range from which the system takes ports for outgoing connections.
 choose_port() {
   local port=$wanted_port
   [[ -z $port ]] || { ! listens "$port" && echo "$port"; return; }
@@ -444,7 +446,7 @@ start_service() { # port
     event service $?
   } >/dev/null 2>&1 &
   while [[ -z $service_pid ]]; do wait_for_event 1; done
-  # Another job may be about to take a port that was named: our ranks would join it.
+  # If the user named the port, another job may take it now, and our ranks would join that job. So wait until ours listens.
   [[ -z $wanted_port ]] || while [[ -n $service_pid && -z $stopping && ! -s $work/service.out ]]; do wait_for_event 0.1; done
 }
 
@@ -498,7 +500,7 @@ parse() {
         [[ $value =~ ^[A-Za-z_][A-Za-z_0-9]*(=.*)?$ ]] || option_error "--env: '$value' is neither NAME nor NAME=VALUE"
         [[ " ${contract[*]} " != *" ${value%%=*} "* ]] || option_error "--env: ${value%%=*} is set by the launcher"
         if [[ $value != *=* ]]; then
-          value=$(from_environment "$value") || option_error "--env: $value is not set here"
+          value=$(from_environment "$value") || option_error "--env: $value is not set in this environment"
           value=${value%x}
         fi
         added+=("$value")
@@ -507,20 +509,23 @@ parse() {
     esac
   done
   ((${#command[@]})) || option_error "no command; it goes after --"
-  [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process exclude each other"
+  [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process cannot be used together"
   [[ $log_dir != *$'\n'* ]] || option_error "--log-dir: a newline in the name"
   [[ $ssh != *$'\n'* ]] || option_error "--ssh: a newline in the command"
 }
 
 check_number() { # option, value, smallest, largest
-  # No zeros in front: bash and others would read the number as an octal one.
+  local range="of at least $3"
+  [[ -z ${4:-} ]] || range="from $3 to $4"
+  # Bash and others would read a number with leading zeros as octal.
+  [[ ! $2 =~ ^0[0-9]+$ ]] || option_error "$1: '$2' has leading zeros"
   [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= ${4:-$2})) ||
-    option_error "$1: '$2' is not a whole number from $3 on${4:+ to $4}"
+    option_error "$1: '$2' is not a whole number $range"
   (($2 <= ${4:-$most})) || option_error "$1: $2 is more than $most"
 }
 
-# A variable as this process was given it, which for some names (IFS, UID, lower case) is not what bash has under it.
-from_environment() { # name; NAME=VALUE and a guard for newlines at its end
+# Prints NAME=VALUE as this process was given it. For some names (IFS, UID, lower case) bash has another value.
+from_environment() { # name; an x is added at the end, so that $(...) keeps newlines
   local entry
   while IFS= read -r -d '' entry; do
     [[ $entry != "$1="* ]] || { printf '%sx' "$entry" && return; }
@@ -529,14 +534,15 @@ from_environment() { # name; NAME=VALUE and a guard for newlines at its end
   return 1
 }
 
-# Who runs where, into host_names (as ssh takes them), host_counts and first_ranks; under Slurm one entry for the whole step.
+# Determines which rank runs where: host_names (in the form for ssh), host_counts and first_ranks. Under Slurm there is one
+# entry for the whole step.
 plan() {
   transport=ssh
   host_names=() host_counts=() first_ranks=() num_processes=0
   local step=${SLURM_STEP_ID:-none} entry name count
   local -A seen=()
   if [[ -z $hosts ]]; then
-    # A batch script is in no step; an interactive salloc shell is in a special one from which srun works too.
+    # A batch script is in no step. An interactive salloc shell is in a special step, from which srun works too.
     if [[ -n ${SLURM_JOB_ID:-} ]] && type -P srun >/dev/null && [[ $step == none || $step == 4294967290 ]]; then
       transport=slurm
       num_nodes=${SLURM_JOB_NUM_NODES:-1}
@@ -555,7 +561,7 @@ plan() {
     hosts=localhost
   fi
   [[ $hosts != *[[:space:]]* && $hosts != ,* && $hosts != *, && $hosts != *,,* ]] ||
-    option_error "--hosts: '$hosts' is not a list of hosts between commas"
+    option_error "--hosts: '$hosts' is not a list of hosts separated by commas"
   local -a entries
   IFS=, read -ra entries <<<"$hosts"
   for entry in "${entries[@]}"; do
@@ -576,7 +582,7 @@ plan() {
 
 is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
 
-# What the program in each agent needs to know, as bash text; then this script.
+# Prints the agent's program: the variables that it needs, as bash text, and then this script.
 agent_program() { # host
   local h=$1 i agent_index=$1
   local -a ranks=() local_ids=() environment=("${own_words[@]}")
@@ -600,7 +606,7 @@ agent_program() { # host
   printf '%s' "$script_text"
 }
 
-# The command that runs an agent with its program on stdin, into agent_command.
+# Sets agent_command, the command that runs an agent. The agent reads its program from stdin.
 # shellcheck disable=SC2016 # for the other shell to expand
 readonly bootstrap='IFS= read -r -d "" program && eval "$program"'
 set_agent_command() { # host
@@ -621,7 +627,7 @@ set_agent_command() { # host
   fi
 }
 
-# The name by which other hosts reach the first one.
+# Prints the name by which other hosts reach the first one.
 first_address() { # the first agent's own host name
   local name=${host_names[0]} line
   local -a words
@@ -629,7 +635,7 @@ first_address() { # the first agent's own host name
   if [[ $transport == slurm ]] || is_here "$name"; then
     name=$1
   else
-    read -ra words <<<"$ssh" # an alias of the ssh configuration is not known elsewhere
+    read -ra words <<<"$ssh" # other hosts do not know the aliases of this ssh configuration
     line=$("${words[@]}" -G "$name" 2>/dev/null | sed -n 's/^hostname //p')
     name=${line:-${name#*@}}
   fi
@@ -663,11 +669,11 @@ print_dry_run() {
   done | sed 's/ $//'
 }
 
-# Writes an agent's program and commands, with signs of life between them, until the launcher is gone.
+# Writes an agent's program, then its commands with signs of life between them, until the launcher is gone.
 feed() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
-  exec {events}<&- {lines}<"$tmp/command.$1" # does not wait for a writer, as this process still is one
+  exec {events}<&- {lines}<"$tmp/command.$1" # does not wait for a writer, because this process still is one
   local fd line
   for fd in "${command_fds[@]}"; do exec {fd}>&-; done
   agent_program "$1"
@@ -683,7 +689,7 @@ feed() { # host
   done
 }
 
-# An agent's lines, whole, to the launcher's stdout.
+# Copies an agent's stdout to the launcher's stdout, in whole lines.
 pass_output() {
   trap '' TERM HUP INT
   trap - PIPE EXIT
@@ -691,7 +697,7 @@ pass_output() {
   LC_ALL=C exec stdbuf -oL sed ''
 }
 
-# Sorts an agent's stderr: the ranks' lines to our own, the rest (what ssh itself says too) into the launcher's loop.
+# Sorts an agent's stderr: the ranks' lines go to our stderr, all others (also those of ssh) into the launcher's loop.
 sort_errors() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
@@ -700,7 +706,7 @@ sort_errors() { # host
     -e 's/^@C //;t ours' -e 's/^/transport /' -e ':ours' -e "s/^/$1 /p" >"$tmp/events"
 }
 
-# One host's agent from start to end; says so in the loop when all its output is through.
+# Runs one host's agent from start to end. Tells the launcher's loop when all output of the agent has been passed on.
 connect() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
@@ -715,7 +721,7 @@ connect() { # host
   (
     printf '%s\n' "$h pid $BASHPID" >&"$events"
     exec {events}<&-
-    ! is_here "${host_names[h]}" || trap - TERM HUP INT QUIT # they come as messages to the launcher alone
+    ! is_here "${host_names[h]}" || trap - TERM HUP INT QUIT # ssh and srun ignore them: only the launcher gets signals
     exec setsid "${agent_command[@]}"
   ) <"$tmp/stdin.$h" 2>"$tmp/stderr.$h" | pass_output
   status=("${PIPESTATUS[@]}")
@@ -724,17 +730,18 @@ connect() { # host
   kill -0 "$$" 2>/dev/null || rm -rf "$tmp"
 }
 
-command_all() { # a line to every agent that is still connected
+command_all() { # sends a line to every agent that is still connected
   local h
   for h in "${!command_fds[@]}"; do printf '%s\n' "$*" >&"${command_fds[h]}"; done 2>/dev/null
 }
 
-ended_text() { # an exit status in words
+ended_text() { # prints an exit status in words
   local name
   (($1 > 128)) && name=$(kill -l $(($1 - 128)) 2>/dev/null) && [[ -n $name ]] && echo "killed by SIG$name" || echo "exit status $1"
 }
 
-# One attempt, from the agents' start until nothing is left. The result is in job_status and job_text (first line of the summary).
+# Makes one attempt, from the start of the agents until nothing is left. Sets job_status and job_text (the first line of the
+# summary).
 run_job() {
   tmp=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || die 69 "no temporary folder in ${TMPDIR:-/tmp}"
   mkfifo "$tmp/events" && exec {events}<>"$tmp/events"
@@ -808,7 +815,7 @@ on_message() { # host, kind, text
   esac
 }
 
-place() { # where a message comes from, unless that is clear
+place() { # prints where a message comes from, unless that is clear
   [[ $transport != slurm ]] || { echo 'srun: ' && return; }
   is_here "${host_names[$1]}" && ((${#host_names[@]} == 1)) || printf 'host %s: ' "${host_names[$1]}"
 }
@@ -820,7 +827,7 @@ on_ready() { # host, agent, its host name, port, service
   else
     for ((rank = first_ranks[$1]; rank < first_ranks[$1] + host_counts[$1]; rank++)); do host_of[rank]=$3; done
   fi
-  agent_host[$1]=$3 transport_text[$1]= # what was said up to here (by the shell's start there) is no reason for an end
+  agent_host[$1]=$3 transport_text[$1]= # text up to here (from the start of the shell there) does not explain a later end
   if (($2 == 0)); then
     address=$(first_address "$3"):$4 served=${5:-no}
   fi
@@ -843,12 +850,12 @@ on_exit() { # rank, status, pid, whether a watchdog runs, whom it blames
   fi
   blamed=${5:-$blamed}
   ((num_exited < num_processes)) || begin_stop
-  # All but the one that they blame have left: it hangs, or is about to end by itself with a status of its own.
+  # All ranks have ended but the one that they blame. It hangs, or is about to end by itself with its own status.
   [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_processes - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
-begin_grace() { # the victims print their own table, if they have a watchdog
+begin_grace() { # "yes" if a watchdog runs; then the other ranks get time to print their own table
   [[ $phase == running ]] || return 0
   phase=grace deadline=$SECONDS
   [[ $1 != yes ]] || deadline=$((SECONDS + grace_s))
@@ -862,13 +869,13 @@ begin_stop() {
   ! all_stopped || begin_quit
 }
 
-# Agents that are not ready yet have no ranks, and see the end of their stdin.
+# Agents that are not ready yet need not stop: they have no ranks, and end when their stdin ends.
 all_stopped() {
   local h
   for h in "${!transport_pid[@]}"; do ((${num_stopped[h]:-0} >= ${num_ready[h]:-0})) || return 1; done
 }
 
-# The agents have stopped and said all that they know: find the guilty rank, ask for its last lines.
+# The agents have stopped and reported everything. Finds the guilty rank and asks for its last lines.
 begin_quit() {
   [[ $phase != quitting ]] || return 0
   phase=quitting deadline=$((SECONDS + 2 * term_s))
@@ -913,7 +920,7 @@ on_closed() { # host, status of ssh, srun or the local agent
   ! all_stopped || begin_quit
 }
 
-# Sets guilty (a rank, or nothing), job_status and job_text.
+# Sets guilty (a rank, or empty), job_status and job_text.
 find_guilty() {
   local rank
   job_text=
@@ -932,7 +939,7 @@ find_guilty() {
   elif [[ -n $first_failure ]]; then
     guilty=$first_failure
     if ((statuses[guilty] == 75 && ${#verdicts[@]})); then
-      # The watchdog ended the job, so it knows whose fault it was.
+      # The watchdog ended the job, so it knows which rank is to blame.
       job_text=${verdicts[0]#jax-mpmd: }
       [[ ! $job_text =~ ^rank\ ([0-9]+): ]] || guilty=${BASH_REMATCH[1]}
     elif ((statuses[guilty] == 75)); then
@@ -943,7 +950,7 @@ find_guilty() {
       job_text=${verdicts[0]#jax-mpmd: } # says more than the status
     fi
     job_status=${statuses[guilty]:-75}
-    # How it ended is known here better than by the others, which just saw that it did.
+    # The launcher knows how the rank ended. The other ranks only saw that it did.
     [[ ! $job_text =~ ^rank\ [0-9]+:\ (died:|left\ the\ program|exit\ status) ]] || ((job_status == 0 || job_status == 75)) || job_text=
     [[ -z $job_text ]] || ! was_ended_by_us "$guilty" || job_status=75
     ((job_status)) || job_status=75
@@ -958,7 +965,7 @@ was_ended_by_us() { # the rank was still there when the launcher began to stop t
   for rank in "${order[@]}"; do ((rank != $1)) || return 1; done
 }
 
-# The summary, after everything that the ranks printed.
+# Prints the summary, after everything that the ranks printed.
 conclude() { # seconds
   ((${#left[@]} == 0)) || printf 'jax-mpmd: these processes do not end: %s\n' "${left[@]}" >&2
   ((job_status)) || return 0
@@ -975,7 +982,7 @@ conclude() { # seconds
 print_table() {
   local rank ended step seconds what
   ((${#doing[@]})) || return 0
-  for rank in "${!statuses[@]}"; do ((statuses[rank] != 75)) || return 0; done # a victim has printed its own
+  for rank in "${!statuses[@]}"; do ((statuses[rank] != 75)) || return 0; done # another rank has printed the table
   printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' rank host pid ended step for doing
   for ((rank = 0; rank < num_processes; rank++)); do
     ended='no answer'
@@ -1000,7 +1007,7 @@ main() {
   [[ $log_dir == /* || -z $log_dir ]] || log_dir=$PWD/$log_dir
   trap '' PIPE
   local signal
-  # shellcheck disable=SC2064 # the name of the signal is meant now
+  # shellcheck disable=SC2064 # the name of the signal is expanded now
   for signal in INT TERM HUP; do trap "printf '%s\n' '- launcher_signal $signal' >&\"\$events\" 2>/dev/null; interrupted=$signal" "$signal"; done
   for ((attempt = 0; ; attempt++)); do
     order=()
