@@ -6,9 +6,10 @@ its sum is cut at the leaves, so that no gradient crosses groups once a microbat
 
 import dataclasses
 import functools
+import operator
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
-from mpmd.tracing.trace import copy_equations, trace_equations
+from mpmd.tracing.trace import Atom, copy_equations, trace_equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,66 +31,121 @@ class Accumulator:
       result: the variable, outside of the loop, of the last accumulator.
     """
 
-    value: compat.Var | compat.Literal
+    value: Atom
     result: compat.Var
     operation: Operation
     place: Place
 
 
-# --- outputs --------------------------------------------------------------------------------------
-
-
-def reduce_outputs(body: Body, eqn, info: LoopInfo, num_stages: int, split: bool):
-    """An accumulator per output (or per part of one that arises in several stages), and the equations after
-    the loop that make the loop's results from them. `split`: see `loop.partition_loop`.
+class Reduced(NamedTuple):
+    """A body with the sums of parts that are accumulated, its accumulators, and the equations after the loop that make
+    the loop's results from them.
     """
-    accumulators: list[Accumulator] = []
-    after: list[compat.JaxprEqn] = []
-    readers: dict[compat.Var, list[Node | None]] = defaultdict(list)
-    for node in body.nodes:
-        for v in body.inputs(node):
-            readers[v].append(node)
-    for v in body.outvars:
-        if not isinstance(v, compat.Literal):
-            readers[v].append(None)
-    joins = Joins(body) if split else None
-    stacks: dict[compat.Var, compat.Var] = {}
 
-    def accumulate(value, operation, place):
-        final = compat.new_var(_accumulated(value.aval, operation, info.num_microbatches))
-        accumulators.append(Accumulator(value, final, operation, place))
-        return final
+    body: Body
+    accumulators: list[Accumulator]
+    after: list[compat.JaxprEqn]
 
+
+def reduce_outputs(body: Body, eqn: compat.JaxprEqn, info: LoopInfo, num_stages: int, split: bool) -> Reduced:
+    """Makes an accumulator per output, or per part of one that arises in several stages.
+
+    Args:
+      body: the body, in which all that is not clonable has its place.
+      eqn: the loop.
+      info: its parameters.
+      num_stages: of its schedule.
+      split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
+    """
+    outputs = _Outputs(body, info, num_stages, split)
     for value, operation, result in zip(body.outvars, info.operations, eqn.outvars, strict=True):
-        if isinstance(result, compat.DropVar):
-            continue
-        source = body.source(value)
-        is_index = value is body.index
-        if not is_index and (source is None or not source.per_microbatch):
-            after += _same_every_time(body, value, operation, info.num_microbatches, result)
-            continue
-        parts = _parts(body, value, readers) if type(operation) in (Add, Mean) else []
+        if not isinstance(result, compat.DropVar):
+            outputs.reduce(value, operation, result)
+    return Reduced(body.with_nodes([*body.nodes, *outputs.added]), outputs.accumulators, outputs.after)
+
+
+class _Outputs:
+    """The outputs of a loop, reduced one after the other.
+
+    Attributes:
+      added: the nodes that the body gets besides.
+      accumulators, after: as in `Reduced`.
+    """
+
+    def __init__(self, body: Body, info: LoopInfo, num_stages: int, split: bool):
+        self.body = body
+        self.num_microbatches = info.num_microbatches
+        self.num_stages = num_stages
+        self.added: list[Node] = []
+        self.accumulators: list[Accumulator] = []
+        self.after: list[compat.JaxprEqn] = []
+        self._joins = Joins(body) if split else None
+        self._stacks: dict[compat.Var, compat.Var] = {}
+        self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
+        for node in body.nodes:
+            for v in node.inputs:
+                self._readers[v].append(node)
+        for v in body.outvars:
+            if isinstance(v, compat.Var):
+                self._readers[v].append(None)
+
+    def reduce(self, value: Atom, operation: Operation, result: compat.Var) -> None:
+        """Reduces one output."""
+        n = self.num_microbatches
+        source = self.body.source_in_loop(value)
+        if source is None and value is not self.body.index:
+            self.after += _same_every_time(self.body, value, operation, n, result)
+            return
+        parts = self._parts(value) if type(operation) in (Add, Mean) else []
         if len({p.place.stage for p in parts}) < 2:
-            if joins and (join := joins.of(value)):
-                for v, place in join.parts:
-                    if v not in stacks:
-                        stacks[v] = accumulate(v, Concat(), place)
-                atoms = [*(stacks[v] for v, _ in join.parts), *join.operands]
-                after += _bound(join.reduced(operation, info.num_microbatches), atoms, result)
-                continue
-            place = Place(num_stages - 1, "F") if is_index else _home(source, num_stages)
-            parts = [_Part(value, place, ())]
-        totals = [(accumulate(part.value, operation, part.place), part.later) for part in parts]
-        after += _combine(totals, operation, info.num_microbatches, result)
-    return accumulators, after
+            if self._joins and (join := self._joins.of(value)):
+                stacks = [self._stack(v, place) for v, place in join.parts]
+                self.after += _bound(join.reduced(operation, n), [*stacks, *join.operands], result)
+                return
+            kind = "B" if source is not None and source.backward else "F"
+            home = source.place if source is not None else None
+            parts = [_Part(value, home or Place(self.num_stages - 1, kind), ())]
+        totals = [(self._accumulate(part.value, operation, part.place), part.later) for part in parts]
+        self.after += _combine(totals, operation, n, result)
 
+    def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
+        start = functools.partial(operation.init, value.aval, self.num_microbatches)
+        result = compat.new_var(result_types(start)[0])
+        self.accumulators.append(Accumulator(value, result, operation, place))
+        return result
 
-def _home(source, num_stages) -> Place:
-    return source.place or Place(num_stages - 1, "B" if source.backward else "F")
+    def _stack(self, v: compat.Var, place: Place) -> compat.Var:
+        """A small value of every microbatch; one stack for all outputs that read it."""
+        if v not in self._stacks:
+            self._stacks[v] = self._accumulate(v, Concat(), place)
+        return self._stacks[v]
 
+    def _parts(self, value: Atom) -> "list[_Part]":
+        """The summands of `value` in several stages, or [] if it arises in one.
 
-def _accumulated(aval, operation, num_microbatches):
-    return result_types(functools.partial(operation.init, aval, num_microbatches))[0]
+        Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
+        loop, up to a padding; the padding (a slice's gradient) runs once after the loop.
+        """
+        leaves = _leaves(self.body, value, self._readers)
+        if leaves is None or len({leaf.place.stage for leaf in leaves}) < 2:
+            return []
+        parts: list[_Part] = []
+        for v, chain, place in sorted(leaves, key=lambda leaf: leaf.place.stage):
+            pads = next((i for i, step in enumerate(chain) if step.pads), len(chain))
+            for step in [*chain[:pads], *(s for s in chain[pads:] if s.commutes)]:
+                v = self._append(place, step.apply, v)
+            later = tuple(s for s in chain[pads:] if not s.commutes)
+            if not later and parts and parts[-1].place == place and not parts[-1].later:
+                parts[-1] = _Part(self._append(place, operator.add, parts[-1].value, v), place, ())
+            else:
+                parts.append(_Part(v, place, later))
+        return parts
+
+    def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
+        """Adds `fun(*atoms)` to the body at `place`; returns its result."""
+        eqns, (out,) = trace_equations(fun, *atoms)
+        self.added += [Node(eqn, backward=place.kind == "B", place=place) for eqn in eqns]
+        return out
 
 
 class _Step(NamedTuple):
@@ -101,7 +157,7 @@ class _Step(NamedTuple):
       commutes: whether it may as well run before such a padding.
     """
 
-    apply: Callable
+    apply: Callable[[jax.Array], jax.Array]
     pads: bool = False
     commutes: bool = False
 
@@ -109,56 +165,41 @@ class _Step(NamedTuple):
 class _Part(NamedTuple):
     """One summand of a gradient: its value in the loop, where, and what is done with it after the loop."""
 
-    value: compat.Var | compat.Literal
+    value: Atom
     place: Place
     later: tuple[_Step, ...]
 
 
-def _parts(body: Body, value, readers) -> list[_Part]:
-    """The summands of `value` in several stages, or [] if it arises in one.
+class _Leaf(NamedTuple):
+    """A summand, the steps from it to the sum, and its place."""
 
-    Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
-    loop, up to a padding; the padding (a slice's gradient) runs once after the loop.
-    """
-    leaves = _leaves(body, value, readers)
-    if leaves is None:
-        return []
-    if len({place.stage for _, _, place in leaves}) < 2:
-        return []
-    parts: list[_Part] = []
-    for v, chain, place in sorted(leaves, key=lambda leaf: leaf[2].stage):
-        pads = next((i for i, step in enumerate(chain) if step.pads), len(chain))
-        for step in [*chain[:pads], *(s for s in chain[pads:] if s.commutes)]:
-            v = _append(body, place, step.apply, v)
-        later = tuple(s for s in chain[pads:] if not s.commutes)
-        if not later and parts and parts[-1].place == place and not parts[-1].later:
-            parts[-1] = _Part(_append(body, place, lambda a, b: a + b, parts[-1].value, v), place, ())
-        else:
-            parts.append(_Part(v, place, later))
-    return parts
+    value: Atom
+    chain: tuple[_Step, ...]
+    place: Place
 
 
-def _leaves(body: Body, value, readers):
-    """The summands of `value`: (variable, the steps from it to `value`, its place); None if one has no place in
-    the backward pass.
+def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) -> list[_Leaf] | None:
+    """The summands of `value`; None if one has no place in the backward pass.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
     the bias's stage, though the value that is reduced comes from the next one. If the sum comes first, that stage
     is the one of the mark through which the value came, if it is read there anyhow.
     """
-    leaves: list[tuple[Any, tuple[_Step, ...], Any]] = []
+    leaves: list[_Leaf | None] = []
 
-    def arrived(node, v):
-        place = None if isinstance(v, compat.Literal) else node.arrivals.get(v)
+    def add(v: Atom, chain: tuple[_Step, ...], place: Place | None) -> None:
+        leaves.append(_Leaf(v, chain, place) if place and place.kind == "B" else None)
+
+    def arrived(node: Node, v: Atom) -> Place | None:
+        place = node.arrivals.get(v) if isinstance(v, compat.Var) else None
         if place is None or place.kind != "B":
             return None
         return place if any(r and r is not node and r.place == place for r in readers[v]) else None
 
-    def walk(v, chain, first, place):
-        node = body.source(v)
-        if node is None or not node.per_microbatch or not node.place or (len(readers[v]) > 1 and not first):
-            made = node.place if node is not None and node.per_microbatch else None
-            leaves.append((v, chain, made and (place or made)))
+    def walk(v: Atom, chain: tuple[_Step, ...], first: bool, place: Place | None) -> None:
+        node = body.source_in_loop(v)
+        if node is None or not node.place or (len(readers[v]) > 1 and not first):
+            add(v, chain, node and node.place and (place or node.place))
         elif node.eqn.primitive.name == "add_any":
             for x in node.eqn.invars:
                 walk(x, chain, False, arrived(node, x))
@@ -170,10 +211,11 @@ def _leaves(body: Body, value, readers):
         elif (step := _linear_step(body, node.eqn)) is not None:
             walk(_operand(node.eqn), (step, *chain), False, node.place)
         else:
-            leaves.append((v, chain, place or node.place))
+            add(v, chain, place or node.place)
 
     walk(value, (), True, None)
-    return leaves if all(place and place.kind == "B" for _, _, place in leaves) else None
+    found = [leaf for leaf in leaves if leaf is not None]
+    return found if len(found) == len(leaves) else None
 
 
 _COMMUTES_WITH_PAD = {"convert_element_type", "neg"}
@@ -183,7 +225,7 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def _linear_step(body: Body, eqn) -> _Step | None:
+def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Step | None:
     """The equation as a step, or None if it is not linear in one operand."""
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
@@ -210,7 +252,7 @@ def _linear_step(body: Body, eqn) -> _Step | None:
     return _Step(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
 
 
-def _concatenation(eqn, offset: int) -> _Step:
+def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Step:
     """What a concatenation does to the operand at `offset`: it stands among zeros."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
 
@@ -222,7 +264,7 @@ def _concatenation(eqn, offset: int) -> _Step:
     return _Step(pad, pads=True)
 
 
-def _is_zeros(eqn) -> bool:
+def _is_zeros(eqn: compat.JaxprEqn) -> bool:
     return (
         eqn.primitive.name == "broadcast_in_dim"
         and isinstance(eqn.invars[0], compat.Literal)
@@ -230,22 +272,18 @@ def _is_zeros(eqn) -> bool:
     )
 
 
-def _operand(eqn):
+def _operand(eqn: compat.JaxprEqn) -> Atom:
+    """What a linear step is applied to."""
     return eqn.invars[1] if eqn.primitive.name == "dynamic_update_slice" else eqn.invars[0]
 
 
-def _append(body: Body, place: Place, fun, *atoms):
-    """Adds `fun(*atoms)` to the body at `place`; returns its variable."""
-    eqns, (out,) = trace_equations(fun, *atoms)
-    for eqn in eqns:
-        node = Node(eqn, backward=place.kind == "B", place=place)
-        body.nodes.append(node)
-        body.producer.update((v, node) for v in eqn.outvars)
-    return out
-
-
-def _combine(totals, operation, num_microbatches, result):
-    """After the loop: pad each part, sum them in stage order, finish the reduction."""
+def _combine(
+    totals: Sequence[tuple[compat.Var, tuple[_Step, ...]]],
+    operation: Operation,
+    num_microbatches: int,
+    result: compat.Var,
+) -> list[compat.JaxprEqn]:
+    """After the loop: pads each part, sums them in stage order, finishes the reduction."""
 
     def fun(*accs):
         parts = []
@@ -253,12 +291,14 @@ def _combine(totals, operation, num_microbatches, result):
             for step in later:
                 acc = step.apply(acc)
             parts.append(acc)
-        return operation.finish(functools.reduce(lambda a, b: a + b, parts), num_microbatches)
+        return operation.finish(functools.reduce(operator.add, parts), num_microbatches)
 
     return _bound(fun, [v for v, _ in totals], result)
 
 
-def _same_every_time(body, value, operation, num_microbatches, result):
+def _same_every_time(
+    body: Body, value: Atom, operation: Operation, num_microbatches: int, result: compat.Var
+) -> list[compat.JaxprEqn]:
     """An output that no microbatch changes: reduced without a loop task (zeros stay zeros)."""
     source = body.source(value)
     zero = isinstance(value, compat.Literal) and not np.any(value.val)
@@ -284,8 +324,8 @@ def _same_every_time(body, value, operation, num_microbatches, result):
     return _bound(repeat, [value], result)
 
 
-def _bound(fun, atoms, result):
-    """Equations of `fun(*atoms)` whose outcome is the variable `result`."""
+def _bound(fun: Callable, atoms: Sequence[Atom], result: compat.Var) -> list[compat.JaxprEqn]:
+    """The equations of `fun(*atoms)`, whose one result gets the name `result`."""
     eqns, (out,) = trace_equations(fun, *atoms)
     if isinstance(out, compat.Literal) or out in atoms:
         more, (out2,) = copy_equations(out)

@@ -2,6 +2,7 @@
 
 import bisect
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
@@ -9,26 +10,27 @@ from mpmd.partition.graph import Body, Node
 from mpmd.partition.marks import Marks
 
 
-def find_backward(body: Body, marks: Marks) -> set[int]:
+def find_backward(body: Body, marks: Marks) -> set[Node]:
     """The nodes of the backward pass: what comes from transposition, and what depends on it."""
     before_forward_marks = body.ancestors(v for n in marks.forward for v in n.eqn.invars)
-    made, found = set(), set()
+    made: set[compat.Var] = set()
+    found: set[Node] = set()
     for node in body.nodes:
         if not node.per_microbatch:
             continue
-        if id(node) in marks.number:
+        if node in marks.number:
             is_backward = node.eqn.params["kind"] == "backward"
         else:
-            transposed = compat.is_transposed(node.eqn) and id(node) not in before_forward_marks
-            is_backward = transposed or any(v in made for v in body.inputs(node))
+            transposed = compat.is_transposed(node.eqn) and node not in before_forward_marks
+            is_backward = transposed or any(v in made for v in node.inputs)
         if is_backward:
-            found.add(id(node))
+            found.add(node)
             made.update(node.eqn.outvars)
     return found
 
 
-def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[int, int]) -> dict[int, int]:
-    """The stage of each backward equation, by the identity of its node. Equations without one float.
+def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int]) -> dict[Node, int]:
+    """The stage of each backward equation. Equations without one float.
 
     JAX transposes a forward pass in reverse order. So a backward equation belongs between the forward equations that
     its neighbours are known to transpose: backward marks their mark, others one that made or read what they read. If
@@ -43,20 +45,20 @@ def backward_stages(body: Body, marks: Marks, backward: set[int], forward: dict[
     spans = _spans(body, marks, backward, forward, text)
     at_least = _before_backward_marks(body, marks, backward)
     readers = _readers_of_sums(body, backward, text)
-    stages: dict[int, int] = {}
+    stages: dict[Node, int] = {}
     for node in body.nodes:
-        if id(node) not in backward:
+        if node not in backward:
             continue
-        if id(node) in marks.number:
-            stages[id(node)] = marks.number[id(node)]
+        if node in marks.number:
+            stages[node] = marks.number[node]
             continue
-        sources = [s for v in body.inputs(node) if (s := body.source(v)) and s.per_microbatch]
-        limit = min([last, *(stages[id(s)] for s in sources if id(s) in stages)])
-        is_rooted = any(id(s) in stages or id(s) in forward for s in sources) or id(node) in at_least
+        sources = [s for v in node.inputs if (s := body.source_in_loop(v))]
+        limit = min([last, *(stages[s] for s in sources if s in stages)])
+        is_rooted = any(s in stages or s in forward for s in sources) or node in at_least
         if is_rooted:
-            stage = text.last_stage(node, spans[id(node)], limit) if id(node) in spans else limit
-            stage = max(stage, min(limit, readers.get(id(node), 0)))
-            stages[id(node)] = max(stage, at_least.get(id(node), 0))
+            stage = text.last_stage(node, spans[node], limit) if node in spans else limit
+            stage = max(stage, min(limit, readers.get(node, 0)))
+            stages[node] = max(stage, at_least.get(node, 0))
     return stages
 
 
@@ -73,23 +75,22 @@ class _Text:
     What no microbatch changes is computed before the loop; its gradient belongs where it is read.
     """
 
-    def __init__(self, body: Body, marks: Marks, backward: set[int], forward: dict[int, int]):
-        self.body = body
+    def __init__(self, body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int]):
         self.of_value: dict[compat.Var, _Span] = {}
         self.of_stage: dict[int, list[int]] = defaultdict(list)
         self.at: dict[compat.Var, set[int]] = {}
         read_in: dict[compat.Var, set[int]] = defaultdict(set)
         for position, node in reversed(list(enumerate(body.nodes))):
             is_constant = not node.per_microbatch and compat.is_transposed(node.eqn)
-            if id(node) in backward or id(node) in marks.number or is_constant:
+            if node in backward or node in marks.number or is_constant:
                 continue
-            made_here = {forward[id(node)]} if id(node) in forward else set()
+            made_here = {forward[node]} if node in forward else set()
             stages = made_here or set().union(*(read_in[v] for v in node.eqn.outvars))
-            for v in body.inputs(node):
+            for v in node.inputs:
                 read_in[v] |= stages
             for stage in stages:
                 self.of_stage[stage].append(position)
-            for v in [*body.inputs(node), *node.eqn.outvars]:
+            for v in [*node.inputs, *node.eqn.outvars]:
                 if stages:
                     self.at.setdefault(v, set()).update(stages)
                 self.of_value[v] = _Span(position, self.of_value[v].last if v in self.of_value else position)
@@ -99,7 +100,7 @@ class _Text:
     def last_stage(self, node: Node, span: _Span, limit: int) -> int:
         """The last stage up to `limit` with a forward equation in `span`; rather one that has what the node reads."""
         found = [s for s in range(limit, -1, -1) if self._stands_in(s, span)]
-        having = [s for s in found if all(s in self.at[v] for v in self.body.inputs(node) if v in self.at)]
+        having = [s for s in found if all(s in self.at[v] for v in node.inputs if v in self.at)]
         return next(iter(having or found), limit)
 
     def _stands_in(self, stage: int, span: _Span) -> bool:
@@ -109,13 +110,13 @@ class _Text:
         return at < len(positions) and positions[at] <= span.last
 
 
-def _spans(body: Body, marks: Marks, backward: set[int], forward, text: _Text) -> dict[int, _Span]:
+def _spans(body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int], text: _Text) -> dict[Node, _Span]:
     """For each backward equation, where the forward equation stands that it transposes."""
-    at = {id(n): p for p, n in enumerate(body.nodes)}
-    position = [at[id(n)] for n in marks.forward]
-    spans: dict[int, _Span] = {}
+    at = {n: p for p, n in enumerate(body.nodes)}
+    position = [at[n] for n in marks.forward]
+    spans: dict[Node, _Span] = {}
     for end, nodes in _passes(body, backward, forward):
-        known = [_known_span(body, marks, node, text, position) for node in nodes]
+        known = [_known_span(marks, node, text, position) for node in nodes]
         known = [span if span and span.first < end else None for span in known]
         lasts, last = [], end
         for span in known:
@@ -124,67 +125,67 @@ def _spans(body: Body, marks: Marks, backward: set[int], forward, text: _Text) -
         first = 0
         for node, span, last in zip(reversed(nodes), reversed(known), reversed(lasts), strict=True):
             first = max(first, span.first if span else first)
-            spans[id(node)] = _Span(min(first, last), max(first, last))
+            spans[node] = _Span(min(first, last), max(first, last))
     return spans
 
 
-def _passes(body: Body, backward: set[int], forward) -> list[tuple[int, list[Node]]]:
+def _passes(body: Body, backward: set[Node], forward: dict[Node, int]) -> list[tuple[int, list[Node]]]:
     """Backward equations in the order of the text, cut where forward ones stand between them: each run, and where
     it begins. A body may differentiate several times.
     """
     passes: list[tuple[int, list[Node]]] = []
     is_open = False
     for position, node in enumerate(body.nodes):
-        if id(node) in backward and compat.is_transposed(node.eqn):
+        if node in backward and compat.is_transposed(node.eqn):
             if not is_open:
                 passes.append((position, []))
             passes[-1][1].append(node)
             is_open = True
-        elif id(node) in forward:
+        elif node in forward:
             is_open = False
     return passes
 
 
-def _known_span(body: Body, marks: Marks, node: Node, text: _Text, position) -> _Span | None:
+def _known_span(marks: Marks, node: Node, text: _Text, position: Sequence[int]) -> _Span | None:
     """Where the transposed equation stands by the equation alone."""
-    if id(node) in marks.number:
-        at = position[marks.number[id(node)]]
+    if node in marks.number:
+        at = position[marks.number[node]]
         return _Span(at, at)
-    spans = [text.of_value[v] for v in body.inputs(node) if v in text.of_value]
+    spans = [text.of_value[v] for v in node.inputs if v in text.of_value]
     return _Span(max(s.first for s in spans), min(s.last for s in spans)) if spans else None
 
 
-def _readers_of_sums(body: Body, backward: set[int], text: _Text) -> dict[int, int]:
+def _readers_of_sums(body: Body, backward: set[Node], text: _Text) -> dict[Node, int]:
     """For each sum of gradients, the last stage in which a reader of it has the forward values that it reads.
 
     Such a sum transposes no equation: it stands where the last of its terms does, which says little of its stage.
     """
-    found: dict[int, int] = {}
+    found: dict[Node, int] = {}
     for node in reversed(body.nodes):
-        if id(node) not in backward:
+        if node not in backward:
             continue
-        stage = found.get(id(node), -1)
-        having = [text.at[v] for v in body.inputs(node) if v in text.at]
+        stage = found.get(node, -1)
+        having = [text.at[v] for v in node.inputs if v in text.at]
         if having:
             stage = max({stage} | set.intersection(*having))
-        for v in body.inputs(node):
+        for v in node.inputs:
             source = body.source(v)
-            if source and id(source) in backward and source.eqn.primitive.name == "add_any":
-                found[id(source)] = max(found.get(id(source), -1), stage)
+            if source and source in backward and source.eqn.primitive.name == "add_any":
+                found[source] = max(found.get(source, -1), stage)
     return found
 
 
-def _before_backward_marks(body: Body, marks: Marks, backward: set[int]) -> dict[int, int]:
+def _before_backward_marks(body: Body, marks: Marks, backward: set[Node]) -> dict[Node, int]:
     """For each backward equation that a backward mark depends on, the stage that it must not come after."""
-    bound: dict[int, int] = {}
+    bound: dict[Node, int] = {}
     for node in reversed(body.nodes):
-        stage = bound.get(id(node), -1)
-        if id(node) in marks.number and id(node) in backward:
-            stage = max(min(marks.number[id(node)] + 1, marks.num_stages - 1), stage)
+        stage = bound.get(node, -1)
+        if node in marks.number and node in backward:
+            stage = max(min(marks.number[node] + 1, marks.num_stages - 1), stage)
         if stage < 0:
             continue
-        for v in body.inputs(node):
+        for v in node.inputs:
             source = body.source(v)
-            if source and id(source) in backward:
-                bound[id(source)] = max(bound.get(id(source), 0), stage)
+            if source and source in backward:
+                bound[source] = max(bound.get(source, 0), stage)
     return bound

@@ -12,8 +12,8 @@ body) that concerns it, and what is sent is the predicate and what the branches 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
+from mpmd.partition.equations import live_equations
 from mpmd.partition.pins import Groups, Pins
-from mpmd.tracing.trace import inline, trace_equations
+from mpmd.tracing.trace import Atom, Equations, equations_on, inline, trace_equations
 
 _UNROLLED = 32  # the longest scan that is unrolled
 
@@ -56,37 +57,9 @@ def _groups_of(eqn, pins: Pins) -> set[Groups]:
     }
 
 
-class _Body(NamedTuple):
-    """An inner jaxpr with variables of its own, on given operands."""
-
-    eqns: list
-    outs: list
-
-
-def _body_on(closed: compat.ClosedJaxpr, operands) -> _Body:
-    flat = inline(closed.jaxpr)
-    env: dict = dict(zip(flat.invars, operands, strict=True))
-    env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
-
-    def read(v):
-        return v if isinstance(v, compat.Literal) else env[v]
-
-    eqns = []
-    for e in flat.eqns:
-        fresh = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in e.outvars]
-        eqns.append(e.replace(invars=[read(v) for v in e.invars], outvars=fresh))
-        env.update(zip(e.outvars, fresh, strict=True))
-    return _Body(eqns, [read(v) for v in flat.outvars])
-
-
-def _live(eqns, wanted) -> list:
-    needed = set(equations.variables(wanted))
-    kept = []
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars):
-            needed.update(equations.variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
+def _body_on(closed: compat.ClosedJaxpr, operands: Sequence[Atom]) -> Equations:
+    """An inner jaxpr, flat, on given operands."""
+    return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), operands)
 
 
 # --- cond -----------------------------------------------------------------------------------------
@@ -100,7 +73,7 @@ class _Branch:
     def __init__(self, closed: compat.ClosedJaxpr, operands, pins: Pins):
         body = _body_on(closed, operands)
         self.outs = body.outs
-        pinned = [(e, pin) for eqn in _live(body.eqns, body.outs) for e, pin in pinned_parts(eqn, pins, {})]
+        pinned = [(e, pin) for eqn in live_equations(body.eqns, body.outs) for e, pin in pinned_parts(eqn, pins, {})]
         self.eqns = [e for e, _ in pinned]
         self.producer = {v: e for e in self.eqns for v in e.outvars}
         self.part: dict[compat.Var, _Part | None] = {}
@@ -189,7 +162,9 @@ def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
             if v in own:
                 outs.append(v)
             else:
-                zeros, made = trace_equations(lambda aval=v.aval: _zeros(aval))
+                zeros, made = trace_equations(
+                    lambda aval=v.aval: keys.zeros(aval.shape, aval.dtype, explicit_sharding(aval))
+                )
                 eqns += zeros
                 outs += made
         bodies.append((eqns, outs))
@@ -201,17 +176,13 @@ def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
     return eqn.replace(invars=[index, *inputs], outvars=outvars, params={**eqn.params, "branches": closed})
 
 
-def _zeros(aval):
-    return keys.zeros(aval.shape, aval.dtype, explicit_sharding(aval))
-
-
 # --- scan and while -------------------------------------------------------------------------------
 
 
 class _Carried:
     """The body of a `scan` or `while`: which carries and results depend on which carries, and where they are."""
 
-    def __init__(self, body: _Body, ins, carry, inits, pins: Pins):
+    def __init__(self, body: Equations, ins, carry, inits, pins: Pins):
         self.body = body
         self.carry = carry
         self.position = {v: i for i, v in enumerate(carry)}
@@ -289,7 +260,7 @@ def _cut_scan(eqn, pins: Pins, donor_of: dict) -> list | None:
         body = compat.make_jaxpr(
             [ins[i] for i in kept],
             [carried.body.outs[j] for j in outs],
-            _live(carried.body.eqns, [carried.body.outs[j] for j in outs]),
+            live_equations(carried.body.eqns, [carried.body.outs[j] for j in outs]),
             "body",
         )
         new = eqn.replace(
@@ -371,7 +342,9 @@ def _cut_while(eqn, pins: Pins, donor_of: dict) -> list | None:
         used = [i for i in range(b) if consts[i] in needed]
         outs = [carried.body.outs[j] for j in kept]
         mine = [carry[j] for j in kept]
-        body = compat.make_jaxpr([*(consts[i] for i in used), *mine], outs, _live(carried.body.eqns, outs), "body")
+        body = compat.make_jaxpr(
+            [*(consts[i] for i in used), *mine], outs, live_equations(carried.body.eqns, outs), "body"
+        )
         condition = compat.make_jaxpr([*test_ins, *mine], test.outs, test.eqns, "condition")
         new = eqn.replace(
             invars=[*cond_consts, *(body_consts[i] for i in used), *(inits[j] for j in kept)],

@@ -1,9 +1,12 @@
 """What an equation costs, roughly: enough to tell what is worth sending from what is cheaper to compute again."""
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
+from mpmd.tracing.trace import Atom
 
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
@@ -22,12 +25,12 @@ _LARGE_REDUCTION = 64
 _SMALL_RANDOM = 16
 
 
-def size(aval) -> int:
+def size(aval: Any) -> int:
     """Number of elements."""
     return math.prod(getattr(aval, "shape", ()))
 
 
-def nbytes(aval) -> int:
+def nbytes(aval: Any) -> int:
     """Bytes of an array of this type (of its key data, for PRNG keys)."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
@@ -35,17 +38,28 @@ def nbytes(aval) -> int:
     return math.prod(keys.data_shape(getattr(aval, "shape", ()), dtype)) * keys.data_dtype(dtype).itemsize
 
 
-def variables(atoms) -> list[compat.Var]:
+def variables(atoms: Iterable[Atom]) -> list[compat.Var]:
     """The variables among `atoms`, each once, in order."""
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, compat.Literal)))
 
 
-def outputs(eqn) -> list[compat.Var]:
+def outputs(eqn: compat.JaxprEqn) -> list[compat.Var]:
     """The variables that an equation binds and somebody may read."""
     return [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
 
 
-def is_heavy(eqn) -> bool:
+def live_equations(eqns: Sequence[compat.JaxprEqn], wanted: Iterable[Atom]) -> list[compat.JaxprEqn]:
+    """The equations that `wanted` or an effect needs, in order."""
+    needed = set(variables(wanted))
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            needed.update(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def is_heavy(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation should run in one place only."""
     name = eqn.primitive.name
     if name in _HEAVY or eqn.effects or changes_memory(eqn):
@@ -57,35 +71,35 @@ def is_heavy(eqn) -> bool:
     return name.startswith(("reduce", "arg")) and read > _LARGE_REDUCTION * max(out, 1)
 
 
-def changes_memory(eqn) -> bool:
+def changes_memory(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation moves its operand between memories, as an offload to the host does."""
     return eqn.primitive.name == "device_put" and any(
         a.aval.memory_space != b.aval.memory_space for a, b in zip(eqn.invars, eqn.outvars, strict=True)
     )
 
 
-def is_layout(eqn) -> bool:
+def is_layout(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation only views its operand in another way: free inside a compiled program."""
     return eqn.primitive.name in _LAYOUT
 
 
-def grows(eqn) -> bool:
+def grows(eqn: compat.JaxprEqn) -> bool:
     """Whether the outputs are larger than the operands, so that it is better to send what goes in."""
     read = sum(nbytes(v.aval) for v in variables(eqn.invars))
     return sum(nbytes(v.aval) for v in eqn.outvars) > read
 
 
-def shrinks(eqn) -> bool:
+def shrinks(eqn: compat.JaxprEqn) -> bool:
     """Whether the outputs are smaller than the operands."""
     read = sum(nbytes(v.aval) for v in variables(eqn.invars))
     return sum(nbytes(v.aval) for v in eqn.outvars) < read
 
 
-def is_free_view(eqn) -> bool:
+def is_free_view(eqn: compat.JaxprEqn) -> bool:
     """Whether each reader makes the view again, so that only what is viewed is kept or sent."""
     return is_layout(eqn) and not shrinks(eqn)
 
 
-def is_scalar_work(eqn) -> bool:
+def is_scalar_work(eqn: compat.JaxprEqn) -> bool:
     """Whether nothing larger than a scalar (or a PRNG key) goes in or out."""
     return all(size(v.aval) <= 2 for v in (*eqn.invars, *eqn.outvars))

@@ -1,49 +1,60 @@
 """What is left to place once forward and backward equations have their stages: what floats, and residuals."""
 
+import dataclasses
 from collections import defaultdict
 
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
-from mpmd.partition.graph import Body, Place
+from mpmd.partition.graph import Body, Node, Place
 
 
-def _order(num_stages):
+def _data_flow_order(num_stages: int) -> list[Place]:
     """Places in the order in which one microbatch passes them."""
     return [Place(s, "F") for s in range(num_stages)] + [Place(s, "B") for s in reversed(range(num_stages))]
 
 
-def resolve_floats(body: Body, num_stages: int):
-    """Gives a home, at its first reader, to every floating equation that is not cheap to compute again."""
-    rank = {p: i for i, p in enumerate(_order(num_stages))}
+def place_floating(body: Body, num_stages: int) -> Body:
+    """Places floating equations at their first reader, except those that are cheap to compute again (`clonable`)."""
+    clonable = _cheap_on_data(body)
+    rank = {p: i for i, p in enumerate(_data_flow_order(num_stages))}
+    readers: dict[compat.Var, set[Place]] = defaultdict(set)
+    for v in body.outvars:
+        if isinstance(v, compat.Var) and (source := body.source_in_loop(v)) and source.place is None:
+            readers[v].add(Place(num_stages - 1, "B" if source.backward else "F"))
+    nodes = []
+    for node in reversed(body.nodes):
+        if node.per_microbatch:
+            places = {node.place} if node.place else set().union(*(readers[v] for v in node.eqn.outvars))
+            if node in clonable:
+                node = dataclasses.replace(node, clonable=True)
+            elif node.place is None:
+                default = Place(num_stages - 1, "B") if node.backward else Place(0, "F")
+                node = dataclasses.replace(node, place=min(places, key=rank.__getitem__, default=default))
+            for v in node.inputs:
+                readers[v] |= {node.place} if node.place else places
+        nodes.append(node)
+    return body.with_nodes(reversed(nodes))
+
+
+def _cheap_on_data(body: Body) -> set[Node]:
+    """The floating equations that each reader may compute again: cheap ones on the microbatch alone."""
     free: set[compat.Var] = {body.index, *body.operands}
+    found: set[Node] = set()
     for node in body.nodes:
         if not node.per_microbatch:
             free.update(node.eqn.outvars)
-        elif node.place is None and not equations.is_heavy(node.eqn) and all(v in free for v in body.inputs(node)):
-            roots = body.reads_whole_operand(node)
-            node.clonable = not roots
-            if node.clonable:
-                free.update(node.eqn.outvars)
-    readers: dict[compat.Var, set[Place]] = defaultdict(set)
-    for v in body.outvars:
-        source = body.source(v)
-        if source and source.per_microbatch and source.place is None and not isinstance(v, compat.Literal):
-            readers[v].add(Place(num_stages - 1, "B" if source.backward else "F"))
-    for node in reversed(body.nodes):
-        if not node.per_microbatch:
-            continue
-        if node.place is None:
-            places = set().union(*(readers[v] for v in node.eqn.outvars))
-            if not node.clonable:
-                default = Place(num_stages - 1, "B") if node.backward else Place(0, "F")
-                node.place = min(places, key=rank.__getitem__, default=default)
-        else:
-            places = {node.place}
-        for v in body.inputs(node):
-            readers[v] |= {node.place} if node.place else places
+        elif (
+            node.place is None
+            and not equations.is_heavy(node.eqn)
+            and all(v in free for v in node.inputs)
+            and not body.reads_whole_operand(node)
+        ):
+            found.add(node)
+            free.update(node.eqn.outvars)
+    return found
 
 
-def sink_residuals(body: Body):
+def sink_residuals(body: Body) -> Body:
     """Moves a forward equation into the backward of its stage when only that reads it, and no more bytes are
     kept for it than before.
     """
@@ -51,23 +62,24 @@ def sink_residuals(body: Body):
     for v in body.outvars:
         if not isinstance(v, compat.Literal):
             readers[v].add(None)
+    nodes = []
     for node in reversed(body.nodes):
-        place = node.place
-        if place and place.kind == "F" and not equations.is_heavy(node.eqn):
-            target = Place(place.stage, "B")
+        if node.place and node.place.kind == "F" and not equations.is_heavy(node.eqn):
+            target = Place(node.place.stage, "B")
             outs = equations.outputs(node.eqn)
             if outs and set().union(*(readers[v] for v in outs)) == {target}:
                 kept = sum(equations.nbytes(v.aval) for v in outs)
-                new = 0
-                for v in set(body.inputs(node)):
-                    source = body.source(v)
-                    if source and source.per_microbatch and not source.clonable and target not in readers[v]:
-                        new += equations.nbytes(v.aval)
+                new = sum(
+                    equations.nbytes(v.aval)
+                    for v in equations.variables(node.inputs)
+                    if (s := body.source_in_loop(v)) and not s.clonable and target not in readers[v]
+                )
                 if new <= kept:
-                    node.place = place = target
-                    node.backward = True
-        for v in body.inputs(node):
-            readers[v].add(place if place or not node.clonable else None)
+                    node = dataclasses.replace(node, place=target, backward=True)
+        for v in node.inputs:
+            readers[v].add(node.place if node.place or not node.clonable else None)
         if node.clonable:
-            for v in body.inputs(node):
+            for v in node.inputs:
                 readers[v] |= set().union(*(readers[o] for o in node.eqn.outvars))
+        nodes.append(node)
+    return body.with_nodes(reversed(nodes))

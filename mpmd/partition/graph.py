@@ -1,7 +1,9 @@
-"""A loop's body as a graph of equations, the ground on which placing stands."""
+"""A loop's body as a graph of equations: what the passes of the partition take and return."""
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import mark_p
 from mpmd.partition import equations
+from mpmd.tracing.trace import Atom, equations_on
 
 
 class Place(NamedTuple):
@@ -22,14 +25,13 @@ class Place(NamedTuple):
         return f"{self.kind}{self.stage}"
 
 
-# --- the body, as a graph -------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation under analysis.
+    """An equation, and what is known of it so far. Each node is a key of its own.
 
     Attributes:
+      per_microbatch: whether it runs in the loop; else before it.
+      backward: whether it belongs to the backward pass.
       place: where it runs; None while it floats.
       clonable: whether each reader may compute it again.
       arrivals: for operands that came through a mark, the place that the (last) mark begins.
@@ -38,125 +40,110 @@ class Node:
     eqn: compat.JaxprEqn
     per_microbatch: bool = True
     backward: bool = False
-    place: Any = None
+    place: Place | None = None
     clonable: bool = False
     arrivals: dict[compat.Var, Place] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def inputs(self) -> list[compat.Var]:
+        """The variables that it reads."""
+        return [v for v in self.eqn.invars if not isinstance(v, compat.Literal)]
 
+    @property
+    def is_mark(self) -> bool:
+        """Whether a stage ends here, forward or backward."""
+        return self.eqn.primitive is mark_p
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """The loop's equations with fresh variables, operands replaced by those of the step."""
+    """A loop's equations in order. A pass takes a body and returns another one; `print(body)` shows it.
 
-    def __init__(self, nodes, index, outvars, operands):
-        self.nodes: list[Node] = nodes
-        self.index: compat.Var = index
-        self.outvars = outvars
-        self.operands: set[compat.Var] = operands
-        self.producer: dict[compat.Var, Node] = {v: n for n in nodes for v in n.eqn.outvars}
+    Attributes:
+      index: the microbatch index.
+      outvars: what one microbatch returns.
+      operands: variables of the step that the loop reads.
+    """
+
+    nodes: tuple[Node, ...]
+    index: compat.Var
+    outvars: tuple[Atom, ...]
+    operands: frozenset[compat.Var]
 
     @classmethod
-    def of(cls, eqn):
-        jaxpr = eqn.params["jaxpr"].jaxpr
-        env = dict(zip(jaxpr.invars, eqn.invars, strict=False))
-        index = env[jaxpr.invars[-1]] = compat.new_var(jaxpr.invars[-1].aval)
-        env |= {v: compat.Literal(c, v.aval) for v, c in zip(jaxpr.constvars, eqn.params["jaxpr"].consts, strict=True)}
+    def of(cls, eqn: compat.JaxprEqn) -> "Body":
+        """The body of a `treduce` equation, with fresh variables, on the operands of the step."""
+        closed = eqn.params["jaxpr"]
+        index = compat.new_var(closed.jaxpr.invars[-1].aval)
+        eqns, outs = equations_on(closed, [*eqn.invars, index])
+        return cls(tuple(map(Node, eqns)), index, tuple(outs), frozenset(equations.variables(eqn.invars)))
 
-        def read(v):
-            return v if isinstance(v, compat.Literal) else env[v]
+    @functools.cached_property
+    def _producer(self) -> dict[compat.Var, Node]:
+        return {v: n for n in self.nodes for v in n.eqn.outvars}
 
-        nodes = []
-        for e in jaxpr.eqns:
-            fresh = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in e.outvars]
-            nodes.append(Node(e.replace(invars=[read(v) for v in e.invars], outvars=fresh)))
-            env.update(zip(e.outvars, fresh, strict=True))
-        operands = {v for v in eqn.invars if not isinstance(v, compat.Literal)}
-        return cls(nodes, index, [read(v) for v in jaxpr.outvars], operands)
+    def with_nodes(self, nodes: Iterable[Node]) -> "Body":
+        """The same body with other nodes."""
+        return dataclasses.replace(self, nodes=tuple(nodes))
 
-    def inputs(self, node):
-        return [v for v in node.eqn.invars if not isinstance(v, compat.Literal)]
-
-    def source(self, v) -> Any:
+    def source(self, v: Atom) -> Node | None:
         """The node that makes a variable; None for operands, the index and literals."""
-        return None if isinstance(v, compat.Literal) else self.producer.get(v)
+        return None if isinstance(v, compat.Literal) else self._producer.get(v)
 
-    def reads_whole_operand(self, node) -> bool:
+    def source_in_loop(self, v: Atom) -> Node | None:
+        """The node that makes a variable anew for each microbatch."""
+        node = self.source(v)
+        return node if node is not None and node.per_microbatch else None
+
+    def reads_whole_operand(self, node: Node) -> bool:
         """Whether an equation reads a large operand other than by taking this microbatch's slice of it."""
         if node.eqn.primitive.name == "dynamic_slice":
             return False
-        return any(v in self.operands and equations.size(v.aval) > 64 for v in self.inputs(node))
+        return any(v in self.operands and equations.size(v.aval) > 64 for v in node.inputs)
 
-    def ancestors(self, atoms) -> set[int]:
-        """Identities of the nodes that `atoms` depend on."""
-        found: set[int] = set()
+    def ancestors(self, atoms: Iterable[Atom]) -> set[Node]:
+        """The nodes that `atoms` depend on."""
+        found: set[Node] = set()
         stack = [n for v in atoms if (n := self.source(v))]
         while stack:
             node = stack.pop()
-            if id(node) not in found:
-                found.add(id(node))
-                stack += [n for v in self.inputs(node) if (n := self.source(v))]
+            if node not in found:
+                found.add(node)
+                stack += [n for v in node.inputs if (n := self.source(v))]
         return found
 
-    def constant(self, v) -> int | None:
+    def live(self, values: Iterable[Atom]) -> set[Node]:
+        """The nodes that `values` or effects depend on."""
+        effects = [n for n in self.nodes if n.eqn.effects]
+        return self.ancestors([*values, *(v for n in effects for v in n.inputs)]).union(effects)
+
+    def constant(self, v: Atom) -> int | None:
         """The value of an integer scalar that follows from literals alone, else None."""
         if v.aval.shape or (not jax.dtypes.issubdtype(v.aval.dtype, np.integer) and v.aval.dtype != np.bool_):
             return None
         if isinstance(v, compat.Literal):
             return int(v.val)
-        node: Any = self.source(v)
+        node = self.source(v)
         fold = None if node is None else _FOLDS.get(node.eqn.primitive.name)
         if fold is None or node is None:
             return None
-        operands = [self.constant(x) for x in node.eqn.invars]
+        operands: list[Any] = [self.constant(x) for x in node.eqn.invars]
         return None if any(x is None for x in operands) else int(fold(*operands))
 
-    def keep_live(self, values):
-        """Drops per-microbatch equations that none of `values` and no effect needs."""
-        effects = [n for n in self.nodes if n.eqn.effects]
-        live = self.ancestors([*values, *(v for n in effects for v in n.eqn.invars)]) | set(map(id, effects))
-        self.nodes = [n for n in self.nodes if id(n) in live or not n.per_microbatch]
-        self.producer = {v: n for n in self.nodes for v in n.eqn.outvars}
+    def __str__(self):
+        names: dict[Atom, str] = {self.index: "index"}
 
-    def drop_microbatch_free(self):
-        """Finds what no microbatch changes. Cheap views and constants may be computed again inside the tasks
-        that read them; everything else is computed before the loop and becomes an operand.
-        """
-        moving = {self.index}
-        rooted: set[compat.Var] = set(self.operands)
+        def name(v: Atom) -> str:
+            if isinstance(v, compat.Literal):
+                return str(v.val)
+            return names.setdefault(v, f"{'arg' if v in self.operands else 'v'}{len(names) - 1}")
+
+        lines = []
         for node in self.nodes:
-            ins = self.inputs(node)
-            node.per_microbatch = bool(node.eqn.effects) or any(v in moving for v in ins)
-            if node.per_microbatch or node.eqn.primitive is mark_p:
-                node.per_microbatch = True
-                moving.update(node.eqn.outvars)
-                continue
-            from_operands = any(v in rooted for v in ins)
-            if from_operands:
-                rooted.update(node.eqn.outvars)
-            cheap = not equations.is_heavy(node.eqn)
-            node.clonable = cheap and (
-                not from_operands or equations.is_layout(node.eqn) or equations.is_scalar_work(node.eqn)
-            )
-
-    def forget_marks(self):
-        """Marks are identities: what crosses several of them untouched is one value."""
-        alias: dict[compat.Var, compat.Var | compat.Literal] = {}
-
-        def read(v):
-            while not isinstance(v, compat.Literal) and v in alias:
-                v = alias[v]
-            return v
-
-        kept = []
-        for node in self.nodes:
-            marked = [(read(v), self.producer[v].place) for v in self.inputs(node) if v in alias]
-            node.arrivals = {v: place for v, place in marked if not isinstance(v, compat.Literal)}
-            node.eqn = node.eqn.replace(invars=[read(v) for v in node.eqn.invars])
-            if node.eqn.primitive is mark_p:
-                alias.update(zip(node.eqn.outvars, node.eqn.invars, strict=True))
-            else:
-                kept.append(node)
-        self.nodes = kept
-        self.outvars = [read(v) for v in self.outvars]
-        self.producer = {v: n for n in kept for v in n.eqn.outvars}
+            where = str(node.place or ("any" if node.per_microbatch else "once"))
+            outs, ins = " ".join(map(name, node.eqn.outvars)), " ".join(map(name, node.eqn.invars))
+            lines.append(f"{where:4} {outs} = {node.eqn.primitive.name} {ins}".rstrip())
+        return "\n".join([*lines, f"return {' '.join(map(name, self.outvars))}"])
 
 
 # What indexing writes for a scalar index: `select_n(i < 0, i, i + size)`.
@@ -169,3 +156,32 @@ _FOLDS = {
     "squeeze": int,
     "select_n": lambda which, *cases: cases[which],
 }
+
+
+def hoist(body: Body) -> Body:
+    """Marks what no microbatch changes as computed once, before the loop, where it becomes an operand.
+
+    Cheap views and constants may be computed again inside the tasks that read them.
+    """
+    moving = {body.index}
+    rooted = set(body.operands)
+    nodes = []
+    for node in body.nodes:
+        if node.eqn.effects or node.is_mark or any(v in moving for v in node.inputs):
+            moving.update(node.eqn.outvars)
+            nodes.append(node)
+            continue
+        from_operands = any(v in rooted for v in node.inputs)
+        if from_operands:
+            rooted.update(node.eqn.outvars)
+        clonable = not equations.is_heavy(node.eqn) and (
+            not from_operands or equations.is_layout(node.eqn) or equations.is_scalar_work(node.eqn)
+        )
+        nodes.append(dataclasses.replace(node, per_microbatch=False, clonable=clonable))
+    return body.with_nodes(nodes)
+
+
+def drop_unused(body: Body, values: Iterable[Atom]) -> Body:
+    """Drops equations of the loop that none of `values` and no effect needs."""
+    live = body.live(values)
+    return body.with_nodes(n for n in body.nodes if n in live or not n.per_microbatch)

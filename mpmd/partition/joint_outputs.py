@@ -15,7 +15,8 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.ops.reductions import Operation
 from mpmd.partition import equations
-from mpmd.partition.graph import Body, Place
+from mpmd.partition.graph import Body, Node, Place
+from mpmd.tracing.trace import Atom
 
 # The most elements of a part that is kept for all microbatches.
 _SMALL = 64
@@ -61,55 +62,56 @@ class Joins:
         self._body = body
         self._joint = self._find()
 
-    def _find(self) -> dict[int, int]:
-        """The nodes that depend on the backward of several stages, and on which no gradient depends: by their identity,
-        the position in the body.
-        """
-        tail, held = set(), set()
+    def _find(self) -> dict[Node, int]:
+        """The positions of the nodes that depend on several stages' backward, and on which no gradient depends."""
+        tail: set[Node] = set()
+        held: set[compat.Var] = set()
         for node in reversed(self._body.nodes):
             if not node.per_microbatch:
                 continue
             in_backward = node.place is not None and node.place.kind == "B"
             needed = node.eqn.effects or compat.is_transposed(node.eqn) or any(v in held for v in node.eqn.outvars)
             if in_backward and not needed:
-                tail.add(id(node))
+                tail.add(node)
             else:
-                held.update(self._body.inputs(node))
-        joint: dict[int, int] = {}
+                held.update(node.inputs)
+        joint: dict[Node, int] = {}
         stages: dict[compat.Var, set[int]] = {}
         for position, node in enumerate(self._body.nodes):
-            if id(node) not in tail:
+            if node not in tail:
                 if node.place is not None and node.place.kind == "B":
                     stages.update((v, {node.place.stage}) for v in node.eqn.outvars)
                 continue
-            found = set().union(*(stages.get(v, ()) for v in self._body.inputs(node)))
+            found = set().union(*(stages.get(v, ()) for v in node.inputs))
             stages.update((v, found) for v in node.eqn.outvars)
             if len(found) > 1:
-                joint[id(node)] = position
+                joint[node] = position
         return joint
 
-    def of(self, value) -> Join | None:
+    def of(self, value: Atom) -> Join | None:
         """How an output is computed after the loop; None if it is no join, or one of large parts."""
         body = self._body
         last = body.source(value)
-        if last is None or id(last) not in self._joint:
+        if last is None or last not in self._joint:
             return None
-        cone, stack = set(), [last]
+        cone: set[Node] = set()
+        stack = [last]
         while stack:
             node = stack.pop()
-            if (position := self._joint.get(id(node))) is not None and position not in cone:
-                cone.add(position)
-                stack += [n for v in body.inputs(node) if (n := body.source(v)) is not None]
-        nodes = [body.nodes[i] for i in sorted(cone)]
+            if node in self._joint and node not in cone:
+                cone.add(node)
+                stack += [n for v in node.inputs if (n := body.source(v)) is not None]
+        nodes = sorted(cone, key=self._joint.__getitem__)
         made = {v for n in nodes for v in n.eqn.outvars}
         read = [v for v in equations.variables(v for n in nodes for v in n.eqn.invars) if v not in made]
         parts, operands = [], []
         for v in read:
-            source = body.source(v)
-            if source is not None and source.per_microbatch:
+            if (source := body.source_in_loop(v)) is not None:
                 if equations.size(v.aval) > _SMALL or keys.is_key(v.aval.dtype):
                     return None
-                parts.append((v, source.place or last.place))
+                place = source.place or last.place
+                assert place is not None  # of the backward, like all that is joined
+                parts.append((v, place))
             elif v is not body.index:
                 operands.append(v)
         invars = [body.index, *(v for v, _ in parts), *operands]

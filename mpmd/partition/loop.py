@@ -18,6 +18,7 @@ The result is pure data: `LoopPartition`, which prints itself.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
@@ -25,10 +26,13 @@ from mpmd.ops.treduce import LoopInfo
 from mpmd.partition import equations
 from mpmd.partition.accumulators import Accumulator, reduce_outputs
 from mpmd.partition.backward_stages import backward_stages, find_backward
-from mpmd.partition.floating import resolve_floats, sink_residuals
+from mpmd.partition.equations import live_equations
+from mpmd.partition.floating import place_floating, sink_residuals
 from mpmd.partition.forward_stages import forward_stages
-from mpmd.partition.graph import Body, Place
-from mpmd.partition.marks import Marks, check_marks_are_used
+from mpmd.partition.graph import Body, Node, Place, drop_unused, hoist
+from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
+from mpmd.partition.split_backward import split_backward
+from mpmd.tracing.trace import Atom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +78,14 @@ class LoopPartition:
     names: dict[compat.Var, str]
     labels: tuple[str | None, ...]
 
-    def task(self, place) -> TaskBody:
+    def task(self, place: Place) -> TaskBody:
         """The task at `place`."""
         return next(t for t in self.tasks if t.place == place)
 
     def __str__(self):
         return "\n".join(self._lines())
 
-    def _lines(self):
+    def _lines(self) -> Iterator[str]:
         producer = {v: t.place for t in self.tasks for v in t.writes}
         readers = defaultdict(list)
         for t in self.tasks:
@@ -116,58 +120,61 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
     """
     info: LoopInfo = eqn.params["info"]
-    body = Body.of(eqn)
-    check_marks_are_used(body)
+    body = hoist(check_marks_are_used(Body.of(eqn)))
     marks = Marks.of(body, info)
-    body.drop_microbatch_free()
-    _place(body, marks, info.num_microbatches)
-    body.forget_marks()
-    resolve_floats(body, marks.num_stages)
-    sink_residuals(body)
-    accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
-    body.keep_live([a.value for a in accumulators])
-    return _build(body, info, marks.labels, accumulators, after, split)
+    body = forget_marks(place_equations(body, marks, info.num_microbatches))
+    body = sink_residuals(place_floating(body, marks.num_stages))
+    body, accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
+    body = drop_unused(body, [a.value for a in accumulators])
+    if split:
+        body, accumulators = split_backward(body, accumulators)
+    return _tasks(body, info, marks.labels, accumulators, after, ("F", "I", "W") if split else ("F", "B"))
 
 
-def _place(body: Body, marks: Marks, num_microbatches: int):
+def place_equations(body: Body, marks: Marks, num_microbatches: int) -> Body:
+    """Gives each equation of the loop its place by the marks; what floats has none yet."""
     backward = find_backward(body, marks)
     forward = forward_stages(body, marks, backward, num_microbatches)
     gradients = backward_stages(body, marks, backward, forward)
-    for node in body.nodes:
-        node.backward = id(node) in backward
-        if id(node) in forward:
-            node.place = Place(forward[id(node)], "F")
-        elif id(node) in gradients:
-            node.place = Place(gradients[id(node)], "B")
+    places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
+    return body.with_nodes(
+        dataclasses.replace(n, backward=n in backward, place=places.get(n)) if n in backward or n in places else n
+        for n in body.nodes
+    )
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def _build(body: Body, info, labels, accumulators, after, split) -> LoopPartition:
-    num_stages = len(labels)
-    if split:
-        split_backward(body, accumulators)
-        accumulators = [dataclasses.replace(a, place=_split_place(body, a)) for a in accumulators]
-    kinds = ("F", "I", "W") if split else ("F", "B")
-    places = [Place(s, k) for k in kinds for s in (range(num_stages) if k == "F" else reversed(range(num_stages)))]
-    own: dict[Place, list[int]] = defaultdict(list)
-    for i, node in enumerate(body.nodes):
+def _tasks(
+    body: Body,
+    info: LoopInfo,
+    labels: tuple[str | None, ...],
+    accumulators: Sequence[Accumulator],
+    after: Sequence[compat.JaxprEqn],
+    kinds: Sequence[str],
+) -> LoopPartition:
+    """A body of which every equation has its place, as tasks."""
+    stages = range(len(labels))
+    places = [Place(s, k) for k in kinds for s in (stages if k == "F" else reversed(stages))]
+    own: dict[Place, list[Node]] = defaultdict(list)
+    for node in body.nodes:
         if node.per_microbatch and node.place:
-            own[node.place].append(i)
-    position = {v: i for i, n in enumerate(body.nodes) for v in n.eqn.outvars}
-    drafts = {p: _gather(body, p, own[p], position, [a for a in accumulators if a.place == p]) for p in places}
-    read_by_others = {v for p, d in drafts.items() for v in d.reads}
+            own[node.place].append(node)
+    position = {n: i for i, n in enumerate(body.nodes)}
+    accs = {p: tuple(k for k, a in enumerate(accumulators) if a.place == p) for p in places}
+    values = {p: [accumulators[k].value for k in accs[p]] for p in places}
+    drafts = {p: _gather(body, p, own[p], values[p]) for p in places}
+    read_by_others = {v for draft in drafts.values() for v in draft.reads}
     tasks, names = [], {}
     for p in places:
-        d = drafts[p]
-        writes = [v for i in own[p] for v in body.nodes[i].eqn.outvars if v in read_by_others]
+        writes = [v for n in own[p] for v in n.eqn.outvars if v in read_by_others]
         names.update((v, f"{p}.{n}") for n, v in enumerate(writes))
-        accs = tuple(k for k, a in enumerate(accumulators) if a.place == p)
-        eqns = _live(d.eqns, [*writes, *(accumulators[k].value for k in accs)])
-        operands, reads = _free_variables(body, eqns, [accumulators[k].value for k in accs])
-        uses_index = _needs_index(body, eqns, accumulators, accs)
-        tasks.append(TaskBody(p, eqns, operands, reads, tuple(writes), accs, uses_index))
+        eqns = [n.eqn for n in sorted(drafts[p].nodes, key=position.__getitem__)]
+        eqns = live_equations(eqns, [*writes, *values[p]])
+        operands, reads = _free_variables(body, eqns, values[p])
+        uses_index = _reads_index(body, eqns, values[p]) or any(accumulators[k].operation.reads_index for k in accs[p])
+        tasks.append(TaskBody(p, tuple(eqns), operands, reads, tuple(writes), accs[p], uses_index))
     # Dropping a dead equation may leave a value that nobody reads any more.
     wanted = {v for t in tasks for v in t.reads}
     tasks = [dataclasses.replace(t, writes=tuple(v for v in t.writes if v in wanted)) for t in tasks]
@@ -176,92 +183,38 @@ def _build(body: Body, info, labels, accumulators, after, split) -> LoopPartitio
 
 
 class _Draft(NamedTuple):
-    eqns: list
-    reads: set
+    nodes: set[Node]
+    reads: set[compat.Var]
 
 
-def _gather(body: Body, place, own, position, accumulators) -> _Draft:
-    """The task's own equations with the cheap ones that they read, in order."""
+def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence[Atom]) -> _Draft:
+    """A task's own equations and the cheap ones that they read; what it reads of other tasks."""
     wanted, reads = set(own), set()
-    stack = [v for i in own for v in body.inputs(body.nodes[i])] + [a.value for a in accumulators]
+    stack: list[Atom] = [*(v for n in own for v in n.inputs), *accumulated]
     while stack:
         v = stack.pop()
         node = body.source(v)
         if node is None or node.place == place:
             continue
         if node.clonable or equations.is_free_view(node.eqn):
-            i = position[v]
-            if i not in wanted:
-                wanted.add(i)
-                stack += body.inputs(node)
+            if node not in wanted:
+                wanted.add(node)
+                stack += node.inputs
         elif node.per_microbatch:
             reads.add(v)
-    return _Draft([body.nodes[i].eqn for i in sorted(wanted)], reads)
+    return _Draft(wanted, reads)
 
 
-def _live(eqns, wanted):
-    needed = set(equations.variables(wanted))
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(equations.variables(eqn.invars))
-    return tuple(reversed(kept))
-
-
-def _free_variables(body: Body, eqns, accumulated):
+def _free_variables(
+    body: Body, eqns: Sequence[compat.JaxprEqn], accumulated: Sequence[Atom]
+) -> tuple[tuple[compat.Var, ...], tuple[compat.Var, ...]]:
     """(operands, reads) of a task, in order of first use."""
     bound = {v for e in eqns for v in e.outvars}
-    free = [
-        v
-        for v in equations.variables([v for e in eqns for v in e.invars] + list(accumulated))
-        if v not in bound and v is not body.index
-    ]
-    reads = tuple(v for v in free if (n := body.source(v)) and n.per_microbatch)
+    used = equations.variables([*(v for e in eqns for v in e.invars), *accumulated])
+    free = [v for v in used if v not in bound and v is not body.index]
+    reads = tuple(v for v in free if body.source_in_loop(v))
     return tuple(v for v in free if v not in reads), reads
 
 
-def _needs_index(body, eqns, accumulators, accs) -> bool:
-    values = [v for e in eqns for v in e.invars] + [accumulators[k].value for k in accs]
-    return any(v is body.index for v in values) or any(accumulators[k].operation.reads_index for k in accs)
-
-
-def split_backward(body: Body, accumulators):
-    """Turns each `B` into `I`, what the previous stage's gradient needs, and `W`, the rest.
-
-    An equation that feeds both, and every effect, runs once, in `I`; `W` reads what it made. So does what another
-    stage's backward reads in the loop: no weight half waits for one of another stage.
-    """
-    readers = defaultdict(set)
-    for node in body.nodes:
-        if node.per_microbatch and node.place:
-            for v in body.inputs(node):
-                readers[v].add(node.place)
-    for acc in accumulators:
-        if not isinstance(acc.value, compat.Literal):
-            readers[acc.value].add(acc.place)
-    urgent: set[compat.Var] = set()
-    for node in reversed(body.nodes):
-        if not node.per_microbatch:
-            continue
-        if node.clonable and node.place is None:
-            continue
-        if node.place is None or node.place.kind != "B":
-            continue
-        outs = equations.outputs(node.eqn)
-        crosses = any(
-            p != node.place and p.kind in "BIW" for v in outs for p in readers[v] if p.stage != node.place.stage
-        )
-        if node.eqn.effects or crosses or any(v in urgent for v in outs):
-            urgent.update(body.inputs(node))
-            node.place = Place(node.place.stage, "I")
-        else:
-            node.place = Place(node.place.stage, "W")
-
-
-def _split_place(body, acc: Accumulator) -> Place:
-    if acc.place.kind != "B":
-        return acc.place
-    source = body.source(acc.value)
-    here = source and source.per_microbatch and source.place and source.place.stage == acc.place.stage
-    return source.place if here and source.place.kind in "IW" else Place(acc.place.stage, "W")
+def _reads_index(body: Body, eqns: Sequence[compat.JaxprEqn], accumulated: Sequence[Atom]) -> bool:
+    return any(v is body.index for v in (*(v for e in eqns for v in e.invars), *accumulated))

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
-from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node
+from mpmd.tracing.trace import Atom
+from scheduler import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,19 +17,24 @@ class Marks:
     """The marks of a loop's body.
 
     Attributes:
-      number: the boundary of each mark, by the identity of its node: forward, backward and tangent ones.
+      number: the boundary of each mark: forward, backward and tangent ones.
       forward: the forward ones, in the order of the text.
       labels: per stage, the name that the mark at its end gives it, or None.
     """
 
     num_stages: int
-    number: dict[int, int]
+    number: dict[Node, int]
     forward: tuple[Node, ...]
     labels: tuple[str | None, ...]
 
     @classmethod
-    def of(cls, body: Body, info: LoopInfo):
-        nodes = [n for n in body.nodes if n.eqn.primitive is mark_p]
+    def of(cls, body: Body, info: LoopInfo) -> "Marks":
+        """Reads and checks the marks of a body.
+
+        Raises:
+          StageError: the marks do not fit the schedule, or one depends on gradients.
+        """
+        nodes = [n for n in body.nodes if n.is_mark]
         forward = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")
         _check_number_of_marks(forward, info.schedule)
         number = _number_marks(nodes, forward)
@@ -37,11 +44,11 @@ class Marks:
         return cls(num_stages, number, forward, labels)
 
 
-def _check_marks_follow_no_gradient(body: Body, number: dict[int, int]):
+def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None:
     earliest: dict[compat.Var, int] = {}
     for node in body.nodes:
-        kind = node.eqn.params["kind"] if node.eqn.primitive is mark_p else None
-        early = [earliest[v] for v in body.inputs(node) if v in earliest]
+        kind = node.eqn.params["kind"] if node.is_mark else None
+        early = [earliest[v] for v in node.inputs if v in earliest]
         if kind == "forward" and early:
             raise StageError(
                 f"mark_stage_end at {compat.source_line(node.eqn)} depends on gradients of stage {min(early)},"
@@ -49,19 +56,22 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[int, int]):
                 "  Mark stage ends in the forward pass only, once per microbatch."
             )
         if kind == "backward":
-            early.append(number[id(node)])
+            early.append(number[node])
         if early:
             earliest.update(dict.fromkeys(node.eqn.outvars, min(early)))
 
 
-def check_marks_are_used(body: Body):
-    """Drops what nothing needs; a forward mark among it is a mistake."""
-    effects = [v for n in body.nodes if n.eqn.effects for v in n.eqn.outvars + n.eqn.invars]
-    live = body.ancestors([*body.outvars, *effects]) | {id(n) for n in body.nodes if n.eqn.effects}
+def check_marks_are_used(body: Body) -> Body:
+    """Drops what nothing needs; a forward mark among it is a mistake.
+
+    Raises:
+      StageError: nobody uses a mark, or it stands in a function with a custom derivative.
+    """
+    live = body.live(body.outvars)
     for node in body.nodes:
-        if node.eqn.primitive is not mark_p or node.eqn.params["kind"] != "forward":
+        if not node.is_mark or node.eqn.params["kind"] != "forward":
             continue
-        if id(node) not in live:
+        if node not in live:
             raise StageError(
                 f"mark_stage_end at {compat.source_line(node.eqn)}: nobody uses its result, so no stage ends there.\n"
                 "  Use the values that it returns: x = mark_stage_end(x)."
@@ -71,11 +81,31 @@ def check_marks_are_used(body: Body):
                 f"mark_stage_end inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end there.\n"
                 "  Mark the stage end outside of the function with a custom derivative."
             )
-    body.nodes = [n for n in body.nodes if id(n) in live]
-    body.producer = {v: n for n in body.nodes for v in n.eqn.outvars}
+    return body.with_nodes(n for n in body.nodes if n in live)
 
 
-def _check_number_of_marks(forward, schedule):
+def forget_marks(body: Body) -> Body:
+    """Marks are identities: what crosses several of them untouched is one value."""
+    alias: dict[compat.Var, Atom] = {}
+
+    def read(v: Atom) -> Atom:
+        while not isinstance(v, compat.Literal) and v in alias:
+            v = alias[v]
+        return v
+
+    nodes = []
+    for node in body.nodes:
+        marked = [(read(v), mark.place) for v in node.inputs if v in alias and (mark := body.source(v))]
+        arrivals = {v: place for v, place in marked if place and not isinstance(v, compat.Literal)}
+        eqn = node.eqn.replace(invars=[read(v) for v in node.eqn.invars]) if marked else node.eqn
+        if node.is_mark:
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
+            nodes.append(dataclasses.replace(node, eqn=eqn, arrivals=arrivals) if marked else node)
+    return dataclasses.replace(body, nodes=tuple(nodes), outvars=tuple(map(read, body.outvars)))
+
+
+def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
     stages, found = schedule.num_stages, len(forward)
     if found in (stages - 1, stages):
         return
@@ -89,18 +119,18 @@ def _check_number_of_marks(forward, schedule):
     )
 
 
-def _number_marks(nodes, forward) -> dict[int, int]:
+def _number_marks(nodes: Sequence[Node], forward: Sequence[Node]) -> dict[Node, int]:
     """The boundary of every mark. Marks from a cached inner jaxpr share an id: backward ones then pair with
     forward ones from the last to the first, which is the order of a backward pass.
     """
-    number = {id(n): k for k, n in enumerate(forward)}
-    by_id = defaultdict(list)
+    number = {n: k for k, n in enumerate(forward)}
+    by_id: dict[object, list[int]] = defaultdict(list)
     for node in forward:
-        by_id[node.eqn.params["id"]].append(number[id(node)])
+        by_id[node.eqn.params["id"]].append(number[node])
     for kind, step in (("backward", -1), ("tangent", 1)):
         queues = {mark: list(ks)[::step] for mark, ks in by_id.items()}
         for node in nodes:
             if node.eqn.params["kind"] == kind:
                 queue = queues[node.eqn.params["id"]]
-                number[id(node)] = queue.pop(0) if len(queue) > 1 else queue[0]
+                number[node] = queue.pop(0) if len(queue) > 1 else queue[0]
     return number

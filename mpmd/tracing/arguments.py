@@ -268,7 +268,7 @@ def donated_leaves(call: Call, positions, names) -> frozenset[int]:
     return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
 
 
-def zeros_of(aval):
+def zeros_of(aval: Any) -> jax.Array:
     """Zeros (or keys of zeros) of a type."""
     return keys.zeros(aval.shape, aval.dtype)
 

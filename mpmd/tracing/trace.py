@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,15 @@ from mpmd.ops.reductions import explicit_sharding
 from mpmd.ops.stage_end import mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
 from mpmd.tracing.named_schedules import with_schedules
+
+Atom = compat.Var | compat.Literal
+
+
+class Equations(NamedTuple):
+    """Equations with variables of their own, and their results."""
+
+    eqns: list[compat.JaxprEqn]
+    outs: list[Atom]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,30 +340,34 @@ def _mentions(value, axis) -> bool:
     return isinstance(value, str) and value == axis
 
 
-def trace_equations(fun, *atoms):
-    """The equations of `fun` on the types of `atoms`, reading `atoms`, with variables of their own: (eqns, results)."""
-    meshes = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
-    with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
-        closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
-    flat = inline(closed.jaxpr)
-    env = dict(zip(flat.invars, atoms, strict=True))
-    env |= {v: compat.Literal(c, v.aval) for v, c in zip(flat.constvars, closed.consts, strict=True)}
+def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
+    """The equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
+    env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    env |= {v: _as_literal(v, c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
     eqns = []
-    for eqn in flat.eqns:  # tracing is cached: the same function may give the same variables twice
+    for eqn in closed.jaxpr.eqns:
         fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
         env.update(zip(eqn.outvars, fresh, strict=True))
-    return eqns, [_read(env, v) for v in flat.outvars]
+    return Equations(eqns, [_read(env, v) for v in closed.jaxpr.outvars])
 
 
-def _abstract(atom) -> jax.ShapeDtypeStruct:
+def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
+    """The equations of `fun` on `atoms`."""
+    meshes = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
+    with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
+        closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
+    return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), atoms)
+
+
+def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
     aval: Any = atom.aval
     sharding = explicit_sharding(aval)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def copy_equations(atom):
-    """The equations that copy a variable or a literal: (eqns, [the copy])."""
+def copy_equations(atom: Atom) -> Equations:
+    """The equations that copy a variable or a literal."""
     if isinstance(atom, compat.Literal):
         constant = np.asarray(atom.val, atom.aval.dtype)
         return trace_equations(lambda: jax.lax.copy_p.bind(constant))
