@@ -7,7 +7,7 @@ them out again, in a segment that it runs anyhow where there is one.
 
 import functools
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from mpmd import _jax_compat as compat
 from mpmd.partition.outline import Transfer
 from mpmd.tracing.trace import trace_equations
 
-_END = 1 << 30  # the level of what the step returns
+# Per variable and group, the levels at which it is read there.
+Readers = dict[tuple[compat.Var, int], set[int]]
 
 
 class Packed(NamedTuple):
@@ -32,18 +33,20 @@ class Packed(NamedTuple):
     """
 
     transfers: list[Transfer]
-    last: dict[tuple[int, int], list]
-    first: dict[tuple[int, int], list]
-    readers: dict[tuple[compat.Var, int], set[int]]
+    last: dict[tuple[int, int], list[compat.JaxprEqn]]
+    first: dict[tuple[int, int], list[compat.JaxprEqn]]
+    readers: Readers
     sizes: dict[compat.Var, int]
 
 
-def pack_scalars(transfers: list[Transfer], readers, segments: set[tuple[int, int]], loop_levels: set[int]) -> Packed:
+def pack_scalars(
+    transfers: list[Transfer], readers: Readers, segments: set[tuple[int, int]], loop_levels: set[int]
+) -> Packed:
     """Packs the scalars among transfers.
 
     Args:
       transfers: what crosses outside of the loops.
-      readers: per variable and group, the levels at which it is read there.
+      readers: who reads them.
       segments: (level, group) of every segment.
       loop_levels: the levels of the loops.
     """
@@ -79,7 +82,7 @@ def pack_scalars(transfers: list[Transfer], readers, segments: set[tuple[int, in
     return packed
 
 
-def _unpack_level(t: Transfer, until: int, segments, loop_levels) -> int | None:
+def _unpack_level(t: Transfer, until: int, segments: set[tuple[int, int]], loop_levels: set[int]) -> int | None:
     """The level at which the target takes its scalars out: in its next segment, if no reader comes before that."""
     own = sorted(level for level, g in segments if g == t.target and t.level < level <= until)
     if own:
@@ -94,7 +97,7 @@ _WORDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
           "float16", "bfloat16", "float32", "float64"}  # fmt: skip
 
 
-def _is_packable(aval) -> bool:
+def _is_packable(aval: Any) -> bool:
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     return (
         getattr(aval, "shape", None) == ()

@@ -13,6 +13,7 @@ evenly.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.cross_group import SMALL, across_p, place_p
@@ -78,16 +79,32 @@ class StageText:
                     arrived[new] = here
         return cls(stage, arrivals, num_stages)
 
-    def groups(self, items, held, num_groups: int) -> tuple[list[int], list[bool]]:
-        """Per stage, its group, and whether placed weights say so.
 
-        Args:
-          items: the step's equations.
-          held: the groups of each argument that is placed.
-        """
-        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(self.num_stages)]
+@dataclasses.dataclass(frozen=True)
+class StageGroups:
+    """The group of each stage of a step without a loop.
+
+    Attributes:
+      groups: per stage, its group.
+      firm: per stage, whether placed weights say so.
+    """
+
+    text: StageText
+    groups: list[int]
+    firm: list[bool]
+
+    @classmethod
+    def of(
+        cls,
+        text: StageText,
+        items: Iterable[compat.JaxprEqn],
+        held: Mapping[compat.Var, Groups | None],
+        num_groups: int,
+    ) -> "StageGroups":
+        """Gives each stage the group that holds most of its weights; `held`: the groups of each argument."""
+        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(text.num_stages)]
         for item in items:
-            if (s := self.stage.get(item.outvars[0]) if item.outvars else None) is None:
+            if (s := text.stage.get(item.outvars[0]) if item.outvars else None) is None:
                 continue
             for v in equations.variables(item.invars):
                 if len(groups := held.get(v) or ()) == 1 and equations.size(v.aval) > _WEIGHT:
@@ -95,11 +112,29 @@ class StageText:
         found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
         firm = [g is not None for g in found]
         if not any(firm):
-            return [s * num_groups // self.num_stages for s in range(self.num_stages)], firm
-        for s in range(1, self.num_stages):  # a stage without weights runs where the one before it does
+            return cls(text, [s * num_groups // text.num_stages for s in range(text.num_stages)], firm)
+        for s in range(1, text.num_stages):  # a stage without weights runs where the one before it does
             found[s] = found[s - 1] if found[s] is None else found[s]
         first = next(g for g in found if g is not None)
-        return [first if g is None else g for g in found], firm
+        return cls(text, [first if g is None else g for g in found], firm)
+
+    def group(self, eqn: compat.JaxprEqn) -> int | None:
+        """The group of the stage in whose text an equation stands."""
+        stage = self._stage(eqn)
+        return None if stage is None else self.groups[stage]
+
+    def is_firm(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether placed weights say where the stage of an equation is."""
+        stage = self._stage(eqn)
+        return stage is not None and self.firm[stage]
+
+    def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
+        """For operands that came through a mark, the group of the stage that it begins."""
+        stages = self.text.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
+        return {v: self.groups[stage] for v, stage in stages.items()}
+
+    def _stage(self, eqn: compat.JaxprEqn) -> int | None:
+        return self.text.stage.get(eqn.outvars[0]) if eqn.outvars else None
 
 
 # --- pins -----------------------------------------------------------------------------------------
@@ -112,56 +147,66 @@ class Pins:
       of: per variable, the groups that hold it; None where any group would do.
       firm: variables whose place follows from something that is placed: an argument, a loop, the user's word. The
         others are where they are for want of a better place.
+      weights: large arguments that are placed, and what is made of them alone.
+      state: arguments that the step returns anew, and what is made of them.
       follows: results larger than their operands: the operands are sent instead.
+      anchored: results of equations that stay with their weights.
+      torn: whether an equation had to choose between groups.
+      stages: the groups of the stages that marks make, if there are any.
+
+    Args:
+      arguments: the groups of each input, where something says so.
+      state: inputs that are state.
     """
 
-    def __init__(self, num_groups: int, arguments: dict, state, placed, text: StageText | None, items):
+    def __init__(
+        self,
+        arguments: Mapping[compat.Var, Groups | None],
+        state: Iterable[compat.Var] = (),
+        stages: StageGroups | None = None,
+    ):
         self.of: dict[compat.Var, Groups | None] = dict(arguments)
         self.firm = {v for v, groups in arguments.items() if groups is not None}
         self.weights = {v for v in self.firm if equations.size(v.aval) > _WEIGHT}
         self.state = set(state)
-        self.placed = placed
         self.follows: set[compat.Var] = set()
-        self.order: dict[compat.Var, int] = {}
-        self.anchored: set[compat.Var] = set()  # results of equations that stay with their weights
-        self.torn = False  # whether an equation had to choose between groups
-        self.text = text
-        self.stage_groups, self.stage_firm = text.groups(items, arguments, num_groups) if text else ([], [])
-        self.has_loop = False
+        self.anchored: set[compat.Var] = set()
+        self.torn = False
+        self.stages = stages
+        self._order: dict[compat.Var, int] = {}
+        self._after_loop = False
 
-    def loop_result(self, v, groups: Groups):
-        """A loop's result lies where it is accumulated."""
-        self.has_loop = True
+    def loop_result(self, v: compat.Var, groups: Groups) -> None:
+        """Records that a loop's result is where it is accumulated."""
+        self._after_loop = True
         self.of[v] = groups
         self.firm.add(v)
 
-    def pin(self, eqn) -> Groups | None:
+    def pin(self, eqn: compat.JaxprEqn) -> Groups | None:
         """The groups that may run an equation, None where any group would do."""
         if eqn.primitive is place_p:
-            return self.placed[eqn.outvars[0]]
+            return eqn.params["groups"]
         if eqn.primitive is across_p and equations.nbytes(eqn.outvars[0].aval) <= SMALL:
             return None  # where it is wanted: each group gets all the parts
         held = self._held(eqn)
         if not held:
-            stage = self._stage(eqn) if (runs_once(eqn) or _looks_up(eqn)) and not eqn.effects else None
-            return None if stage is None else frozenset([self.stage_groups[stage]])
+            group = None if eqn.effects else self._group_of_text(eqn)
+            return None if group is None else frozenset([group])
         common = frozenset.intersection(*(groups for groups, _ in held))
         if not common:
             return frozenset([self._choose(eqn, held)])
         return self._in_its_text(eqn, held, common) or common
 
-    def bind(self, eqn, pin: Groups | None):
+    def bind(self, eqn: compat.JaxprEqn, pin: Groups | None) -> None:
         """Records where an equation's results are."""
         operands = equations.variables(eqn.invars)
         if eqn.effects or eqn.primitive is place_p or (equations.is_heavy(eqn) and self.weights.intersection(operands)):
             self.anchored.update(eqn.outvars)
         for v in eqn.outvars:
             self.of[v] = pin
-            self.order[v] = len(self.order)
-        firm = eqn.primitive is place_p or any(v in self.firm for v in operands)
-        if not firm and pin and self.text is not None and (s := self._stage(eqn)) is not None:
-            firm = self.stage_firm[s]
-        if pin is not None and firm:
+            self._order[v] = len(self._order)
+        by_stage = bool(pin) and self.stages is not None and self.stages.is_firm(eqn)
+        if pin is not None and (by_stage or eqn.primitive is place_p or any(v in self.firm for v in operands)):
             self.firm.update(eqn.outvars)
         if operands and not equations.is_heavy(eqn) and all(v in self.weights for v in operands):
             self.weights.update(eqn.outvars)
@@ -171,36 +216,38 @@ class Pins:
         if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_layout(eqn) and made)):
             self.follows.update(eqn.outvars)
 
-    def _stage(self, eqn) -> int | None:
-        return self.text.stage.get(eqn.outvars[0]) if self.text and eqn.outvars else None
+    def _group_of_text(self, eqn: compat.JaxprEqn) -> int | None:
+        """The group of the stage in whose text a heavy equation stands."""
+        return self.stages.group(eqn) if self.stages and (runs_once(eqn) or _looks_up(eqn)) else None
 
-    def _held(self, eqn) -> list[tuple[Groups, compat.Var]]:
+    def _held(self, eqn: compat.JaxprEqn) -> list[tuple[Groups, compat.Var]]:
         """Operands that are somewhere, and where; a value that came through a mark is in the stage that this begins."""
-        arrived = self.text.arrivals.get(eqn.outvars[0], {}) if self.text and eqn.outvars else {}
+        arrived = self.stages.arrived(eqn) if self.stages else {}
         found = []
         for v in equations.variables(eqn.invars):
             if v in arrived and equations.size(v.aval) > 1:
-                found.append((frozenset([self.stage_groups[arrived[v]]]), v))
+                found.append((frozenset([arrived[v]]), v))
             elif (groups := self.of[v]) is not None:
                 found.append((groups, v))
         return found
 
-    def _in_its_text(self, eqn, held, common: Groups) -> Groups | None:
+    def _in_its_text(
+        self, eqn: compat.JaxprEqn, held: Sequence[tuple[Groups, compat.Var]], common: Groups
+    ) -> Groups | None:
         """The group of the stage in whose text a heavy equation stands, if it is cheaper to bring its operands there
         than its results: tokens go to the embedding of the first stage, although the last one has a copy of it.
         """
-        stage = self._stage(eqn) if runs_once(eqn) or _looks_up(eqn) else None
-        if stage is None or (group := self.stage_groups[stage]) in common:
+        group = self._group_of_text(eqn)
+        if group is None or group in common:
             return None
         missing = sum(equations.nbytes(v.aval) for groups, v in held if group not in groups)
         return frozenset([group]) if missing < sum(equations.nbytes(v.aval) for v in eqn.outvars) else None
 
-    def _choose(self, eqn, held) -> int:
+    def _choose(self, eqn: compat.JaxprEqn, held: Sequence[tuple[Groups, compat.Var]]) -> int:
         """The group that runs an equation whose operands have no group in common."""
         heavy = equations.is_heavy(eqn)
         self.torn |= any(equations.size(v.aval) > 1 for v in eqn.outvars)
-        stage = self._stage(eqn)
-        text = self.stage_groups[stage] if stage is not None else None
+        text = self.stages.group(eqn) if self.stages else None
         weights: dict[int, int] = defaultdict(int)
         nbytes: dict[int, int] = defaultdict(int)
         state: set[int] = set()
@@ -212,12 +259,14 @@ class Pins:
                     weights[g] += equations.nbytes(v.aval)
                 if v in self.state:
                     state.add(g)
-                if not self.has_loop and equations.size(v.aval) > 1:
-                    last[g] = max(last[g], self.order.get(v, 0))
+                if not self._after_loop and equations.size(v.aval) > 1:
+                    last[g] = max(last[g], self._order.get(v, 0))
         return max(nbytes, key=lambda g: (weights[g], g == text, nbytes[g], g in state, last[g], -g))
 
 
-def with_fewest_bytes(items, pins: list[Groups | None], held: Pins, wanted: dict) -> list[Groups | None]:
+def with_fewest_bytes(
+    items: Sequence[compat.JaxprEqn], pins: list[Groups | None], held: Pins, wanted: Mapping[compat.Var, Groups]
+) -> list[Groups | None]:
     """Pins under which the fewest bytes cross, where equations that no weight holds may move to other groups.
 
     Args:
@@ -264,11 +313,11 @@ def with_fewest_bytes(items, pins: list[Groups | None], held: Pins, wanted: dict
     return [frozenset([found[own[i]]]) if i in own else pin for i, pin in enumerate(pins)]
 
 
-def _looks_up(eqn) -> bool:
+def _looks_up(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation takes rows of a table, as an embedding does."""
     return eqn.primitive.name == "gather" and equations.size(eqn.invars[0].aval) > _WEIGHT and equations.shrinks(eqn)
 
 
-def runs_once(eqn) -> bool:
+def runs_once(eqn: compat.JaxprEqn) -> bool:
     """Whether an equation should run in one group, early; moves between memories are each group's own, and late."""
     return equations.is_heavy(eqn) and not equations.changes_memory(eqn)

@@ -1,0 +1,211 @@
+"""A step as a list of equations and loops, before anything is placed."""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.errors import StageError
+from mpmd.ops.cross_group import place_p
+from mpmd.ops.stage_end import mark_p
+from mpmd.ops.treduce import treduce_p
+from mpmd.partition import equations
+from mpmd.partition.loop import partition_loop
+from mpmd.partition.outline import Groups, Loop
+from mpmd.tracing.trace import Atom, Trace, copy_equations
+from scheduler import Schedule
+
+Item = compat.JaxprEqn | Loop
+Asked = Sequence[Groups | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatStep:
+    """What a step does, in order, and what is said of its arguments and results.
+
+    Attributes:
+      items: equations, and loops with what they need before and after them; dead ones are dropped.
+      outvars: the flat results.
+      in_groups: per input (captured constants first), the groups that must hold it, or None.
+      out_groups: per result, the groups that must hold it, or None.
+      donors: per result, the input whose place it takes, or None.
+      everywhere: all groups.
+    """
+
+    trace: Trace
+    items: tuple[Item, ...]
+    outvars: tuple[Atom, ...]
+    in_groups: tuple[Groups | None, ...]
+    out_groups: tuple[Groups | None, ...]
+    donors: tuple[int | None, ...]
+    everywhere: Groups
+
+    @classmethod
+    def of(
+        cls, trace: Trace, mesh: MpmdMesh, in_groups: Asked, out_groups: Asked, forwarded: Iterable[int]
+    ) -> "FlatStep":
+        """Reads a trace and cuts its loops into tasks; for the arguments see `place_segments.outline_step`."""
+        everywhere = frozenset(range(mesh.num_groups))
+        items, outvars = _items(trace, mesh, forwarded)
+        num_consts = len(trace.consts)
+        return cls(
+            trace,
+            tuple(
+                _with_groups(i, everywhere) if not isinstance(i, Loop) and i.primitive is place_p else i for i in items
+            ),
+            tuple(outvars),
+            (*[None] * num_consts, *(g if g is None else g or frozenset([0]) for g in in_groups)),
+            tuple(g if g is None else g or frozenset([0]) for g in out_groups),
+            tuple(d if d is None else d + num_consts for d in _match_state(trace)),
+            everywhere,
+        )
+
+    @property
+    def invars(self) -> list[compat.Var]:
+        """The inputs: captured constants, then the flat arguments."""
+        return self.trace.jaxpr.invars
+
+    @functools.cached_property
+    def next_of(self) -> dict[compat.Var, Atom]:
+        """Per argument that is state, the result that takes its place."""
+        return {self.invars[d]: v for d, v in zip(self.donors, self.outvars, strict=True) if d is not None}
+
+    @functools.cached_property
+    def said(self) -> dict[compat.Var, Groups]:
+        """The values that the user placed."""
+        places = [i for i in self.items if not isinstance(i, Loop) and i.primitive is place_p]
+        return {eqn.outvars[0]: eqn.params["groups"] for eqn in places}
+
+    @functools.cached_property
+    def loops(self) -> list[Loop]:
+        """The pipelined loops."""
+        return [i for i in self.items if isinstance(i, Loop)]
+
+    def __str__(self):
+        return "\n".join(f"loop {i.number}" if isinstance(i, Loop) else str(i) for i in self.items)
+
+
+def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list[Item], list[Atom]]:
+    """The items of a step and its results; each result has a variable of its own."""
+    items: list[Item] = []
+    alias: dict[Atom, Atom] = {}
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, compat.Literal) else alias.get(v, v)
+
+    for eqn in trace.jaxpr.eqns:
+        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        if eqn.primitive is mark_p:
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
+        elif eqn.primitive is treduce_p:
+            items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items))
+        else:
+            items.append(eqn)
+    outvars = [read(v) for v in trace.jaxpr.outvars]
+    num_consts = len(trace.consts)
+    taken = set(trace.jaxpr.invars) - {trace.jaxpr.invars[num_consts + i] for i in forwarded}
+    for j, v in enumerate(outvars):
+        if isinstance(v, compat.Literal) or v in taken:
+            # Memory of its own: a later step may be given it for good.
+            eqns, (outvars[j],) = copy_equations(v)
+            items += eqns
+        taken.add(outvars[j])
+    return _live(items, outvars), outvars
+
+
+def _loop_items(eqn: compat.JaxprEqn, mesh: MpmdMesh, number: int) -> list[Item]:
+    info = eqn.params["info"]
+    _check_groups(info.schedule, mesh, eqn)
+    orders = info.schedule.orders(info.num_microbatches)
+    split = any(task.kind in "IW" for order in orders for task in order)
+    partition = partition_loop(eqn, split)
+    return [*partition.before, Loop(number, partition, orders), *partition.after]
+
+
+def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> None:
+    if schedule.num_groups != mesh.num_groups:
+        raise StageError(
+            f"treduce at {compat.source_line(eqn)}: {schedule} runs on {schedule.num_groups} groups,"
+            f" but {mesh} has {mesh.num_groups}.\n"
+            f"  Use a schedule for {mesh.num_groups} groups, or MpmdMesh.mpmd_submesh."
+        )
+
+
+def _with_groups(eqn: compat.JaxprEqn, everywhere: Groups) -> compat.JaxprEqn:
+    """A `place` with the groups that it names, all of them where it names none."""
+    groups = eqn.params["groups"] or everywhere
+    if wrong := sorted(groups - everywhere):
+        raise StageError(
+            f"place at {compat.source_line(eqn)}: group {wrong[0]} is not there; the mesh has groups"
+            f" 0..{len(everywhere) - 1}."
+        )
+    return eqn.replace(params={**eqn.params, "groups": groups})
+
+
+def _live(items: Sequence[Item], outvars: Sequence[Atom]) -> list[Item]:
+    needed = set(equations.variables(outvars))
+    kept: list[Item] = []
+    for item in reversed(items):
+        if isinstance(item, Loop):
+            needed.update(item.needs())
+            kept.append(item)
+        elif item.effects or any(v in needed for v in item.outvars):
+            if item.primitive.name in ("cond", "scan", "while"):  # their parts are found by what is read of them
+                item = item.replace(outvars=[v if v in needed else compat.DropVar(v.aval) for v in item.outvars])
+            needed.update(equations.variables(item.invars))
+            kept.append(item)
+    return kept[::-1]
+
+
+# --- state that goes in and comes out -------------------------------------------------------------
+
+
+def _match_state(trace: Trace) -> tuple[int | None, ...]:
+    """For each flat result, the flat argument whose position it takes, found by equal subtrees.
+
+    The largest parts are matched first: a whole state, then what is left of it.
+    """
+    (args, kwargs) = jax.tree.unflatten(trace.in_tree, range(trace.in_tree.num_leaves))
+    out = jax.tree.unflatten(trace.out_tree, range(trace.out_tree.num_leaves))
+    in_avals, out_avals = trace.in_avals, [v.aval for v in trace.jaxpr.outvars]
+
+    def key(tree: Any, avals: Sequence[Any]) -> tuple:
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef, tuple((avals[i].shape, str(avals[i].dtype)) for i in leaves)
+
+    taken: set[int] = set()
+    donors: list[int | None] = [None] * len(out_avals)
+    sources: dict = defaultdict(list)
+    for tree in [*args, *kwargs.values()]:
+        for sub in _subtrees(tree, 2):
+            if not _is_leaf(sub) or sub is tree or not isinstance(tree, (dict, list, tuple)):
+                sources[key(sub, in_avals)].append(jax.tree.leaves(sub))
+    for sub in sorted(_subtrees(out, 4), key=lambda t: -len(jax.tree.leaves(t))):
+        leaves = jax.tree.leaves(sub)
+        if not leaves or any(donors[j] is not None for j in leaves):
+            continue
+        if _is_leaf(sub) and not out_avals[leaves[0]].shape and len(out_avals) > 1:
+            continue  # a scalar loss is not a scalar argument
+        for candidate in sources.get(key(sub, out_avals), ()):
+            if not taken.intersection(candidate):
+                taken.update(candidate)
+                for j, i in zip(leaves, candidate, strict=True):
+                    donors[j] = i
+                break
+    return tuple(donors)
+
+
+def _is_leaf(tree: Any) -> bool:
+    return jax.tree_util.all_leaves([tree])
+
+
+def _subtrees(tree: Any, depth: int) -> Iterator[Any]:
+    yield tree
+    if depth and not _is_leaf(tree):
+        for child in jax.tree.leaves(tree, is_leaf=lambda t, root=tree: t is not root):
+            yield from _subtrees(child, depth - 1)
