@@ -130,13 +130,13 @@ class Box:
         if not common.size:
             return [Box(self.start, self.stop)] if self.size else []
         parts: list[Box] = []
-        start, stop = list(self.start), list(self.stop)
-        for axis in range(self.ndim):
-            if start[axis] < common.start[axis]:
-                parts.append(_with_axis(start, stop, axis, start[axis], common.start[axis]))
-            if common.stop[axis] < stop[axis]:
-                parts.append(_with_axis(start, stop, axis, common.stop[axis], stop[axis]))
-            start[axis], stop[axis] = common.start[axis], common.stop[axis]
+        rest = self
+        for axis, (start, stop) in enumerate(zip(common.start, common.stop, strict=True)):
+            if rest.start[axis] < start:
+                parts.append(rest.with_range(axis, rest.start[axis], start))
+            if stop < rest.stop[axis]:
+                parts.append(rest.with_range(axis, stop, rest.stop[axis]))
+            rest = rest.with_range(axis, start, stop)
         return parts
 
     def without(self, others: Iterable["Box"]) -> list["Box"]:
@@ -164,10 +164,9 @@ class Box:
         length, first = shape[axis], self.start[axis]
         row = size // length
         num_parts = min(length, math.ceil(length / max(1, max_elements // row)))
-        start, stop = list(self.start), list(self.stop)
         for i in range(num_parts):
             lo, hi = length * i // num_parts, length * (i + 1) // num_parts
-            part = _with_axis(start, stop, axis, first + lo, first + hi)
+            part = self.with_range(axis, first + lo, first + hi)
             if (hi - lo) * row <= max_elements:
                 yield part, (hi - lo) * row
             else:
@@ -175,10 +174,6 @@ class Box:
 
     def __repr__(self) -> str:
         return f"Box[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
-
-
-def _with_axis(start: list[int], stop: list[int], axis: int, lo: int, hi: int) -> Box:
-    return Box((*start[:axis], lo, *start[axis + 1 :]), (*stop[:axis], hi, *stop[axis + 1 :]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -58,9 +58,8 @@ def _readers(placed: Placed, levels: Levels) -> Readers:
             for g in groups:
                 readers[v, g].add(level)
     for v, groups in zip(step.outvars, placed.outputs, strict=True):
-        if isinstance(v, compat.Var):
-            for g in groups:
-                readers[v, g].add(END)
+        for g in groups:
+            readers[v, g].add(END)
     return readers
 
 

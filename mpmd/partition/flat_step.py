@@ -20,7 +20,7 @@ from mpmd.partition.outline import Groups, Loop
 from mpmd.tracing.trace import Atom, Trace, copy_equations
 from scheduler import Schedule
 
-Item = compat.JaxprEqn | Loop
+Item = Any  # a compat.JaxprEqn or a Loop
 Asked = Sequence[Groups | None]
 
 
@@ -39,7 +39,7 @@ class FlatStep:
 
     trace: Trace
     items: tuple[Item, ...]
-    outvars: tuple[Atom, ...]
+    outvars: tuple[compat.Var, ...]
     in_groups: tuple[Groups | None, ...]
     out_groups: tuple[Groups | None, ...]
     donors: tuple[int | None, ...]
@@ -52,12 +52,11 @@ class FlatStep:
         """Reads a trace and cuts its loops into tasks; for the arguments see `place_segments.outline_step`."""
         everywhere = frozenset(range(mesh.num_groups))
         items, outvars = _items(trace, mesh, forwarded)
+        items = [_with_groups(i, everywhere) if _is_place(i) else i for i in items]
         num_consts = len(trace.consts)
         return cls(
             trace,
-            tuple(
-                _with_groups(i, everywhere) if not isinstance(i, Loop) and i.primitive is place_p else i for i in items
-            ),
+            tuple(items),
             tuple(outvars),
             (*[None] * num_consts, *(g if g is None else g or frozenset([0]) for g in in_groups)),
             tuple(g if g is None else g or frozenset([0]) for g in out_groups),
@@ -71,15 +70,14 @@ class FlatStep:
         return self.trace.jaxpr.invars
 
     @functools.cached_property
-    def next_of(self) -> dict[compat.Var, Atom]:
+    def next_of(self) -> dict[compat.Var, compat.Var]:
         """Per argument that is state, the result that takes its place."""
         return {self.invars[d]: v for d, v in zip(self.donors, self.outvars, strict=True) if d is not None}
 
     @functools.cached_property
     def said(self) -> dict[compat.Var, Groups]:
         """The values that the user placed."""
-        places = [i for i in self.items if not isinstance(i, Loop) and i.primitive is place_p]
-        return {eqn.outvars[0]: eqn.params["groups"] for eqn in places}
+        return {i.outvars[0]: i.params["groups"] for i in self.items if _is_place(i)}
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
@@ -90,7 +88,11 @@ class FlatStep:
         return "\n".join(f"loop {i.number}" if isinstance(i, Loop) else str(i) for i in self.items)
 
 
-def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list[Item], list[Atom]]:
+def _is_place(item: Item) -> bool:
+    return not isinstance(item, Loop) and item.primitive is place_p
+
+
+def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list[Item], list[compat.Var]]:
     """The items of a step and its results; each result has a variable of its own."""
     items: list[Item] = []
     alias: dict[Atom, Atom] = {}
@@ -106,15 +108,17 @@ def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list
             items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items))
         else:
             items.append(eqn)
-    outvars = [read(v) for v in trace.jaxpr.outvars]
+    outvars: list[compat.Var] = []
     num_consts = len(trace.consts)
     taken = set(trace.jaxpr.invars) - {trace.jaxpr.invars[num_consts + i] for i in forwarded}
-    for j, v in enumerate(outvars):
+    for v in map(read, trace.jaxpr.outvars):
         if isinstance(v, compat.Literal) or v in taken:
             # Memory of its own: a later step may be given it for good.
-            eqns, (outvars[j],) = copy_equations(v)
+            eqns, (v,) = copy_equations(v)
             items += eqns
-        taken.add(outvars[j])
+        assert isinstance(v, compat.Var)
+        outvars.append(v)
+        taken.add(v)
     return _live(items, outvars), outvars
 
 
@@ -147,7 +151,7 @@ def _with_groups(eqn: compat.JaxprEqn, everywhere: Groups) -> compat.JaxprEqn:
     return eqn.replace(params={**eqn.params, "groups": groups})
 
 
-def _live(items: Sequence[Item], outvars: Sequence[Atom]) -> list[Item]:
+def _live(items: Sequence[Item], outvars: Sequence[compat.Var]) -> list[Item]:
     needed = set(equations.variables(outvars))
     kept: list[Item] = []
     for item in reversed(items):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -132,11 +133,15 @@ class Body:
 
     def __str__(self):
         names: dict[Atom, str] = {self.index: "index"}
+        numbers = {"arg": itertools.count(), "v": itertools.count()}
 
         def name(v: Atom) -> str:
             if isinstance(v, compat.Literal):
                 return str(v.val)
-            return names.setdefault(v, f"{'arg' if v in self.operands else 'v'}{len(names) - 1}")
+            if v not in names:
+                kind = "arg" if v in self.operands else "v"
+                names[v] = f"{kind}{next(numbers[kind])}"
+            return names[v]
 
         lines = []
         for node in self.nodes:

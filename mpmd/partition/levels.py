@@ -8,7 +8,6 @@ from mpmd.partition import equations
 from mpmd.partition.flat_step import FlatStep
 from mpmd.partition.outline import Groups, Loop
 from mpmd.partition.pins import runs_once
-from mpmd.tracing.trace import Atom
 
 END = 1 << 30  # the level of what the step returns
 
@@ -93,7 +92,7 @@ def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
     """Each equation as late as its readers allow, where that does not keep more bytes alive."""
     step = placed.step
     runs, made = dict(levels.runs), {v: dict(have) for v, have in levels.made.items()}
-    latest: dict[tuple[Atom, int], int] = {}
+    latest: dict[tuple[compat.Var, int], int] = {}
 
     def bound(v: compat.Var, group: int, level: int) -> None:
         have = made[v]
@@ -103,9 +102,8 @@ def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
         latest[v, source] = min(latest.get((v, source), level), level)
 
     for v, groups in zip(step.outvars, placed.outputs, strict=True):
-        if isinstance(v, compat.Var):
-            for g in groups:
-                bound(v, g, END)
+        for g in groups:
+            bound(v, g, END)
     for i, item in reversed(list(enumerate(step.items))):
         if isinstance(item, Loop):
             for v, groups in item.needs().items():

@@ -17,7 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import LoopPartition
-from mpmd.tracing.trace import Atom, Trace
+from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 from scheduler.task import Orders
 
@@ -37,7 +37,7 @@ class Segment:
     level: int
     eqns: tuple[compat.JaxprEqn, ...]
     reads: tuple[compat.Var, ...]
-    writes: tuple[Atom, ...]
+    writes: tuple[compat.Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Outline:
 
     Attributes:
       inputs: per flat argument (and captured constant, first), the groups that must have it.
-      outputs: per flat result, the variable (or literal) and the groups that hold it.
+      outputs: per flat result, its variable and the groups that hold it.
       items: segments, transfers and loops in one global order.
       donors: per flat result, the flat argument whose place it takes (None: none).
       committed: per flat result, whether something that is placed says where it is.
@@ -97,7 +97,7 @@ class Outline:
 
     trace: Trace
     inputs: tuple[Groups, ...]
-    outputs: tuple[tuple[Atom, Groups], ...]
+    outputs: tuple[tuple[compat.Var, Groups], ...]
     items: tuple[Segment | Transfer | Loop, ...]
     donors: tuple[int | None, ...]
     names: dict[compat.Var, str]

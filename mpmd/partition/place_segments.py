@@ -15,7 +15,7 @@ from mpmd.partition.flat_step import Asked, FlatStep, Item
 from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible
 from mpmd.partition.outline import Groups, Loop, Outline
 from mpmd.partition.pins import Pins, StageGroups, StageText, runs_once, with_fewest_bytes
-from mpmd.tracing.trace import Atom, Trace
+from mpmd.tracing.trace import Trace
 
 
 def outline_step(
@@ -118,7 +118,7 @@ def _said_of_results(step: FlatStep) -> dict[compat.Var, Groups]:
     found = {}
     for v, given, donor in zip(step.outvars, step.out_groups, step.donors, strict=True):
         groups = given if given is not None or donor is None else step.in_groups[donor]
-        if groups is not None and not isinstance(v, compat.Literal):
+        if groups is not None:
             found[v] = groups
     return found
 
@@ -165,8 +165,7 @@ def _demand(pinned: Pinned, wish: Sequence[Groups], final: bool) -> _Demand:
     step = pinned.step
     wanted: dict[compat.Var, set[int]] = defaultdict(set)
     for v, groups in zip(step.outvars, wish, strict=True):
-        if not isinstance(v, compat.Literal):
-            wanted[v] |= groups
+        wanted[v] |= groups
     runs: list[Groups] = []
     for item, pin in zip(reversed(step.items), reversed(pinned.pins), strict=True):
         if isinstance(item, Loop):
@@ -212,8 +211,7 @@ def _input_groups(pinned: Pinned, i: int, wanted: Groups, final: bool) -> Groups
     for j in returned:
         if (given := step.out_groups[j]) is not None:
             return given
-        v = step.outvars[j]
-        if pin := None if isinstance(v, compat.Literal) else pinned.held.of.get(v):
+        if pin := pinned.held.of.get(step.outvars[j]):
             return frozenset([min(pin)])
     return frozenset([0] if final else [])
 
@@ -223,15 +221,13 @@ def _result_groups(step: FlatStep, inputs: Sequence[Groups], j: int) -> Groups:
     v, donor = step.outvars[j], step.donors[j]
     if donor is not None:
         return inputs[donor]
-    if isinstance(v, compat.Var) and v in step.said:
+    if v in step.said:
         return step.said[v]
     return frozenset() if getattr(v.aval, "shape", ()) else step.everywhere
 
 
-def _somewhere(step: FlatStep, demand: _Demand, v: Atom) -> Groups:
+def _somewhere(step: FlatStep, demand: _Demand, v: compat.Var) -> Groups:
     """Where a result is that nobody wants anywhere: where it is made."""
-    if isinstance(v, compat.Literal):
-        return frozenset([0])
     if v in step.invars:
         return demand.inputs[step.invars.index(v)]
     for item, runs in zip(step.items, demand.runs, strict=True):
@@ -248,8 +244,6 @@ def _committed(pinned: Pinned) -> tuple[bool, ...]:
     """Per result, whether something that is placed says where it is."""
     step = pinned.step
     return tuple(
-        given is not None
-        or (donor is not None and step.in_groups[donor] is not None)
-        or (isinstance(v, compat.Var) and v in pinned.held.firm)
+        given is not None or (donor is not None and step.in_groups[donor] is not None) or v in pinned.held.firm
         for v, given, donor in zip(step.outvars, step.out_groups, step.donors, strict=True)
     )
