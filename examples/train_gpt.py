@@ -4,7 +4,7 @@
     python examples/train_gpt.py --text book.txt --steps 1000
     python examples/train_gpt.py --schedule interleaved-1f1b --stages 8 --layers 8 --data-parallel 2
     python examples/train_gpt.py --steps 20 --check-against-jit
-    python examples/train_gpt.py --checkpoint-dir run --save-every 50 --resume     # goes on where it was stopped
+    python examples/train_gpt.py --checkpoint-dir run --save-every 50 --resume     # resumes where it stopped
 
 A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs, this script makes the CPU
 devices for the groups itself. If there are fewer devices than groups, groups share devices.
@@ -397,15 +397,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="train on these files")
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default 4)")
     parser.add_argument(
-        "--groups", type=int, help="groups of devices, for schedules with several stages a group (default stages/2)"
+        "--groups", type=int, help="groups of devices, for schedules with several stages per group (default stages/2)"
     )
     parser.add_argument(
         "--schedule", choices=catalogue.SCHEDULES, default="1f1b", help="order of the pipeline's tasks (default 1f1b)"
     )
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches a step (default 8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="devices in a group (default 1)")
     parser.add_argument("--steps", type=int, default=500, help="training steps (default 500)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step (default 16)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step (default 16)")
     parser.add_argument("--seq-len", type=int, default=128, help="bytes in a sequence (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers (default 4)")
     parser.add_argument("--d-model", type=int, default=128, help="width, a multiple of 32 (default 128)")
@@ -418,7 +418,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between saves (default 100)")
     parser.add_argument("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default 3)")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in --checkpoint-dir, if there is one"
+        "--resume", action="store_true", help="resume from the last checkpoint in --checkpoint-dir, if there is one"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (.svg or .png; needs matplotlib)")
     parser.add_argument("--check-against-jit", action="store_true", help="run plain jax.jit beside it and compare")
