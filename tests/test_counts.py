@@ -252,6 +252,7 @@ def test_the_number_of_compiled_programs_does_not_depend_on_the_microbatches():
     assert _num_compiles(4, 4) == _num_compiles(4, 16)
 
 
+@pytest.mark.slow
 def test_equal_stages_are_compiled_once():
     assert _num_compiles(4, 4) == _num_compiles(7, 4)
 
@@ -388,7 +389,7 @@ def test_a_donated_state_is_deleted_and_another_is_not(where):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batches))
 
 
-@pytest.mark.parametrize("where", ["auto", "shared"])
+@pytest.mark.parametrize("where", [pytest.param("auto", marks=pytest.mark.slow), "shared"])
 def test_each_leaf_of_a_donated_state_is_updated_where_it_lies(where):
     """Not one in the place of another of its shape, before which XLA would copy what it still reads."""
     program = BY_NAME["clipped_adamw_with_a_schedule"]
@@ -548,6 +549,7 @@ def test_shardings_have_the_structure_of_arguments_and_results():
         assert tuple(array.mpmd_idxs) == tuple(sorted(sharding.mesh_ids))
 
 
+@pytest.mark.slow
 def test_in_shardings_are_accepted_in_every_form():
     program = BY_NAME["sharded_state"]
     mesh = make_mesh(4, AxisType.Auto, ("data",))

@@ -27,6 +27,7 @@ _LIKE_A_QUICK_ONE = """
     uneven_stages shared_inputs one_weight_in_every_stage only_shared_weights integer_leaves label_embedding
     scalar_parameters checkpointed_dots fori_loop gradient_inside_a_stage one_jitted_block linear_algebra
     normalised_matmuls key_chain_over_stages gradient_statistics two_optimizers mixed_precision
+    encoder_decoder two_towers trust_ratio frozen_and_unused deep
 """.split()
 _QUICK = {
     p.name: (_WHOLE, _SPLIT)[n % 2]

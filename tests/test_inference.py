@@ -154,7 +154,7 @@ ONE_A_STAGE = [{(stage,)} for stage in range(STAGES)]
 
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 _WAYS = [
-    ("explicit", "host", np.float32, True), ("auto", "mpmd.jit", jnp.bfloat16, False),
+    ("explicit", "host", np.float32, True), _slow("auto", "mpmd.jit", jnp.bfloat16, False),
     _slow("auto", "host", np.float32, False), _slow("explicit", "device", np.float32, False),
     _slow("auto", "device", np.float32, True), _slow("explicit", "mpmd.jit", np.float32, True),
 ]  # fmt: skip

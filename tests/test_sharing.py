@@ -224,6 +224,7 @@ def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fused_pairs_share_it_too(caplog):
     names = _compiled_names(caplog, "DualPipeV", "auto")
     assert [n for n in names if re.fullmatch(r"step_stage\d_F(_before|_after)?", n)] == [

@@ -378,8 +378,8 @@ PROGRAMS = [
 ]
 
 
-# Models of which `test_equivalence` has a small one, and optimizers whose like is quick.
-_SLOW = ("linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema")
+# Whole models (`test_equivalence` has smaller ones of these libraries), and optimizers whose like is quick.
+_SLOW = ("nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema")
 _WAYS = [
     pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _SLOW else p.marks)
     for p in in_turns(PROGRAMS, RUNS)

@@ -286,7 +286,15 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
+# The slower of two that are alike: experts of a model are in `tests/models`, and a ring is a sequence in parts.
+_SLOW = ("sequence_parallel", "experts")
+_WAYS = [
+    pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _SLOW else p.marks)
+    for p in in_turns(PROGRAMS, RUNS)
+]
+
+
+@pytest.mark.parametrize(("program", "schedule", "where"), _WAYS)
 def test_a_sharded_stage_equals_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
