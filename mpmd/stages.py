@@ -270,7 +270,7 @@ class Compiled:
 
     def explain(self) -> str:
         """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
-        return explain(self._programs, self._program, self._executor, self._in_avals, self._ins)
+        return explain(self._programs, self._program, self._executor.bindings, self._executor.transport)
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
+from typing import Protocol
 
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
@@ -13,8 +14,23 @@ from scheduler import Program, Run, Send
 from scheduler.timing.simulate import simulate_orders
 
 
-def explain(programs: StepPrograms, program: Program, executor, in_avals, in_shardings) -> str:
-    """A table per group and stage, and the step's totals."""
+class Traffic(Protocol):
+    """What one process does in a step: executables that it calls, transfers that it has to do with, and their bytes."""
+
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def num_moves(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
+
+
+def explain(programs: StepPrograms, program: Program, traffic: Traffic, transport: str) -> str:
+    """A table per group and stage, and the step's totals.
+
+    Args:
+      transport: how values go between groups.
+    """
     lines = [f"step on {programs.mesh}"]
     memory = memory_by_group(programs, program)
     sends = _sends(program)
@@ -46,8 +62,8 @@ def explain(programs: StepPrograms, program: Program, executor, in_avals, in_sha
     in_use = sum(1 for _ in executables(programs))
     lines.append(
         f"{in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
-        f" {executor.num_calls} calls and {executor.num_moves} transfers ({_bytes(executor.bytes_moved)}) a step;"
-        f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {executor.transport}"
+        f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({_bytes(traffic.bytes_moved)}) a step;"
+        f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {transport}"
     )
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 JAX checks what a jitted function returns; here every task is one, so the first task that makes a NaN is named.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -16,25 +16,39 @@ def are_errors() -> bool:
     return jax.config.values["jax_debug_nans"] or jax.config.values["jax_debug_infs"]
 
 
-def check(arrays: Iterable[jax.Array], what: str) -> None:
-    """Raises FloatingPointError if one of the arrays that `what` returned has what JAX is configured to find."""
+def checked(act: Callable, text: str, looks_at_results: bool) -> Callable:
+    """An instruction that raises FloatingPointError with its name for what JAX is configured to find.
+
+    Args:
+      act: what it calls.
+      text: the instruction in words.
+      looks_at_results: whether it computes; else JAX's own checks alone speak.
+    """
+
+    def run(*args):
+        try:
+            results = act(*args)
+        except compat.InternalFloatingPointError as e:
+            raise _error(str(e.args[-1]), text) from None
+        if looks_at_results and args:  # accumulators start from nothing, perhaps at infinity
+            _check(results, text)
+        return results
+
+    return run
+
+
+def _check(arrays: Iterable[jax.Array], text: str) -> None:
     for x in arrays:
         if not jax.dtypes.issubdtype(x.dtype, np.inexact):
             continue
         for name, found in (("nan", jax.numpy.isnan), ("inf", jax.numpy.isinf)):
             if jax.config.values[f"jax_debug_{name}s"] and any(found(s.data).any() for s in x.addressable_shards):
-                raise error(name, what)
+                raise _error(name, text)
 
 
-def error(name: str, what: str) -> FloatingPointError:
-    """The error for a value (nan, inf) that `what` returned."""
+def _error(name: str, text: str) -> FloatingPointError:
     return FloatingPointError(
-        f"invalid value ({name}) in what {what} returned.\n"
+        f"invalid value ({name}) in what {text} returned.\n"
         "  2F0 is the forward of stage 2 for microbatch 0, B a backward; under jax.disable_jit() the step runs one"
         " operation at a time, and the first that makes it is named."
     )
-
-
-def translated(e: Exception, what: str) -> Exception:
-    """JAX's internal error for such values as the one for users; another error as it is."""
-    return error(str(e.args[-1]), what) if isinstance(e, compat.InternalFloatingPointError) else e

@@ -156,8 +156,12 @@ def _only_goes_forward(loop: LoopProgram) -> bool:
     return all(place.kind == "F" or task.executable is None for place, task in loop.tasks.items())
 
 
-def give_up(ops: Iterable[tuple], base: int) -> None:
-    """A step ends on the way: nobody need wait until this process receives the rest of it."""
-    for _, fun, *_ in ops:
-        if hasattr(fun, "give_up"):
-            fun.give_up(base)
+def give_up(acts: Iterable[Any], base: int) -> None:
+    """A step ends on the way: nobody need wait until this process receives the rest of it.
+
+    Args:
+      acts: what the instructions that are left would call.
+    """
+    for act in acts:
+        if hasattr(act, "give_up"):
+            act.give_up(base)

@@ -7,10 +7,14 @@ as they do otherwise, so starts and ends are those of a real pipeline.
 import json
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 
+from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from scheduler import Costs, Task, Timeline
 
 
@@ -23,53 +27,92 @@ class Timed(NamedTuple):
     end: float
 
 
-def run_timed(slots: list, ops) -> list[Timed]:
-    """Runs `ops` on `slots`, one thread for each group.
+class Clock:
+    """Runs the instructions of a step, one thread for each group, and times those that run tasks.
+
+    A value that a group hands to another one goes through a `Future`, so that each thread waits for its own inputs
+    only.
 
     Args:
-      slots: the values of the step, inputs filled in; results are left in them.
-      ops: `(group, tasks, is_run, act, input slots, output slots)` in one global order; `act()` does it on `slots`.
+      instructions: as the executor walks them, in one global order.
+      bound: what each of them is.
+      one_order: whether one thread must do all of them.
     """
-    arrived = {op[5]: threading.Event() for op in ops if not op[2]}
-    records: list[Timed] = []
-    failures: list[BaseException] = []
-    begin = time.perf_counter()
 
-    def walk(group):
-        try:
-            for owner, tasks, is_run, act, ins, outs in ops:
-                if owner != group or failures:
-                    continue
-                if not is_run:
-                    act()
-                    arrived[outs].set()
-                    continue
-                for i in ins:
-                    if i in arrived:
-                        arrived[i].wait()
-                jax.block_until_ready([slots[i] for i in ins])
-                start = time.perf_counter() - begin
-                act()
-                jax.block_until_ready([slots[i] for i in outs])
-                end = time.perf_counter() - begin
-                if tasks:
-                    records.append(Timed(group, tasks, start, end))
-        except BaseException as e:
-            failures.append(e)
-            for event in arrived.values():
-                event.set()
+    def __init__(self, instructions: Sequence[tuple], bound: Sequence[BoundInstruction], one_order: bool):
+        self._records: list[Timed] = []
+        self._begin = 0.0
+        self._futures: list[Future] = []
+        self._lists: dict[int, list[tuple]] = defaultdict(list)  # per thread
+        on_the_way: dict[int, tuple] = {}  # per slot, the instruction that fills it, once its value is there
+        for (code, act, reads, writes, frees, number), about in zip(instructions, bound, strict=True):
+            own = self._lists[0 if one_order else about.group]
+            for slot in reads if code == RUN else (reads,):
+                if slot in on_the_way:
+                    own.append(on_the_way.pop(slot))
+            if code == RUN:
+                own.append((RUN, self._clocked(act, about), reads, writes, frees, number))
+            elif code in (MOVE, ALIAS):
+                future: Future = Future()
+                self._futures.append(future)
+                own.append((SEND, _handing_over(future, act), reads, None, frees, number))
+                on_the_way[writes] = RECV, _taking_over(future), None, writes, (), number
+            else:
+                own.append((code, act, reads, writes, frees, number))
+        self._lists[0] += on_the_way.values()  # results of the step that nobody reads
 
-    threads = [threading.Thread(target=walk, args=(g,), name=f"mpmd-group-{g}") for g in sorted({op[0] for op in ops})]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failures:
-        raise failures[0]
-    return records
+    def run(self, walk: Callable[[Sequence[tuple]], None]) -> list[Timed]:
+        """Runs everything.
+
+        Args:
+          walk: does a list of instructions.
+        """
+        failures: list[BaseException] = []
+
+        def run(instructions: Sequence[tuple]) -> None:
+            try:
+                walk(instructions)
+            except BaseException as e:
+                failures.append(e)
+                for future in self._futures:
+                    future.cancel()
+
+        threads = [
+            threading.Thread(target=run, args=(found,), name=f"mpmd-group-{group}")
+            for group, found in sorted(self._lists.items())
+        ]
+        self._begin = time.perf_counter()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if failures:
+            raise failures[0]
+        return self._records
+
+    def _clocked(self, act: Callable, about: BoundInstruction) -> Callable:
+        def run(*args):
+            jax.block_until_ready(args)
+            start = time.perf_counter() - self._begin
+            results = act(*args)
+            jax.block_until_ready(results)
+            if about.tasks:
+                end = time.perf_counter() - self._begin
+                self._records.append(Timed(about.group, about.tasks, start, end))
+            return results
+
+        return run
 
 
-def as_text(records: list[Timed]) -> str:
+def _handing_over(future: Future, act: Callable | None) -> Callable:
+    return lambda x, base: future.set_result(x if act is None else act(x))
+
+
+def _taking_over(future: Future) -> Callable:
+    return lambda x, base: future.result()
+
+
+def as_text(records: Sequence[Timed]) -> str:
     """Records as they are sent to other processes."""
     return json.dumps([[r.group, [list(t) for t in r.tasks], r.start, r.end] for r in records])
 
@@ -79,7 +122,7 @@ def of_text(text: str) -> list[Timed]:
     return [Timed(group, tuple(Task(*t) for t in tasks), start, end) for group, tasks, start, end in json.loads(text)]
 
 
-def timeline(records: list[Timed], placement) -> Timeline:
+def timeline(records: Sequence[Timed], placement: Sequence[int]) -> Timeline:
     """The measured run as a `scheduler.Timeline`; its costs are the median durations."""
     first = min((r.start for r in records), default=0.0)
     num_groups = max(placement) + 1
@@ -104,7 +147,7 @@ def timeline(records: list[Timed], placement) -> Timeline:
     )  # fmt: skip
 
 
-def _peak(order) -> int:
+def _peak(order: Sequence[Task]) -> int:
     """The most activations held at once: from F to the backward that frees them."""
     live: set[tuple[int, int]] = set()
     peak = 0

@@ -1,0 +1,331 @@
+"""What each instruction of this process calls, and which slots of the step's memory it reads and writes.
+
+Worked out once, before the first step. A step's values stand in one list; each value of each group has a slot in it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import scheduler
+from mpmd import _jax_compat as compat
+from mpmd.compile.compiler import Executable
+from mpmd.compile.program import edge_name, zeros_name
+from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.job.job import Job
+from mpmd.partition.graph import Place
+from mpmd.run import routes
+from mpmd.run.run_ahead import Flow, Limits
+from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
+
+RUN, MOVE, ALIAS, SEND, RECV = range(5)
+
+
+@dataclasses.dataclass
+class BoundInstruction:
+    """One instruction of this process.
+
+    Attributes:
+      code: RUN, MOVE (to another group of this process), ALIAS (the same devices), SEND or RECV (another process).
+      act: of RUN, from arrays to arrays; of MOVE, from an array to one; of SEND and RECV, from an array or None and the
+        number of the step's first piece; None of ALIAS. An `Executable` until all is bound.
+      reads, writes: slots; several of RUN, else one or None.
+      group: the group that it belongs to.
+      text: the instruction in words.
+      tasks: of RUN, the tasks that it runs.
+      frees: slots that nobody reads afterwards.
+    """
+
+    code: int
+    act: Any
+    reads: Any
+    writes: Any
+    group: int
+    text: str
+    tasks: tuple[Task, ...] = ()
+    frees: tuple[int, ...] = ()
+    name: str = ""
+
+    def __post_init__(self):
+        self.name = self.act.name if self.code == RUN else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Bindings:
+    """All instructions of this process.
+
+    Attributes:
+      template: the slots before a step; the microbatch indices are filled in.
+      inputs, outputs: per flat argument (result) of the step, groups and slots.
+      num_pieces: pieces that go between processes in a step, all processes' together.
+      bytes_moved: of the transfers that this process has to do with, a step.
+    """
+
+    instructions: tuple[BoundInstruction, ...]
+    template: list[Any]
+    inputs: list[list[tuple[int, int]]]
+    outputs: list[list[tuple[int, int]]]
+    num_pieces: int
+    bytes_moved: int
+
+    @property
+    def num_calls(self) -> int:
+        """Executables that are called in a step."""
+        return sum(i.code == RUN for i in self.instructions)
+
+    @property
+    def num_moves(self) -> int:
+        """Transfers in a step that this process has to do with."""
+        return sum(i.code in (MOVE, SEND, RECV) for i in self.instructions)
+
+
+def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
+    """Binds the instructions of this process's groups. Waits for compilations.
+
+    Args:
+      job: None where all groups are this process's.
+    """
+    outline, local = programs.outline, programs.mesh.local_groups
+    slots = _Slots(programs, job)
+    limits = None if job is None else Limits(job, programs, program)
+    calls, transfers = _Calls(programs, slots), _Transfers(programs, program, job, slots, limits)
+    inputs = slots.of_all(zip(outline.trace.jaxpr.invars, outline.inputs, strict=True))
+    found: list[BoundInstruction] = []
+    last: dict[int, BoundInstruction] = {}  # of each group
+    for group, instruction in scheduler.merge(program) if local else ():
+        bound: list[BoundInstruction] = []
+        if isinstance(instruction, Send):
+            bound = transfers.send(group, instruction)
+        elif group not in local:
+            continue
+        elif isinstance(instruction, Run):
+            bound = calls.run(group, instruction)
+        elif isinstance(instruction, Call):
+            bound = [calls.call(group, instruction)]
+        elif isinstance(instruction, Recv):
+            bound = transfers.receive(group, instruction)
+        elif isinstance(instruction, Free) and group in last:
+            last[group].frees += (slots.of(group, instruction.value),)
+        if bound:
+            last[group] = bound[-1]
+            if isinstance(instruction, Recv) and bound[-1].reads is not None:  # from another group of this process
+                last[instruction.from_group] = bound[-1]
+        found += bound
+    if limits is not None:
+        limits.close(transfers.num_pieces)
+    for b in found:  # last of all, since it waits for compilations
+        if b.code == RUN:
+            b.act = b.act.call if limits is None else limits.counted(b.group, b.act.call)
+    outputs = slots.of_all(outline.outputs)
+    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved)
+
+
+class _Slots:
+    """Numbers the values that groups of this process hold."""
+
+    def __init__(self, programs: StepPrograms, job: Job | None):
+        self._mesh = programs.mesh
+        self._names = programs.outline.names
+        self._is_alone = job is None
+        self._numbers: dict[tuple[int, Hashable], int] = {}
+        self._indices: dict[int, tuple[np.int32, Any]] = {}
+
+    def of(self, group: int, value: Hashable) -> int:
+        return self._numbers.setdefault((group, value), len(self._numbers))
+
+    def around(self, group: int, v: compat.Var) -> int:
+        """The slot of a variable of the step, outside of the loops."""
+        return self.of(group, Value(self._names[v]))
+
+    def of_all(self, held: Iterable[tuple[Any, Iterable[int]]]) -> list[list[tuple[int, int]]]:
+        """Per variable, the groups of this process that hold it and its slots there."""
+        local = self._mesh.local_groups
+        return [[(g, self.around(g, v)) for g in sorted(groups) if g in local] for v, groups in held]
+
+    def of_index(self, group: int, microbatch: int) -> int:
+        """The slot of a microbatch's number."""
+        slot = self.of(group, ("index", microbatch))
+        if slot not in self._indices:
+            sharding = NamedSharding(self._mesh.groups[group], PartitionSpec())
+            target = routes.target_of(sharding) if self._is_alone else sharding
+            self._indices[slot] = np.int32(microbatch), target
+        return slot
+
+    def template(self) -> list[Any]:
+        """All slots before a step. The microbatches' numbers are put on devices at once."""
+        slots: list[Any] = [None] * len(self._numbers)
+        if self._indices:
+            values, targets = map(list, zip(*self._indices.values(), strict=True))
+            placed = jax.device_put(values, targets) if self._is_alone else routes.place(values, targets)
+            for slot, index in zip(self._indices, placed, strict=True):
+                slots[slot] = index
+        return slots
+
+
+class _TaskValues(NamedTuple):
+    """What tasks of one stage and kind take and give: slots of values around the loop, names of values in it."""
+
+    uses_index: bool
+    operands: list[int]
+    reads: list[str]
+    writes: list[str]
+    accumulators: list[int]
+
+
+class _Calls:
+    """Binds the instructions that call executables."""
+
+    def __init__(self, programs: StepPrograms, slots: _Slots):
+        self._programs = programs
+        self._slots = slots
+        self._values: dict[tuple[int, Place], _TaskValues] = {}
+        self._named = dict(programs.segments)
+        for loop in programs.loops:
+            self._named.update((zeros_name(loop.loop, g), executable) for g, (_, executable) in loop.zeros.items())
+
+    def call(self, group: int, instruction: Call) -> BoundInstruction:
+        slots = [
+            tuple(self._slots.of(group, v) for v in values)
+            for values in (instruction.reads, instruction.writes, instruction.donates)
+        ]
+        text = f"{instruction.name} in group {group}"
+        frees = tuple(set(slots[2]) - set(slots[1]))
+        return BoundInstruction(RUN, self._named[instruction.name], slots[0], slots[1], group, text, frees=frees)
+
+    def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
+        """A task, or a pair of tasks: as one executable where there is one for both."""
+        program, tasks = self._programs.loops[instruction.loop], instruction.tasks
+        places = tuple(Place(t.stage, t.kind) for t in tasks)
+        if len(tasks) == 2 and (fused := program.fused.get((places[0], places[1]))) is not None:
+            return [self._task(group, program, fused, tasks)]
+        found = [(task, program.tasks.get(place)) for task, place in zip(tasks, places, strict=True)]
+        return [
+            self._task(group, program, entry.executable, (task,))
+            for task, entry in found
+            if entry is not None and entry.executable is not None
+        ]
+
+    def _task(
+        self, group: int, program: LoopProgram, executable: Executable, tasks: tuple[Task, ...]
+    ) -> BoundInstruction:
+        """Arguments and results are those of the first task, then those of the second."""
+        reads: tuple[int, ...] = ()
+        writes: tuple[int, ...] = ()
+        for task in tasks:
+            values, microbatch = self._values_of(group, program, Place(task.stage, task.kind)), task.microbatch
+            index = (self._slots.of_index(group, microbatch),) if values.uses_index else ()
+            taken = [self._slots.of(group, Value(name, microbatch)) for name in values.reads]
+            given = [self._slots.of(group, Value(name, microbatch)) for name in values.writes]
+            reads += (*index, *values.operands, *taken, *values.accumulators)
+            writes += (*values.accumulators, *given)
+        text = f"{'+'.join(map(str, tasks))} in group {group}"
+        return BoundInstruction(RUN, executable, reads, writes, group, text, tasks)
+
+    def _values_of(self, group: int, program: LoopProgram, place: Place) -> _TaskValues:
+        key = program.loop.number, place
+        if key not in self._values:
+            loop, body = program.loop, program.tasks[place].body
+            results = [loop.partition.accumulators[k].result for k in body.accumulates]
+            self._values[key] = _TaskValues(
+                body.uses_index,
+                [self._slots.around(group, v) for v in body.operands],
+                [edge_name(loop, v) for v in body.reads],
+                [edge_name(loop, v) for v in body.writes],
+                [self._slots.around(group, v) for v in results],
+            )
+        return self._values[key]
+
+
+class _Way(NamedTuple):
+    """How a value goes from one group to another, in every microbatch."""
+
+    code: int
+    source: NamedSharding
+    target: NamedSharding
+    aval: Any
+    mover: Callable[[jax.Array], jax.Array] | None
+
+
+class _Transfers:
+    """Binds sends and receives, and counts what goes."""
+
+    def __init__(self, programs: StepPrograms, program: Program, job: Job | None, slots: _Slots, limits: Limits | None):
+        self.num_pieces = 0
+        self.bytes_moved = 0
+        self._programs, self._program = programs, program
+        self._job, self._slots, self._limits = job, slots, limits
+        self._vars = {(name, False): v for v, name in programs.outline.names.items()}  # whether it is in a loop
+        for loop in programs.loops:
+            self._vars.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
+        self._ways: dict[tuple[str, int, int], _Way] = {}
+        self._routes: dict[tuple[int, int, Value], tuple[routes.Route, Flow | None]] = {}
+
+    def send(self, group: int, instruction: Send) -> list[BoundInstruction]:
+        """A value's way to another group; nothing where this process has no part in it."""
+        value, target = instruction.value, instruction.to_group
+        way = self._way(value, group, target)
+        text = f"the transfer of {value} from group {group} to {target}"
+        if way.code == SEND:
+            return self._send_away(group, target, value, way, text)
+        if group not in self._programs.mesh.local_groups:
+            return []
+        self.bytes_moved += self._nbytes(value) if way.code == MOVE else 0
+        reads, writes = self._slots.of(group, value), self._slots.of(target, value)
+        return [BoundInstruction(way.code, way.mover, reads, writes, group, text)]
+
+    def receive(self, group: int, instruction: Recv) -> list[BoundInstruction]:
+        """Nothing where the sender, in this process, has done it already."""
+        value, source = instruction.value, instruction.from_group
+        route, flow = self._routes.pop((source, group, value), (None, None))
+        if route is None:
+            return []
+        carry = route.carry if flow is None else flow.receiving(route.carry)
+        is_here = source in self._programs.mesh.local_groups
+        self.bytes_moved += 0 if is_here else self._nbytes(value)
+        reads = self._slots.of(source, value) if is_here else None
+        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.what)]
+
+    def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
+        """Pieces for other processes; every process counts them alike, also those that have no part in them.
+
+        Where this process receives too, it does both when it comes to the receive, which directly follows.
+        """
+        assert self._job is not None and self._limits is not None
+        first, local = self.num_pieces, self._programs.mesh.local_groups
+        self.num_pieces += len(routes.pieces(way.source, way.target, tuple(way.aval.shape)))
+        if group not in local and target not in local:
+            return []
+        # The user gets to hold such an array, and may delete it or donate it while it is on its way.
+        keep = value in self._program.inputs_of(group) or value in self._program.outputs_of(group)
+        route = routes.Route(self._job, way.source, way.target, way.aval, first, keep, text)
+        flow = self._limits.flow(group, target, value)
+        self._routes[group, target, value] = route, flow
+        if group not in local or not route.outgoing:
+            return []
+        self.bytes_moved += self._nbytes(value)
+        if target in local:
+            return []
+        carry = route.carry if flow is None else flow.sending(route.carry)
+        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text)]
+
+    def _way(self, value: Value, group: int, target: int) -> _Way:
+        key = value.name, group, target
+        if key not in self._ways:
+            v, mesh = self._vars[value.name, value.microbatch is not None], self._programs.mesh
+            source, wanted = self._programs.sharding(v, group), self._programs.sharding(v, target)
+            code, mover = MOVE, None
+            if routes.is_alias(source, wanted, len(v.aval.shape)):
+                code = ALIAS
+            elif len({*mesh.processes[group], *mesh.processes[target]}) > 1:
+                code = SEND
+            elif group in mesh.local_groups:
+                mover = routes.mover(source, wanted, v.aval.dtype)
+            self._ways[key] = _Way(code, source, wanted, v.aval, mover)
+        return self._ways[key]
+
+    def _nbytes(self, value: Value) -> int:
+        return self._program.nbytes.get(value.name, 0)
