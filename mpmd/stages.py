@@ -22,8 +22,10 @@ from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.job import joining
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
-from mpmd.report.explain import Roles, explain, flops_per_step, memory_by_group
-from mpmd.report.memory import estimate
+from mpmd.report.estimate import estimate
+from mpmd.report.explain import explain
+from mpmd.report.flops import flops_per_step
+from mpmd.report.memory import measured
 from mpmd.report.texts import texts
 from mpmd.run import routes
 from mpmd.run.agreement import agree_on_values
@@ -147,7 +149,7 @@ class Lowered:
     def estimate(self) -> dict[int, dict[str, int]]:
         """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
         layouts = [h.layout for h in self._ins]
-        return estimate(self._outline, self._mesh, layouts, self._donated, Roles(self._outline).role)
+        return estimate(self._outline, self._mesh, layouts, self._donated)
 
     @compat.api_boundary
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
@@ -161,7 +163,8 @@ class Lowered:
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
             with without_collection():
-                return Compiled(programs, step_program(programs), self._donated)
+                program = step_program(self._outline, self._mesh.num_groups, programs.donated)
+                return Compiled(programs, program, self._donated)
 
 
 @contextlib.contextmanager
@@ -276,7 +279,7 @@ class Compiled:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
         the peaks of `gradients` and `activations`, the largest `temporaries` that XLA reports, and the `peak` of all.
         """
-        return memory_by_group(self._programs, self._program)
+        return measured(self._programs, self._program)
 
     def cost_analysis(self) -> dict[str, float]:
         """Floating-point operations of one step, by XLA's cost analysis of each executable."""

@@ -226,8 +226,8 @@ def _abstract(aval, sharding):
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def nbytes_on_a_device(v, sharding) -> int:
-    """Of a variable that is sharded so."""
+def nbytes_on_a_device(v: compat.Var, sharding: Any) -> int:
+    """Bytes that a device holds of a variable that is sharded so."""
     return equations.nbytes(v.aval) * math.prod(sharding.shard_shape(v.aval.shape)) // max(1, equations.size(v.aval))
 
 

@@ -1,45 +1,51 @@
 """The step as a `scheduler.Program`: what each group runs, sends, receives and frees, in order, checked."""
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 import scheduler
 from mpmd import _jax_compat as compat
-from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.compile.donation import last_uses
+from mpmd.compile.tasks import accumulators_of
 from mpmd.partition import equations
-from mpmd.partition.outline import Loop, Segment, Transfer
-from scheduler import Call, Edge, Free, Program, Recv, Run, Send, TaskGraph, Value
+from mpmd.partition.graph import Place
+from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+from scheduler import Call, Edge, Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 
 
-def step_program(programs: StepPrograms) -> Program:
-    """Segments, transfers and loops of a compiled step in one program.
+def step_program(outline: Outline, num_groups: int, donated: Mapping[str, Set[compat.Var]]) -> Program:
+    """Segments, transfers and loops of a placed step in one program.
 
     Each transfer is put into the sender's and the receiver's list at the same point of one global order, so
     the program is free of deadlock for the reason given in `scheduler.lower`; `scheduler.check` proves it again.
 
+    Args:
+      donated: per segment, the variables whose memory it takes over.
+
     Raises:
       ScheduleError: a schedule's orders are wrong; every fault is listed.
     """
-    program = _Builder(programs).build()
+    program = _Builder(outline, num_groups, donated).build()
     scheduler.check(program)
     return program
 
 
-def edge_name(loop: Loop, v) -> str:
+def edge_name(loop: Loop, v: compat.Var) -> str:
     """The name of a value between tasks."""
     name = loop.partition.names[v]
     return name if loop.number == 0 else f"loop{loop.number}:{name}"
 
 
-def loop_graph(program: LoopProgram) -> TaskGraph:
+def loop_graph(loop: Loop) -> TaskGraph:
     """What the tasks of a loop hand to each other, in the kinds F, I and W that the scheduler states graphs in."""
-    loop = program.loop
     partition = loop.partition
     split = any(t.place.kind == "I" for t in partition.tasks)
 
-    def end(place):
+    def end(place: Place) -> tuple[int, str]:
         return place.stage, "I" if place.kind == "B" else place.kind
 
-    readers = defaultdict(list)
+    readers: dict[compat.Var, list[tuple[int, str]]] = defaultdict(list)
     for task in partition.tasks:
         for v in task.reads:
             readers[v].append(end(task.place))
@@ -59,102 +65,101 @@ def loop_graph(program: LoopProgram) -> TaskGraph:
 
 
 class _Builder:
-    def __init__(self, programs: StepPrograms):
-        self.programs = programs
-        self.outline = programs.outline
-        self.num_groups = programs.mesh.num_groups
-        self.groups: list[list] = [[] for _ in range(self.num_groups)]
+    """Appends what the items of an outline do to the lists of the groups.
+
+    Attributes:
+      groups: per group, its instructions.
+      alive: the values that a group holds at this point.
+      nbytes: of the values so far, by name.
+    """
+
+    def __init__(self, outline: Outline, num_groups: int, donated: Mapping[str, Set[compat.Var]]):
+        self.outline = outline
+        self.donated = donated
+        self.groups: list[list[Instruction]] = [[] for _ in range(num_groups)]
         self.nbytes: dict[str, int] = {}
         self.alive: set[tuple[Value, int]] = set()
 
-    def value(self, v) -> Value:
+    def value(self, v: Any) -> Value:
         value = Value(self.outline.names[v])
         self.nbytes[value.name] = equations.nbytes(v.aval)
         return value
 
     def build(self) -> Program:
-        inputs: list[set[Value]] = [set() for _ in range(self.num_groups)]
-        for v, groups in zip(self.outline.trace.jaxpr.invars, self.outline.inputs, strict=True):
-            for g in groups:
-                inputs[g].add(self.value(v))
-                self.alive.add((self.value(v), g))
-        outputs: list[set[Value]] = [set() for _ in range(self.num_groups)]
-        for v, groups in self.outline.outputs:
-            if not isinstance(v, compat.Literal):
-                for g in groups:
-                    outputs[g].add(self.value(v))
-        last = self._last_use()
-        for g in range(self.num_groups):
-            self._free([v for v in sorted(inputs[g]) if (v, g) not in last and v not in outputs[g]], g)
-        tasks, placement, loops = [], (), list(self.programs.loops)
+        inputs = self._held(zip(self.outline.trace.jaxpr.invars, self.outline.inputs, strict=True))
+        outputs = self._held(self.outline.outputs)
+        self.alive = {(v, g) for g, values in enumerate(inputs) for v in values}
+        last = {(self.value(v), g): position for (v, g), position in last_uses(self.outline).items()}
+        for g, values in enumerate(inputs):
+            for v in sorted(values):
+                if (v, g) not in last and v not in outputs[g]:
+                    self._free(v, g)
+        loops: list[Program] = []
         for position, item in enumerate(self.outline.items):
-            touched: list[tuple[Value, int]] = []
             if isinstance(item, Segment):
                 touched = self._segment(item)
             elif isinstance(item, Transfer):
                 touched = self._transfer(item)
             else:
-                touched, lowered = self._loop(loops[item.number])
-                tasks.append(lowered.tasks[0])
-                if lowered.num_stages > len(placement):
-                    placement = lowered.placement
+                touched, lowered = self._loop(item)
+                loops.append(lowered)
             for value, g in touched:
                 if last.get((value, g), position) == position and value not in outputs[g] and (value, g) in self.alive:
-                    self._free([value], g)
+                    self._free(value, g)
+        longest = max((p.placement for p in loops), key=len, default=tuple(range(len(self.groups))))
         return Program(
             tuple(map(tuple, self.groups)),
-            placement or tuple(range(self.num_groups)),
-            tuple(tasks),
+            longest,
+            tuple(p.tasks[0] for p in loops),
             tuple(map(frozenset, inputs)),
             tuple(map(frozenset, outputs)),
             self.nbytes,
         )
 
-    def _last_use(self) -> dict[tuple[Value, int], int]:
-        last = {}
-        for position, item in enumerate(self.outline.items):
-            if isinstance(item, Segment):
-                last.update(((self.value(v), item.group), position) for v in item.reads)
-            elif isinstance(item, Transfer):
-                last[self.value(item.var), item.source] = position
-            else:
-                last.update(((self.value(v), g), position) for v, groups in item.needs().items() for g in groups)
-        return last
+    def _held(self, held: Iterable[tuple[compat.Var | compat.Literal, Iterable[int]]]) -> list[set[Value]]:
+        """Per group, the values that it holds."""
+        found: list[set[Value]] = [set() for _ in self.groups]
+        for v, groups in held:
+            if not isinstance(v, compat.Literal):
+                for g in groups:
+                    found[g].add(self.value(v))
+        return found
 
-    def _free(self, values, group):
-        for value in values:
-            self.groups[group].append(Free(value))
-            self.alive.discard((value, group))
+    def _free(self, value: Value, group: int) -> None:
+        self.groups[group].append(Free(value))
+        self.alive.discard((value, group))
 
-    def _segment(self, item: Segment):
+    def _segment(self, item: Segment) -> list[tuple[Value, int]]:
         reads = tuple(map(self.value, item.reads))
         writes = tuple(self.value(v) for v in item.writes)
-        donates = tuple(self.value(v) for v in item.reads if v in self.programs.donated[item.name])
+        donates = tuple(self.value(v) for v in item.reads if v in self.donated[item.name])
         self.groups[item.group].append(Call(item.name, reads, writes, donates))
         self.alive -= {(v, item.group) for v in donates}
         self.alive |= {(v, item.group) for v in writes}
         return [(v, item.group) for v in (*reads, *writes)]
 
-    def _transfer(self, item: Transfer):
+    def _transfer(self, item: Transfer) -> list[tuple[Value, int]]:
         value = self.value(item.var)
         self.groups[item.source].append(Send(value, item.target))
         self.groups[item.target].append(Recv(value, item.source))
         self.alive.add((value, item.target))
         return [(value, item.source), (value, item.target)]
 
-    def _loop(self, program: LoopProgram):
-        loop = program.loop
-        partition = loop.partition
-        n = partition.info.num_microbatches
-        lowered = scheduler.lower(loop_graph(program), loop.schedule, n, loop.orders)
+    def _loop(self, loop: Loop) -> tuple[list[tuple[Value, int]], Program]:
+        """Also the program of the loop alone."""
+        accumulators = loop.partition.accumulators
+        lowered = scheduler.lower(
+            loop_graph(loop), loop.schedule, loop.partition.info.num_microbatches, loop.orders
+        )  # fmt: skip
         self.nbytes.update(lowered.nbytes)
-        waiting = defaultdict(list)
-        for acc in partition.accumulators:
+        waiting: dict[Place, list[Value]] = defaultdict(list)
+        for acc in accumulators:
             waiting[acc.place].append(self.value(acc.result))
         touched = [(self.value(v), g) for v, groups in loop.needs().items() for g in sorted(groups)]
+        own = accumulators_of(loop)
         for g, instructions in enumerate(lowered.groups):
-            if g in program.zeros:
-                made = tuple(self.value(partition.accumulators[k].result) for k in program.zeros[g][0])
+            if g in own:
+                made = tuple(self.value(accumulators[k].result) for k in own[g])
                 self.groups[g].append(Call(zeros_name(loop, g), (), made))
                 self.alive |= {(v, g) for v in made}
                 touched += [(v, g) for v in made]
@@ -167,14 +172,14 @@ def zeros_name(loop: Loop, group: int) -> str:
     return f"loop{loop.number}.zeros.{group}"
 
 
-def _with_accumulators(instruction, waiting, loop_number):
+def _with_accumulators(instruction: Instruction, waiting: dict[Place, list[Value]], loop_number: int) -> Instruction:
     """The first run of a task takes over the accumulators that it updates in place from then on."""
     if not isinstance(instruction, Run):
         return instruction
     accs: list[Value] = []
     for task in instruction.tasks:
         for kind in {"B": "BIW"}.get(task.kind, task.kind):
-            accs += waiting.pop((task.stage, kind), ())
+            accs += waiting.pop(Place(task.stage, kind), ())
     if not accs and instruction.loop == loop_number:
         return instruction
     own = tuple(accs)

@@ -1,10 +1,7 @@
 """The text of a compiled step's programs, as they go to XLA and as it compiled them."""
 
-from collections.abc import Iterator
-
 from mpmd.compile.compiler import Executable
-from mpmd.compile.step import LoopProgram, StepPrograms
-from mpmd.partition.graph import Place
+from mpmd.compile.step import StepPrograms
 
 DIALECTS = ("hlo", "stablehlo")
 
@@ -17,7 +14,7 @@ def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: 
     """
     if dialect not in (None, *DIALECTS):
         raise ValueError(f"as_text: dialect={dialect!r}. Pass one of {', '.join(map(repr, DIALECTS))}.")
-    tasks = [(place, e) for loop in programs.loops for place, e in _executables(loop)]
+    tasks = [(place, e) for loop in programs.loops for place, e in loop.executables.items()]
     chosen = [e for place, e in tasks if stage in (None, place.stage) and kind in (None, place.kind)]
     if stage is None and kind is None:
         chosen += programs.segments.values()
@@ -26,10 +23,6 @@ def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: 
         has = ", ".join(dict.fromkeys(str(place) for place, _ in tasks)) or "no tasks, since it has no treduce loop"
         raise ValueError(f"as_text: no task has {asked or 'a program'}. The step has {has}.")
     return "\n\n".join(_text(e, dialect or "hlo") for e in chosen)
-
-
-def _executables(loop: LoopProgram) -> Iterator[tuple[Place, Executable]]:
-    return ((place, t.executable) for place, t in loop.tasks.items() if t.executable is not None)
 
 
 def _text(executable: Executable, dialect: str) -> str:

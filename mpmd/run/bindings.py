@@ -185,7 +185,7 @@ class _Calls:
         self._values: dict[tuple[int, Place], _TaskValues] = {}
         self._named = dict(programs.segments)
         for loop in programs.loops:
-            self._named.update((zeros_name(loop.loop, g), executable) for g, (_, executable) in loop.zeros.items())
+            self._named.update((zeros_name(loop.loop, g), executable) for g, executable in loop.zeros.items())
 
     def call(self, group: int, instruction: Call) -> BoundInstruction:
         slots = [

@@ -1,14 +1,15 @@
 """Which donated arguments a step makes use of, and the deletion of those."""
 
+import os
 import sys
 import warnings
 from collections import Counter
 
 import jax
 
-from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
+from mpmd.compile.donation import buffer_type
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
 
@@ -23,11 +24,11 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
     trace = outline.trace
     args = trace.jaxpr.invars[len(trace.consts) :]
     taken = frozenset().union(*programs.donated.values())
-    room = Counter(_type(v) for v, _ in outline.outputs)
+    room = Counter(buffer_type(v) for v, _ in outline.outputs)
     found, others = set(), []
     for i in sorted(donated, key=lambda i: args[i] not in taken):
-        if args[i] in taken or room[_type(args[i])] > 0:
-            room[_type(args[i])] -= 1
+        if args[i] in taken or room[buffer_type(args[i])] > 0:
+            room[buffer_type(args[i])] -= 1
             found.add(i)
         else:
             others.append(i)
@@ -43,15 +44,11 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
 
 def _users_frame() -> int:
     """How many frames above its caller the user's code is: the `stacklevel` of a warning there."""
-    package = __file__.rpartition("/")[0]
+    package = os.path.dirname(os.path.dirname(__file__))
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith((package, jax.__path__[0])):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _type(v):
-    return getattr(v.aval, "shape", None), str(v.aval.dtype), compat.memory_kind(v.aval)
 
 
 def consume(leaf, placed, kept, shared: bool):

@@ -1,0 +1,64 @@
+"""Which values the segments of a step may take over the memory of: determined by the outline, nothing is compiled."""
+
+from collections import Counter
+from collections.abc import Set
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.partition.outline import Outline, Segment, Transfer
+
+
+def last_uses(outline: Outline) -> dict[tuple[compat.Var, int], int]:
+    """Per variable and group, the position of the last item that reads it there; of results nothing is said."""
+    last: dict[tuple[compat.Var, int], int] = {}
+    for position, item in enumerate(outline.items):
+        if isinstance(item, Segment):
+            last.update(((v, item.group), position) for v in item.reads)
+        elif isinstance(item, Transfer):
+            last[item.var, item.source] = position
+            last.setdefault((item.var, item.target), position)
+        else:
+            last.update(((v, g), position) for v, groups in item.needs().items() for g in groups)
+    return last
+
+
+def donations(outline: Outline, mesh: MpmdMesh, donated_args: Set[int]) -> dict[str, frozenset[compat.Var]]:
+    """Per segment, the arguments that nothing reads afterwards and whose memory a result can use.
+
+    Args:
+      donated_args: flat arguments of the step whose memory it may take over.
+    """
+    invars, num_consts = outline.trace.jaxpr.invars, len(outline.trace.consts)
+    kept = set(invars) - {invars[num_consts + i] for i in donated_args}
+    # Where groups share devices, a transfer is an alias; between processes, what is sent stays until it is taken.
+    if mesh.groups_share_devices or len({p for ps in mesh.processes for p in ps}) > 1:
+        kept |= {t.var for t in outline.items if isinstance(t, Transfer)}
+        kept |= {v for v, groups in zip(invars, outline.inputs, strict=True) if len(groups) > 1}
+    returned = {(v, g) for v, groups in outline.outputs if not isinstance(v, compat.Literal) for g in groups}
+    last = last_uses(outline)
+    found: dict[str, frozenset[compat.Var]] = {}
+    for position, item in enumerate(outline.items):
+        if isinstance(item, Segment):
+            free = [
+                v
+                for v in item.reads
+                if v not in kept and (v, item.group) not in returned and last[v, item.group] == position
+            ]
+            found[item.name] = _fitting(free, item)
+    return found
+
+
+def _fitting(free: list[compat.Var], item: Segment) -> frozenset[compat.Var]:
+    """The variables that have the type of a result, one for each result."""
+    room = Counter(buffer_type(v) for v in item.writes if not isinstance(v, compat.Literal))
+    found = set()
+    for v in free:
+        if room[buffer_type(v)] > 0:
+            room[buffer_type(v)] -= 1
+            found.add(v)
+    return frozenset(found)
+
+
+def buffer_type(v: compat.Var | compat.Literal) -> tuple[tuple[int, ...] | None, str, str | None]:
+    """Shape, dtype and memory kind: one value can take over the memory of another where these are the same."""
+    return getattr(v.aval, "shape", None), str(v.aval.dtype), compat.memory_kind(v.aval)

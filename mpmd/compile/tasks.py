@@ -1,0 +1,73 @@
+"""The tasks of a loop as programs: which there are, what each computes, and which accumulators a group has."""
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+from mpmd.partition.graph import Place
+from mpmd.partition.loop import LoopPartition, TaskBody
+from mpmd.partition.outline import Loop
+from mpmd.tracing.trace import trace_equations
+
+
+def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:
+    """Per group that has any, the numbers of the accumulators that its tasks update."""
+    found: dict[int, tuple[int, ...]] = {}
+    for k, accumulator in enumerate(loop.partition.accumulators):
+        group = loop.group(accumulator.place)
+        found[group] = (*found.get(group, ()), k)
+    return dict(sorted(found.items()))
+
+
+def task_bodies(loop: Loop) -> list[TaskBody]:
+    """The bodies of the tasks that a loop's schedule has, in data-flow order; a `B` beside `I` and `W` is both."""
+    partition = loop.partition
+    kinds = {t.kind for order in loop.orders for t in order}
+    bodies = {b.place: b for b in partition.tasks}
+    if "B" in kinds and any(p.kind == "I" for p in bodies):
+        for stage in range(loop.schedule.num_stages):
+            bodies[Place(stage, "B")] = _whole_backward(partition, stage)
+    rank = {"F": 0, "I": 1, "B": 1, "W": 2}
+    stages = loop.schedule.num_stages
+    order = sorted(bodies, key=lambda p: (rank[p.kind], p.stage if p.kind == "F" else stages - p.stage))
+    return [bodies[p] for p in order if p.kind in kinds]
+
+
+def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
+    """`I` and `W` of a stage as one task."""
+    i, w = partition.task(Place(stage, "I")), partition.task(Place(stage, "W"))
+    seen: set[int] = set()
+    eqns = []
+    bound: set[compat.Var] = set()
+    for eqn in (*i.eqns, *w.eqns):
+        if id(eqn) not in seen and not bound.intersection(equations.outputs(eqn)):
+            seen.add(id(eqn))
+            bound.update(equations.outputs(eqn))
+            eqns.append(eqn)
+    others = {v for t in partition.tasks if t.place not in (i.place, w.place) for v in t.reads}
+    return TaskBody(
+        Place(stage, "B"),
+        tuple(eqns),
+        tuple(dict.fromkeys((*i.operands, *w.operands))),
+        tuple(v for v in dict.fromkeys((*i.reads, *w.reads)) if v not in bound),
+        tuple(v for v in (*i.writes, *w.writes) if v in others),
+        (*i.accumulates, *w.accumulates),
+        i.uses_index or w.uses_index,
+    )
+
+
+def task_jaxpr(partition: LoopPartition, body: TaskBody) -> tuple[compat.ClosedJaxpr, list[compat.Var]]:
+    """A task with its accumulation as a closed jaxpr, and its arguments: [index], operands, reads, accumulators."""
+    accs = [partition.accumulators[k] for k in body.accumulates]
+    old = [compat.new_var(a.result.aval) for a in accs]
+    eqns, new = list(body.eqns), []
+    for acc, start in zip(accs, old, strict=True):
+        if isinstance(acc.value, compat.Literal):
+            more, (total,) = trace_equations(
+                lambda a, i, acc=acc, value=acc.value: acc.operation.update(a, value.val, i), start, partition.index
+            )
+        else:
+            more, (total,) = trace_equations(acc.operation.update, start, acc.value, partition.index)
+        eqns += more
+        new.append(total)
+    args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]
+    outs = [*new, *body.writes]
+    return compat.make_jaxpr(args, outs, eqns, str(body.place)), args

@@ -1,0 +1,215 @@
+"""How many bytes a step will need on each device, before anything is compiled.
+
+The walk is that of `memory.py`. Shardings follow from the arguments, constraints, types on Explicit axes, and a simple
+propagation; temporaries from the lifetimes of what fusion would not make disappear.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import Layout, fit
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.compile.donation import donations
+from mpmd.compile.executable import nbytes_on_a_device
+from mpmd.compile.program import step_program
+from mpmd.compile.tasks import task_bodies
+from mpmd.partition import equations
+from mpmd.partition.graph import Place
+from mpmd.partition.outline import Loop, Outline, Segment
+from mpmd.report.memory import Sizes, peaks
+from mpmd.report.roles import Roles
+from scheduler import Call, Run
+
+
+def estimate(
+    outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]
+) -> dict[int, dict[str, int]]:
+    """As `memory.measured`, for every group.
+
+    Args:
+      in_layouts: per flat argument, its layout or None.
+      donated_args: flat arguments whose memory may be taken over.
+    """
+    args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
+    layouts = {v: layout for v, layout in zip(args, in_layouts, strict=True) if layout}
+    reading = _Reading(mesh, layouts, {v for v, role in Roles(outline).role.items() if role == "data"})
+    inner: dict[str | tuple[int, Place], int] = {}
+    for item in outline.items:
+        if isinstance(item, Segment):
+            inner[item.name] = reading.temporaries(item.eqns, item.writes, item.group)
+        elif isinstance(item, Loop):
+            for body in task_bodies(item):
+                results = [item.partition.accumulators[k].value for k in body.accumulates]
+                outs = [*body.writes, *results]
+                inner[item.number, body.place] = reading.temporaries(body.eqns, outs, item.group(body.place))
+            for acc in item.partition.accumulators:
+                if acc.value in layouts:
+                    layouts.setdefault(acc.result, layouts[acc.value])
+    program = step_program(outline, mesh.num_groups, donations(outline, mesh, donated_args))
+
+    def temporaries(instruction: Run | Call) -> int:
+        if isinstance(instruction, Call):
+            return inner.get(instruction.name, 0)
+        return max((inner.get((instruction.loop, Place(t.stage, t.kind)), 0) for t in instruction.tasks), default=0)
+
+    sizes = Sizes(outline, mesh, layouts)
+    return {g: peaks(program, g, sizes, temporaries) for g in range(mesh.num_groups)}
+
+
+class _Reading:
+    """Shardings and temporaries of programs that nobody has compiled."""
+
+    def __init__(self, mesh: MpmdMesh, layouts: dict[compat.Var, Layout], batches: Set[compat.Var] = frozenset()):
+        self.mesh = mesh
+        self.layouts = layouts
+        self.batches = batches  # arguments that are data
+
+    def spec(self, v) -> PartitionSpec | None:
+        if isinstance(v, compat.Literal) or v not in self.layouts:
+            return None
+        return self.layouts[v][0]
+
+    def nbytes(self, v, group: int) -> int:
+        """Bytes on each device of a group."""
+        if (spec := self.spec(v)) is None:
+            return equations.nbytes(v.aval)
+        return nbytes_on_a_device(v, fit((spec, None), self.mesh.groups[group], v.aval.shape))
+
+    def propagate(self, eqn, made) -> None:
+        """Gives the results of an equation their specs, where they can be told, and operands that have none."""
+        spec = self._told(eqn, eqn.outvars[0]) if eqn.outvars else None
+        if spec is not None and any(spec.partitions):
+            for x in equations.variables(eqn.invars):
+                if x.aval.shape == eqn.outvars[0].aval.shape:
+                    self._back(x, spec, made)
+        for v in equations.outputs(eqn):
+            if v in self.layouts:
+                continue
+            typed = getattr(v.aval, "sharding", None)
+            spec = typed.spec if typed is not None and any(typed.spec.partitions) else self._told(eqn, v)
+            if spec is not None and any(spec.partitions):
+                self.layouts[v] = spec, compat.memory_kind(v.aval)
+
+    def _back(self, v, spec: PartitionSpec, made) -> None:
+        """An operand without a spec takes its reader's; so does the batch that it is a slice of."""
+        if v in self.layouts:
+            return
+        eqn: Any = made.get(v)
+        if eqn is None:
+            if v in self.batches:
+                self.layouts[v] = spec, None
+            return
+        name = eqn.primitive.name
+        if name == "squeeze":
+            entries = list(spec.partitions) + [None] * (v.aval.ndim - len(spec.partitions))
+            for d in sorted(eqn.params["dimensions"]):
+                entries.insert(d, None)
+            self.layouts[v] = spec, None
+            self._back(eqn.invars[0], PartitionSpec(*entries), made)
+        elif name in ("dynamic_slice", "convert_element_type"):
+            self.layouts[v] = spec, None
+            self._back(eqn.invars[0], spec, made)
+
+    def _told(self, eqn, v) -> PartitionSpec | None:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "sharding_constraint":
+            return getattr(params["sharding"], "spec", None)
+        if name == "shard_map":
+            return params["out_specs"][eqn.outvars.index(v)]
+        known = [(x, s) for x in eqn.invars if (s := self.spec(x)) is not None]
+        for x, spec in known:
+            if x.aval.shape == v.aval.shape and name != "transpose":
+                return spec
+        if not known:
+            return None
+        return _rearranged(name, params, eqn.invars, [self.spec(x) for x in eqn.invars])
+
+    def temporaries(self, eqns, results, group: int) -> int:
+        """The most bytes that an executable holds at once beside its arguments and results."""
+        made = {v: eqn for eqn in eqns for v in equations.outputs(eqn)}
+        for eqn in eqns:
+            self.propagate(eqn, made)
+        stored = {v for v, eqn in made.items() if _is_stored(eqn)}
+        for eqn in eqns:
+            if equations.is_heavy(eqn) and not equations.changes_memory(eqn):
+                stored.update(
+                    v for v in equations.variables(eqn.invars) if v in made and not equations.is_layout(made[v])
+                )
+        kept = set(equations.variables(results))
+        last: dict[compat.Var, int] = {}
+
+        def use(v, position):
+            """A value that fusion makes disappear keeps alive what it is made of."""
+            stack = [v]
+            while stack:
+                x = stack.pop()
+                if x in made and last.get(x, -1) < position:
+                    last[x] = position
+                    if x not in stored:
+                        stack += equations.variables(made[x].invars)
+
+        for position, eqn in enumerate(eqns):
+            for v in equations.variables(eqn.invars):
+                use(v, position)
+        ends = defaultdict(list)
+        for v, position in last.items():
+            if v in stored and v not in kept:
+                ends[position].append(v)
+        alive = most = 0
+        for position, eqn in enumerate(eqns):
+            alive += sum(
+                self.nbytes(v, group) for v in equations.outputs(eqn) if v in stored and v not in kept and v in last
+            )
+            inside = max((_Reading(self.mesh, {}).inner(j, group) for j in compat.jaxprs_in(eqn.params)), default=0)
+            most = max(most, alive + inside)
+            alive -= sum(self.nbytes(v, group) for v in ends[position])
+        return most
+
+    def inner(self, jaxpr, group: int) -> int:
+        """Temporaries of an inner jaxpr, its results among them."""
+        return self.temporaries(jaxpr.eqns, (), group)
+
+
+def _is_stored(eqn) -> bool:
+    """Whether XLA writes the results of an equation to memory rather than fuse them into their readers."""
+    if equations.changes_memory(eqn) or equations.is_layout(eqn):
+        return False
+    return equations.is_heavy(eqn) or eqn.primitive.name.startswith(("reduce", "arg", "gather", "random"))
+
+
+def _rearranged(name: str, params, invars, specs) -> PartitionSpec | None:
+    """The spec of a result whose dimensions are those of an operand in another order."""
+
+    def entries(i):
+        found = list(specs[i].partitions) if specs[i] is not None else []
+        return found + [None] * (invars[i].aval.ndim - len(found))
+
+    if name == "dot_general":
+        ((lhs_sum, rhs_sum), (lhs_batch, rhs_batch)) = params["dimension_numbers"]
+        lhs, rhs = entries(0), entries(1)
+        return PartitionSpec(
+            *(lhs[d] for d in lhs_batch),
+            *(e for d, e in enumerate(lhs) if d not in (*lhs_sum, *lhs_batch)),
+            *(e for d, e in enumerate(rhs) if d not in (*rhs_sum, *rhs_batch)),
+        )
+    if specs[0] is None:
+        return None
+    first = entries(0)
+    if name == "transpose":
+        return PartitionSpec(*(first[d] for d in params["permutation"]))
+    if name.startswith("reduce_") and "axes" in params:
+        return PartitionSpec(*(e for d, e in enumerate(first) if d not in params["axes"]))
+    if name == "squeeze":
+        return PartitionSpec(*(e for d, e in enumerate(first) if d not in params["dimensions"]))
+    if name == "broadcast_in_dim":
+        found = [None] * len(params["shape"])
+        for d, e in zip(params["broadcast_dimensions"], first, strict=True):
+            found[d] = e
+        return PartitionSpec(*found)
+    if name in ("dynamic_slice", "slice", "convert_element_type", "cumsum", "sort"):
+        return PartitionSpec(*first)
+    return None

@@ -1,0 +1,52 @@
+"""What each argument is to a step: a parameter, other state, or data."""
+
+from collections.abc import Iterable
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+from mpmd.partition.outline import Outline, Segment
+
+
+class Roles:
+    """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data.
+
+    Where no loop has a backward pass, nothing tells parameters from data, and what the step returns is state.
+
+    Attributes:
+      args, groups: the flat arguments, and the groups that hold each.
+      names: of variables, for people.
+      trains: whether a loop has a backward pass.
+      role: of each argument: "parameters", "state" or "data".
+    """
+
+    def __init__(self, outline: Outline):
+        num_consts = len(outline.trace.consts)
+        self.args = outline.trace.jaxpr.invars[num_consts:]
+        self.groups = outline.inputs[num_consts:]
+        self.names = outline.names
+        self._roots: dict[compat.Var, set[compat.Var]] = {v: {v} for v in self.args}
+        for item in outline.items:
+            if isinstance(item, Segment):
+                for eqn in item.eqns:
+                    found = self.arguments(equations.variables(eqn.invars))
+                    self._roots.update((v, found) for v in eqn.outvars)
+        tasks = [t for loop in outline.loops for t in loop.partition.tasks]
+        self.trains = any(t.place.kind != "F" and not t.is_empty for t in tasks)
+        returned = {self.args[d] for d in outline.donors if d is not None}
+        read = {v for t in tasks for v in self.arguments(t.operands)} if self.trains else set()
+        self.role = {
+            v: "data" if v not in returned else "parameters" if v in read and equations.size(v.aval) > 1 else "state"
+            for v in self.args
+        }
+
+    def arguments(self, operands: Iterable[compat.Var]) -> set[compat.Var]:
+        """The arguments that these values are computed from."""
+        return set().union(*(self._roots.get(v, set()) for v in operands))
+
+    def bytes_in(self, group: int) -> dict[str, int]:
+        """Bytes in a group by role, over all of its devices, replicas not counted."""
+        held = {"parameters": 0, "state": 0, "data": 0}
+        for v, groups in zip(self.args, self.groups, strict=True):
+            if group in groups:
+                held[self.role[v]] += equations.nbytes(v.aval)
+        return held
