@@ -25,7 +25,9 @@ from scheduler.schedules.v_in_little_memory import VHalf, VMin
 from scheduler.schedules.v_shaped import DualPipeV, ZeroBubbleV
 from scheduler.schedules.zero_bubble import InterleavedZeroBubble, KimiK2, ZeroBubbleH1, ZeroBubbleH2
 from scheduler.task import Schedule, Task
-from scheduler.timing.simulate import Costs, Timeline, simulate
+from scheduler.timing.costs import Costs
+from scheduler.timing.simulate import simulate
+from scheduler.timing.timeline import Timeline
 
 __all__ = [
     "Call",

@@ -23,8 +23,10 @@ from scheduler.schedules.catalogue import SCHEDULES, make, on_groups, split_cost
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.guide import write_documents
 from scheduler.schedules.list_scheduling import Problem
+from scheduler.timing.costs import Costs
 from scheduler.timing.pictures import critical_path_text, to_text
-from scheduler.timing.simulate import Costs, Timeline, simulate
+from scheduler.timing.simulate import simulate
+from scheduler.timing.timeline import Timeline
 
 _NAMES = ", ".join(SCHEDULES)
 _MOST_TASKS = 250_000

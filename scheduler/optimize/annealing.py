@@ -36,16 +36,10 @@ def improve(
     """
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
     number = {kind: index * n * m for index, kind in enumerate(_KINDS)}
-    over = problem.transfers()
-    held, early = costs.per_stage("activation_bytes", n), costs.per_stage("released_at_input_grad", n)
-    size = 3 * n * m
+    over, seconds, memory = costs.transfers_between(problem.placement), costs.seconds(n), costs.memory(n)
+    size = problem.num_tasks
     time, lag, nbytes = [0.0] * size, [0.0] * size, [0.0] * size
     across, local, lane = [-1] * size, [-1] * size, [0] * size
-    seconds = {
-        "F": costs.per_stage("forward", n),
-        "I": costs.per_stage("input_grad", n),
-        "W": costs.per_stage("weight_grad", n),
-    }
     for index, kind in enumerate(_KINDS):
         for stage in range(n):
             before = stage - 1 if kind == "F" else stage + 1
@@ -60,7 +54,7 @@ def improve(
                     lag[task] = late
                 if index:
                     local[task] = task - n * m
-                nbytes[task] = (held[stage], -early[stage], early[stage] - held[stage])[index]
+                nbytes[task] = memory[kind][stage]
     sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
     begin = [0]
     for order in orders:

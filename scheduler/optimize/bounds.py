@@ -32,10 +32,8 @@ def lower_bound(problem: Problem) -> Bound:
     - After a group's last I there is just W, as much as memory held, and the I of all stages before still to come.
     """
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
-    weight_grad, held = costs.per_stage("weight_grad", n), costs.per_stage("activation_bytes", n)
-    early = costs.per_stage("released_at_input_grad", n)
-    over = problem.transfers()
+    forward, input_grad, weight_grad = costs.seconds(n).values()
+    memory, over = costs.memory(n), costs.transfers_between(problem.placement)
     head = [0.0] * n  # before F can start
     for stage in range(1, n):
         head[stage] = head[stage - 1] + forward[stage - 1] + over[stage - 1]
@@ -54,8 +52,8 @@ def lower_bound(problem: Problem) -> Bound:
         work = m * sum(forward[s] + input_grad[s] + weight_grad[s] for s in stages)
         first = min(head[s] for s in stages)
         limit = problem.limit(group)
-        before = _most(m, [(forward[s], held[s]) for s in stages], limit)
-        after = _most(m, [(weight_grad[s], held[s] - early[s]) for s in stages], limit)
+        before = _most(m, [(forward[s], memory["F"][s]) for s in stages], limit)
+        after = _most(m, [(weight_grad[s], -memory["W"][s]) for s in stages], limit)
         bounds += [
             Bound(first + work, f"work of group {group}"),
             Bound(min(back[s] for s in stages) + work - before, f"work of group {group} after its first gradient"),

@@ -38,7 +38,7 @@ def solve(problem: Problem, hint: Orders, seconds: float, seed: int) -> tuple[Or
     before = simulate_orders(hint, problem.placement, problem.num_microbatches, problem.costs)
     ticks = _Ticks.of(problem)
     model = cp_model.CpModel()
-    horizon = math.ceil(before.makespan / ticks.seconds) + 3 * problem.num_stages * problem.num_microbatches
+    horizon = math.ceil(before.makespan / ticks.seconds) + problem.num_tasks
     start = _add_tasks(model, problem, ticks, horizon)
     _add_waits(model, problem, ticks, start, horizon)
     for order, times in zip(before.orders, before.starts, strict=True):
@@ -75,11 +75,7 @@ class _Ticks:
     @classmethod
     def of(cls, problem: Problem) -> _Ticks:
         n, costs = problem.num_stages, problem.costs
-        exact: dict[Kind, list[float]] = {
-            "F": costs.per_stage("forward", n),
-            "I": costs.per_stage("input_grad", n),
-            "W": costs.per_stage("weight_grad", n),
-        }
+        exact = costs.seconds(n)
         tick = sum(map(sum, exact.values())) / (3 * n) / _RESOLUTION or 1.0
         time: dict[Kind, list[int]] = {kind: [round(value / tick) for value in exact[kind]] for kind in exact}
         return cls(tick, time, [round(value / tick) for value in costs.transfers(n)])

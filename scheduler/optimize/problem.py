@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.schedules.v_shaped import v_placement
 from scheduler.task import check_count
-from scheduler.timing.simulate import Costs
+from scheduler.timing.costs import Costs
 
 
 def problem_for(

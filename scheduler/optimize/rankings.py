@@ -34,8 +34,8 @@ def random_genes(rng: random.Random) -> Genes:
 def ranking_from(problem: Problem, genes: Genes) -> Ranking:
     """A ranking from genes: what is due follows one microbatch's way on its own, stretched here and there."""
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
-    weight_grad, over = costs.per_stage("weight_grad", n), costs.transfers(n)
+    forward, input_grad, weight_grad = costs.seconds(n).values()
+    over = costs.transfers(n)
     period = max(
         sum(forward[s] + input_grad[s] + weight_grad[s] for s in problem.stages_of(group))
         for group in range(problem.num_groups)

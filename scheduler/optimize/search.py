@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,14 @@ from scheduler.optimize.annealing import can_compile, improve
 from scheduler.optimize.bounds import Bound, lower_bound
 from scheduler.optimize.exact import can_solve, solve
 from scheduler.optimize.problem import problem_for
-from scheduler.optimize.rankings import neighbour, random_genes, ranking_from
-from scheduler.schedules.catalogue import SCHEDULES
+from scheduler.optimize.rankings import Genes, neighbour, random_genes, ranking_from
+from scheduler.schedules.catalogue import SCHEDULES, make
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem, list_schedule
-from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule
-from scheduler.schedules.v_shaped import VSchedule
 from scheduler.task import Orders, Pairs
-from scheduler.timing.simulate import Costs, Timeline, simulate_orders
+from scheduler.timing.costs import Costs
+from scheduler.timing.simulate import simulate_orders
+from scheduler.timing.timeline import Timeline
 
 _CLOSE = 1e-9
 _NOISE = 0.1
@@ -156,7 +157,7 @@ def investigate(
 ) -> Found:
     """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
     problem = problem_for(num_stages, num_groups, num_microbatches, costs, placement, memory_limit, seconds)
-    return _Search(problem, seconds, seed, progress or (lambda line: None)).run()
+    return _Search(problem, _Budget(seconds), seed, progress or (lambda line: None)).run()
 
 
 @dataclass
@@ -166,166 +167,162 @@ class _Candidate:
     pairs: Pairs = frozenset()
 
 
-class _Search:
-    def __init__(self, problem: Problem, seconds: float, seed: int, progress: Callable[[str], object]) -> None:
-        self.problem = problem
+class _Pool:
+    """The best candidates so far, shortest first, each with a makespan of its own.
+
+    Attributes:
+        tries: How many orders were looked at.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+        self.candidates: list[_Candidate] = []
+        self.tries = 0
+
+    @property
+    def best(self) -> _Candidate:
+        return self.candidates[0]
+
+    def add(self, candidate: _Candidate) -> None:
+        self.tries += 1
+        if any(abs(candidate.makespan - known.makespan) < _CLOSE for known in self.candidates):
+            return
+        self.candidates.append(candidate)
+        self.candidates.sort(key=lambda one: one.makespan)
+        del self.candidates[8:]
+
+    def improves(self, makespan: float) -> bool:
+        return makespan < self.best.makespan - _CLOSE
+
+    def is_at_bound(self) -> bool:
+        """Whether the search is done: no order is shorter."""
+        return bool(self.candidates) and self.best.makespan <= self.bound.makespan * (1 + _CLOSE)
+
+
+class _Budget:
+    """The time to spend.
+
+    Attributes:
+        exceeded: Whether the search has stopped because of the time.
+    """
+
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.deadline = time.monotonic() + seconds
+        self.exceeded = False
+
+    def is_over(self) -> bool:
+        self.exceeded = self.exceeded or time.monotonic() > self.deadline
+        return self.exceeded
+
+
+class _Search:
+    def __init__(self, problem: Problem, budget: _Budget, seed: int, progress: Callable[[str], object]) -> None:
+        self.problem = problem
+        self.budget = budget
         self.seed = seed
         self.random = random.Random(seed)
         self.progress = progress
-        self.deadline = time.monotonic() + seconds
-        self.bound = lower_bound(problem)
-        self.pool: list[_Candidate] = []
-        self.tries = 0
-        self.complete = True
+        self.pool = _Pool(lower_bound(problem))
         self.proved = False
 
     def run(self) -> Found:
-        least = _least(self.problem)
-        if any(need > self.problem.limit(group) + _CLOSE for group, need in enumerate(least)):
-            needs = ", ".join(f"{need:g} in group {group}" for group, need in enumerate(least))
+        self._check_memory()
+        pool = self.pool
+        seed_name, best_seed = "", None
+        for name, candidate in _seeds(self.problem):
+            pool.add(candidate)
+            if best_seed is None or candidate.makespan < best_seed.makespan - _CLOSE:
+                seed_name, best_seed = name, candidate
+        if best_seed is not None:
+            self.progress(f"best built-in: {seed_name} with {best_seed.makespan:g}; bound {pool.bound}")
+        self._improve()
+        best = pool.best
+        return Found(
+            CustomSchedule(best.orders, self.problem.placement, best.pairs),
+            _simulated(self.problem, best.orders),
+            pool.bound,
+            seed_name,
+            best_seed.makespan if best_seed else math.inf,
+            _noisy_gain(self.problem, best_seed.orders, best.orders, self.seed + 1) if best_seed else 0.0,
+            pool.tries,
+            not self.budget.exceeded,
+            self.proved,
+        )
+
+    def _check_memory(self) -> None:
+        problem, need = self.problem, self.problem.needed_to_start()
+        least = [max((need[s] for s in problem.stages_of(group)), default=0.0) for group in range(problem.num_groups)]
+        if any(nbytes > problem.limit(group) + _CLOSE for group, nbytes in enumerate(least)):
+            needs = ", ".join(f"{nbytes:g} in group {group}" for group, nbytes in enumerate(least))
             raise ScheduleError(
                 f"search: no order keeps to memory_limit; the oldest microbatch alone needs {needs}."
                 " Raise the limit, or lower activation_bytes (rematerialise)."
             )
-        seed_name, best_seed = "", None
-        for name, candidate in self._seeds():
-            self._add(candidate)
-            if best_seed is None or candidate.makespan < best_seed.makespan - _CLOSE:
-                seed_name, best_seed = name, candidate
-        if best_seed is not None:
-            self.progress(f"best built-in: {seed_name} with {best_seed.makespan:g}; bound {self.bound}")
-        if not self._done():
+
+    def _improve(self) -> None:
+        """Each way to better orders in turn, until the bound is reached or the time is over."""
+        if not self.pool.is_at_bound():
             self._rank_randomly()
-        if not self.pool:
+        if not self.pool.candidates:
             raise ScheduleError(
-                f"search: the time ran out (seconds={self.seconds:g}) when {self.tries} orders had been tried, before"
-                " one was found that keeps to memory_limit. Allow more seconds, or raise the limit."
+                f"search: the time ran out (seconds={self.budget.seconds:g}) when {self.pool.tries} orders had been"
+                " tried, before one was found that keeps to memory_limit. Allow more seconds, or raise the limit."
             )
-        exactly = not self._done() and can_solve(self.problem)
+        exactly = not self.pool.is_at_bound() and can_solve(self.problem)
         if exactly:
             self._solve()
-        if not self._done() and not self.proved:
-            self._move(0.25 if exactly else 0.6)
-        best = self.pool[0]
-        placement = self.problem.placement
-        timeline = simulate_orders(
-            best.orders, placement, self.problem.num_microbatches, self.problem.costs, name="search"
-        )
-        return Found(
-            CustomSchedule(best.orders, placement, best.pairs),
-            timeline,
-            self.bound,
-            seed_name,
-            best_seed.makespan if best_seed else float("inf"),
-            self._noisy_gain(best_seed.orders, best.orders) if best_seed else 0.0,
-            self.tries,
-            self.complete,
-            self.proved,
-        )
-
-    def _done(self) -> bool:
-        return bool(self.pool) and self.pool[0].makespan <= self.bound.makespan * (1 + _CLOSE)
-
-    def _late(self) -> bool:
-        if time.monotonic() > self.deadline:
-            self.complete = False
-            return True
-        return False
-
-    def _add(self, candidate: _Candidate) -> None:
-        self.tries += 1
-        if any(abs(candidate.makespan - known.makespan) < _CLOSE for known in self.pool):
-            return
-        self.pool.append(candidate)
-        self.pool.sort(key=lambda one: one.makespan)
-        del self.pool[8:]
-
-    def _seeds(self) -> Iterator[tuple[str, _Candidate]]:
-        """Every built-in schedule with this placement that keeps to the memory, as it is and with B split."""
-        problem = self.problem
-        for name, kind in SCHEDULES.items():
-            try:
-                if issubclass(kind, ChainSchedule):
-                    schedule = kind(problem.num_stages)
-                elif issubclass(kind, LoopSchedule):
-                    schedule = kind(problem.num_stages, problem.num_groups)
-                else:
-                    assert issubclass(kind, VSchedule)
-                    schedule = kind(problem.num_groups)
-                if schedule.placement != problem.placement or schedule.num_groups != problem.num_groups:
-                    continue
-                orders = schedule.orders(problem.num_microbatches)
-                pairs = schedule.fused(problem.num_microbatches)
-            except ValueError:
-                continue
-            whole = self._time(orders)
-            if whole is not None:
-                yield name, replace(whole, pairs=pairs)
-            if any(task.kind == "B" for order in orders for task in order):
-                split = self._time(tuple(tuple(part for task in order for part in task.parts) for order in orders))
-                if split is not None and (whole is None or split.makespan < whole.makespan - _CLOSE):
-                    yield f"{name} with B split", split
-
-    def _time(self, orders: Orders) -> _Candidate | None:
-        """The orders with their makespan, or None if they need too much memory."""
-        problem = self.problem
-        timeline = simulate_orders(orders, problem.placement, problem.num_microbatches, problem.costs)
-        for group, peak in enumerate(timeline.peak_bytes):
-            if peak > problem.limit(group) + _CLOSE:
-                return None
-        return _Candidate(timeline.makespan, orders)
+        if not self.pool.is_at_bound() and not self.proved:
+            self._anneal(0.25 if exactly else 0.6)
 
     def _rank_randomly(self) -> None:
-        """List schedules under many rankings: at first anything, later neighbours of the best so far."""
+        """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""
         problem = self.problem
-        tasks = 3 * problem.num_stages * problem.num_microbatches
-        count = max(20, int(0.3 * self.seconds * _PLACED_PER_SECOND / tasks))
-        best: tuple[float, dict[str, float]] | None = None
+        count = max(20, int(0.3 * self.budget.seconds * _PLACED_PER_SECOND / problem.num_tasks))
+        best: tuple[float, Genes] | None = None
         for index in range(count):
-            if index and index % 16 == 0 and self._late():  # some are tried however slow the machine is
+            if index and index % 16 == 0 and self.budget.is_over():  # some are tried however slow the machine is
                 break
             genes = random_genes(self.random)
             if best is not None and self.random.random() < 0.6:
                 genes = neighbour(self.random, best[1], genes)
             orders = list_schedule(problem, ranking_from(problem, genes))
             if orders is None:
-                self.tries += 1
+                self.pool.tries += 1
                 continue
-            candidate = self._time(orders)
+            candidate = _timed(problem, orders)
             assert candidate is not None
             if best is None or candidate.makespan < best[0] - _CLOSE:
                 best = (candidate.makespan, genes)
                 self.progress(f"ranking {index + 1} of {count}: {candidate.makespan:g}")
-            self._add(candidate)
-            if self._done():
+            self.pool.add(candidate)
+            if self.pool.is_at_bound():
                 break
 
     def _solve(self) -> None:
-        """One stage a group, and OR-tools installed: the best order, if the time suffices."""
-        hint = tuple(tuple(part for task in order for part in task.parts) for order in self.pool[0].orders)
-        orders, self.proved = solve(self.problem, hint, 0.2 * self.seconds, self.random.randrange(2**31))
-        candidate = self._time(orders)
-        if candidate is not None and candidate.makespan < self.pool[0].makespan - _CLOSE:
+        """Looks for the best order by constraint programming: one stage a group, and OR-tools installed."""
+        hint = _split(self.pool.best.orders)
+        orders, self.proved = solve(self.problem, hint, 0.2 * self.budget.seconds, self.random.randrange(2**31))
+        candidate = _timed(self.problem, orders)
+        if candidate is not None and self.pool.improves(candidate.makespan):
             self.progress(f"constraint programming: {candidate.makespan:g}{', the best' if self.proved else ''}")
-            self._add(candidate)
+            self.pool.add(candidate)
 
-    def _move(self, share: float) -> None:
-        """Small moves, from the best few orders, for a share of the time."""
-        problem = self.problem
-        compiled = can_compile()
-        tasks = 3 * problem.num_stages * problem.num_microbatches
+    def _anneal(self, share: float) -> None:
+        """Makes small moves, from the best few orders, for a share of the time."""
+        problem, pool, compiled = self.problem, self.pool, can_compile()
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
-        starts = self.pool[: 4 if compiled else 2]
+        starts = pool.candidates[: 4 if compiled else 2]
         rounds = 2
-        budget = share * self.seconds * rate / tasks
+        budget = share * self.budget.seconds * rate / problem.num_tasks
         steps = max(50, int(budget / len(starts) / rounds))
-        times = sum(sum(problem.costs.per_stage(name, problem.num_stages)) for name in _TIMES)
-        scale = times / (3 * problem.num_stages) or starts[0].makespan / tasks  # where just transfers take time
+        times = sum(map(sum, problem.costs.seconds(problem.num_stages).values()))
+        # The mean task, where tasks take time; else the mean share of the makespan.
+        scale = times / (3 * problem.num_stages) or starts[0].makespan / problem.num_tasks
         for number, start in enumerate(starts):
-            orders = tuple(tuple(part for task in order for part in task.parts) for order in start.orders)
+            orders = _split(start.orders)
             for index in range(rounds):
-                if self._late():
+                if self.budget.is_over():
                     return
                 makespan, orders = improve(
                     problem,
@@ -333,43 +330,65 @@ class _Search:
                     steps=steps,
                     hot=0.08 * scale / (1 + index),
                     cold=0.006 * scale,
-                    target=self.bound.makespan * (1 + _CLOSE),
+                    target=pool.bound.makespan * (1 + _CLOSE),
                     seed=self.random.randrange(2**31),
                     compiled=compiled,
                 )
-                self.tries += steps
-                if makespan < self.pool[0].makespan - _CLOSE:
+                pool.tries += steps
+                if pool.improves(makespan):
                     self.progress(f"moves, start {number + 1}, round {index + 1} of {rounds}: {makespan:g}")
-                    self._add(_Candidate(makespan, orders))
-                if self._done():
+                    pool.add(_Candidate(makespan, orders))
+                if pool.is_at_bound():
                     return
 
-    def _noisy_gain(self, before: Orders, after: Orders, samples: int = 12) -> float:
-        """The mean gain when every cost is off by up to a tenth."""
-        problem, rng = self.problem, random.Random(self.seed + 1)
-        gains = []
-        for _ in range(samples):
-            changed = {
-                name: tuple(
-                    value * (1 + rng.uniform(-_NOISE, _NOISE))
-                    for value in problem.costs.per_stage(name, problem.num_stages)
-                )
-                for name in _TIMES
-            }
-            costs = replace(problem.costs, **changed)
-            spans = [
-                simulate_orders(orders, problem.placement, problem.num_microbatches, costs).makespan
-                for orders in (before, after)
-            ]
-            gains.append(1 - spans[1] / spans[0] if spans[0] else 0.0)
-        return sum(gains) / len(gains)
+
+def _seeds(problem: Problem) -> Iterator[tuple[str, _Candidate]]:
+    """Every built-in schedule with this placement that keeps to the memory, as it is and with B split."""
+    for name in SCHEDULES:
+        try:
+            schedule = make(name, problem.num_stages, problem.num_groups)
+            if schedule.placement != problem.placement or schedule.num_groups != problem.num_groups:
+                continue
+            orders = schedule.orders(problem.num_microbatches)
+            pairs = schedule.fused(problem.num_microbatches)
+        except ValueError:
+            continue
+        whole = _timed(problem, orders)
+        if whole is not None:
+            yield name, replace(whole, pairs=pairs)
+        if any(task.kind == "B" for order in orders for task in order):
+            halves = _timed(problem, _split(orders))
+            if halves is not None and (whole is None or halves.makespan < whole.makespan - _CLOSE):
+                yield f"{name} with B split", halves
 
 
-_TIMES = ("forward", "input_grad", "weight_grad")
+def _split(orders: Orders) -> Orders:
+    """The orders with I and W in the place of each B."""
+    return tuple(tuple(part for task in order for part in task.parts) for order in orders)
 
 
-def _least(problem: Problem) -> list[float]:
-    need = problem.needed_to_start()
-    return [
-        max((need[stage] for stage in problem.stages_of(group)), default=0.0) for group in range(problem.num_groups)
-    ]
+def _simulated(problem: Problem, orders: Orders, costs: Costs | None = None) -> Timeline:
+    return simulate_orders(orders, problem.placement, problem.num_microbatches, costs or problem.costs, name="search")
+
+
+def _timed(problem: Problem, orders: Orders) -> _Candidate | None:
+    """The orders with their makespan, or None if they need too much memory."""
+    timeline = _simulated(problem, orders)
+    if any(peak > problem.limit(group) + _CLOSE for group, peak in enumerate(timeline.peak_bytes)):
+        return None
+    return _Candidate(timeline.makespan, orders)
+
+
+def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int, samples: int = 12) -> float:
+    """The mean gain when every cost is off by up to a tenth."""
+    rng = random.Random(seed)
+    gains = []
+    for _ in range(samples):
+        forward, input_grad, weight_grad = (
+            tuple(value * (1 + rng.uniform(-_NOISE, _NOISE)) for value in values)
+            for values in problem.costs.seconds(problem.num_stages).values()
+        )
+        costs = replace(problem.costs, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+        spans = [_simulated(problem, orders, costs).makespan for orders in (before, after)]
+        gains.append(1 - spans[1] / spans[0] if spans[0] else 0.0)
+    return sum(gains) / len(gains)

@@ -190,6 +190,21 @@ WORK = (Run, Call)
 TRANSFERS = (Send, Recv)
 
 
+class Transfer(NamedTuple):
+    """A value that goes from one group to another."""
+
+    value: Value
+    source: int
+    target: int
+
+    @classmethod
+    def of(cls, group: int, instruction: Send | Recv) -> Transfer:
+        """The transfer that a group's instruction takes part in."""
+        if isinstance(instruction, Send):
+            return cls(instruction.value, group, instruction.to_group)
+        return cls(instruction.value, instruction.from_group, group)
+
+
 def _signature(reads: tuple[Value, ...], writes: tuple[Value, ...], donates: tuple[Value, ...]) -> str:
     taken = set(donates)
     arguments = ", ".join(f"{value}!" if value in taken else str(value) for value in reads)

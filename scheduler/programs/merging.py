@@ -6,13 +6,13 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 
 from scheduler.errors import ScheduleError
-from scheduler.programs.instructions import TRANSFERS, WORK, Free, Instruction, Program, Run, Send, Value
+from scheduler.programs.instructions import TRANSFERS, WORK, Free, Instruction, Program, Recv, Run, Send, Transfer
 from scheduler.programs.lowering import DURATION
 
-Step = tuple[int, Instruction]
+GroupInstruction = tuple[int, Instruction]
 
 
-def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Step, ...]:
+def merge(program: Program, groups: Collection[int] | None = None) -> tuple[GroupInstruction, ...]:
     """The instructions of several groups in one order, the same in every process: pairs of group and instruction.
 
     The whole program is run on a clock (F, I, W and calls take 1, B takes 2, transfers nothing) where a Send and its
@@ -28,68 +28,87 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Step
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
     wanted = set(range(program.num_groups) if groups is None else groups)
-    return tuple(step for step in _on_the_clock(program) if step[0] in wanted)
+    return tuple(step for step in _Merge(program).run() if step[0] in wanted)
 
 
-def _on_the_clock(program: Program) -> list[Step]:
-    """All groups' instructions in the order in which they start.
+class _Merge:
+    """The program on a clock.
 
     A Send stands from the moment its value exists, a Recv from the moment the group has started what is before it. Each
     waits for the other; then both happen.
+
+    Attributes:
+        steps: The instructions that have happened, each with its group.
+        position: For each group, its next instruction.
+        issued: When the group started its last instruction.
+        free_at: When the group's devices are done with it.
+        received_at: When the group received last.
+        waiting: The transfers of which one side has come.
+        heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
-    steps: list[Step] = []
-    position = [0] * program.num_groups
-    issued = [0] * program.num_groups  # when the group started its last instruction
-    free_at = [0] * program.num_groups  # when its devices are done with it
-    received_at = [-1] * program.num_groups
-    parked: dict[tuple[bool, int, int, Value], int] = {}
-    heap: list[tuple[int, int, int]] = []
 
-    def queue(group: int) -> None:
-        """What the group does next; frees happen at once."""
-        instructions = program.groups[group]
-        index = position[group]
-        while index < len(instructions) and isinstance(instructions[index], Free):
-            steps.append((group, instructions[index]))
-            index += 1
-        position[group] = index
-        if index == len(instructions):
+    def __init__(self, program: Program) -> None:
+        self.groups = program.groups
+        self.steps: list[GroupInstruction] = []
+        self.position = [0] * program.num_groups
+        self.issued = [0] * program.num_groups
+        self.free_at = [0] * program.num_groups
+        self.received_at = [-1] * program.num_groups
+        self.waiting: set[tuple[type, Transfer]] = set()
+        self.heap: list[tuple[int, int, int]] = []
+
+    def run(self) -> list[GroupInstruction]:
+        """All groups' instructions in the order in which they start."""
+        for group in range(len(self.groups)):
+            self._queue(group)
+        while self.heap:
+            time, _, group = heappop(self.heap)
+            instruction = self.groups[group][self.position[group]]
+            if isinstance(instruction, TRANSFERS):
+                self._meet(Transfer.of(group, instruction), type(instruction), time)
+            else:
+                self._happen(group, time, _duration(instruction))
+                self._queue(group)
+        if any(at < len(instructions) for at, instructions in zip(self.position, self.groups, strict=True)):
+            raise ScheduleError("merge: the program deadlocks; check(program) says where.")
+        return self.steps
+
+    def _queue(self, group: int) -> None:
+        """Queues the group's next instruction; frees happen at once."""
+        instructions = self.groups[group]
+        while self.position[group] < len(instructions):
+            instruction = instructions[self.position[group]]
+            if not isinstance(instruction, Free):
+                break
+            self.steps.append((group, instruction))
+            self.position[group] += 1
+        else:
             return
-        instruction = instructions[index]
         if isinstance(instruction, WORK):
-            waits = received_at[group] == free_at[group]
-            heappush(heap, (free_at[group], 2 if waits else 1, group))
+            waits = self.received_at[group] == self.free_at[group]
+            heappush(self.heap, (self.free_at[group], 2 if waits else 1, group))
         else:
-            heappush(heap, (free_at[group] if isinstance(instruction, Send) else issued[group], 0, group))
+            times = self.free_at if isinstance(instruction, Send) else self.issued
+            heappush(self.heap, (times[group], 0, group))
 
-    def happen(group: int, time: int, duration: int = 0) -> None:
-        steps.append((group, program.groups[group][position[group]]))
-        position[group] += 1
-        issued[group] = time
-        free_at[group] = max(free_at[group], time + duration)
+    def _meet(self, transfer: Transfer, side: type, time: int) -> None:
+        """One side of a transfer has come: it waits for the other, or both happen."""
+        partner = (Recv if side is Send else Send, transfer)
+        if partner not in self.waiting:
+            self.waiting.add((side, transfer))
+            return
+        self.waiting.remove(partner)
+        for group in (transfer.source, transfer.target):
+            self._happen(group, time)
+        self.received_at[transfer.target] = time
+        for group in (transfer.source, transfer.target):
+            self._queue(group)
 
-    for group in range(program.num_groups):
-        queue(group)
-    while heap:
-        time, _, group = heappop(heap)
-        instruction = program.groups[group][position[group]]
-        if isinstance(instruction, TRANSFERS):
-            is_send = isinstance(instruction, Send)
-            source, target = (group, instruction.to_group) if is_send else (instruction.from_group, group)
-            if parked.pop((not is_send, source, target, instruction.value), None) is None:
-                parked[is_send, source, target, instruction.value] = group
-                continue
-            happen(source, time)
-            happen(target, time)
-            received_at[target] = time
-            queue(source)
-            queue(target)
-        else:
-            happen(group, time, _duration(instruction))
-            queue(group)
-    if any(position[group] < len(instructions) for group, instructions in enumerate(program.groups)):
-        raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-    return steps
+    def _happen(self, group: int, time: int, duration: int = 0) -> None:
+        self.steps.append((group, self.groups[group][self.position[group]]))
+        self.position[group] += 1
+        self.issued[group] = time
+        self.free_at[group] = max(self.free_at[group], time + duration)
 
 
 def _duration(instruction: Instruction) -> int:

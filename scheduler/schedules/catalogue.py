@@ -18,7 +18,7 @@ from scheduler.schedules.v_in_little_memory import VHalf, VMin
 from scheduler.schedules.v_shaped import DualPipeV, VSchedule, ZeroBubbleV
 from scheduler.schedules.zero_bubble import InterleavedZeroBubble, KimiK2, ZeroBubbleH1, ZeroBubbleH2
 from scheduler.task import Schedule
-from scheduler.timing.simulate import Costs
+from scheduler.timing.costs import Costs
 
 SCHEDULES: dict[str, type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]] = {
     "gpipe": GPipe,

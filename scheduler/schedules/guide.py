@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 
 from scheduler.schedules.catalogue import SCHEDULES, make, on_groups, split_costs
-from scheduler.timing.simulate import Costs, simulate
+from scheduler.timing.costs import Costs
+from scheduler.timing.simulate import simulate
 
 _GROUPS, _MICROBATCHES = 4, 8
 _TABLE_GROUPS, _TABLE_MICROBATCHES = 8, 32

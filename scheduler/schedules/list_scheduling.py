@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 
 from scheduler.task import Kind, Orders, Task
-from scheduler.timing.simulate import Costs
+from scheduler.timing.costs import Costs
 
 _KINDS: tuple[Kind, ...] = ("F", "I", "W")
 _LAST = 1e9
@@ -37,13 +36,10 @@ class Problem:
     def stages_of(self, group: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == group]
 
-    def transfers(self) -> list[float]:
-        """Seconds over the boundary behind each stage; nothing where the next stage lives in the same group."""
-        over = self.costs.transfers(self.num_stages)
-        for stage, (here, there) in enumerate(pairwise(self.placement)):
-            if here == there:
-                over[stage] = 0.0
-        return over
+    @property
+    def num_tasks(self) -> int:
+        """The number of tasks of kinds F, I and W."""
+        return 3 * self.num_stages * self.num_microbatches
 
     def needed_to_start(self) -> list[float]:
         """For each stage, the room that its F must find: for itself and for the later stages of its group.
@@ -199,25 +195,18 @@ class _Listing:
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
     """For each stage its F, I and W, linked to those that wait for them."""
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    forward, input_grad = costs.per_stage("forward", n), costs.per_stage("input_grad", n)
-    weight_grad, need = costs.per_stage("weight_grad", n), problem.needed_to_start()
-    held, early = costs.per_stage("activation_bytes", n), costs.per_stage("released_at_input_grad", n)
-    over = problem.transfers()
-    last = _LAST if ranking.weights_last else 0.0
+    seconds, memory, need = costs.seconds(n), costs.memory(n), problem.needed_to_start()
+    over = costs.transfers_between(problem.placement)
 
-    def lane(s: int, kind: Kind, seconds: float, due: float, open_: int, room: float, holds: float) -> _Lane:
+    def lane(s: int, kind: Kind) -> _Lane:
+        due = ranking.due[kind][s] + (_LAST if kind == "W" and ranking.weights_last else 0.0)
         noise = ranking.noise[kind][s * m : (s + 1) * m] if kind in ranking.noise else None
         sent = (kind == "F" and s) or (kind == "I" and s + 1 < n)
-        return _Lane(s, kind, seconds, due, noise, [math.inf if sent else 0.0] * m, open_, room, holds)
+        ready = [math.inf if sent else 0.0] * m
+        open_, room = (m, need[s]) if kind == "F" else (0, -math.inf)
+        return _Lane(s, kind, seconds[kind][s], due, noise, ready, open_, room, memory[kind][s])
 
-    lanes = [
-        (
-            lane(s, "F", forward[s], ranking.due["F"][s], m, need[s], held[s]),
-            lane(s, "I", input_grad[s], ranking.due["I"][s], 0, -math.inf, -early[s]),
-            lane(s, "W", weight_grad[s], ranking.due["W"][s] + last, 0, -math.inf, early[s] - held[s]),
-        )
-        for s in range(n)
-    ]
+    lanes = [(lane(s, "F"), lane(s, "I"), lane(s, "W")) for s in range(n)]
     for s, (f, i, w) in enumerate(lanes):
         f.follower, i.follower = i, w
         if s + 1 < n:

@@ -23,7 +23,8 @@ from scheduler.schedules.pattern import (
 )
 from scheduler.schedules.v_shaped import VSchedule
 from scheduler.task import Orders, check_count
-from scheduler.timing.simulate import Costs, simulate_orders
+from scheduler.timing.costs import Costs
+from scheduler.timing.simulate import simulate_orders
 
 
 class _MemoryBound(VSchedule):

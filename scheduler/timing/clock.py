@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from scheduler.errors import ScheduleError
 from scheduler.ordering import chain_needs, find_cycle
-from scheduler.task import Orders, Task
+from scheduler.task import Kind, Orders, Task
 
 Times = tuple[array, ...]
 
@@ -30,7 +30,7 @@ class Clock:
 
     placement: Sequence[int]
     num_microbatches: int
-    seconds: Mapping[str, Sequence[float]]
+    seconds: Mapping[Kind, Sequence[float]]
     over: Sequence[float]
     forward_end: array = field(init=False)
     input_end: array = field(init=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scheduler.task import Task
-    from scheduler.timing.simulate import Timeline
+    from scheduler.timing.timeline import Timeline
 
 _WIDTH = 150
 _ROWS = 64

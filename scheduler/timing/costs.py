@@ -1,0 +1,203 @@
+"""What tasks take and hold: given, measured in a run, or read from a file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from scheduler.files import parse_json
+from scheduler.task import Kind, Task
+
+if TYPE_CHECKING:
+    from scheduler.timing.timeline import Timeline
+
+PerStage = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What tasks take and hold. Each is one number, or a tuple with one for each stage.
+
+    Any unit of time and of memory will do, if it is the same throughout.
+
+    Args:
+        forward: Seconds of F.
+        input_grad: Seconds of I.
+        weight_grad: Seconds of W. B takes input_grad + weight_grad.
+        transfer_s: Seconds from the end of a task until another group can read its result; for stage s, over the
+            boundary between s and s + 1, in either direction. Transfers cost the devices nothing and never queue.
+        transfer_bytes: Bytes that cross that boundary for each microbatch and direction.
+        bytes_per_s: Bandwidth: transfers take transfer_s + transfer_bytes / bytes_per_s.
+        activation_bytes: What a stage holds of a microbatch from its F until its B or W.
+        released_at_input_grad: The part of activation_bytes that is let go after I already.
+
+    Example:
+        >>> Costs(forward=(1.0, 2.0)).duration("F", 1)
+        2.0
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    transfer_s: PerStage = 0.0
+    activation_bytes: PerStage = 1.0
+    released_at_input_grad: PerStage = 0.0
+    transfer_bytes: PerStage = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        faults = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, one.name, value)
+            for number in value if isinstance(value, tuple) else (value,):
+                most = math.inf if one.name == "bytes_per_s" else sys.float_info.max
+                if not isinstance(number, int | float) or not 0 <= number <= most:
+                    faults.append(f"{one.name} holds {number!r}")
+        if isinstance(self.bytes_per_s, tuple):
+            faults.append("bytes_per_s is not one number for all")
+        elif not self.bytes_per_s:
+            faults.append("bytes_per_s is 0")
+        if faults:
+            wanted = "numbers of at least 0 (bytes_per_s: above 0), or one for each stage"
+            raise ValueError(f"Costs: {'; '.join(faults)}. Expected {wanted}.")
+        self._check_released()
+
+    def _check_released(self) -> None:
+        held, early = self.activation_bytes, self.released_at_input_grad
+        num = max([len(one) for one in (held, early) if isinstance(one, tuple)], default=1)
+        pairs = zip(*(one if isinstance(one, tuple) else (one,) * num for one in (held, early)), strict=False)
+        for all_of_it, part in pairs:
+            if part > all_of_it:
+                raise ValueError(
+                    f"Costs: released_at_input_grad holds {part!r} where activation_bytes holds {all_of_it!r}; "
+                    "what is let go after I is a part of what is held, so it cannot be more."
+                )
+
+    def per_stage(self, name: str, num_stages: int) -> list[float]:
+        """The cost called ``name`` as a list with one number for each stage."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return [value] * num_stages
+        if len(value) != num_stages:
+            raise ValueError(
+                f"Costs: {name} has {len(value)} entries and the schedule {num_stages} stages; "
+                "give one number or one for each stage."
+            )
+        return list(value)
+
+    def duration(self, kind: Kind, stage: int) -> float:
+        """Seconds of a task."""
+
+        def of(value: PerStage) -> float:
+            return value[stage] if isinstance(value, tuple) else value
+
+        if kind == "B":
+            return of(self.input_grad) + of(self.weight_grad)
+        return of({"F": self.forward, "I": self.input_grad, "W": self.weight_grad}[kind])
+
+    def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
+        """For each of the kinds F, I and W, the seconds of each stage's task."""
+        names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
+        return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
+
+    def memory(self, num_stages: int) -> dict[Kind, list[float]]:
+        """For each of the kinds F, I and W, what each stage's task adds to the memory that is held."""
+        held = self.per_stage("activation_bytes", num_stages)
+        early = self.per_stage("released_at_input_grad", num_stages)
+        late = [one - other for one, other in zip(early, held, strict=True)]
+        return {"F": held, "I": [-one for one in early], "W": late}
+
+    def transfers(self, num_stages: int) -> list[float]:
+        """Seconds over the boundary behind each stage."""
+        latency, nbytes = self.per_stage("transfer_s", num_stages), self.per_stage("transfer_bytes", num_stages)
+        return [one + size / self.bytes_per_s for one, size in zip(latency, nbytes, strict=True)]
+
+    def transfers_between(self, placement: Sequence[int]) -> list[float]:
+        """Seconds over the boundary behind each stage, and 0 where the next stage lives in the same group."""
+        seconds = self.transfers(len(placement))
+        for stage, (here, there) in enumerate(pairwise(placement)):
+            if here == there:
+                seconds[stage] = 0.0
+        return seconds
+
+    @classmethod
+    def measured(cls, durations: Timeline | Iterable[tuple[Task, float]], **others: Any) -> Costs:
+        """Costs from what tasks took in a real run: the median for each kind and stage.
+
+        Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
+
+        Args:
+            durations: The timeline of a run, or pairs of task and seconds; leave out the first microbatches of a cold
+                run.
+            **others: The costs that a timeline does not show (transfer_s, activation_bytes, …).
+
+        Raises:
+            ValueError: There are no durations.
+
+        Example:
+            >>> seen = [("0F0", 1.0), ("0F1", 1.2), ("0F2", 5.0), ("0B0", 3.0)]
+            >>> costs = Costs.measured((Task.parse(name), seconds) for name, seconds in seen)
+            >>> costs.forward, costs.input_grad, costs.weight_grad
+            ((1.2,), (1.5,), (1.5,))
+        """
+        seconds: dict[tuple[int, str], list[float]] = {}
+        pairs: Any = getattr(durations, "durations", durations)
+        for task, duration in pairs:
+            seconds.setdefault((task.stage, task.kind), []).append(duration)
+        if not seconds:
+            raise ValueError("Costs.measured: received no durations; expected pairs of Task and seconds.")
+        num_stages = 1 + max(stage for stage, _ in seconds)
+
+        def median(kind: str) -> tuple[float, ...]:
+            found = []
+            for stage in range(num_stages):
+                own, whole = seconds.get((stage, kind)), seconds.get((stage, "B"))
+                if own is None and kind != "F" and whole is not None:
+                    own = [duration / 2 for duration in whole]
+                found.append(statistics.median(own or [0.0]))
+            return tuple(found)
+
+        return cls(forward=median("F"), input_grad=median("I"), weight_grad=median("W"), **others)
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks.
+
+        Raises:
+            ValueError: The text is not JSON, or neither of these two.
+        """
+        try:
+            data = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"Costs: this is not JSON: {error}.") from None
+        if isinstance(data, dict) and "traceEvents" not in data:
+            known = {one.name for one in fields(cls)}
+            if unknown := sorted(set(data) - known):
+                raise ValueError(
+                    f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace."
+                )
+            return cls(**data)
+        events = data["traceEvents"] if isinstance(data, dict) else data
+        if not isinstance(events, list):
+            raise ValueError("Costs: the JSON is neither an object with costs nor a Chrome trace.")
+        durations = []
+        for event in events:
+            if isinstance(event, dict) and event.get("ph") == "X" and isinstance(event.get("dur"), int | float):
+                try:
+                    durations.append((Task.parse(str(event.get("name"))), event["dur"] / 1e6))
+                except (ValueError, OverflowError):
+                    continue
+        if not durations:
+            raise ValueError("Costs: the Chrome trace has no complete event (ph X, with dur) named like a task, 2F0.")
+        stages = 1 + max(task.stage for task, _ in durations)
+        if stages > 10 * len(durations) + 1000:
+            raise ValueError(f"Costs: the Chrome trace names stage {stages - 1}, and holds {len(durations)} tasks.")
+        return cls.measured(durations)
