@@ -47,7 +47,7 @@ class FlatStep:
 
     @classmethod
     def of(
-        cls, trace: Trace, mesh: MpmdMesh, in_groups: Asked, out_groups: Asked, forwarded: Iterable[int]
+        cls, trace: Trace, mesh: MpmdMesh, in_groups: Asked, out_groups: Asked, forwarded: Iterable[int] = ()
     ) -> "FlatStep":
         """Reads a trace and cuts its loops into tasks; for the arguments see `place_segments.outline_step`."""
         everywhere = frozenset(range(mesh.num_groups))
