@@ -52,7 +52,7 @@ def shortest(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 
-def _divides(sharding, shape) -> bool:
+def _divides(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     try:
         sharding.shard_shape(tuple(shape))
     except ValueError:
@@ -60,5 +60,5 @@ def _divides(sharding, shape) -> bool:
     return True
 
 
-def _axes(spec):
+def _axes(spec: PartitionSpec) -> list[str]:
     return [n for entry in spec.partitions for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]

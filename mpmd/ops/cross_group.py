@@ -6,7 +6,7 @@ primitives that lower to plain JAX, so a step that uses them gives the same unde
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from mpmd.errors import StageError
 from mpmd.ops.reductions import result_types
 
 Groups = frozenset[int]
+PyTree = TypeVar("PyTree")
 
 # --- place ----------------------------------------------------------------------------------------
 
@@ -34,7 +35,7 @@ compat.ad.primitive_jvps[place_p] = lambda primals, tangents, **params: (
 
 
 @compat.api_boundary
-def place(x, group: int | Iterable[int]):
+def place(x: PyTree, group: int | Iterable[int]) -> PyTree:
     """Puts values into a group, or a copy into each of several.
 
     For what is outside of the loops: a metric that one process shall log, a statistic that all groups read, an
@@ -79,7 +80,7 @@ def _groups(group: Any) -> Groups:
     return groups
 
 
-def _array(leaf, name: str):
+def _array(leaf: Any, name: str) -> jax.Array:
     if isinstance(leaf, MpmdArray):
         raise StageError(
             f"{name}: got an MpmdArray, so it was called outside of the step.\n"
@@ -127,7 +128,7 @@ compat.batching.primitive_batchers[across_p] = _across_batch
 
 
 @compat.api_boundary
-def cross_mpmd_all_reduce(x, *more):
+def cross_mpmd_all_reduce(x: Any, *more: Any) -> Any:
     """The sum of values that live in different groups, in all groups.
 
     For what each stage has a part of after the loop, such as the squared norm of its gradients. `mpmd.jit` places a
@@ -157,7 +158,7 @@ def cross_mpmd_all_reduce(x, *more):
 
 
 @compat.api_boundary
-def cross_mpmd_stack(x, *more):
+def cross_mpmd_stack(x: Any, *more: Any) -> Any:
     """Values that live in different groups, stacked along a new axis 0, in all groups.
 
     As `cross_mpmd_all_reduce`, without the sum: for instance the norm of each stage's gradients, for a log or for a
@@ -180,7 +181,7 @@ def cross_mpmd_stack(x, *more):
     return _everywhere("cross_mpmd_stack", "stack", (x, *more))
 
 
-def _everywhere(name: str, kind: str, args: tuple[Any, ...]):
+def _everywhere(name: str, kind: str, args: tuple[Any, ...]) -> Any:
     parts = _parts(args)
     if not parts:
         raise StageError(f"{name}: no parts were given. Pass a list of values, one of each group that has one.")
@@ -201,7 +202,7 @@ def _parts(args: tuple[Any, ...]) -> list[Any]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 
-def _check_alike(name, parts):
+def _check_alike(name: str, parts: list[Any]) -> None:
     def kind(part):
         return jax.tree.structure(part), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(part)]
 
@@ -214,5 +215,5 @@ def _check_alike(name, parts):
             )
 
 
-def _shown(part) -> str:
+def _shown(part: Any) -> str:
     return str(jax.tree.map(lambda x: jax.typeof(x).str_short(short_dtypes=True), part)).replace("'", "")

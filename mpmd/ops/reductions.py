@@ -1,7 +1,7 @@
 """How the outputs of a microbatch loop are reduced: an accumulator's start, its update, and what is made of it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,31 +33,31 @@ class Operation:
 
     reads_index = True  # whether `update` may read its `index`
 
-    def init(self, aval, num_microbatches: int) -> jax.Array:
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
         return self.full(aval, 0)
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         """The accumulator after microbatch `index` (an int32 scalar), whose output is `x`."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
-    def finish(self, acc, num_microbatches: int):
+    def finish(self, acc: Any, num_microbatches: int) -> Any:
         """The reduced value, from the last accumulator."""
         return acc
 
     @staticmethod
-    def full(aval, value, shape=None, dtype=None) -> jax.Array:
+    def full(aval: Any, value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
         """An array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
 
         A shape with more axes has them in front.
         """
-        shape = aval.shape if shape is None else tuple(shape)
-        return _full(aval, value, shape, range(len(shape) - len(aval.shape)), dtype)
+        full: tuple[int, ...] = aval.shape if shape is None else tuple(shape)
+        return _full(aval, value, full, range(len(full) - len(aval.shape)), dtype)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((type(self), tuple(sorted(vars(self).items()))))
 
     def __repr__(self):
@@ -144,7 +144,7 @@ class Concat(Operation):
             ) from None
 
 
-def explicit_sharding(aval):
+def explicit_sharding(aval: Any) -> NamedSharding | None:
     """The sharding that is part of a type (None on a mesh without Explicit axes)."""
     sharding = getattr(aval, "sharding", None)
     return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
@@ -157,7 +157,7 @@ def result_types(fun: Callable, *avals) -> list:
     return jax.make_jaxpr(fun)(*avals).out_avals
 
 
-def _full(aval, value, shape, new_axes, dtype=None):
+def _full(aval: Any, value: Any, shape: Sequence[int], new_axes: Iterable[int], dtype: Any = None) -> jax.Array:
     """An array of one value, sharded on Explicit axes like `aval`, and not at all along axes that are new."""
     dtype = dtype or aval.dtype
     sharding = explicit_sharding(aval)
@@ -171,7 +171,7 @@ def _full(aval, value, shape, new_axes, dtype=None):
     return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def _extreme(dtype, lowest: bool):
+def _extreme(dtype: Any, lowest: bool) -> Any:
     if dtype == np.bool_:
         return not lowest
     if jnp.issubdtype(dtype, jnp.integer):
@@ -183,11 +183,11 @@ def _extreme(dtype, lowest: bool):
 # --- what a user passes ---------------------------------------------------------------------------
 
 
-def _is_operation(x) -> bool:
+def _is_operation(x: Any) -> bool:
     return isinstance(x, (type, Operation))
 
 
-def broadcast_operation(operation, out_tree, name) -> tuple[Any, ...]:
+def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, ...]:
     """The operation of each output, from a pytree prefix; classes become instances."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
     try:
@@ -199,11 +199,11 @@ def broadcast_operation(operation, out_tree, name) -> tuple[Any, ...]:
     return tuple(map(_instance, jax.tree.leaves(pairs, is_leaf=_is_operation)))
 
 
-def _instance(operation):
+def _instance(operation: Any) -> Any:
     return operation() if isinstance(operation, type) and issubclass(operation, Operation) else operation
 
 
-def check_operations(operations, out_avals, name):
+def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: str) -> None:
     """Raises a StageError for what is no operation, and for what an operation cannot reduce."""
     for op, aval in zip(operations, out_avals, strict=True):
         if not isinstance(op, Operation):
@@ -218,7 +218,7 @@ def check_operations(operations, out_avals, name):
         _check_accumulator(op, aval, name)
 
 
-def _check_accumulator(op: Operation, aval, name):
+def _check_accumulator(op: Operation, aval: Any, name: str) -> None:
     """An operation of one's own keeps the type of its accumulator."""
     if type(op).__module__ == __name__:
         return

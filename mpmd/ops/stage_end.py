@@ -3,11 +3,16 @@
 So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds them in the traced step.
 """
 
+from collections.abc import Collection
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
+
+PyTree = TypeVar("PyTree")
 
 
 class _MarkId:
@@ -22,7 +27,7 @@ mark_p.multiple_results = True
 
 
 @compat.api_boundary
-def mark_stage_end(x, name: str | None = None):
+def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
     """Ends a pipeline stage here: returns `x`, and what is written after it belongs to the next stage.
 
     So does what does not depend on `x`: a second model that starts from the data, or a block's own projection of a
@@ -88,7 +93,7 @@ compat.ad.primitive_jvps[mark_p] = _mark_jvp
 compat.ad.primitive_transposes[mark_p] = _mark_transpose
 
 
-def without(jaxpr: compat.Jaxpr, identities) -> compat.Jaxpr:
+def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> compat.Jaxpr:
     """`jaxpr` less the equations of the primitives `identities`, however deep, which return what they are given."""
     alias: dict = {}
 

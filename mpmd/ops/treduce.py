@@ -26,6 +26,7 @@ from mpmd.ops.reductions import (
     result_types,
 )
 from mpmd.ops.stage_end import mark_p, without
+from scheduler import Schedule
 from scheduler.schedules import catalogue
 
 treduce_p = compat.Primitive("treduce")
@@ -48,7 +49,7 @@ class LoopInfo:
 
 
 @compat.api_boundary
-def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add):
+def treduce(fun: Callable, xs: Any, *, schedule: Schedule | str | None, axis: int = 0, operation: Any = Add) -> Any:
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
     Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
@@ -90,7 +91,7 @@ def treduce(fun: Callable, xs, *, schedule, axis: int = 0, operation: Any = Add)
 
 
 @compat.api_boundary
-def treduce_i(fun: Callable, n: int, *, schedule, operation: Any = Add):
+def treduce_i(fun: Callable, n: int, *, schedule: Schedule | str | None, operation: Any = Add) -> Any:
     """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
 
     Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
@@ -105,7 +106,7 @@ def treduce_i(fun: Callable, n: int, *, schedule, operation: Any = Add):
     return _treduce(fun, int(n), schedule, operation, "treduce_i")
 
 
-def _check_microbatch_axis(names, leaves, axis) -> int:
+def _check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int:
     if not leaves:
         raise StageError("treduce: xs holds no array. To loop without data use treduce_i(fun, n, ...).")
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
@@ -131,7 +132,7 @@ def _check_microbatch_axis(names, leaves, axis) -> int:
     return sizes[0]
 
 
-def _check_microbatches_are_whole(name, aval, axis):
+def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
     """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
     sharding = explicit_sharding(aval)
     entry = None if sharding is None else sharding.spec[axis]
@@ -152,7 +153,7 @@ def _check_microbatches_are_whole(name, aval, axis):
     )
 
 
-def _slice(x, index, axis):
+def _slice(x: Any, index: Any, axis: int) -> jax.Array:
     return lax.squeeze(
         lax.dynamic_slice(
             x,
@@ -164,7 +165,7 @@ def _slice(x, index, axis):
     )
 
 
-def _treduce(take, num_microbatches, schedule, operation, name):
+def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: Any, name: str) -> Any:
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
     if jax.config.values["jax_disable_jit"]:
         return _eager_loop(take, num_microbatches, operation, name)
@@ -192,7 +193,7 @@ def _treduce(take, num_microbatches, schedule, operation, name):
     return jax.tree.unflatten(out_tree, leaves)
 
 
-def _eager_loop(take, num_microbatches, operation, name):
+def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str) -> Any:
     """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
     accs: list = []
     operations: tuple = ()
@@ -216,11 +217,11 @@ def _eager_loop(take, num_microbatches, operation, name):
     return jax.tree.unflatten(tree, done)
 
 
-def _is_float0(x) -> bool:
+def _is_float0(x: Any) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def _check_schedule(schedule, name):
+def _check_schedule(schedule: Any, name: str) -> None:
     if isinstance(schedule, str):
         try:
             catalogue.find(schedule)
@@ -233,7 +234,7 @@ def _check_schedule(schedule, name):
         )
 
 
-def scan_loop(*consts, jaxpr, info: LoopInfo):
+def scan_loop(*consts: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:
     """The loop as plain JAX: what pipelined runs are compared with."""
     out_avals = jaxpr.out_avals
     run = compat.jaxpr_as_fun(jaxpr)

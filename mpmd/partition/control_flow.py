@@ -12,8 +12,7 @@ body) that concerns it, and what is sent is the predicate and what the branches 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,11 @@ from mpmd.partition.pins import Groups, Pins
 from mpmd.tracing.trace import Atom, Equations, equations_on, inline, trace_equations
 
 _UNROLLED = 32  # the longest scan that is unrolled
+_Pinned = tuple[compat.JaxprEqn, Groups | None]
+Donors = Mapping[compat.Var, compat.Var]
 
 
-def pinned_parts(eqn, pins: Pins, donor_of: dict) -> Iterator[tuple[Any, Groups | None]]:
+def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator[_Pinned]:
     """An equation and its pin, or the parts that it is cut into and theirs; each is recorded in `pins`.
 
     Args:
@@ -48,7 +49,7 @@ def pinned_parts(eqn, pins: Pins, donor_of: dict) -> Iterator[tuple[Any, Groups 
     yield eqn, pin
 
 
-def _groups_of(eqn, pins: Pins) -> set[Groups]:
+def _groups_of(eqn: compat.JaxprEqn, pins: Pins) -> set[Groups]:
     """Where the operands of an equation are, scalars left out."""
     return {
         groups
@@ -70,7 +71,7 @@ _Part = tuple[int, Groups | None]  # how many transfers come before it, and the 
 class _Branch:
     """One branch of a `cond`: its equations, and the part that each of their results belongs to."""
 
-    def __init__(self, closed: compat.ClosedJaxpr, operands, pins: Pins):
+    def __init__(self, closed: compat.ClosedJaxpr, operands: Sequence[Atom], pins: Pins):
         body = _body_on(closed, operands)
         self.outs = body.outs
         pinned = [(e, pin) for eqn in live_equations(body.eqns, body.outs) for e, pin in pinned_parts(eqn, pins, {})]
@@ -82,7 +83,7 @@ class _Branch:
             part = None if pin is None else (self._depth(eqn.invars, pin), pin)
             self.part.update((v, part) for v in eqn.outvars)
 
-    def _depth(self, atoms, groups: Groups) -> int:
+    def _depth(self, atoms: Iterable[Atom], groups: Groups) -> int:
         sources = [part for v in equations.variables(atoms) if (part := self.part.get(v)) is not None]
         return max((depth + (not groups <= where) for depth, where in sources if where is not None), default=0)
 
@@ -90,7 +91,7 @@ class _Branch:
         """How many transfers it takes until a result is in `groups`."""
         return 0 if groups is None else self._depth([self.outs[j]], groups)
 
-    def needed(self, part: _Part, results) -> list:
+    def needed(self, part: _Part, results: Iterable[Atom]) -> list[compat.JaxprEqn]:
         """The equations of a part: its own that are read, and the ones without a part that they read."""
         own = {id(e) for e in self.eqns if self.part[e.outvars[0]] == part}
         wanted = set(equations.variables(results))
@@ -102,9 +103,8 @@ class _Branch:
         return [e for e in self.eqns if id(e) in own]
 
 
-def _cut_cond(eqn, pins: Pins, donor_of: dict) -> list | None:
-    index, *operands = eqn.invars
-    branches = [_Branch(closed, operands, pins) for closed in eqn.params["branches"]]
+def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
+    branches = [_Branch(closed, eqn.invars[1:], pins) for closed in eqn.params["branches"]]
     results: dict[_Part, list[int]] = defaultdict(list)
     for j, v in enumerate(eqn.outvars):
         if not isinstance(v, compat.DropVar):
@@ -113,17 +113,17 @@ def _cut_cond(eqn, pins: Pins, donor_of: dict) -> list | None:
     parts = set(results) | {p for b in branches for p in b.part.values() if p is not None}
     # A part that reads of one of its own depth runs in fewer groups than it.
     order = sorted(parts, key=lambda p: (p[0], -len(p[1] or ()), sorted(p[1] or ())))
-    crossing = [_read_elsewhere(b, eqn, results, order) for b in branches]
+    crossing = [_read_elsewhere(b, results, order) for b in branches]
     found = []
     for part in order:
-        new = _part_of_cond(eqn, index, branches, part, results[part], [c[part] for c in crossing])
+        new = _part_of_cond(eqn, branches, part, results[part], [c[part] for c in crossing])
         if new is not None:
             pins.bind(new, part[1])
             found.append((new, part[1]))
     return found
 
 
-def _result_groups(v, outs, pins: Pins, donor_of: dict) -> Groups | None:
+def _result_groups(v: compat.Var, outs: Iterable[Atom], pins: Pins, donor_of: Donors) -> Groups | None:
     """Where a result of a `cond` is: with the state that it takes the place of, or where a branch computes it."""
     donor = donor_of.get(v)
     if donor is not None and pins.of[donor] is not None:
@@ -131,7 +131,9 @@ def _result_groups(v, outs, pins: Pins, donor_of: dict) -> Groups | None:
     return next((g for out in outs if isinstance(out, compat.Var) and (g := pins.of.get(out)) is not None), None)
 
 
-def _read_elsewhere(branch: _Branch, eqn, results, order) -> dict[_Part, list]:
+def _read_elsewhere(
+    branch: _Branch, results: dict[_Part, list[int]], order: Sequence[_Part]
+) -> dict[_Part, list[compat.Var]]:
     """Per part, the values that other parts of the branch read."""
     readers: dict[compat.Var, set[_Part]] = defaultdict(set)
     for part in order:
@@ -141,7 +143,7 @@ def _read_elsewhere(branch: _Branch, eqn, results, order) -> dict[_Part, list]:
                 readers[v].add(part)
         for v in equations.variables(outs):
             readers[v].add(part)
-    found: dict[_Part, list] = defaultdict(list)
+    found: dict[_Part, list[compat.Var]] = defaultdict(list)
     for v, wanted in readers.items():
         home = branch.part.get(v)
         if home is not None and wanted != {home}:
@@ -149,7 +151,13 @@ def _read_elsewhere(branch: _Branch, eqn, results, order) -> dict[_Part, list]:
     return found
 
 
-def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
+def _part_of_cond(
+    eqn: compat.JaxprEqn,
+    branches: Sequence[_Branch],
+    part: _Part,
+    results: Sequence[int],
+    crossing: Sequence[Sequence[compat.Var]],
+) -> compat.JaxprEqn | None:
     """The `cond` of one part; None if it would have no result."""
     handed = [v for values in crossing for v in values]
     if not results and not handed:
@@ -173,7 +181,7 @@ def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
     inputs = [v for v in reads if v not in made]
     closed = tuple(compat.with_new_vars(compat.make_jaxpr(inputs, outs, eqns, "branch")) for eqns, outs in bodies)
     outvars = [*(eqn.outvars[j] for j in results), *handed]
-    return eqn.replace(invars=[index, *inputs], outvars=outvars, params={**eqn.params, "branches": closed})
+    return eqn.replace(invars=[eqn.invars[0], *inputs], outvars=outvars, params={**eqn.params, "branches": closed})
 
 
 # --- scan and while -------------------------------------------------------------------------------
@@ -182,7 +190,14 @@ def _part_of_cond(eqn, index, branches, part: _Part, results, crossing):
 class _Carried:
     """The body of a `scan` or `while`: which carries and results depend on which carries, and where they are."""
 
-    def __init__(self, body: Equations, ins, carry, inits, pins: Pins):
+    def __init__(
+        self,
+        body: Equations,
+        ins: Sequence[tuple[compat.Var, Atom]],
+        carry: Sequence[compat.Var],
+        inits: Sequence[Atom],
+        pins: Pins,
+    ):
         self.body = body
         self.carry = carry
         self.position = {v: i for i, v in enumerate(carry)}
@@ -206,12 +221,12 @@ class _Carried:
         self.ins = {v: pins.of[v] for v, _ in ins}
 
     @staticmethod
-    def _of(v, pins: Pins) -> Groups | None:
+    def _of(v: Atom, pins: Pins) -> Groups | None:
         return None if isinstance(v, compat.Literal) else pins.of.get(v)
 
-    def closure(self, atoms) -> set:
+    def closure(self, atoms: Iterable[Atom]) -> set[compat.Var]:
         """All that these values depend on, over all iterations."""
-        needed: set = set()
+        needed: set[compat.Var] = set()
         stack = equations.variables(atoms)
         while stack:
             v = stack.pop()
@@ -224,13 +239,13 @@ class _Carried:
                 stack += equations.variables(self.producer[v].invars)
         return needed
 
-    def crosses(self, needed, groups: Groups | None) -> bool:
+    def crosses(self, needed: Iterable[compat.Var], groups: Groups | None) -> bool:
         """Whether these values are in other groups too."""
         places = [self.ins.get(v, self.of.get(v)) for v in needed if equations.size(v.aval) > 1]
         return any(p is not None and (groups is None or not groups <= p) for p in places)
 
 
-def _parts_by_group(eqn, outs) -> dict[Groups | None, list[int]]:
+def _parts_by_group(eqn: compat.JaxprEqn, outs: Iterable[Groups | None]) -> dict[Groups | None, list[int]]:
     """Per groups, the results of a loop that somebody reads."""
     found: dict[Groups | None, list[int]] = defaultdict(list)
     for j, (v, groups) in enumerate(zip(eqn.outvars, outs, strict=True)):
@@ -239,7 +254,7 @@ def _parts_by_group(eqn, outs) -> dict[Groups | None, list[int]]:
     return found
 
 
-def _cut_scan(eqn, pins: Pins, donor_of: dict) -> list | None:
+def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
     params = eqn.params
     n, m = params["num_consts"], params["num_carry"]
     closed = params["jaxpr"]
@@ -279,15 +294,15 @@ def _cut_scan(eqn, pins: Pins, donor_of: dict) -> list | None:
     return found
 
 
-def _unrolled(eqn, pins: Pins, donor_of: dict) -> list:
+def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned]:
     """The iterations of a `scan` one after the other, as equations of the step."""
     params = eqn.params
     n, m, length = params["num_consts"], params["num_carry"], params["length"]
     consts, carry, xs = eqn.invars[:n], list(eqn.invars[n : n + m]), eqn.invars[n + m :]
-    found = []
+    found: list[_Pinned] = []
     stacked: list[list] = [[None] * length for _ in eqn.outvars[m:]]
 
-    def add(eqns):
+    def add(eqns: Iterable[compat.JaxprEqn]) -> None:
         for e in eqns:
             found.extend(pinned_parts(e, pins, donor_of))
 
@@ -310,14 +325,14 @@ def _unrolled(eqn, pins: Pins, donor_of: dict) -> list:
     return found
 
 
-def _bound_to(v, eqns, outs) -> list:
+def _bound_to(v: compat.Var, eqns: Sequence[compat.JaxprEqn], outs: Sequence[Atom]) -> list[compat.JaxprEqn]:
     """Equations whose one result is called `v`."""
     *first, last = eqns
     assert outs == [last.outvars[0]]
     return [*first, last.replace(outvars=[v])]
 
 
-def _cut_while(eqn, pins: Pins, donor_of: dict) -> list | None:
+def _cut_while(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
     params = eqn.params
     a, b = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, inits = eqn.invars[:a], eqn.invars[a : a + b], eqn.invars[a + b :]

@@ -4,7 +4,7 @@ Nothing here knows of JAX. Nodes are numbers, labels are stages, costs are integ
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -34,7 +34,7 @@ class Labelling(NamedTuple):
     costs: Sequence[Cost]
 
 
-def cost_of(labels, costs) -> int:
+def cost_of(labels: Sequence[int], costs: Sequence[Cost]) -> int:
     """What a choice of labels costs."""
     total = 0
     for weight, producer, readers in costs:
@@ -75,7 +75,7 @@ def cheapest_labels(problem: Labelling) -> list[int]:
     return labels
 
 
-def _least(problem: Labelling, costs) -> int:
+def _least(problem: Labelling, costs: Sequence[Cost]) -> int:
     """What the nodes that have one label only cost by themselves: no choice costs less."""
     total = 0
     for weight, producer, readers in costs:
@@ -87,7 +87,7 @@ def _least(problem: Labelling, costs) -> int:
     return total
 
 
-def _independent_parts(problem: Labelling):
+def _independent_parts(problem: Labelling) -> list[tuple[list[int], list[tuple[int, int]], list[Cost]]]:
     """The nodes with a choice, in sets that do not bear on each other: (nodes, pairs, costs) of each."""
     parent = list(range(len(problem.start)))
 
@@ -115,7 +115,14 @@ def _independent_parts(problem: Labelling):
     return list(parts.values())
 
 
-def _expanded(problem: Labelling, labels, label: int, nodes, pairs, costs) -> list[int]:
+def _expanded(
+    problem: Labelling,
+    labels: Sequence[int],
+    label: int,
+    nodes: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+    costs: Sequence[Cost],
+) -> list[int]:
     """The best of the choices in which each node keeps its label or takes `label`."""
     movable = [v for v in nodes if labels[v] != label and problem.low[v] <= label <= problem.high[v]]
     number = {v: i for i, v in enumerate(movable)}
@@ -137,19 +144,19 @@ def _expanded(problem: Labelling, labels, label: int, nodes, pairs, costs) -> li
 class _Move:
     """A move to one label as a cut: nodes on the side of the source stay, those on the side of the sink move."""
 
-    def __init__(self, number: dict[int, int], labels, label: int):
+    def __init__(self, number: dict[int, int], labels: Sequence[int], label: int):
         self.number, self.labels, self.label = number, labels, label
         self.edges: list[tuple[int, int, int | None]] = []
         self.source, self.sink, self.size = len(number), len(number) + 1, len(number) + 2
 
-    def keep_order(self, u: int, v: int):
+    def keep_order(self, u: int, v: int) -> None:
         """Forbids that `u` gets a larger label than `v`."""
         if u in self.number and self.label > self.labels[v]:
             self.edges.append((self.number.get(v, self.source), self.number[u], None))
         if v in self.number and self.labels[u] > self.label:
             self.edges.append((self.number.get(u, self.source), self.number[v], None))
 
-    def charge(self, weight: int, stage: int, readers, producer: int | None):
+    def charge(self, weight: int, stage: int, readers: Sequence[int], producer: int | None) -> None:
         """Adds `weight` if a reader is at `stage` and the producer is not."""
         here = [r for r in readers if self._may_be_at(r, stage)]
         if not here or (producer is not None and producer not in self.number and self.labels[producer] == stage):
@@ -171,7 +178,7 @@ class _Move:
     def _may_be_at(self, node: int, stage: int) -> bool:
         return self.labels[node] == stage or (node in self.number and stage == self.label)
 
-    def _add(self, a: int, b: int, weight: int | None, reverse: bool):
+    def _add(self, a: int, b: int, weight: int | None, reverse: bool) -> None:
         self.edges.append((b, a, weight) if reverse else (a, b, weight))
 
     def solve(self) -> set[int]:
@@ -180,7 +187,7 @@ class _Move:
         return set(self.number.values()) - minimum_cut(self.size, edges, self.source, self.sink)
 
 
-def minimum_cut(num_nodes: int, edges, source: int, sink: int) -> set[int]:
+def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: int, sink: int) -> set[int]:
     """The nodes on the side of the source in a minimum cut, of several the one with most of them (Dinic's algorithm).
 
     Args:

@@ -7,6 +7,7 @@ them out again, in a segment that it runs anyhow where there is one.
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,11 +108,11 @@ def _is_packable(aval: Any) -> bool:
     )
 
 
-def _join(*scalars):
+def _join(*scalars: jax.Array) -> jax.Array:
     return jnp.concatenate([_to_words(x) for x in scalars])
 
 
-def _to_words(x):
+def _to_words(x: jax.Array) -> jax.Array:
     if x.dtype == np.bool_:
         return x.astype(np.uint32)[None]
     bits = x.dtype.itemsize * 8
@@ -120,7 +121,7 @@ def _to_words(x):
     return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(np.uint32)[None]
 
 
-def _from_words(words, dtype):
+def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype == np.bool_:
         return words[0] != 0
     bits = dtype.itemsize * 8
@@ -130,7 +131,7 @@ def _from_words(words, dtype):
 
 
 @functools.lru_cache(maxsize=256)
-def _splitter(dtypes: tuple[np.dtype, ...]):
+def _splitter(dtypes: tuple[np.dtype, ...]) -> Callable[[jax.Array], list[jax.Array]]:
     """The function that takes scalars of these types out of a vector; one object, so that JAX traces it once."""
 
     def split(vector):
@@ -144,7 +145,7 @@ def _splitter(dtypes: tuple[np.dtype, ...]):
     return split
 
 
-def _unpack(vector, values) -> list:
+def _unpack(vector: compat.Var, values: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
     """The equations that take values out of a vector, under their own names."""
     eqns, outs = trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector)
     own = dict(zip(outs, values, strict=True))

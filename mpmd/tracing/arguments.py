@@ -2,11 +2,12 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
@@ -42,7 +43,7 @@ class Hint:
     layout: tuple[PartitionSpec, str | None] | None = None
 
 
-def leaf_type(x, explicit):
+def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, bool, tuple]:
     """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
@@ -59,7 +60,7 @@ def leaf_type(x, explicit):
     )
 
 
-def _only(spec, names) -> tuple:
+def _only(spec: Iterable[Any], names: Collection[str]) -> tuple:
     """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
     entries = []
     for entry in spec:
@@ -70,7 +71,7 @@ def _only(spec, names) -> tuple:
     return tuple(entries)
 
 
-def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
+def traced_type(x: Any, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.ShapeDtypeStruct:
     """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
     shape, dtype, weak, _ = leaf_type(x, frozenset())
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
@@ -80,7 +81,7 @@ def traced_type(x, hint: Hint, mesh, mpmd_axis) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
+def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: Any = None) -> Hint:
     """What the user's sharding, or else the argument `x` itself, says of its layout; a result has just its `aval`."""
     if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
         wish = x.mpmd_sharding
@@ -106,7 +107,7 @@ def hint_of(wish, x, mesh: MpmdMesh, name: str, aval=None) -> Hint:
     return hint
 
 
-def _check_layout_fits(hint: Hint, x, mesh: MpmdMesh, name: str):
+def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:
     """A sharding that the user gave must have the rank of the array and divide it, in every group that may hold it."""
     assert hint.layout is not None
     spec, kind = hint.layout
@@ -122,7 +123,7 @@ def _check_layout_fits(hint: Hint, x, mesh: MpmdMesh, name: str):
             ) from None
 
 
-def _wished(wish, mesh: MpmdMesh, name: str) -> Hint:
+def _wished(wish: Any, mesh: MpmdMesh, name: str) -> Hint:
     """The user's sharding of one argument or result."""
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
@@ -146,7 +147,7 @@ def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
     return f"on {other}, not {mesh}" if str(other) != str(mesh) else f"on other devices in {mesh}"
 
 
-def broadcast(shardings, tree, what, skip=(), total=None):
+def broadcast(shardings: Any, tree: Any, what: str, skip: Collection[int] = (), total: int | None = None) -> list[Any]:
     """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
     if shardings is None:
         return [None] * tree.num_leaves
@@ -175,7 +176,7 @@ def broadcast(shardings, tree, what, skip=(), total=None):
     return flat
 
 
-def argument_names(fun, call: Call):
+def argument_names(fun: Callable, call: Call) -> list[str]:
     """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     try:
@@ -193,7 +194,7 @@ def argument_names(fun, call: Call):
     return names
 
 
-def check_leaves(leaves, names):
+def check_leaves(leaves: Iterable[Any], names: Iterable[str]) -> None:
     """Every argument is an array (or a number), and none is being traced."""
     for x, name in zip(leaves, names, strict=True):
         if isinstance(x, compat.Tracer):
@@ -204,7 +205,7 @@ def check_leaves(leaves, names):
         _check_is_array(name, x)
 
 
-def _check_is_array(name, x):
+def _check_is_array(name: str, x: Any) -> None:
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
         raise TypeError(
             f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
@@ -218,7 +219,9 @@ def _check_is_array(name, x):
         )
 
 
-def named_positions(fun, argnums, argnames, what: str) -> tuple[frozenset[int], frozenset[str]]:
+def named_positions(
+    fun: Callable, argnums: int | Iterable[int], argnames: str | Iterable[str], what: str
+) -> tuple[frozenset[int], frozenset[str]]:
     """Arguments given by number (negative ones counted from the end of the signature) or name, by both.
 
     Raises:
@@ -249,7 +252,7 @@ def named_positions(fun, argnums, argnames, what: str) -> tuple[frozenset[int], 
     return frozenset(positions | {by_name[n] for n in names if n in by_name}), frozenset(named.union(names))
 
 
-def check_static(fixed):
+def check_static(fixed: Iterable[tuple[Any, type, Any]]) -> None:
     """Static arguments are part of the program's key, so they must be hashable."""
     for where, kind, value in fixed:
         try:
@@ -260,7 +263,7 @@ def check_static(fixed):
             ) from None
 
 
-def donated_leaves(call: Call, positions, names) -> frozenset[int]:
+def donated_leaves(call: Call, positions: Collection[int], names: Collection[str]) -> frozenset[int]:
     """Flat positions of donated arguments, given by place or by name."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     given = [i for i in range(call.num_args) if i not in call.static_positions]
@@ -273,7 +276,7 @@ def zeros_of(aval: Any) -> jax.Array:
     return keys.zeros(aval.shape, aval.dtype)
 
 
-def short_type(x) -> str:
+def short_type(x: Any) -> str:
     """A type as messages show it: `float32[2,3]`."""
     shape, dtype, *_ = leaf_type(x, frozenset())
     return f"{dtype}[{','.join(map(str, shape))}]"

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Trace:
     out_names: tuple[str, ...]
 
     @property
-    def in_avals(self):
+    def in_avals(self) -> list[Any]:
         """Types of the arguments, without the captured constants."""
         return [v.aval for v in self.jaxpr.invars[len(self.consts) :]]
 
@@ -69,7 +69,9 @@ class Trace:
         return str(self.jaxpr)
 
 
-def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: MpmdMesh) -> Trace:
+def trace_step(
+    fun: Callable, avals: Sequence[Any], in_tree: Any, in_names: Sequence[str], mpmd_mesh: MpmdMesh
+) -> Trace:
     """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the whole `mpmd_mesh`.
 
     Args:
@@ -100,7 +102,7 @@ def trace_step(fun: Callable, avals: Sequence, in_tree, in_names, mpmd_mesh: Mpm
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
-def _traced(flat: Callable, avals) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
+def _traced(flat: Callable, avals: Sequence[Any]) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
     """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
     try:
         closed = jax.make_jaxpr(flat)(*avals)
@@ -129,7 +131,7 @@ def _users_line(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
 
 
-def _check_no_leaks(closed: compat.ClosedJaxpr):
+def _check_no_leaks(closed: compat.ClosedJaxpr) -> None:
     """A traced value that was captured as if it were a constant has left the function that it belongs to."""
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         if isinstance(value, compat.Tracer):
@@ -142,7 +144,7 @@ def _check_no_leaks(closed: compat.ClosedJaxpr):
             )
 
 
-def _check_results(fun, names, leaves):
+def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Everything that a step returns is an array or a number."""
     for name, x in zip(names, leaves, strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
@@ -164,11 +166,13 @@ def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
     return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[_read(env, v) for v in jaxpr.outvars])
 
 
-def _read(env, v):
+def _read(env: Mapping[Atom, Atom], v: Atom) -> Atom:
     return v if isinstance(v, compat.Literal) else env.get(v, v)
 
 
-def _inline_into(out, env, eqns, outer):
+def _inline_into(
+    out: list[compat.JaxprEqn], env: dict[Atom, Atom], eqns: Iterable[compat.JaxprEqn], outer: compat.JaxprEqn | None
+) -> None:
     """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
     variables are made anew, since one cached jaxpr may be called many times).
     """
@@ -213,14 +217,14 @@ def _inline_into(out, env, eqns, outer):
 _SEVERAL_AT_ONCE = {"device_put", "optimization_barrier"}
 
 
-def _one_by_one(eqn):
+def _one_by_one(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
     """The equation on each of its operands alone."""
     for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
         params = {k: p[i : i + 1] if isinstance(p, (tuple, list)) else p for k, p in eqn.params.items()}
         yield eqn.replace(invars=[x], outvars=[y], params=params)
 
 
-def _plain_loop(eqn):
+def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
     """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
     body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
     loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
@@ -228,11 +232,11 @@ def _plain_loop(eqn):
     return compat.call(eqn, closed)
 
 
-def _as_literal(var, value):
+def _as_literal(var: compat.Var, value: Any) -> compat.Literal:
     return compat.Literal(value, var.aval)
 
 
-def contains(jaxpr: compat.Jaxpr, primitives) -> bool:
+def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> bool:
     """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
     return any(
         e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params))
@@ -250,7 +254,7 @@ _REMEDY = {
 }
 
 
-def _check_no_place_inside(name, jaxpr):
+def _check_no_place_inside(name: str, jaxpr: compat.Jaxpr) -> None:
     if contains(jaxpr, (place_p,)):
         why = (
             "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
@@ -261,7 +265,7 @@ def _check_no_place_inside(name, jaxpr):
         )
 
 
-def _check_no_loop_inside(name, jaxpr):
+def _check_no_loop_inside(name: str, jaxpr: compat.Jaxpr) -> None:
     if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
         raise StageError(
             f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
@@ -269,7 +273,7 @@ def _check_no_loop_inside(name, jaxpr):
         )
 
 
-def _check_no_marks_inside(eqn):
+def _check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_no_place_inside(str(eqn.primitive.name), jaxpr)
         _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
@@ -289,7 +293,8 @@ def _check_no_marks_inside(eqn):
         )
 
 
-def _first(jaxpr, primitive, wanted=lambda eqn: True) -> Any:
+def _first(jaxpr: compat.Jaxpr, primitive: compat.Primitive, wanted: Callable = lambda eqn: True) -> Any:
+    """The first equation of a primitive, however deep; None if there is none."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is primitive and wanted(eqn):
             return eqn
@@ -299,7 +304,7 @@ def _first(jaxpr, primitive, wanted=lambda eqn: True) -> Any:
     return None
 
 
-def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
+def _check_axis(jaxpr: compat.Jaxpr, axis: str | None) -> None:
     """Nothing inside the step may name the mpmd axis: a group does not extend along it."""
     if axis is None:
         return
@@ -316,7 +321,7 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, outer=None):
             _check_axis(inner, axis)
 
 
-def _names_axis(eqn, axis) -> bool:
+def _names_axis(eqn: compat.JaxprEqn, axis: str) -> bool:
     for key, value in eqn.params.items():
         if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
             return True
@@ -334,7 +339,7 @@ def _names(spec: PartitionSpec) -> tuple:
     return (*spec.partitions, *spec.unreduced, *spec.reduced)
 
 
-def _mentions(value, axis) -> bool:
+def _mentions(value: Any, axis: str) -> bool:
     if isinstance(value, (tuple, list, frozenset, set)):
         return any(_mentions(v, axis) for v in value)
     return isinstance(value, str) and value == axis
@@ -354,7 +359,7 @@ def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
     """The equations of `fun` on `atoms`."""
-    meshes = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
+    meshes: Iterator[Any] = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
     with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
         closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
     return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), atoms)
