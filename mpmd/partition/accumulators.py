@@ -19,7 +19,7 @@ from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
-from mpmd.tracing.trace import Atom, copy_equations, trace_equations
+from mpmd.tracing.trace import Atom, Equations, copy_equations, trace_equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,28 @@ def reduce_outputs(body: Body, eqn: compat.JaxprEqn, info: LoopInfo, num_stages:
     return Reduced(body.with_nodes([*body.nodes, *outputs.added]), outputs.accumulators, outputs.after)
 
 
+class _Linear(NamedTuple):
+    """A linear equation between a summand and the gradient that it is part of.
+
+    Attributes:
+      apply: the equation, on a value of perhaps another shape (before a padding that came first).
+      pads: whether it puts a slice's gradient among zeros.
+      commutes: whether it may as well run before such a padding.
+    """
+
+    apply: Callable[[jax.Array], jax.Array]
+    pads: bool = False
+    commutes: bool = False
+
+
+class _Summand(NamedTuple):
+    """One summand of a gradient: its value in the loop, its place, and the steps from it to the gradient."""
+
+    value: Atom
+    place: Place
+    steps: tuple[_Linear, ...]
+
+
 class _Outputs:
     """The outputs of a loop, reduced one after the other.
 
@@ -96,7 +118,7 @@ class _Outputs:
         if source is None and value is not self.body.index:
             self.after += _same_every_time(self.body, value, operation, n, result)
             return
-        parts = self._parts(value) if type(operation) in (Add, Mean) else []
+        parts = self._summands(value) if type(operation) in (Add, Mean) else []
         if len({p.place.stage for p in parts}) < 2:
             if self._joins and (join := self._joins.of(value)):
                 stacks = [self._stack(v, place) for v, place in join.parts]
@@ -104,8 +126,8 @@ class _Outputs:
                 return
             kind = "B" if source is not None and source.backward else "F"
             home = source.place if source is not None else None
-            parts = [_Part(value, home or Place(self.num_stages - 1, kind), ())]
-        totals = [(self._accumulate(part.value, operation, part.place), part.later) for part in parts]
+            parts = [_Summand(value, home or Place(self.num_stages - 1, kind), ())]
+        totals = [(self._accumulate(part.value, operation, part.place), part.steps) for part in parts]
         self.after += _combine(totals, operation, n, result)
 
     def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
@@ -120,7 +142,7 @@ class _Outputs:
             self._stacks[v] = self._accumulate(v, Concat(), place)
         return self._stacks[v]
 
-    def _parts(self, value: Atom) -> "list[_Part]":
+    def _summands(self, value: Atom) -> list[_Summand]:
         """The summands of `value` in several stages, or [] if it arises in one.
 
         Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
@@ -129,16 +151,16 @@ class _Outputs:
         leaves = _leaves(self.body, value, self._readers)
         if leaves is None or len({leaf.place.stage for leaf in leaves}) < 2:
             return []
-        parts: list[_Part] = []
-        for v, chain, place in sorted(leaves, key=lambda leaf: leaf.place.stage):
+        parts: list[_Summand] = []
+        for v, place, chain in sorted(leaves, key=lambda leaf: leaf.place.stage):
             pads = next((i for i, step in enumerate(chain) if step.pads), len(chain))
             for step in [*chain[:pads], *(s for s in chain[pads:] if s.commutes)]:
                 v = self._append(place, step.apply, v)
             later = tuple(s for s in chain[pads:] if not s.commutes)
-            if not later and parts and parts[-1].place == place and not parts[-1].later:
-                parts[-1] = _Part(self._append(place, operator.add, parts[-1].value, v), place, ())
+            if not later and parts and parts[-1].place == place and not parts[-1].steps:
+                parts[-1] = _Summand(self._append(place, operator.add, parts[-1].value, v), place, ())
             else:
-                parts.append(_Part(v, place, later))
+                parts.append(_Summand(v, place, later))
         return parts
 
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
@@ -148,47 +170,17 @@ class _Outputs:
         return out
 
 
-class _Step(NamedTuple):
-    """A linear equation between a summand and the gradient that it is part of.
-
-    Attributes:
-      apply: the equation, on a value of perhaps another shape (before a padding that came first).
-      pads: whether it puts a slice's gradient among zeros.
-      commutes: whether it may as well run before such a padding.
-    """
-
-    apply: Callable[[jax.Array], jax.Array]
-    pads: bool = False
-    commutes: bool = False
-
-
-class _Part(NamedTuple):
-    """One summand of a gradient: its value in the loop, where, and what is done with it after the loop."""
-
-    value: Atom
-    place: Place
-    later: tuple[_Step, ...]
-
-
-class _Leaf(NamedTuple):
-    """A summand, the steps from it to the sum, and its place."""
-
-    value: Atom
-    chain: tuple[_Step, ...]
-    place: Place
-
-
-def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) -> list[_Leaf] | None:
+def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) -> list[_Summand] | None:
     """The summands of `value`; None if one has no place in the backward pass.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
     the bias's stage, though the value that is reduced comes from the next one. If the sum comes first, that stage
     is the one of the mark through which the value came, if it is read there anyhow.
     """
-    leaves: list[_Leaf | None] = []
+    leaves: list[_Summand | None] = []
 
-    def add(v: Atom, chain: tuple[_Step, ...], place: Place | None) -> None:
-        leaves.append(_Leaf(v, chain, place) if place and place.kind == "B" else None)
+    def add(v: Atom, chain: tuple[_Linear, ...], place: Place | None) -> None:
+        leaves.append(_Summand(v, place, chain) if place and place.kind == "B" else None)
 
     def arrived(node: Node, v: Atom) -> Place | None:
         place = node.arrivals.get(v) if isinstance(v, compat.Var) else None
@@ -196,7 +188,7 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) 
             return None
         return place if any(r and r is not node and r.place == place for r in readers[v]) else None
 
-    def walk(v: Atom, chain: tuple[_Step, ...], first: bool, place: Place | None) -> None:
+    def walk(v: Atom, chain: tuple[_Linear, ...], first: bool, place: Place | None) -> None:
         node = body.source_in_loop(v)
         if node is None or not node.place or (len(readers[v]) > 1 and not first):
             add(v, chain, node and node.place and (place or node.place))
@@ -225,7 +217,7 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Step | None:
+def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
     """The equation as a step, or None if it is not linear in one operand."""
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
@@ -235,11 +227,11 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Step | None:
             return None
         room = [n - m for n, m in zip(eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)]
         config = [(min(max(s, 0), r), r - min(max(s, 0), r), 0) for s, r in zip(starts, room, strict=True)]
-        return _Step(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), pads=True)
+        return _Linear(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), pads=True)
     if name == "pad":
         if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
             return None
-        return _Step(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), pads=True)
+        return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), pads=True)
     if name in ("mul", "div"):
         if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
             return None
@@ -249,10 +241,10 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Step | None:
     elif name != "neg" and name not in _SHAPES:
         return None
     rest = [v.val for v in eqn.invars[1:]]
-    return _Step(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
+    return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
 
 
-def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Step:
+def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Linear:
     """What a concatenation does to the operand at `offset`: it stands among zeros."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
 
@@ -261,7 +253,7 @@ def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Step:
         config[axis] = (offset, shape[axis] - offset - x.shape[axis], 0)
         return jax.lax.pad(x, np.zeros((), x.dtype), config)
 
-    return _Step(pad, pads=True)
+    return _Linear(pad, pads=True)
 
 
 def _is_zeros(eqn: compat.JaxprEqn) -> bool:
@@ -278,7 +270,7 @@ def _operand(eqn: compat.JaxprEqn) -> Atom:
 
 
 def _combine(
-    totals: Sequence[tuple[compat.Var, tuple[_Step, ...]]],
+    totals: Sequence[tuple[compat.Var, tuple[_Linear, ...]]],
     operation: Operation,
     num_microbatches: int,
     result: compat.Var,
@@ -328,6 +320,5 @@ def _bound(fun: Callable, atoms: Sequence[Atom], result: compat.Var) -> list[com
     """The equations of `fun(*atoms)`, whose one result gets the name `result`."""
     eqns, (out,) = trace_equations(fun, *atoms)
     if isinstance(out, compat.Literal) or out in atoms:
-        more, (out2,) = copy_equations(out)
-        eqns, out = [*eqns, *more], out2
-    return [e.replace(outvars=[result if v is out else v for v in e.outvars]) for e in eqns]
+        return [*eqns, *copy_equations(out).named([result])]
+    return Equations(eqns, [out]).named([result])

@@ -199,12 +199,10 @@ class _Carried:
         pins: Pins,
     ):
         self.body = body
-        self.carry = carry
         self.position = {v: i for i, v in enumerate(carry)}
         self.producer = {v: e for e in body.eqns for v in e.outvars}
         for v, outer in ins:
             pins.of[v] = None if isinstance(outer, compat.Literal) else pins.of[outer]
-        self.groups: list[Groups | None] = []
         for v, init in zip(carry, inits, strict=True):
             pins.of[v] = None if isinstance(init, compat.Literal) else pins.of[init]
         # Each round finds the place of another carry, until none is found: their number falls.
@@ -321,15 +319,8 @@ def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
     results = [([c], lambda x: jnp.copy(x)) for c in carry] + [(rows, lambda *ys: jnp.stack(ys)) for rows in stacked]
     for v, (atoms, make) in zip(eqn.outvars, results, strict=True):
         if not isinstance(v, compat.DropVar):
-            add(_bound_to(v, *trace_equations(make, *atoms)))
+            add(trace_equations(make, *atoms).named([v]))
     return found
-
-
-def _bound_to(v: compat.Var, eqns: Sequence[compat.JaxprEqn], outs: Sequence[Atom]) -> list[compat.JaxprEqn]:
-    """Equations whose one result is called `v`."""
-    *first, last = eqns
-    assert outs == [last.outvars[0]]
-    return [*first, last.replace(outvars=[v])]
 
 
 def _cut_while(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
@@ -343,11 +334,9 @@ def _cut_while(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinn
     )
     test_ins = [compat.new_var(v.aval) for v in params["cond_jaxpr"].jaxpr.invars[:a]]
     test = _body_on(params["cond_jaxpr"], [*test_ins, *carry])
-    read = {v for e in test.eqns for v in e.invars if not isinstance(v, compat.Literal)} | set(
-        equations.variables(test.outs)
-    )
+    read = equations.variables([*(v for e in test.eqns for v in e.invars), *test.outs])
     control = carried.closure([v for v in carry if v in read])
-    large = [v for v in cond_consts if not isinstance(v, compat.Literal) and equations.size(v.aval) > 1]
+    large = [v for v in equations.variables(cond_consts) if equations.size(v.aval) > 1]
     found = []
     for groups, results in _parts_by_group(eqn, carried.outs).items():
         needed = carried.closure([carried.body.outs[j] for j in results]) | control

@@ -18,7 +18,6 @@ _HEAVY = {
 }  # fmt: skip
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
-_ELEMENTWISE_LINEAR = {"convert_element_type", "neg", "copy", "copy_p"}
 
 # A large reduction is worth sending rather than computing in two places.
 _LARGE_REDUCTION = 64

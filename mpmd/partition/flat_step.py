@@ -75,7 +75,7 @@ class FlatStep:
         return {self.invars[d]: v for d, v in zip(self.donors, self.outvars, strict=True) if d is not None}
 
     @functools.cached_property
-    def said(self) -> dict[compat.Var, Groups]:
+    def placed_by_user(self) -> dict[compat.Var, Groups]:
         """The values that the user placed."""
         return {i.outvars[0]: i.params["groups"] for i in self.items if _is_place(i)}
 

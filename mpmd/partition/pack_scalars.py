@@ -147,6 +147,4 @@ def _splitter(dtypes: tuple[np.dtype, ...]) -> Callable[[jax.Array], list[jax.Ar
 
 def _unpack(vector: compat.Var, values: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
     """The equations that take values out of a vector, under their own names."""
-    eqns, outs = trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector)
-    own = dict(zip(outs, values, strict=True))
-    return [e.replace(outvars=[own.get(v, v) for v in e.outvars]) for e in eqns]
+    return trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector).named(values)

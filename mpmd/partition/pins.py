@@ -149,7 +149,7 @@ class Pins:
         others are where they are for want of a better place.
       weights: large arguments that are placed, and what is made of them alone.
       state: arguments that the step returns anew, and what is made of them.
-      follows: results larger than their operands: the operands are sent instead.
+      grown: results larger than their operands: the operands are sent instead.
       anchored: results of equations that stay with their weights.
       torn: whether an equation had to choose between groups.
       stages: the groups of the stages that marks make, if there are any.
@@ -169,7 +169,7 @@ class Pins:
         self.firm = {v for v, groups in arguments.items() if groups is not None}
         self.weights = {v for v in self.firm if equations.size(v.aval) > _WEIGHT}
         self.state = set(state)
-        self.follows: set[compat.Var] = set()
+        self.grown: set[compat.Var] = set()
         self.anchored: set[compat.Var] = set()
         self.torn = False
         self.stages = stages
@@ -212,9 +212,9 @@ class Pins:
             self.weights.update(eqn.outvars)
         if self.state.intersection(operands):
             self.state.update(eqn.outvars)
-        made = self.follows.intersection(operands)
+        made = self.grown.intersection(operands)
         if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_layout(eqn) and made)):
-            self.follows.update(eqn.outvars)
+            self.grown.update(eqn.outvars)
 
     def _group_of_text(self, eqn: compat.JaxprEqn) -> int | None:
         """The group of the stage in whose text a heavy equation stands."""

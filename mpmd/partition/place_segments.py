@@ -107,13 +107,13 @@ def pin_by_operands(step: FlatStep) -> Pinned:
             items.append(eqn)
             pins.append(pin)
     if held.torn and not step.loops and text is None:
-        pins = with_fewest_bytes(items, pins, held, _said_of_results(step))
+        pins = with_fewest_bytes(items, pins, held, _known_result_groups(step))
         for eqn, pin in zip(items, pins, strict=True):
             held.of.update((v, pin) for v in eqn.outvars)
     return Pinned(dataclasses.replace(step, items=tuple(items)), pins, held)
 
 
-def _said_of_results(step: FlatStep) -> dict[compat.Var, Groups]:
+def _known_result_groups(step: FlatStep) -> dict[compat.Var, Groups]:
     """The groups of results that the user or the place of an argument says."""
     found = {}
     for v, given, donor in zip(step.outvars, step.out_groups, step.donors, strict=True):
@@ -129,8 +129,8 @@ def _said_of_results(step: FlatStep) -> dict[compat.Var, Groups]:
 def place_by_demand(pinned: Pinned) -> Placed:
     """Backward: the groups that want each result, hence those that run each equation and hold each argument."""
     step, wish = pinned.step, [g or frozenset() for g in pinned.step.out_groups]
-    wish, _ = _settled(pinned, wish, final=False)  # what has to be somewhere, first; then what may be anywhere
-    wish, demand = _settled(pinned, wish, final=True)
+    wish, _ = _agreed(pinned, wish, final=False)  # what has to be somewhere, first; then what may be anywhere
+    wish, demand = _agreed(pinned, wish, final=True)
     outputs = [w or _somewhere(step, demand, v) for w, v in zip(wish, step.outvars, strict=True)]
     return Placed(step, tuple(demand.runs), tuple(demand.inputs), tuple(outputs), _committed(pinned))
 
@@ -142,7 +142,7 @@ class _Demand(NamedTuple):
     inputs: list[Groups]
 
 
-def _settled(pinned: Pinned, wish: list[Groups], final: bool) -> tuple[list[Groups], _Demand]:
+def _agreed(pinned: Pinned, wish: list[Groups], final: bool) -> tuple[list[Groups], _Demand]:
     """Where results are wanted, when results and arguments that take each other's places agree.
 
     A result's groups only grow, so the number of (result, group) pairs that are not wished for falls each time.
@@ -174,8 +174,8 @@ def _demand(pinned: Pinned, wish: Sequence[Groups], final: bool) -> _Demand:
             runs.append(frozenset())
             continue
         here = frozenset().union(*(wanted[v] for v in item.outvars))
-        follows = bool(pinned.held.follows.intersection(item.outvars))
-        groups = _where(item, pin, here, follows) if here or item.effects or final else frozenset()
+        grown = not pinned.held.grown.isdisjoint(item.outvars)
+        groups = _where(item, pin, here, grown) if here or item.effects or final else frozenset()
         runs.append(groups)
         for v in equations.variables(item.invars):
             wanted[v] |= groups
@@ -183,7 +183,7 @@ def _demand(pinned: Pinned, wish: Sequence[Groups], final: bool) -> _Demand:
     return _Demand(runs[::-1], inputs)
 
 
-def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, follows: bool) -> Groups:
+def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, grown: bool) -> Groups:
     """The groups that run an equation whose results are wanted `here`."""
     if compat.is_ordered(eqn):
         return frozenset([0])  # in one group they keep their order
@@ -193,7 +193,7 @@ def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, follows: bool
         return here or frozenset([0])
     if eqn.effects:
         return frozenset([min(pin & here or pin)])
-    if here and not pin & here and follows:
+    if here and not pin & here and grown:
         return here
     return pin & here or frozenset([min(pin)])
 
@@ -221,8 +221,8 @@ def _result_groups(step: FlatStep, inputs: Sequence[Groups], j: int) -> Groups:
     v, donor = step.outvars[j], step.donors[j]
     if donor is not None:
         return inputs[donor]
-    if v in step.said:
-        return step.said[v]
+    if v in step.placed_by_user:
+        return step.placed_by_user[v]
     return frozenset() if getattr(v.aval, "shape", ()) else step.everywhere
 
 

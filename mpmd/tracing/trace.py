@@ -12,11 +12,11 @@ import os
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
@@ -35,6 +35,11 @@ class Equations(NamedTuple):
 
     eqns: list[compat.JaxprEqn]
     outs: list[Atom]
+
+    def named(self, results: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
+        """The equations, with other names for their results."""
+        names = dict(zip(self.outs, results, strict=True))
+        return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in self.eqns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +364,7 @@ def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
     """The equations of `fun` on `atoms`."""
-    meshes: Iterator[Any] = (s.mesh for a in atoms if (s := explicit_sharding(a.aval)) is not None)
+    meshes = (cast(AbstractMesh, s.mesh) for a in atoms if (s := explicit_sharding(a.aval)) is not None)
     with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
         closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
     return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), atoms)
