@@ -190,7 +190,7 @@ class Compiled:
         self._programs = programs
         self._program = program
         self._donated = usable(programs, donated)
-        self._executor = Executor(programs, program)
+        self._executor = None if programs.mesh.is_described else Executor(programs, program)
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False

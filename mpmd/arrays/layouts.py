@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 
 Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
@@ -26,7 +27,7 @@ def memory_kind(sharding: jax.sharding.Sharding) -> str | None:
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         return None
     device = next(iter(sharding.device_set))
-    return None if kind == device.default_memory().kind else kind
+    return None if kind == compat.default_memory_kind(device) else kind
 
 
 def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:

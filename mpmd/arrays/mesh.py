@@ -160,6 +160,11 @@ class MpmdMesh:
         return len(self._group_of) < sum(mesh.size for mesh in self.groups)
 
     @functools.cached_property
+    def is_described(self) -> bool:
+        """Whether the devices are only described (`topology_mesh`): programs are compiled for them, not called."""
+        return any(compat.is_described(mesh.devices.flat[0]) for mesh in self.groups)
+
+    @functools.cached_property
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """Per group, the indices of the processes that own its devices, ascending."""
         return tuple(tuple(sorted({d.process_index for d in mesh.devices.flat})) for mesh in self.groups)
@@ -435,7 +440,7 @@ def groups_text(groups: Iterable[int]) -> str:
 
 
 def _is_local(device: Device) -> bool:
-    return device.process_index == device.client.process_index()
+    return compat.is_described(device) or device.process_index == device.client.process_index()
 
 
 def _check_mesh_ids(mesh: MpmdMesh, mesh_ids: frozenset[int]) -> None:

@@ -1,0 +1,70 @@
+"""Devices that are only described: XLA compiles for them, and nothing runs on them."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import jax
+from jax._src.lib import _jax
+from jax.experimental import topologies
+
+_CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+def is_described(device: Any) -> bool:
+    """Whether a device is only described: programs are compiled for it and cannot be called."""
+    return isinstance(device.client, _jax.CompileOnlyPyClient)
+
+
+def default_memory_kind(device: Any) -> str:
+    """The memory kind of arrays that ask for none. Described devices do not tell theirs."""
+    return "device" if is_described(device) else device.default_memory().kind
+
+
+def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[Any]:
+    """Devices of NVIDIA GPUs that need not be here.
+
+    Args:
+      config: XLA's `GpuTargetConfigProto`, as text.
+
+    Raises:
+      ModuleNotFoundError: JAX's CUDA plugin is not installed.
+    """
+    plugin = next((name for name in _CUDA_PLUGINS if _is_installed(name)), None)
+    if plugin is None:
+        raise ModuleNotFoundError("JAX's CUDA plugin is not installed.")
+    jax.devices()  # before the plugin is asked, so that JAX does not look for a GPU
+    wanted = {"platform": "cuda", "target_config": config, "topology": f"1x{num_hosts}x{devices_per_host}"}
+    try:
+        return list(topologies.get_topology_desc(**wanted).devices)
+    except NotImplementedError:  # without a driver, the plugin did not register itself
+        with _environment(_SKIP_CHECK, "1"):
+            importlib.import_module(plugin).initialize()
+        return list(topologies.get_topology_desc(**wanted).devices)
+
+
+def described_tpus(topology: str) -> list[Any]:
+    """Devices of a TPU slice such as `v5e:2x4` that need not be here; needs libtpu."""
+    return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+
+
+def _is_installed(name: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str):
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
