@@ -1,0 +1,60 @@
+"""Operations and bytes counted in equations, against XLA's own count and against what a person counts."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from mpmd.report.work import work_of
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PROGRAMS = {
+    "product": (lambda x, w: x @ w, (f32(16, 32), f32(32, 64))),
+    "batched": (lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (f32(3, 16, 32), f32(3, 32, 8))),
+    "convolution": (lambda x, k: lax.conv(x, k, (1, 1), "VALID"), (f32(2, 3, 16, 16), f32(8, 3, 3, 3))),
+    "gradient": (jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), (f32(32, 64), f32(16, 32))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_operations_are_those_that_xla_counts(name):
+    fun, args = PROGRAMS[name]
+    found = work_of(jax.make_jaxpr(fun)(*args).jaxpr)
+    expected = jax.jit(fun).lower(*args).compile().cost_analysis()
+    assert found.flops == pytest.approx(expected["flops"], rel=0.03)
+    assert found.float32 == found.products > 0
+
+
+def test_a_scan_counts_each_of_its_steps_and_a_cond_its_larger_branch():
+    def step(x, w):
+        return lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: x), None
+
+    jaxpr = jax.make_jaxpr(lambda x, ws: lax.scan(step, x, ws))(f32(4, 8), f32(5, 8, 8)).jaxpr
+    assert work_of(jaxpr).products == 5 * 2 * 4 * 8 * 8
+
+
+def test_bytes_are_those_of_products_and_of_the_edges_of_the_program():
+    def fun(x, w):
+        return jnp.tanh(x @ w) * 2
+
+    work = work_of(jax.make_jaxpr(fun)(f32(4, 8), f32(8, 16)).jaxpr)
+    product, edges = 4 * (4 * 8 + 8 * 16 + 4 * 16), 4 * (4 * 8 + 8 * 16 + 4 * 16)
+    assert work.nbytes == product + edges
+    assert work.other == 2 * 4 * 16
+
+
+def test_a_product_of_narrow_operands_is_not_counted_as_float32():
+    bf16 = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    assert work_of(jax.make_jaxpr(jnp.matmul)(bf16, bf16).jaxpr).float32 == 0
+
+
+def test_a_shard_map_counts_what_all_devices_do():
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+    p = jax.sharding.PartitionSpec("d")
+    fun = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(p, jax.sharding.PartitionSpec()), out_specs=p)
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, p))
+    assert work_of(jax.make_jaxpr(fun)(x, f32(8, 4)).jaxpr).products == 2 * 16 * 8 * 4
