@@ -1,0 +1,125 @@
+"""Llama-shaped training steps to plan before a cluster is booked: `llama3_8b` and `llama3_70b`.
+
+    python -m mpmd plan examples/plan_llama.py:llama3_70b --target h100 --groups 16 --devices-per-group 64
+
+A decoder in plain JAX: grouped-query attention, rotary positions, gated MLP, RMS norms, untied head, bfloat16 parameters
+and float32 moments of Adam. Inside a group, parameters are divided over the devices by their first large axis (FSDP)
+and batches by rows, by what the types of the arguments say. Layers are recomputed in the backward pass.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's sizes, and what a step takes."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = 128256
+    length: int = 8192
+    rows: int = 64  # of a microbatch
+
+
+def norm(scale, x):
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
+
+
+def rotated(x):
+    """Rotary positions, for [rows, length, heads, size]."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 500000.0 ** (-jnp.arange(half) / half)
+    sin, cos = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+
+def layer(shape, p, x):
+    size, groups = shape.width // shape.heads, shape.heads // shape.kv_heads
+    h = norm(p["attention_norm"], x)
+    q = rotated((h @ p["q"]).reshape(*x.shape[:2], shape.heads, size))
+    k = rotated((h @ p["k"]).reshape(*x.shape[:2], shape.kv_heads, size))
+    v = (h @ p["v"]).reshape(*x.shape[:2], shape.kv_heads, size)
+    q = q.reshape(*x.shape[:2], shape.kv_heads, groups, size)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / size**0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9).astype(jnp.float32), -1).astype(x.dtype)
+    x += jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(x.shape) @ p["o"]
+    h = norm(p["mlp_norm"], x)
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: int):
+    """The step and its abstract arguments, for `python -m mpmd plan`."""
+    stages, width = mesh.num_groups, shape.width
+    axis = next(name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name)
+    apply = jax.checkpoint(functools.partial(layer, shape))
+
+    def divided(gradient):
+        """A gradient in the layout of its parameter: each device adds up its own part."""
+        return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh.tracing_mesh(), P(axis)))
+
+    def loss(params, tokens):
+        x = params["embedding"].at[tokens[:, :-1]].get()
+        for i, p in enumerate(params["layers"]):
+            if i and i * stages // shape.layers != (i - 1) * stages // shape.layers:
+                x = mpmd.mark_stage_end(x)
+            x = apply(p, x)
+        logits = (norm(params["norm"], x) @ params["head"]).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    def step(state, tokens):
+        params, first, second = state
+        def gradients(t):
+            value, grads = jax.value_and_grad(loss)(params, t)
+            return value, jax.tree.map(divided, grads)
+
+        value, grads = mpmd.treduce(gradients, tokens, schedule=schedule, operation=mpmd.Mean)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g.astype(m.dtype), first, grads)
+        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g.astype(v.dtype) ** 2, second, grads)
+        params = jax.tree.map(lambda p, m, v: p - (3e-4 * m / (jnp.sqrt(v) + 1e-8)).astype(p.dtype), params, first, second)
+        return (params, first, second), value
+
+    def array(*sizes, dtype=jnp.bfloat16, spec=P(axis)):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh.tracing_mesh(), spec))
+
+    kv = width // shape.heads * shape.kv_heads
+    one = {
+        "attention_norm": array(width), "q": array(width, width), "k": array(width, kv), "v": array(width, kv),
+        "o": array(width, width), "mlp_norm": array(width), "gate": array(width, shape.hidden),
+        "up": array(width, shape.hidden), "down": array(shape.hidden, width),
+    }  # fmt: skip
+    params = {
+        "embedding": array(shape.vocabulary, width), "layers": [one] * shape.layers, "norm": array(width),
+        "head": array(width, shape.vocabulary),
+    }  # fmt: skip
+    moments = jax.tree.map(lambda p: array(*p.shape, dtype=jnp.float32), params)
+    tokens = array(num_microbatches, shape.rows, shape.length + 1, dtype=jnp.int32, spec=P(None, axis))
+    return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0), ((params, moments, moments), tokens)
+
+
+def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
+    """8 billion parameters, 32 layers."""
+    return build(Shape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336), mesh, schedule, num_microbatches)
+
+
+def llama3_70b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
+    """70 billion parameters, 80 layers."""
+    return build(Shape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672), mesh, schedule, num_microbatches)
+
+
+def tiny(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 4):
+    """A few thousand parameters, to try the command."""
+    return build(Shape(8, 64, 4, 2, 128, vocabulary=256, length=32, rows=16), mesh, schedule, num_microbatches)

@@ -1,0 +1,83 @@
+"""A cluster as a plan sees it: how long work, collectives and transfers take, by a roofline whose constants are shown."""
+
+import dataclasses
+
+from mpmd.arrays.targets import Target
+from mpmd.planning.collectives import Collective
+from mpmd.report.work import Work
+
+# Bytes that each device sends, by the size of the result on a device, among n devices (ring algorithms).
+_SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices of a target, in hosts.
+
+    Attributes:
+      target: the data sheet.
+      devices_per_host: neighbours that reach each other by `target.link_bandwidth`.
+      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach.
+      latency_s: of each transfer and collective.
+      launch_s: of each program.
+      reserved_nbytes: of each device, what the driver and the communication library keep.
+    """
+
+    target: Target
+    devices_per_host: int = 8
+    matrix_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    latency_s: float = 15e-6
+    launch_s: float = 10e-6
+    reserved_nbytes: int = 2 << 30
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Device memory that a step may use."""
+        return self.target.memory_nbytes - self.reserved_nbytes
+
+    def bandwidth(self, is_near: bool) -> float:
+        """Bytes a second that a device sends, to neighbours or to other hosts."""
+        peak = self.target.link_bandwidth if is_near else self.target.network_bandwidth
+        return peak * self.link_efficiency
+
+    def compute_s(self, work: Work, num_devices: int) -> float:
+        """Seconds of a program without its collectives, evenly divided among devices."""
+        narrow = (work.products - work.float32) / self.target.flops
+        products = (narrow + work.float32 / self.target.flops_float32) / self.matrix_efficiency
+        memory = work.nbytes / (self.target.memory_bandwidth * self.memory_efficiency)
+        return self.launch_s + max(products, memory) / num_devices
+
+    def collective_s(self, collective: Collective) -> float:
+        """Seconds of a collective, all its repetitions."""
+        n = collective.num_devices
+        if n < 2:
+            return 0.0
+        is_near = n <= max(self.devices_per_host, self.target.devices_per_link_domain)
+        sent = collective.nbytes * _SENT[collective.kind](n)
+        return collective.times * (self.latency_s + sent / self.bandwidth(is_near))
+
+    def transfer_s(self, nbytes: float, num_senders: int, is_near: bool) -> float:
+        """Seconds until a value that `num_senders` devices hold in equal parts has reached another group."""
+        return self.latency_s + nbytes / num_senders / self.bandwidth(is_near)
+
+    def __str__(self) -> str:
+        t = self.target
+        return (
+            f"{t.name} ({t.description}): {t.memory_nbytes / 1e9:.1f} GB a device,"
+            f" {self.reserved_nbytes / 1e9:.1f} GB of it reserved; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
+            f" {t.flops_float32 / 1e12:.0f} in float32, at {self.matrix_efficiency:.0%};"
+            f" memory {t.memory_bandwidth / 1e12:.2f} TB/s at {self.memory_efficiency:.0%};"
+            f" links {t.link_bandwidth / 1e9:.0f} GB/s among {max(self.devices_per_host, t.devices_per_link_domain)},"
+            f" network {t.network_bandwidth / 1e9:.0f} GB/s a device, at {self.link_efficiency:.0%};"
+            f" {self.latency_s * 1e6:.0f} µs a transfer, {self.launch_s * 1e6:.0f} µs a program"
+        )
