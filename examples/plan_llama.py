@@ -18,6 +18,9 @@ from jax.sharding import PartitionSpec as P
 import mpmd
 
 
+BLOCK = 512  # queries
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """A model's sizes, and what a step takes."""
@@ -29,7 +32,7 @@ class Shape:
     hidden: int
     vocabulary: int = 128256
     length: int = 8192
-    rows: int = 64  # of a microbatch
+    rows_per_device: int = 1  # of a microbatch
 
 
 def norm(scale, x):
@@ -45,17 +48,30 @@ def rotated(x):
     return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
 
+def attention(q, k, v):
+    """Causal attention, a block of queries at a time: no more scores than of one block exist at once."""
+    rows, length, heads, groups, size = q.shape
+    block = min(BLOCK, length)
+
+    @jax.checkpoint
+    def of_block(start, q):
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / size**0.5
+        seen = start + jnp.arange(block)[:, None] >= jnp.arange(length)
+        weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+    blocks = jnp.moveaxis(q.reshape(rows, length // block, block, heads, groups, size), 1, 0)
+    starts = jnp.arange(length // block) * block
+    return jnp.moveaxis(jax.lax.map(lambda xs: of_block(*xs), (starts, blocks)), 0, 1).reshape(q.shape)
+
+
 def layer(shape, p, x):
     size, groups = shape.width // shape.heads, shape.heads // shape.kv_heads
     h = norm(p["attention_norm"], x)
     q = rotated((h @ p["q"]).reshape(*x.shape[:2], shape.heads, size))
     k = rotated((h @ p["k"]).reshape(*x.shape[:2], shape.kv_heads, size))
     v = (h @ p["v"]).reshape(*x.shape[:2], shape.kv_heads, size)
-    q = q.reshape(*x.shape[:2], shape.kv_heads, groups, size)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / size**0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9).astype(jnp.float32), -1).astype(x.dtype)
-    x += jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(x.shape) @ p["o"]
+    x += attention(q.reshape(*x.shape[:2], shape.kv_heads, groups, size), k, v).reshape(x.shape) @ p["o"]
     h = norm(p["mlp_norm"], x)
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
@@ -106,7 +122,7 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
         "head": array(width, shape.vocabulary),
     }  # fmt: skip
     moments = jax.tree.map(lambda p: array(*p.shape, dtype=jnp.float32), params)
-    tokens = array(num_microbatches, shape.rows, shape.length + 1, dtype=jnp.int32, spec=P(None, axis))
+    tokens = array(num_microbatches, shape.rows_per_device * mesh.lowering_mesh().size, shape.length + 1, dtype=jnp.int32, spec=P(None, axis))
     return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0), ((params, moments, moments), tokens)
 
 
@@ -122,4 +138,4 @@ def llama3_70b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: in
 
 def tiny(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 4):
     """A few thousand parameters, to try the command."""
-    return build(Shape(8, 64, 4, 2, 128, vocabulary=256, length=32, rows=16), mesh, schedule, num_microbatches)
+    return build(Shape(8, 64, 4, 2, 128, vocabulary=256, length=32), mesh, schedule, num_microbatches)

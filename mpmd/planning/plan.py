@@ -129,7 +129,10 @@ class Plan:
             f" {self.utilization:.1%} of peak (MFU){rate}; {self.num_programs} programs",
             f"without a pipeline: {self.unpipelined}",
         ]
-        lines += self.faults or ["It fits."]
+        faults = self.faults
+        lines += faults[:2] or ["It fits."]
+        if len(faults) > 2:
+            lines.append(f"Nor do {len(faults) - 2} other groups fit.")
         return "\n".join(lines)
 
 
