@@ -2,9 +2,9 @@
 
     python -m mpmd plan examples/plan_llama.py:llama3_70b --target h100 --groups 16 --devices-per-group 64
 
-A decoder in plain JAX: grouped-query attention, rotary positions, gated MLP, RMS norms, untied head, bfloat16 parameters
-and float32 moments of Adam. Inside a group, parameters are divided over the devices by their first large axis (FSDP)
-and batches by rows, by what the types of the arguments say. Layers are recomputed in the backward pass.
+A decoder in plain JAX: grouped-query attention, rotary positions, gated MLP, RMS norms, untied head, bfloat16
+parameters and float32 moments of Adam. Inside a group, the types of the arguments divide parameters by their first axis
+(FSDP) and batches by rows. Layers are recomputed in the backward pass.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpmd
-
 
 BLOCK = 512  # queries
 
@@ -98,6 +97,7 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
 
     def step(state, tokens):
         params, first, second = state
+
         def gradients(t):
             value, grads = jax.value_and_grad(loss)(params, t)
             return value, jax.tree.map(divided, grads)
@@ -105,11 +105,13 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
         value, grads = mpmd.treduce(gradients, tokens, schedule=schedule, operation=mpmd.Mean)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g.astype(m.dtype), first, grads)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g.astype(v.dtype) ** 2, second, grads)
-        params = jax.tree.map(lambda p, m, v: p - (3e-4 * m / (jnp.sqrt(v) + 1e-8)).astype(p.dtype), params, first, second)
+        params = jax.tree.map(
+            lambda p, m, v: p - (3e-4 * m / (jnp.sqrt(v) + 1e-8)).astype(p.dtype), params, first, second
+        )
         return (params, first, second), value
 
-    def array(*sizes, dtype=jnp.bfloat16, spec=P(axis)):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh.tracing_mesh(), spec))
+    def array(*sizes, dtype=jnp.bfloat16, spec=None):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh.tracing_mesh(), spec or P(axis)))
 
     kv = width // shape.heads * shape.kv_heads
     one = {
@@ -122,7 +124,8 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
         "head": array(width, shape.vocabulary),
     }  # fmt: skip
     moments = jax.tree.map(lambda p: array(*p.shape, dtype=jnp.float32), params)
-    tokens = array(num_microbatches, shape.rows_per_device * mesh.lowering_mesh().size, shape.length + 1, dtype=jnp.int32, spec=P(None, axis))
+    rows = shape.rows_per_device * mesh.lowering_mesh().size
+    tokens = array(num_microbatches, rows, shape.length + 1, dtype=jnp.int32, spec=P(None, axis))
     return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0), ((params, moments, moments), tokens)
 
 

@@ -4,6 +4,8 @@ from mpmd import _jax_version  # noqa: F401  before all that an older JAX lacks
 from mpmd.api import jit
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.targets import Target
+from mpmd.arrays.topology import topology_mesh
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
 from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
@@ -30,6 +32,7 @@ __all__ = [
     "ReshardError",
     "ScheduleError",
     "StageError",
+    "Target",
     "Traced",
     "cross_mpmd_all_reduce",
     "cross_mpmd_stack",
@@ -40,6 +43,7 @@ __all__ = [
     "jit",
     "mark_stage_end",
     "place",
+    "topology_mesh",
     "treduce",
     "treduce_i",
 ]

@@ -3,8 +3,8 @@
 import importlib.util
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -23,7 +23,7 @@ def topology_mesh(
     devices_per_host: int = 8,
     axis_types: Sequence[AxisType] | None = None,
 ) -> MpmdMesh:
-    """A mesh of devices that need not be here, as `MpmdMesh(jax.make_mesh(...), mpmd_axis_name)` makes one of real ones.
+    """A mesh of devices that need not be here: `MpmdMesh(jax.make_mesh(...), mpmd_axis_name)` of described devices.
 
     `mpmd.jit(step, mpmd_mesh=it).lower(*abstract).compile()` compiles the real programs for them. All questions to the
     result are answered, and a call is refused. No GPU and no driver is needed, and `jax.devices()` stays what it was.
@@ -58,7 +58,7 @@ def topology_mesh(
     return MpmdMesh(Mesh(np.array(devices).reshape(shape), tuple(axis_names), axis_types=types), mpmd_axis_name)
 
 
-def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[jax.Device]:
+def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Any]:
     try:
         return compat.described_gpus(target.cuda_config(), num_hosts, devices_per_host)
     except ModuleNotFoundError:
@@ -68,7 +68,7 @@ def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[jax.Dev
         ) from None
 
 
-def _tpus(target: Target, count: int) -> list[jax.Device]:
+def _tpus(target: Target, count: int) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(f"topology_mesh: {target.name} needs XLA's compiler for TPUs: pip install libtpu.")
     rows = max(d for d in range(1, math.isqrt(count) + 1) if count % d == 0)

@@ -14,7 +14,9 @@ _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
 _WHILE = re.compile(r" while\(.*body=%(?P<body>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations=\{([^}]*)\}"
+)
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from jax.sharding import AxisType
 
 from mpmd.api import jit

@@ -1,4 +1,4 @@
-"""A cluster as a plan sees it: how long work, collectives and transfers take, by a roofline whose constants are shown."""
+"""A cluster as a plan sees it: how long work, collectives and transfers take, by a roofline with its constants."""
 
 import dataclasses
 

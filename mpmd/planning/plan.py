@@ -1,4 +1,4 @@
-"""A plan of a step on a machine: what each group holds, computes and sends, whether it fits, and how long a step takes."""
+"""A plan of a step on a machine: what each group holds, computes and sends, whether it fits, how long it takes."""
 
 import dataclasses
 import functools
@@ -7,18 +7,24 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from mpmd import _jax_compat as compat
-from mpmd.compile.program import edge_name
+from mpmd.compile.program import edge_name, zeros_name
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.planning.collectives import Collective, collectives_of
 from mpmd.planning.machine import Machine
 from mpmd.planning.simulation import SimulatedStep, simulate_program
-from mpmd.report.memory import measured
 from mpmd.report.explain import Roles
+from mpmd.report.memory import measured
 from mpmd.report.work import Work, work_of
 from scheduler import Call, Program, Run, Send
 
+_ADVICE = {
+    "activations": "Recompute them (jax.checkpoint), offload them, take smaller microbatches, or a schedule that holds"
+    " fewer (1f1b, v-half, v-min).",
+    "temporaries": "Take smaller microbatches, recompute, or divide the largest layer over the group's devices.",
+    "data": "Divide the batch over the devices of the group.",
+}
 HELD = ("parameters", "state", "data", "gradients", "activations", "temporaries")
 
 
@@ -123,12 +129,12 @@ class Plan:
         lines += _collective_lines(self)
         rate = f", {self.tokens / self.step.seconds:,.0f} tokens/s" if self.tokens else ""
         exposed = max(g.exposed_s for g in self.groups)
-        lines += [
+        lines.append(
             f"step: {_seconds(self.step.seconds)}, of which devices idle {self.step.idle_fraction:.1%};"
             f" at most {_seconds(exposed)} of a group wait for transfers;"
-            f" {self.utilization:.1%} of peak (MFU){rate}; {self.num_programs} programs",
-            f"without a pipeline: {self.unpipelined}",
-        ]
+            f" {self.utilization:.1%} of peak (MFU){rate}; {self.num_programs} programs"
+        )
+        lines.append(f"without a pipeline: {self.unpipelined}")
         faults = self.faults
         lines += faults[:2] or ["It fits."]
         if len(faults) > 2:
@@ -250,7 +256,8 @@ class _Costs:
         if isinstance(instruction, Call):
             if instruction.name in programs.segments:
                 return [programs.segments[instruction.name]]
-            return [z for loop in programs.loops for g, (_, z) in loop.zeros.items() if instruction.name.endswith(f"zeros.{g}")][:1]
+            zeros = {zeros_name(p.loop, g): z for p in programs.loops for g, (_, z) in p.zeros.items()}
+            return [zeros[instruction.name]]
         loop = programs.loops[instruction.loop]
         entries = [loop.tasks.get(Place(t.stage, t.kind)) for t in instruction.tasks]
         return [e.executable for e in entries if e is not None and e.executable is not None]
@@ -334,16 +341,11 @@ def _fault(g: GroupPlan, machine: Machine) -> str:
     over = g.memory["peak"] - machine.usable_nbytes
     kind = max(HELD, key=lambda k: g.memory[k])
     named = ", ".join(f"{name} ({_bytes(nbytes)})" for name, nbytes in g.largest)
-    help_for = {
-        "activations": "Recompute them (jax.checkpoint), offload them, take smaller microbatches, or a schedule that holds"
-        " fewer (1F1B, v-half, v-min).",
-        "temporaries": "Take smaller microbatches, recompute, or divide the largest layer over more devices of the group.",
-        "data": "Divide the batch over the devices of the group.",
-    }.get(kind, "Use more stages, or divide parameters and optimizer state over the devices of each group.")
+    advice = _ADVICE.get(kind, "Use more stages, or divide parameters and optimizer state over the group's devices.")
     return (
-        f"It does not fit: group {g.group} needs {_bytes(g.memory['peak'])} on each device, {_bytes(over)} more than the"
-        f" {_bytes(machine.usable_nbytes)} that are usable. Most of it: {kind} ({_bytes(g.memory[kind])}); largest arrays:"
-        f" {named}.\n  {help_for}"
+        f"It does not fit: group {g.group} needs {_bytes(g.memory['peak'])} on each device, {_bytes(over)} more than"
+        f" the {_bytes(machine.usable_nbytes)} that are usable. Most of it: {kind} ({_bytes(g.memory[kind])});"
+        f" largest arrays: {named}.\n  {advice}"
     )
 
 

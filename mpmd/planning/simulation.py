@@ -93,7 +93,7 @@ def simulate_program(
             position[g] += 1
         return position[g] > before
 
-    while any([advance(g) for g in range(num_groups)]):
+    while sum(advance(g) for g in range(num_groups)):  # each round does an instruction at least
         pass
     assert all(p == len(i) for p, i in zip(position, program.groups, strict=True)), "the program was not checked"
     busy = tuple(sum(e.end - e.start for e in group) for group in events)

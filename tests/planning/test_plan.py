@@ -1,0 +1,91 @@
+"""A plan of a step against what a person counts, on CPU devices: the same code plans for any other."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+from mpmd.arrays.targets import Target
+from mpmd.planning.machine import Machine
+from mpmd.planning.plan import plan_step
+
+D, ROWS, MICROBATCHES = 64, 16, 8
+TARGET = dataclasses.replace(Target.named("h100"), memory_nbytes=1 << 30)
+
+
+def loss(weights, x):
+    for w in weights[:-1]:
+        x = mpmd.mark_stage_end(jax.nn.relu(x @ w))
+    return jnp.mean((x @ weights[-1]) ** 2)
+
+
+def step(state, xs):
+    weights, momenta = state
+    value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule="1f1b")
+    momenta = [0.9 * m + g for m, g in zip(momenta, grads, strict=True)]
+    return ([w - 0.1 * m for w, m in zip(weights, momenta, strict=True)], momenta), value
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2), "stage")
+    weights = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * 4
+    rows = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
+    xs = jax.ShapeDtypeStruct((MICROBATCHES, ROWS, D), jnp.float32, sharding=rows)
+    return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0).lower((weights, weights), xs).compile()
+
+
+def plan_of(compiled, **changes):
+    machine = Machine(dataclasses.replace(TARGET, **changes), reserved_nbytes=0)
+    return plan_step(compiled._programs, compiled.program, machine)
+
+
+def test_bytes_of_parameters_state_and_data_are_those_of_the_arrays(compiled):
+    for group in plan_of(compiled).groups:
+        assert group.memory["parameters"] == group.memory["state"] == D * D * 4
+        assert group.memory["data"] == (MICROBATCHES * ROWS * D * 4 // 2 if group.group == 0 else 0)
+        assert group.memory["peak"] == compiled.memory_analysis()[group.group]["peak"]
+
+
+def test_operations_are_those_of_the_products(compiled):
+    one = 2 * ROWS * D * D
+    # Forward, and both gradients of each product, but for the gradient of the data.
+    assert plan_of(compiled).products == MICROBATCHES * (4 + 4 + 3) * one
+
+
+def test_the_gradients_are_summed_over_the_devices_of_each_group(compiled):
+    for group in plan_of(compiled).groups:
+        (backward,) = (cost for name, cost in group.tasks.items() if name.startswith("B"))
+        assert {(c.kind, c.num_devices) for c in backward.collectives} == {("all-reduce", 2)}
+        assert sum(c.nbytes for c in backward.collectives) >= D * D * 4
+
+
+def test_a_step_fits_to_the_byte(compiled):
+    plan = plan_of(compiled)
+    group = max(plan.groups, key=lambda g: g.memory["peak"])
+    needed = group.memory["peak"]
+    assert plan_of(compiled, memory_nbytes=needed).faults == []
+    faults = plan_of(compiled, memory_nbytes=needed - 1).faults
+    assert len(faults) == 1
+    assert faults[0].startswith(f"It does not fit: group {group.group} needs")
+
+
+def test_slower_links_make_a_longer_step(compiled):
+    fast, slow = (plan_of(compiled, link_bandwidth=b) for b in (450e9, 5e6))
+    assert slow.step.seconds > fast.step.seconds
+    assert slow.groups[1].exposed_s > fast.groups[1].exposed_s
+
+
+def test_the_text_and_the_document_say_the_same(compiled):
+    plan = plan_of(compiled)
+    document = json.loads(plan.as_json())
+    assert document["groups"][2]["memory"] == plan.groups[2].memory
+    assert document["step"]["seconds"] == plan.step.seconds
+    text = str(plan)
+    assert "It fits." in text
+    assert "989 TFLOP/s" in text

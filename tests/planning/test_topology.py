@@ -1,0 +1,158 @@
+"""Programs for GPUs that are not here (needs the extra `topology`), and what is said without it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+
+ROOT = Path(__file__).parents[2]
+HAS_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
+)
+needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin: pip install '.[topology]'")
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="the compiler for GPUs is installed")
+def test_without_the_compiler_the_error_says_what_to_install():
+    with pytest.raises(ModuleNotFoundError) as caught:
+        mpmd.topology_mesh("h100", (4, 8), ("stage", "data"), "stage")
+    assert str(caught.value) == (
+        "topology_mesh: h100 needs XLA's compiler for GPUs (no GPU, no driver): pip install 'jax-mpmd[topology]'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("h9000", (4, 8)),
+            "there is no target 'h9000'. Known are a100, h100, h200, b200, gb200, v5e, v5p, or pass an mpmd.Target.",
+        ),
+        (("h100", (3, 5)), "topology_mesh: 15 devices do not fill hosts of 8 (devices_per_host)."),
+        (("h100", (3, 5, 2)), "topology_mesh: axis_shapes is (3, 5, 2) for the axes ('stage', 'data')."),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError) as caught:
+        mpmd.topology_mesh(*arguments, ("stage", "data"), "stage")
+    assert str(caught.value) == message
+
+
+def loss(weights, x):
+    for w in weights[:-1]:
+        x = mpmd.mark_stage_end(jax.nn.relu(x @ w))
+    return jnp.mean((x @ weights[-1]).astype(jnp.float32) ** 2)
+
+
+def step(weights, xs):
+    value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule="1f1b")
+    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+
+def compiled_for(groups, microbatches):
+    mesh = mpmd.topology_mesh("h100", (groups, 8), ("stage", "data"), "stage")
+    rows = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * groups
+    xs = jax.ShapeDtypeStruct((microbatches, 64, 512), jnp.bfloat16, sharding=rows)
+    return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0).lower(weights, xs).compile()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compiled_for(4, 8)
+
+
+@needs_plugin
+def test_all_questions_to_a_step_for_gpus_are_answered(compiled):
+    before = jax.devices()
+    assert compiled.memory_analysis()[3]["parameters"] == 512 * 512 * 2
+    assert compiled.cost_analysis()["flops"] >= 8 * 11 * 2 * 64 * 512 * 512
+    assert "group 3 on" in compiled.explain()
+    assert len(compiled.program.groups) == 4
+    assert jax.devices() == before
+    assert jax.devices()[0].platform == "cpu"
+
+
+@needs_plugin
+def test_a_call_says_that_the_devices_are_not_here(compiled):
+    with pytest.raises(RuntimeError) as caught:
+        compiled([jnp.zeros((512, 512), jnp.bfloat16)] * 4, jnp.zeros((8, 64, 512), jnp.bfloat16))
+    assert str(caught.value) == (
+        "mpmd: this step was compiled for devices that are not here (topology_mesh). It can be asked, not called."
+    )
+
+
+@needs_plugin
+def test_programs_for_gpus_are_what_a_user_expects(compiled):
+    """Donation is real, collectives are asynchronous, bf16 stays bf16, parameters are not gathered."""
+    backward = compiled.as_text(stage=2, kind="B")
+    assert "input_output_alias" in backward
+    assert "all-reduce-start" in backward
+    assert "all-gather" not in backward
+    forward = compiled.as_text(stage=1, kind="F")
+    assert "all-" not in forward
+    assert "dot" in forward
+    assert "bf16[512,512]" in forward
+    assert "f32[512,512]" not in forward
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_more_groups_and_microbatches_are_no_more_programs(compiled):
+    assert compiled_for(8, 32)._programs.compiler.num_compiled == compiled._programs.compiler.num_compiled
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100", "h200", "b200", "gb200"])
+def test_each_gpu_is_a_target(target):
+    mesh = mpmd.topology_mesh(target, (2, 2), ("stage", "data"), "stage", devices_per_host=4)
+    sharding = NamedSharding(mesh.groups[0], P("data"))
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
+    options = {"xla_gpu_autotune_level": 0}
+    assert "bf16" in jax.jit(lambda x: x @ x.T, compiler_options=options).lower(x).compile().as_text()
+
+
+@needs_plugin
+def test_a_mesh_may_have_axes_of_any_type():
+    mesh = mpmd.topology_mesh("h100", (2, 4), ("stage", "data"), "stage", axis_types=(AxisType.Auto,) * 2)
+    assert mesh.groups[0].axis_types == (AxisType.Auto,) * 2
+    assert mesh.num_groups == 2
+
+
+@needs_plugin
+@pytest.mark.parametrize(("memory", "status"), [([], 0), (["--memory", "2.2"], 3)])
+def test_the_command_plans_a_step(memory, status):
+    command = [sys.executable, "-m", "mpmd", "plan", "examples/plan_llama.py:tiny", "--groups", "2"]
+    command += ["--devices-per-group", "4", "--devices-per-host", "4", "--json", *memory]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert run.returncode == status, run.stderr
+    document = json.loads(run.stdout)
+    assert bool(document["faults"]) == (status == 3)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nowhere.py:build", "python -m mpmd plan: 'nowhere.py:build' names no file; expected FILE.py:FUNCTION.\n"),
+        (
+            "examples/plan_llama.py:llama5",
+            "python -m mpmd plan: examples/plan_llama.py has no function 'llama5'. It has",
+        ),
+    ],
+)
+@needs_plugin
+def test_what_cannot_be_planned_is_told_in_one_line(where, message):
+    command = [sys.executable, "-m", "mpmd", "plan", where, "--groups", "2"]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert run.returncode == 2
+    assert message in run.stderr
