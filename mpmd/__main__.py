@@ -1,15 +1,143 @@
-"""What a step will need and take on machines that are not here: ``python -m mpmd plan``."""
+"""What a step will need and take on devices that are not here: ``python -m mpmd plan FILE.py:FUNCTION``."""
 
+import argparse
+import dataclasses
+import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from mpmd.api import jit
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.targets import Target
+from mpmd.arrays.topology import topology_mesh
+from mpmd.planning.machine import Machine
+from mpmd.planning.plan import Plan, plan_step
+
+FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0 if the step fits, 3 if it does not, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        plan = _planned(options)
+    except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
+        print(f"python -m mpmd plan: {e}", file=sys.stderr)
+        return BAD_INPUT
+    print(plan.as_json() if options.json else plan)
+    return DOES_NOT_FIT if plan.faults else FITS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mpmd", description="Plans a pipelined step before it is run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="what a step needs and takes on devices that are not here",
+        description="Compiles the programs of a step for devices that are not here, and says what each group holds,"
+        " computes and sends, whether it fits, and how long a step takes. Exit status 0: it fits; 3: it does not.",
+    )
+    add = plan.add_argument
+    add("step", metavar="FILE.py:FUNCTION", help="FUNCTION(mpmd_mesh) returns (step, abstract arguments)")
+    add("--target", default="h100", help=f"one of {', '.join(Target.known)} (default: %(default)s)")
+    add("--groups", type=int, required=True, help="pipeline groups")
+    add("--devices-per-group", type=int, default=8, metavar="N", help="default: %(default)s")
+    add("--devices-per-host", type=int, default=8, metavar="N", help="default: %(default)s")
+    add("--axes", default="data", help="axes inside a group, with sizes where there are several: data=8,model=8")
+    add("--axis-types", choices=["auto", "explicit"], default="auto", help="default: %(default)s")
+    add("--schedule", help="given to FUNCTION as schedule=")
+    add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches=")
+    add("--tokens", type=int, metavar="N", help="of a step; by default those of its largest argument of integers")
+    add("--memory", type=float, metavar="GB", help="of a device, in place of the data sheet's")
+    add("--link", type=float, metavar="GB/s", help="what a device sends to others of its host")
+    add("--network", type=float, metavar="GB/s", help="what a device sends to other hosts")
+    for field in dataclasses.fields(Machine):
+        if field.type in (float, int, "float", "int") and field.name != "devices_per_host":
+            name = "--" + field.name.replace("_", "-")
+            add(name, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
+    add("--json", action="store_true", help="all figures as JSON")
+    return parser
+
+
+def _planned(options: argparse.Namespace) -> Plan:
+    target = Target.named(options.target)
+    changes = {"memory_nbytes": options.memory, "link_bandwidth": options.link, "network_bandwidth": options.network}
+    target = dataclasses.replace(target, **{k: v * 1e9 for k, v in changes.items() if v is not None})
+    constants = {f.name: getattr(options, f.name) for f in dataclasses.fields(Machine) if f.name != "target"}
+    machine = Machine(target=target, **constants)
+    names, sizes = _axes(options.axes, options.devices_per_group)
+    kind = AxisType.Explicit if options.axis_types == "explicit" else AxisType.Auto
+    mesh = topology_mesh(
+        dataclasses.replace(target, memory_nbytes=int(target.memory_nbytes)),
+        (options.groups, *sizes),
+        ("stage", *names),
+        "stage",
+        devices_per_host=options.devices_per_host,
+        axis_types=[kind] * (1 + len(names)),
+    )
+    step, arguments = _made(options, mesh)
+    compiled = step.lower(*arguments).compile()
+    return plan_step(compiled._programs, compiled.program, machine, options.tokens)
+
+
+def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
+    """Names and sizes of `data=8,model=8`; one axis without a size has all devices."""
+    entries = [entry.partition("=") for entry in text.split(",")]
+    names = [name.strip() for name, _, _ in entries]
+    if len(entries) == 1 and not entries[0][2]:
+        return names, [devices]
+    if not all(size.isdecimal() for _, _, size in entries):
+        raise ValueError(f"--axes {text}: expected name=size for each axis, as in data=8,model=8.")
+    sizes = [int(size) for _, _, size in entries]
+    product = 1
+    for size in sizes:
+        product *= size
+    if product != devices:
+        raise ValueError(f"--axes {text} are {product} devices, but --devices-per-group is {devices}.")
+    return names, sizes
+
+
+def _made(options: argparse.Namespace, mesh: MpmdMesh) -> tuple[Any, tuple]:
+    """What the user's function returns: the step, ready to be lowered, and its arguments."""
+    function = _loaded(options.step)
+    wanted = {"schedule": options.schedule, "num_microbatches": options.microbatches}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    if missing := [name for name in wanted if name not in inspect.signature(function).parameters]:
+        raise ValueError(f"{options.step} takes no argument {missing[0]}, so it cannot be chosen here.")
+    made = function(mesh, **wanted)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise ValueError(f"{options.step} returned a {type(made).__name__}, expected (step, abstract arguments).")
+    step, arguments = made
+    arguments = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+    return (step if hasattr(step, "lower") else jit(step, mpmd_mesh=mesh)), arguments
+
+
+def _loaded(where: str) -> Callable[..., Any]:
+    name, _, function = where.rpartition(":")
+    path = Path(name)
+    if not name or not path.is_file():
+        raise FileNotFoundError(f"{where!r} names no file; expected FILE.py:FUNCTION.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        found = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == path.stem]
+        raise ValueError(f"{path} has no function {function!r}. It has {', '.join(found)}.")
+    return getattr(module, function)
+
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler for GPUs says that there is no GPU
-    import jax
-
-    if not jax.config.jax_platforms:
-        jax.config.update("jax_platforms", "cpu")
-
-    from mpmd.planning.command import main
-
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # nothing is run
     sys.exit(main())

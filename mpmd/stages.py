@@ -23,7 +23,7 @@ from mpmd.job import joining
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
-from mpmd.report.explain import explain
+from mpmd.report.explain import WholeTraffic, explain
 from mpmd.report.flops import flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.texts import texts
@@ -158,7 +158,8 @@ class Lowered:
         Args:
           compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
         """
-        options = {**self._options, **(compiler_options or {})}
+        described = compat.described_options(self._mesh.groups[0].devices.flat[0])
+        options = {**described, **self._options, **(compiler_options or {})}
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
@@ -190,7 +191,7 @@ class Compiled:
         self._programs = programs
         self._program = program
         self._donated = usable(programs, donated)
-        self._executor = None if programs.mesh.is_described else Executor(programs, program)
+        self._bound = None if programs.mesh.is_described else Executor(programs, program)
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
@@ -203,7 +204,11 @@ class Compiled:
             mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
         ]
         self._consts = [
-            {g: routes.put(c, s.group_sharding(g)) for g in s.groups if g in mesh.local_groups}
+            {
+                g: routes.put(c, s.group_sharding(g))
+                for g in s.groups
+                if g in mesh.local_groups and not mesh.is_described
+            }
             for c, s in zip(trace.consts, in_shardings, strict=False)
         ]
         self._ins = in_shardings[num_consts:]
@@ -220,6 +225,15 @@ class Compiled:
             for (v, groups), committed in zip(outline.outputs, outline.committed, strict=True)
         ]
         self._out_tree = trace.out_tree
+
+    @property
+    def _executor(self) -> Executor:
+        if self._bound is None:
+            raise RuntimeError(
+                "mpmd: this step was compiled for devices that are not here (topology_mesh)."
+                " It can be asked, not called."
+            )
+        return self._bound
 
     def __repr__(self):
         compiler = self._programs.compiler
@@ -273,7 +287,9 @@ class Compiled:
 
     def explain(self) -> str:
         """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
-        return explain(self._programs, self._program, self._executor.bindings, self._executor.transport)
+        if self._bound is None:
+            return explain(self._programs, self._program, WholeTraffic(self._program), "are not known")
+        return explain(self._programs, self._program, self._bound.bindings, self._bound.transport)
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),

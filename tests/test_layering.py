@@ -39,6 +39,7 @@ ROOMS = {
     "mpmd/partition": ("arrays", "ops", "tracing"),
     "mpmd/compile": ("arrays", "tracing", "partition"),
     "mpmd/report": ("arrays", "partition", "compile"),
+    "mpmd/planning": ("arrays", "partition", "compile", "report"),
     "mpmd/job": ("arrays",),
     "mpmd/run": ("arrays", "partition", "compile", "job"),
     "reshard/storage": (),

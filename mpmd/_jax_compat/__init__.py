@@ -17,7 +17,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from mpmd._jax_compat.arrays import devices, put, register_array_type, typed_as
-from mpmd._jax_compat.described import default_memory_kind, described_gpus, described_tpus, is_described
+from mpmd._jax_compat.described import (
+    default_memory_kind,
+    described_gpus,
+    described_options,
+    described_tpus,
+    is_described,
+)
 from mpmd._jax_compat.executables import compile_one_of_many, load_on, named_sharding
 from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key
 from mpmd._jax_compat.jaxprs import (

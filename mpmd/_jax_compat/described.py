@@ -24,6 +24,11 @@ def default_memory_kind(device: Any) -> str:
     return "device" if is_described(device) else device.default_memory().kind
 
 
+def described_options(device: Any) -> dict[str, Any]:
+    """Options with which XLA compiles for a device that is only described: it cannot try kernels there."""
+    return {"xla_gpu_autotune_level": 0} if is_described(device) and device.platform == "gpu" else {}
+
+
 def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[Any]:
     """Devices of NVIDIA GPUs that need not be here.
 

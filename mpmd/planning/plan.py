@@ -14,8 +14,8 @@ from mpmd.partition.graph import Place
 from mpmd.planning.collectives import Collective, collectives_of
 from mpmd.planning.machine import Machine
 from mpmd.planning.simulation import SimulatedStep, simulate_program
-from mpmd.report.explain import Roles
 from mpmd.report.memory import measured
+from mpmd.report.roles import Roles
 from mpmd.report.work import Work, work_of
 from scheduler import Call, Program, Run, Send
 
@@ -183,7 +183,7 @@ def plan_step(programs: StepPrograms, program: Program, machine: Machine, tokens
     roles = Roles(programs.outline)
     costs = _Costs(programs, machine)
     step = simulate_program(program, costs.duration, costs.transfer)
-    memory = measured(programs, program, roles.role)
+    memory = measured(programs, program)
     sent: list[dict[int, list[int]]] = [defaultdict(lambda: [0, 0]) for _ in program.groups]
     for group, instructions in enumerate(program.groups):
         for i in instructions:
@@ -256,7 +256,7 @@ class _Costs:
         if isinstance(instruction, Call):
             if instruction.name in programs.segments:
                 return [programs.segments[instruction.name]]
-            zeros = {zeros_name(p.loop, g): z for p in programs.loops for g, (_, z) in p.zeros.items()}
+            zeros = {zeros_name(p.loop, g): z for p in programs.loops for g, z in p.zeros.items()}
             return [zeros[instruction.name]]
         loop = programs.loops[instruction.loop]
         entries = [loop.tasks.get(Place(t.stage, t.kind)) for t in instruction.tasks]

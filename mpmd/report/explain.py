@@ -11,7 +11,7 @@ from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import flops_of, flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.roles import Roles
-from scheduler import Program, Send
+from scheduler import Call, Program, Run, Send
 from scheduler.timing.simulate import simulate_orders
 
 
@@ -32,6 +32,16 @@ class Traffic(Protocol):
     def bytes_moved(self) -> int:
         """The bytes of these."""
         ...
+
+
+class WholeTraffic:
+    """What all groups do in a step, by its program."""
+
+    def __init__(self, program: Program):
+        instructions = [i for group in program.groups for i in group]
+        self.num_calls = sum(isinstance(i, (Run, Call)) for i in instructions)
+        sent = [program.nbytes.get(i.value.name, 0) for i in instructions if isinstance(i, Send)]
+        self.num_moves, self.bytes_moved = len(sent), sum(sent)
 
 
 def explain(programs: StepPrograms, program: Program, traffic: Traffic, transport: str) -> str:

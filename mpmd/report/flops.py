@@ -1,8 +1,10 @@
-"""Floating-point operations, by XLA's cost analysis of each executable."""
+"""Floating-point operations, by XLA's cost analysis of each executable, or counted where XLA has none."""
 
+from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.partition.graph import Place
+from mpmd.report.work import work_of
 from scheduler import Program, Run
 
 
@@ -20,5 +22,7 @@ def flops_per_step(programs: StepPrograms, program: Program) -> float:
 
 def flops_of(executable: Executable) -> float:
     """Floating-point operations of a call, on all devices of its group."""
+    if compat.is_described(executable.mesh.devices.flat[0]):  # XLA tells nothing
+        return sum(work_of(program.closed.jaxpr).flops for program in executable.runs)
     analysis = executable.call.cost_analysis() or {}
     return max(0.0, float(analysis.get("flops", 0.0))) * executable.mesh.size
