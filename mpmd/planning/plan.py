@@ -368,16 +368,19 @@ def _cost_table(plan: Plan) -> list[str]:
 
 
 def _collective_lines(plan: Plan) -> list[str]:
-    lines = []
+    """Each kind of task once, with the stages that have the same collectives."""
+    stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for g in plan.groups:
         for name, cost in sorted(g.tasks.items()):
             if cost.collectives:
-                kinds = Counter(c.kind for c in cost.collectives for _ in range(c.times))
-                nbytes = Counter()
+                count: Counter[str] = Counter()
+                nbytes: Counter[str] = Counter()
                 for c in cost.collectives:
+                    count[c.kind] += c.times
                     nbytes[c.kind] += c.nbytes * c.times
-                shown = ", ".join(f"{n} {kind} ({_bytes(nbytes[kind])})" for kind, n in kinds.items())
-                lines.append(f"  group {g.group}, {name}: {shown}, {_seconds(cost.collective_s)}")
+                shown = ", ".join(f"{n} {kind} ({_bytes(nbytes[kind])})" for kind, n in count.items())
+                stages[name[0], f"{shown}, {_seconds(cost.collective_s)}"].append(name[1:])
+    lines = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
     return ["collectives of each task:", *lines, ""] if lines else []
 
 
