@@ -17,17 +17,11 @@ from mpmd.errors import ReshardError
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.commit import Working
-from reshard.checkpoint.inventory import (
-    IN_FLIGHT_NBYTES,
-    TreePath,
-    a,
-    absolute,
-    read_parts,
-    read_tree,
-    tree_path,
-)
-from reshard.checkpoint.matching import Part, check_fit, wants_of
-from reshard.checkpoint.read_plan import Request
+from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, tree_path, wants_of
+from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, open_checkpoint, read_parts
+from reshard.checkpoint.requests import Request
+from reshard.storage.stored import Leaf, absolute, said
+from reshard.texts import a
 
 __all__ = ["Part", "abstract", "restore", "save"]
 
@@ -103,18 +97,19 @@ def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = Fals
         ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
     """
     wants, treedef = wants_of(like, shardings)
-    stored = read_tree(path)
-    check_fit(wants, stored, partial)
-    requests: dict[TreePath, list[Request]] = {want.source: [] for want in wants}
+    checkpoint = open_checkpoint(path)
+    stored = leaves_by_name(checkpoint)
+    check_fit(wants, checkpoint.folder, stored, partial)
+    requests: dict[Leaf, list[Request]] = {stored[want.source]: [] for want in wants}
     places: list[int] = []  # of each leaf among the parts of the stored array that it is made of
     for want in wants:
-        asked = requests[want.source]
-        places.append(len(asked))
-        request = want.request(stored.leaves[want.source])
-        asked += [] if request is None else [request]
-    values = read_parts(stored, requests)
+        leaf = stored[want.source]
+        places.append(len(requests[leaf]))
+        request = want.request(leaf)
+        requests[leaf] += [] if request is None else [request]
+    values = read_parts(checkpoint, requests)
     found = [
-        values[want.source][i] if requests[want.source] else values[want.source]
+        values[stored[want.source]][i] if requests[stored[want.source]] else values[stored[want.source]]
         for want, i in zip(wants, places, strict=True)
     ]
     return jax.tree.unflatten(treedef, [want.value(value) for want, value in zip(wants, found, strict=True)])
@@ -151,7 +146,7 @@ def _fault_of_leaf(leaf: Any) -> str | None:
 
 def _explained(error: BaseException, folder: Any) -> BaseException:
     """The error of a save, as the user is to see it."""
-    text, reason = "\n".join(map(str, _chain(error))), leaf_handler.first_line(error)
+    text, reason = "\n".join(map(str, _chain(error))), said(error)
     cases = (
         (errno.ENOSPC, ("No space left", "RESOURCE_EXHAUSTED", "Errno 28"), "the disk is full"),
         (errno.EDQUOT, ("quota exceeded", "Errno 122"), "the disk quota is used up"),

@@ -16,8 +16,8 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.job.processes import machine
-from reshard.checkpoint.inventory import UNFINISHED
-from reshard.checkpoint.leaf_handler import wait_for_all
+from reshard._orbax_compat import multihost
+from reshard.storage.stored import UNFINISHED
 
 _saves = itertools.count()  # every process counts alike
 
@@ -48,7 +48,7 @@ class Working:
                 self._remove_left()
             if self._is_shared:
                 _store().key_value_set(self._key, suffix)
-        wait_for_all(target, timeout_s)
+        self._wait_for_all(timeout_s)
         if jax.process_index():
             suffix = _store().blocking_key_value_get(self._key, timeout_s * 1000)
         if not suffix:
@@ -87,6 +87,24 @@ class Working:
         if self._is_renamed:
             for left in self.target.parent.glob(f"{self.folder.name}*"):
                 shutil.rmtree(str(left), ignore_errors=True)
+
+    def _wait_for_all(self, timeout_s: int) -> None:
+        """Returns when every process has come to save the same folder.
+
+        Raises:
+            TimeoutError: one has not, in time.
+        """
+        if not self._is_shared:
+            return
+        come = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+        try:
+            come(key=f"{self._key}:{self.target}", timeout_ms=timeout_s * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise TimeoutError(
+                f"save: after {timeout_s} s, not all processes had come to save {self.target}; nothing was saved.\n"
+                f"  {reason}"
+            ) from error
 
     def _rename(self) -> int:
         """0, or the number of the error. A folder that is not empty is never replaced by a rename."""

@@ -8,9 +8,7 @@ stored as the same kind: whoever reads the checkpoint sees arrays, and no groups
 import asyncio
 import dataclasses
 import functools
-import itertools
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,24 +30,15 @@ from reshard._orbax_compat import (
     asyncio_utils,
     future,
     jax_array_handlers,
-    limits,
-    multihost,
     replica_slices,
     tensorstore_utils,
 )
 from reshard.checkpoint.abstract import abstract
-from reshard.checkpoint.read_plan import Request, Target, in_storage, index_text, plan_reads
+from reshard.checkpoint.reading import key_dtype, read_array
+from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import Leaf, Piece, Writing, plan_writing, start_copies
-from reshard.storage import checksums, event_loops
-
-
-@dataclasses.dataclass
-class ReadArgs(ocp.RestoreArgs):
-    """Asks for any number of parts of one stored array; the handler returns a list of them."""
-
-    restore_type: Any = jax.Array
-    requests: tuple[Request, ...] = ()
-    limiter: Any = None
+from reshard.storage import checksums, event_loops, stored
+from reshard.texts import type_text
 
 
 class MpmdLeaves(ArrayHandler):
@@ -117,34 +106,24 @@ class MpmdLeaves(ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        requests = {i: found for i, arg in enumerate(args) if (found := _requests(arg))}
+        requests = {i: request for i, arg in enumerate(args) if (request := _request(arg)) is not None}
         theirs = [i for i in range(len(args)) if i not in requests]
         results: dict[int, Any] = {}
         if theirs:
             found = await super().deserialize([infos[i] for i in theirs], [args[i] for i in theirs])
             results = dict(zip(theirs, found, strict=True))
         if requests:
-            impls = await _key_impls(self._array_metadata_store, infos[0].parent_dir)
-            sums = await checksums.read(infos[0].parent_dir)
+            folder = infos[0].parent_dir
+            extras, sums = await asyncio.gather(asyncio.to_thread(stored.extras, folder), checksums.read(folder))
             reads = [
-                self._read(
-                    infos[i],
-                    asked,
-                    impls.get(infos[i].name),
-                    sums.get(infos[i].name, ()),
-                    getattr(args[i], "limiter", None),
-                )
-                for i, asked in requests.items()
+                self._read(infos[i], request, extras.get(infos[i].name), sums.get(infos[i].name, ()))
+                for i, request in requests.items()
             ]
-            for i, values in zip(requests, await _all(reads), strict=True):
-                results[i] = values if isinstance(args[i], ReadArgs) else values[0]
+            results |= zip(requests, await stored.all_of(reads), strict=True)
         return [results[i] for i in range(len(args))]
 
-    async def _read(
-        self, info: Any, requests: Sequence[Request], impl: str | None, sums: Sequence[tuple[Box, int]], limiter: Any
-    ) -> list[Any]:
+    async def _read(self, info: Any, request: Request, extra: str | None, sums: Sequence[tuple[Box, int]]) -> Any:
         await info.await_path_creation()
-        limiter = limiter or info.byte_limiter
 
         @functools.cache
         def opened() -> Any:
@@ -156,102 +135,17 @@ class MpmdLeaves(ArrayHandler):
             ).json
             return ts.open(ts.Spec(spec), open=True, context=info.ts_context)
 
-        if any(request.shape is None or request.dtype is None for request in requests):
-            stored = await opened()
-            requests = [request.completed(stored.shape, stored.dtype.numpy_dtype, impl) for request in requests]
-        targets = [Target(info.name, request, impl) for request in requests]
-        if not any(target.boxes for target in targets):
-            return [target.finish() for target in targets]  # this process needs nothing of it: it is not even opened
-        stored = await opened()
-        for target in targets:
-            target.check(stored.shape)
-
-        async def read(box: Box, wanted: Sequence[Box]) -> None:
-            nbytes = box.nbytes(stored.dtype.numpy_dtype.itemsize)
-            async with limits.reserved_bytes(limiter, _reservable(limiter, nbytes)):
-                data = await _read_box(stored, box, f"{info.parent_dir / info.name}")
-                puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
-                bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
-                if bad is not None:
-                    raise ReshardError(
-                        f"{info.parent_dir / info.name}: the checkpoint is damaged, {index_text(bad.slices)} of this "
-                        "array is not what was written there (its checksum differs)."
-                    )
-
-        boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-        await _all([read(r.box, r.wanted) for r in plan_reads(boxes, stored.chunk_layout.read_chunk_template.shape)])
-        return [target.finish() for target in targets]
+        where = f"{info.parent_dir / info.name}"
+        (value,) = await read_array(opened, info.name, where, [request], key_dtype(extra), sums, info.byte_limiter)
+        return value
 
 
-async def _all(coroutines: Iterable[Any]) -> list[Any]:
-    """The results of all, when none is running any more; then the first error, if there is one."""
-    found = await asyncio.gather(*coroutines, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
-
-
-def _requests(arg: Any) -> tuple[Request, ...]:
-    if isinstance(arg, ReadArgs):
-        return arg.requests
+def _request(arg: Any) -> Request | None:
     sharding = getattr(arg, "sharding", None)
     if not isinstance(sharding, MpmdSharding):
-        return ()
+        return None
     shape = None if arg.global_shape is None else tuple(arg.global_shape)
-    return (Request(shape, arg.dtype, sharding, strict=arg.strict),)
-
-
-def byte_limiter(nbytes: int) -> Any:
-    """Bounds the bytes of reads in flight."""
-    return limits.get_byte_limiter(nbytes)
-
-
-def _reservable(limiter: Any, nbytes: int) -> int:
-    """A limiter refuses to wait for more than it has; a larger read goes alone."""
-    most = getattr(limiter, "max_bytes", None)
-    return nbytes if most is None else min(nbytes, most - 1)
-
-
-async def _read_box(stored: Any, box: Box, name: str) -> np.ndarray:
-    """A box of a stored array; zeros where the array ends before the box does."""
-    there = box & Box.whole(stored.shape)
-    try:
-        if there == box:
-            return await stored[box.slices].read()
-        data = np.zeros(box.shape, stored.dtype.numpy_dtype)
-        if there.size:
-            data[there.relative_to(box).slices] = await stored[there.slices].read()
-        return data
-    except Exception as error:  # whatever a damaged file makes the storage raise
-        raise ReshardError(
-            f"{name}: the checkpoint is damaged, {index_text(box.slices)} of this array cannot be read: "
-            f"{first_line(error)}"
-        ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the specifications that storage errors repeat: ` [tensorstore_spec='…']`."""
-    text = re.split(r" \[[a-z_ ]+=", str(error))[0].strip() or type(error).__name__
-    return text.splitlines()[0]
-
-
-def key_impls(directory: Any) -> dict[str, str]:
-    """Which stored arrays are the data of typed keys, and of which implementation."""
-    handler = GLOBAL_TYPE_HANDLER_REGISTRY.get(jax.Array)
-    return asyncio_utils.run_sync(_key_impls(getattr(handler, "_array_metadata_store", None), directory))
-
-
-async def _key_impls(store: Any, directory: Any) -> dict[str, str]:
-    by_process = await store.read(directory) if store else None
-    if not isinstance(by_process, dict):
-        return {}
-    return {
-        meta.param_name: meta.ext_metadata[RANDOM_KEY_IMPL]
-        for metas in by_process.values()
-        for meta in metas
-        if isinstance(meta.ext_metadata, dict) and RANDOM_KEY_IMPL in meta.ext_metadata
-    }
+    return Request(shape, arg.dtype, sharding, strict=arg.strict)
 
 
 def _chunks_on_host(array: MpmdArray, pieces: Sequence[Piece], plan: Writing) -> Any:
@@ -274,20 +168,17 @@ def _chunks_on_host(array: MpmdArray, pieces: Sequence[Piece], plan: Writing) ->
 
 def fault_of_array(array: Any) -> str | None:
     """Why an array cannot be saved; None if it can."""
+    what = type_text(array.shape, array.dtype)
     if not isinstance(array, np.ndarray) and array.is_deleted():
-        return f"{type_text(array)} has been deleted, or donated to a step: save what the step returned"
+        return f"{what} has been deleted, or donated to a step: save what the step returned"
     if array.size == 0:
-        return f"{type_text(array)} has no elements, and Orbax stores no empty arrays"
+        return f"{what} has no elements, and Orbax stores no empty arrays"
     if jax.process_count() > 1 and is_plain(array) and array.is_fully_addressable:
         return (
-            f"{type_text(array)} is a jax.Array of process {jax.process_index()} alone, and others have their own; "
+            f"{what} is a jax.Array of process {jax.process_index()} alone, and others have their own; "
             "make it an MpmdArray, a global array, or a numpy array (of which process 0's is saved)"
         )
     return None
-
-
-def type_text(array: Any) -> str:
-    return f"{getattr(array.dtype, 'name', array.dtype)}[{','.join(map(str, array.shape))}]"
 
 
 def _check_savable(values: Sequence[Any], infos: Sequence[Any]) -> None:
@@ -315,27 +206,6 @@ def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int
     )
     with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
         checkpointer.save(folder, args=BasePyTreeSaveArgs(tree))
-
-
-_barriers = itertools.count()  # a barrier's name is used once; every process counts alike
-
-
-def wait_for_all(folder: Any, timeout_s: int) -> None:
-    """Returns when every process has come to save the same folder.
-
-    Raises:
-        TimeoutError: one has not, in time.
-    """
-    if jax.process_count() == 1:
-        return
-    come = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
-    try:
-        come(key=f"reshard.save.{next(_barriers)}:{folder}", timeout_ms=timeout_s * 1000)
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise TimeoutError(
-            f"save: after {timeout_s} s, not all processes had come to save {folder}; nothing was saved.\n  {reason}"
-        ) from error
 
 
 def register() -> None:

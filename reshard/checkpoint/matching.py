@@ -1,16 +1,20 @@
 """Which stored leaf each leaf of a wanted tree stands for, and everything about the two that does not fit."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
+from mpmd.arrays import keys
 from mpmd.errors import ReshardError
 from reshard.checkpoint.abstract import abstract
-from reshard.checkpoint.inventory import StoredLeaf, StoredTree, TreePath, a, tree_path, type_text
-from reshard.checkpoint.read_plan import Request, index_text
+from reshard.checkpoint.reading import TreePath, key_dtype
+from reshard.checkpoint.requests import Request, index_text
+from reshard.storage.stored import Checkpoint, Leaf
+from reshard.texts import a, type_text
 from reshard.trees import broadcast, fault_of_sharding
 
 NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
@@ -68,17 +72,38 @@ class Want:
         what = type_text(self.leaf.shape, self.leaf.dtype) if self.is_array else a(type(self.leaf))
         return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
 
-    def request(self, stored: StoredLeaf) -> Request | None:
+    def request(self, stored: Leaf) -> Request | None:
         """What to read for it; None for a string. A number is read as an array and converted by `value`."""
         if isinstance(self.leaf, str):
             return None
         if not self.is_array:
             return Request((), stored.dtype, None)
-        return Request(tuple(self.leaf.shape), self.leaf.dtype, self.sharding, resolved(self.index, stored.shape))
+        shape, _ = type_of(stored)
+        return Request(tuple(self.leaf.shape), self.leaf.dtype, self.sharding, resolved(self.index, shape))
 
     def value(self, found: Any) -> Any:
         """The leaf, of what was read for its request."""
         return found if self.is_array or isinstance(self.leaf, str) else type(self.leaf)(found.item())
+
+
+def tree_path(keys: Any) -> TreePath:
+    """The keys of a leaf as strings, the way a checkpoint names them."""
+    return tuple(map(str, ocp.utils.tuple_path_from_keypath(keys)))
+
+
+def type_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a stored array; of typed keys those of the keys, not of their data."""
+    dtype = key_dtype(leaf.extra) or leaf.dtype
+    return keys.shape_of_data(leaf.shape, dtype), dtype
+
+
+def leaves_by_name(checkpoint: Checkpoint) -> dict[TreePath, Leaf]:
+    """The stored arrays, numbers and texts; empty containers are none of a tree's leaves."""
+    return {leaf.names: leaf for leaf in checkpoint.leaves if leaf.is_array or leaf.value_type == "string"}
+
+
+def _text(leaf: Leaf) -> str:
+    return type_text(*type_of(leaf)) if leaf.is_array else "a string"
 
 
 def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
@@ -90,8 +115,8 @@ def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     places = [None] * len(with_paths) if shardings is None else broadcast(shardings, like, "restore: shardings")
     wants: list[Want] = []
-    for (keys, given), place in zip(with_paths, places, strict=True):
-        path = tree_path(keys)
+    for (where, given), place in zip(with_paths, places, strict=True):
+        path = tree_path(where)
         leaf, source, index = given, path, ()
         if isinstance(given, Part):
             leaf, source = given.like, tuple(given.of.split("/"))
@@ -101,14 +126,14 @@ def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
     return wants, treedef
 
 
-def check_fit(wants: Sequence[Want], stored: StoredTree, partial: bool) -> None:
+def check_fit(wants: Sequence[Want], folder: Any, stored: Mapping[TreePath, Leaf], partial: bool) -> None:
     """Raises one ReshardError that names every leaf which is not as it was expected."""
     faults = [f"{want.name or 'the tree'}: {fault}" for want in wants if (fault := _fault(want, stored)) is not None]
     known = {want.source for want in wants}
-    extra = [] if partial else [leaf for leaf in stored.leaves.values() if leaf.path not in known]
-    faults += [f"{leaf.name}: expected nothing, but the checkpoint has {leaf}" for leaf in extra]
+    extra = [] if partial else [leaf for leaf in stored.values() if leaf.names not in known]
+    faults += [f"{'/'.join(leaf.names)}: expected nothing, but the checkpoint has {_text(leaf)}" for leaf in extra]
     if faults:
-        lines = [f"restore: the checkpoint at {stored.directory} is not what was expected:"]
+        lines = [f"restore: the checkpoint at {folder} is not what was expected:"]
         lines += [f"  {fault}" for fault in faults]
         if extra:
             lines.append("  To restore some of its leaves alone, give partial=True.")
@@ -122,25 +147,26 @@ def resolved(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | 
     )
 
 
-def _fault(want: Want, stored: StoredTree) -> str | None:
+def _fault(want: Want, stored: Mapping[TreePath, Leaf]) -> str | None:
     if not want.is_array and type(want.leaf) not in (*NUMBERS, str):
         return f"{a(type(want.leaf))} in `like` describes no array, number or string"
-    leaf = stored.leaves.get(want.source)
+    leaf = stored.get(want.source)
     if leaf is None:
         return f"expected {want.expected}, but the checkpoint has nothing there"
-    if leaf.kind == "string" or not want.is_array:
+    if not leaf.is_array or not want.is_array:
         fits = _value_fits(want.leaf, leaf)
-        return None if fits else f"expected {want.expected}, but the checkpoint has {leaf}"
-    shape = tuple(want.leaf.shape)
-    if part_shape(want.index, leaf.shape) != shape or leaf.dtype != want.leaf.dtype:
-        return f"expected {want.expected}, but the checkpoint has {leaf}"
+        return None if fits else f"expected {want.expected}, but the checkpoint has {_text(leaf)}"
+    shape, (stored_shape, stored_dtype) = tuple(want.leaf.shape), type_of(leaf)
+    if part_shape(want.index, stored_shape) != shape or stored_dtype != want.leaf.dtype:
+        return f"expected {want.expected}, but the checkpoint has {_text(leaf)}"
     return None if want.sharding is None else fault_of_sharding(want.sharding, shape)
 
 
-def _value_fits(value: Any, leaf: StoredLeaf) -> bool:
-    if isinstance(value, str) or leaf.kind == "string":
-        return isinstance(value, str) and leaf.kind == "string"
-    return leaf.shape == () and jax.dtypes.issubdtype(leaf.dtype, NUMBERS[type(value)])
+def _value_fits(value: Any, leaf: Leaf) -> bool:
+    if isinstance(value, str) or not leaf.is_array:
+        return isinstance(value, str) and not leaf.is_array
+    shape, dtype = type_of(leaf)
+    return shape == () and jax.dtypes.issubdtype(dtype, NUMBERS[type(value)])
 
 
 def part_shape(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int, ...] | None:

@@ -21,7 +21,7 @@ from mpmd.errors import ReshardError
 from reshard.conversion.tree_edits import Entry
 from reshard.storage import checksums
 from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, cells, reading_context, said
+from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, cells, open_array, reading_context, said
 from reshard.texts import bar, human
 
 _WRITING = 4
@@ -241,7 +241,7 @@ class Copier:
             if self.should_stop():
                 raise Stopped
             self.progress(Progress("checking", done, nbytes, time.monotonic() - start))
-            array = await _opened(self.source, leaf.path, context)
+            array = await open_array(self.source, leaf.path, context)
             found = 0
             for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
                 found = checksums.checksum(await _read(self.source, leaf.path, array, part), found)
@@ -265,7 +265,7 @@ class Copier:
             for task, expected in zip(tasks, await self._gather(tasks), strict=True):
                 entry = task.entry
                 if id(entry) not in arrays:
-                    arrays[id(entry)] = await _opened(written, entry.path, context)
+                    arrays[id(entry)] = await open_array(written, entry.path, context)
                 found = await _read(written, entry.path, arrays[id(entry)], task.box)
                 if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
                     raise ReshardError(
@@ -324,15 +324,8 @@ class Copier:
 
     async def _open(self, leaf: Leaf) -> ts.TensorStore:
         if id(leaf) not in self._sources:
-            self._sources[id(leaf)] = await _opened(self.source, leaf.path, self._reader)
+            self._sources[id(leaf)] = await open_array(self.source, leaf.path, self._reader)
         return self._sources[id(leaf)]
-
-
-async def _opened(checkpoint: Checkpoint, path: Path, context: ts.Context) -> ts.TensorStore:
-    try:
-        return await ts.open(checkpoint.spec(path), read=True, open=True, context=context)
-    except (ValueError, OSError) as error:
-        raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
 
 
 async def _read(checkpoint: Checkpoint, path: Path, array: ts.TensorStore, box: Box) -> np.ndarray:

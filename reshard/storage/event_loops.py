@@ -2,13 +2,26 @@
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a loop of its own. After an error or Ctrl-C, what it has begun is ended before the loop."""
+    """Runs a coroutine on a loop of its own. After an error or Ctrl-C, what it has begun is ended before the loop.
+
+    Where a loop is running already (in a notebook), the new one runs in another thread.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_run, coroutine).result()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)

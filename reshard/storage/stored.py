@@ -6,16 +6,19 @@ without touching a byte of the arrays: an inspection of a terabyte takes as long
 
 import asyncio
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable
 from pathlib import Path as File
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
+from etils import epath
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
@@ -25,9 +28,9 @@ from scheduler.files import parse_json, read_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
-_METADATA = "_METADATA"
-_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
-_UNFINISHED = ".orbax-checkpoint-tmp"
+METADATA = "_METADATA"
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _OPEN_AT_ONCE = 256
 _INDEX_NBYTES = 8 << 20
@@ -48,6 +51,10 @@ class Leaf:
     dtype: np.dtype | None = None
     chunk: tuple[int, ...] = ()
     extra: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple([key.name for key in self.path])
 
     @property
     def is_array(self) -> bool:
@@ -101,9 +108,25 @@ class Checkpoint:
         """Bytes of the files, compressed as they are."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
+    @functools.cached_property
+    def _texts(self) -> Any:
+        return _read_json(self.folder / "_strings.json")
+
     def spec(self, path: Path) -> dict[str, Any]:
         """What tensorstore needs to open one array; it opens nothing for writing."""
-        return _spec(self.folder, path, self.ocdbt, self.zarr3, self.fill_missing)
+        root = f"{self.folder}/" if "://" in str(self.folder) else f"file://{quote(str(self.folder))}/"
+        name = array_name(path) + "/" if path else ""
+        if self.ocdbt:
+            store: Any = {"driver": "ocdbt", "base": root, "path": name, "cache_pool": "cache_pool#index"}
+        else:
+            store = root + quote(name)
+        return {
+            "driver": "zarr3" if self.zarr3 else "zarr",
+            "kvstore": store,
+            "fill_missing_data_reads": self.fill_missing,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
 
     def text(self, path: Path) -> str:
         """The value of a leaf that is text.
@@ -111,10 +134,10 @@ class Checkpoint:
         Raises:
             ReshardError: it cannot be read.
         """
-        file = self.folder / "_strings.json"
         try:
-            return parse_json(read_text(file, _MOST_NBYTES))[array_name(path)]
+            return self._texts[array_name(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
+            file = self.folder / "_strings.json"
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
 
 
@@ -123,20 +146,9 @@ def array_name(path: Path) -> str:
     return ".".join(key.name for key in path)
 
 
-def _spec(folder: File, path: Path, ocdbt: bool, zarr3: bool, fill_missing: bool) -> dict[str, Any]:
-    name = array_name(path) + "/" if path else ""
-    if ocdbt:
-        base = {"driver": "file", "path": f"{folder}/"}
-        store = {"driver": "ocdbt", "base": base, "path": name, "cache_pool": "cache_pool#index"}
-    else:
-        store = {"driver": "file", "path": f"{folder}/{name}"}
-    return {
-        "driver": "zarr3" if zarr3 else "zarr",
-        "kvstore": store,
-        "fill_missing_data_reads": fill_missing,
-        "recheck_cached_data": False,
-        "recheck_cached_metadata": False,
-    }
+def absolute(path: Any) -> File:
+    """The path of a folder: absolute, unless it is in a store of objects (`gs://…`); its methods are the same."""
+    return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
 
 
 def find(folder: str | File, step: int | None = None, item: str | None = None) -> Checkpoint:
@@ -150,36 +162,36 @@ def find(folder: str | File, step: int | None = None, item: str | None = None) -
     Raises:
         ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
     """
-    folder = File(folder).expanduser().absolute()
-    if not folder.is_dir():
-        what = "is a file, not a checkpoint folder" if folder.exists() else "does not exist"
-        raise ReshardError(f"{folder} {what}.")
+    path = absolute(folder)
+    if not path.is_dir():
+        what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
+        raise ReshardError(f"{path} {what}.")
     try:
-        return _find(folder, step, item)
+        return _find(path, step, item)
     except OSError as error:
-        raise ReshardError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
+        raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
 def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
-    if _UNFINISHED in folder.name:
+    if UNFINISHED in folder.name:
         raise ReshardError(f"{folder} is unfinished: its name says that Orbax was still writing when it ended.")
-    is_tree, items = (folder / _METADATA).is_file(), _items(folder)
+    is_tree, items = (folder / METADATA).is_file(), _items(folder)
     if is_tree or items:
         if step is not None:
             raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
         named = None if is_tree else _STEP.fullmatch(folder.name)
         return _open_step(folder, item, int(named[1]) if named else None)
-    steps = _steps(folder)
-    if not steps:
+    found = steps(folder)
+    if not found:
         raise ReshardError(
-            f"{folder} is not an Orbax checkpoint: it has no {_METADATA}, no items that have one, and no steps.\n"
+            f"{folder} is not an Orbax checkpoint: it has no {METADATA}, no items that have one, and no steps.\n"
             f"  It holds {_listing(folder)}."
         )
     if step is None:
-        step = max(steps)
-    if step not in steps:
-        raise ReshardError(f"{folder} has no step {step}; it has {', '.join(map(str, sorted(steps)))}.")
-    return _open_step(steps[step], item, step)
+        step = max(found)
+    if step not in found:
+        raise ReshardError(f"{folder} has no step {step}; it has {', '.join(map(str, sorted(found)))}.")
+    return _open_step(found[step], item, step)
 
 
 def _listing(folder: File) -> str:
@@ -190,30 +202,31 @@ def _listing(folder: File) -> str:
 
 def _items(folder: File) -> tuple[str, ...]:
     """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
-    is_step = (folder / _CHECKPOINT_METADATA).is_file()
+    is_step = (folder / CHECKPOINT_METADATA).is_file()
     return tuple(
         sorted(
             entry.name
             for entry in folder.iterdir()
-            if (entry / _METADATA).is_file() and (is_step or not (entry / _CHECKPOINT_METADATA).is_file())
+            if (entry / METADATA).is_file() and (is_step or not (entry / CHECKPOINT_METADATA).is_file())
         )
     )
 
 
-def _steps(folder: File) -> dict[int, File]:
+def steps(folder: File) -> dict[int, File]:
+    """The steps in a `CheckpointManager`'s folder, by their names."""
     found = {}
     for entry in folder.iterdir():
         named = _STEP.fullmatch(entry.name)
-        if named and entry.is_dir() and ((entry / _METADATA).is_file() or _items(entry)):
+        if named and entry.is_dir() and ((entry / METADATA).is_file() or _items(entry)):
             found[int(named[1])] = entry
     return found
 
 
 def _open_step(folder: File, item: str | None, step: int | None) -> Checkpoint:
-    if (folder / _METADATA).is_file():
+    if (folder / METADATA).is_file():
         if item is not None:
             raise ReshardError(f"{folder} is one tree: it has no items, so not {item!r} either.")
-        return _open(folder, None, step, ())
+        return open_tree(folder, None, step, ())
     items = _items(folder)
     if item is None:
         first, *more = items
@@ -224,35 +237,39 @@ def _open_step(folder: File, item: str | None, step: int | None) -> Checkpoint:
         raise ReshardError(f"{folder} has no item {item!r}; it has {', '.join(items)}.")
     folder_names = (entry.name for entry in folder.iterdir() if entry.is_dir())
     others = tuple(sorted(name for name in folder_names if name != item and not name.startswith(("_", "."))))
-    return _open(folder / item, item, step, others)
+    return open_tree(folder / item, item, step, others)
 
 
-def _open(folder: File, item: str | None, step: int | None, others: tuple[str, ...]) -> Checkpoint:
-    file = folder / _METADATA
+def open_tree(
+    folder: File, item: str | None = None, step: int | None = None, others: tuple[str, ...] = ()
+) -> Checkpoint:
+    """Opens the tree whose metadata is in a folder: all leaves with their headers, no values.
+
+    Raises:
+        ReshardError: the metadata or a header cannot be read.
+    """
+    file = folder / METADATA
     _check_files(folder)
     try:
-        metadata = parse_json(read_text(file, _MOST_NBYTES))
-        entries = [_leaf(entry) for entry in metadata["tree_metadata"].values()]
+        metadata = _read_json(file)
+        leaves = tuple([_leaf(entry) for entry in metadata["tree_metadata"].values()])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReshardError(
             f"{file} is not the metadata of an Orbax checkpoint: {type(error).__name__}: {said(error)}."
         ) from None
-    has_manifest = (folder / "manifest.ocdbt").is_file()
+    has_manifest = (folder / "manifest.ocdbt").exists()
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
         ocdbt = has_manifest
-    zarr3 = bool(metadata.get("use_zarr3"))
-    fill_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
-    arrays = [leaf for leaf in entries if leaf.is_array]
-    if ocdbt and arrays and not has_manifest:
+    if ocdbt and not has_manifest and any(leaf.is_array for leaf in leaves):
         raise ReshardError(f"{folder} has metadata but no data: manifest.ocdbt is missing, so it is unfinished.")
-    extras = _extras(folder)
-    opened = iter(event_loops.run(_headers(folder, arrays, ocdbt, zarr3, fill_missing)))
-    leaves = [
-        dataclasses.replace(next(opened), extra=extras.get(array_name(leaf.path))) if leaf.is_array else leaf
-        for leaf in entries
-    ]
-    return Checkpoint(folder, item, step, ocdbt, zarr3, fill_missing, tuple(leaves), others)
+    fill_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
+    checkpoint = Checkpoint(folder, item, step, ocdbt, bool(metadata.get("use_zarr3")), fill_missing, leaves, others)
+    return dataclasses.replace(checkpoint, leaves=tuple(event_loops.run(_with_headers(checkpoint))))
+
+
+def _read_json(file: File) -> Any:
+    return parse_json(file.read_text() if "://" in str(file) else read_text(file, _MOST_NBYTES))
 
 
 def _check_files(folder: File) -> None:
@@ -276,12 +293,12 @@ def _leaf(entry: Any) -> Leaf:
     return Leaf(path, value_type)
 
 
-def _extras(folder: File) -> dict[str, str]:
+def extras(folder: File) -> dict[str, str]:
     """What Orbax keeps beside arrays, as JSON: for a typed PRNG key its kind."""
     found = {}
     for file in sorted((folder / "array_metadatas").glob("process_*")):
         try:
-            for entry in parse_json(read_text(file, _MOST_NBYTES))["array_metadatas"]:
+            for entry in _read_json(file)["array_metadatas"]:
                 one = entry["array_metadata"]
                 if one.get("ext_metadata"):
                     found[one["param_name"]] = json.dumps(one["ext_metadata"], sort_keys=True)
@@ -290,31 +307,43 @@ def _extras(folder: File) -> dict[str, str]:
     return found
 
 
-def reading_context(cache_nbytes: int) -> ts.Context:
+def reading_context(cache_nbytes: int, index_nbytes: int = _INDEX_NBYTES) -> ts.Context:
     """Where tensorstore keeps what it has read: so many bytes of chunks, and of OCDBT's index what is used often."""
     return ts.Context(
-        {"cache_pool": {"total_bytes_limit": cache_nbytes}, "cache_pool#index": {"total_bytes_limit": _INDEX_NBYTES}}
+        {"cache_pool": {"total_bytes_limit": cache_nbytes}, "cache_pool#index": {"total_bytes_limit": index_nbytes}}
     )
 
 
-async def _headers(folder: File, leaves: list[Leaf], ocdbt: bool, zarr3: bool, fill_missing: bool) -> list[Leaf]:
-    context = reading_context(0)
+async def open_array(checkpoint: Checkpoint, path: Path, context: ts.Context) -> ts.TensorStore:
+    """Opens an array to read it.
+
+    Raises:
+        ReshardError: it cannot be opened.
+    """
+    try:
+        return await ts.open(checkpoint.spec(path), read=True, open=True, context=context)
+    except (ValueError, OSError) as error:
+        raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
+
+
+async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
+    """The leaves; arrays with what their headers say, and what Orbax keeps beside them."""
+    context, beside = reading_context(0), extras(checkpoint.folder)
     slots = asyncio.Semaphore(_OPEN_AT_ONCE)
 
-    async def header(leaf: Leaf) -> Leaf:
+    async def complete(leaf: Leaf) -> Leaf:
+        if not leaf.is_array:
+            return leaf
         async with slots:
-            try:
-                spec = _spec(folder, leaf.path, ocdbt, zarr3, fill_missing)
-                array = await ts.open(spec, read=True, open=True, context=context)
-            except (ValueError, OSError) as error:
-                raise ReshardError(f"{folder}: the array {show(leaf.path)} cannot be opened: {said(error)}.") from None
+            array = await open_array(checkpoint, leaf.path, context)
         chunk = tuple([int(c or 1) for c in array.chunk_layout.read_chunk.shape or ()])
-        return dataclasses.replace(leaf, shape=tuple(array.shape), dtype=array.dtype.numpy_dtype, chunk=chunk)
+        shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
+        return dataclasses.replace(leaf, shape=shape, dtype=dtype, chunk=chunk, extra=beside.get(array_name(leaf.path)))
 
-    return await all_of([header(leaf) for leaf in leaves])
+    return await all_of(map(complete, checkpoint.leaves))
 
 
-async def all_of(awaitables: Sequence[Any]) -> list[Any]:
+async def all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     """Waits for all of them even if one fails, so that nothing is still under way when the error is handled."""
     results = await asyncio.gather(*map(_awaited, awaitables), return_exceptions=True)
     for result in results:
@@ -323,11 +352,11 @@ async def all_of(awaitables: Sequence[Any]) -> list[Any]:
     return results
 
 
-async def _awaited(awaitable: Any) -> Any:
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
 def said(error: BaseException) -> str:
-    """An error's first line, without the positions in source files that tensorstore adds."""
+    """An error's first line, without what storage adds: ` [tensorstore_spec='…']`, positions in source files."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r"\s*\[(?:tensorstore_spec|source locations)=?.*$", "", text).removesuffix(".")
+    return re.split(r"\s*\[(?:source locations|[a-z_]+=)", text)[0].removesuffix(".") or type(error).__name__

@@ -1,5 +1,6 @@
 """What goes wrong leaves the last finished checkpoint as it was, and is said with the path."""
 
+import asyncio
 import errno
 import json
 import os
@@ -423,6 +424,14 @@ def test_a_restore_that_is_interrupted_ends_without_complaints_of_storage(tmp_pa
     done = subprocess.run(words, env=environment(), text=True, capture_output=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "interrupted" in done.stdout and "Event loop is closed" not in done.stderr, done.stderr[-3000:]
+
+
+def test_a_notebook_whose_event_loop_is_running_can_save_and_restore(tmp_path):
+    async def cell() -> np.ndarray:
+        save(tmp_path / "state", {"w": np.arange(3.0)})
+        return restore(tmp_path / "state", {"w": np.zeros(3)})["w"]
+
+    np.testing.assert_array_equal(asyncio.run(cell()), np.arange(3.0))
 
 
 def test_paths_of_all_kinds_are_taken(tmp_path, monkeypatch):

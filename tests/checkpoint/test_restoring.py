@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpmd.arrays.boxes import Box
-from reshard.checkpoint.read_plan import Read, in_storage, index_text, plan_reads
+from reshard.checkpoint.requests import in_storage, index_text
+from reshard.storage.read_plan import Read, plan_reads
 
 
 def test_a_box_that_several_devices_want_is_read_once():

@@ -1,11 +1,7 @@
-"""Which parts of a stored array a process reads, and how they become arrays on its devices. No file is touched here.
-
-What is stored is cut into chunks, and a chunk is read as a whole. So the boxes that a process's devices want are
-joined where they share chunks: each chunk is read once for each process, not once for each device.
-"""
+"""Parts of stored arrays that are asked for, and how they become arrays on devices. No file is touched here."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,31 +17,6 @@ from reshard.places import is_local
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """One request to the storage: the box that is read, and the wanted boxes inside it."""
-
-    box: Box
-    wanted: tuple[Box, ...]
-
-
-def plan_reads(wanted: Iterable[Box], chunk_shape: Shape) -> list[Read]:
-    """Joins boxes that share chunks, where reading them together needs no more memory than one by one."""
-    reads: list[Read] = []
-    for box in dict.fromkeys(box for box in wanted if box.size):
-        read = Read(box, (box,))
-        while (other := next((one for one in reads if _joinable(one.box, read.box, chunk_shape)), None)) is not None:
-            reads.remove(other)
-            read = Read(Box.bounding((other.box, read.box)), other.wanted + read.wanted)
-        reads.append(read)
-    return reads
-
-
-def _joinable(a: Box, b: Box, chunk_shape: Shape) -> bool:
-    fits = Box.bounding((a, b)).size <= a.size + b.size
-    return fits and bool((a.aligned(chunk_shape) & b.aligned(chunk_shape)).size)
 
 
 def in_storage(box: Box, index: Index) -> Box:
@@ -87,11 +58,10 @@ class Request:
     index: Index = ()
     strict: bool = True
 
-    def completed(self, shape: Shape, dtype: Any, impl: str | None) -> "Request":
+    def completed(self, shape: Shape, dtype: Any, key_dtype: Any) -> "Request":
         """With what it left to the stored array."""
-        if impl is not None:
-            dtype = jax.random.key_dtype(impl)
-            shape = keys.shape_of_data(shape, dtype)
+        if key_dtype is not None:
+            shape, dtype = keys.shape_of_data(shape, key_dtype), key_dtype
         return dataclasses.replace(
             self,
             shape=tuple(shape) if self.shape is None else self.shape,
@@ -108,17 +78,16 @@ class Target:
         boxes: by (sharding, device), the box that is wanted there; groups on the same mesh share their arrays.
     """
 
-    def __init__(self, name: str, request: Request, impl: str | None):
+    def __init__(self, name: str, request: Request, key_dtype: Any):
         assert request.shape is not None
-        self.name, self.request = name, request
-        self.key_dtype = None if impl is None else jax.random.key_dtype(impl)
+        self.name, self.request, self.key_dtype = name, request, key_dtype
         self.shape, self.sharding = request.shape, request.sharding
-        self.dtype = None if keys.is_key(request.dtype) or impl is not None else request.dtype
+        self.dtype = None if keys.is_key(request.dtype) or key_dtype is not None else request.dtype
         if keys.is_key(request.dtype):
-            if impl is None:
+            if key_dtype is None:
                 raise ReshardError(f"{name}: expected {request.dtype}, but the checkpoint has no typed keys there.")
-            self.shape = keys.data_shape(request.shape, self.key_dtype)
-            self.sharding = keys.data_sharding(request.sharding, request.shape, self.key_dtype)
+            self.shape = keys.data_shape(request.shape, key_dtype)
+            self.sharding = keys.data_sharding(request.sharding, request.shape, key_dtype)
         self.boxes: dict[Any, Box] = {}
         for _, sharding in self._shardings():
             for device, box in device_boxes(sharding, self.shape).items():

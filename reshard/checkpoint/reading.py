@@ -1,0 +1,182 @@
+"""Reads parts of stored arrays, only what this process's devices need; what is not asked for is not touched."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard._orbax_compat import RANDOM_KEY_IMPL, limits
+from reshard.checkpoint.requests import Request, Target, in_storage, index_text
+from reshard.storage import checksums, event_loops, stored
+from reshard.storage.read_plan import plan_reads
+from reshard.storage.stored import Checkpoint, Leaf
+
+IN_FLIGHT_NBYTES = 256 << 20
+_INDEX_NBYTES = 100 << 20
+
+TreePath = tuple[str, ...]
+
+
+def open_checkpoint(path: Any) -> Checkpoint:
+    """Opens the tree at `path`, or the one item of a step of a `CheckpointManager`. Reads no values.
+
+    Raises:
+        FileNotFoundError: there is no finished checkpoint at `path`; says what is there.
+        ReshardError: its description cannot be read.
+    """
+    folder = _find_item(path)
+    try:
+        return stored.open_tree(folder)
+    except (ReshardError, OSError) as error:
+        raise ReshardError(f"the checkpoint at {folder} is damaged: {stored.said(error)}") from error
+
+
+def _find_item(path: Any) -> Any:
+    folder = stored.absolute(path)
+    if stored.UNFINISHED in folder.name:
+        raise FileNotFoundError(f"{folder} is what an unfinished save has left; it is not a checkpoint.")
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}.{_hint_beside(folder)}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is a file; a checkpoint is a folder.")
+    if not ocp.utils.is_checkpoint_finalized(folder):
+        raise FileNotFoundError(f"the checkpoint at {folder} is unfinished: its save was interrupted.")
+    if (folder / stored.METADATA).exists():
+        return folder
+    items = sorted(entry.name for entry in folder.iterdir() if (entry / stored.METADATA).exists())
+    if len(items) == 1 and (folder / stored.CHECKPOINT_METADATA).exists():
+        return folder / items[0]
+    steps = stored.steps(folder)
+    if items:
+        hint = f"it has checkpoints in it, {', '.join(items)}; give the path of one of them"
+    elif steps:
+        known = ", ".join(map(str, sorted(steps)))
+        hint = f"it is a CheckpointManager's folder with steps {known}; give {steps[max(steps)]}"
+    else:
+        hint = f"it has no file {stored.METADATA}"
+    raise FileNotFoundError(f"{folder} is not a checkpoint: {hint}.")
+
+
+def _hint_beside(folder: Any) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    if left := sorted(p.name for p in folder.parent.glob(f"{folder.name}{stored.UNFINISHED}*")):
+        return f"\n  A save that was not finished has left {', '.join(left)} beside it."
+    steps = sorted(stored.steps(folder.parent))
+    return f"\n  {folder.parent} has the steps {', '.join(map(str, steps))}." if steps else ""
+
+
+def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]]) -> dict[Leaf, Any]:
+    """Reads parts of stored arrays.
+
+    Args:
+        checkpoint: what `open_checkpoint` gave.
+        requests: for each leaf that is wanted, its parts; text has none.
+
+    Returns:
+        For each of them the list of its parts, or the text.
+
+    Raises:
+        ReshardError: something cannot be read; names the array.
+    """
+
+    async def read() -> list[Any]:
+        sums = await checksums.read(checkpoint.folder)
+        context, limiter = stored.reading_context(0, _INDEX_NBYTES), limits.get_byte_limiter(IN_FLIGHT_NBYTES)
+
+        async def values_of(leaf: Leaf, asked: Sequence[Request]) -> Any:
+            if not leaf.is_array:
+                return checkpoint.text(leaf.path)
+            name = stored.array_name(leaf.path)
+            opened = functools.partial(stored.open_array, checkpoint, leaf.path, context)
+            where = f"{checkpoint.folder / name}"
+            return await read_array(opened, name, where, asked, key_dtype(leaf.extra), sums.get(name, ()), limiter)
+
+        return await stored.all_of([values_of(leaf, asked) for leaf, asked in requests.items()])
+
+    return dict(zip(requests, event_loops.run(read()), strict=True))
+
+
+def key_dtype(extra: str | None) -> Any:
+    """The dtype of stored typed keys, by what Orbax keeps beside their data; None for other arrays."""
+    impl = json.loads(extra).get(RANDOM_KEY_IMPL) if extra else None
+    return None if impl is None else jax.random.key_dtype(impl)
+
+
+async def read_array(
+    open_array: Callable[[], Awaitable[ts.TensorStore]],
+    name: str,
+    where: str,
+    requests: Sequence[Request],
+    keys: Any,
+    sums: Sequence[tuple[Box, int]],
+    limiter: Any,
+) -> list[Any]:
+    """Reads the parts of one stored array that this process's devices want.
+
+    Args:
+        open_array: opens it; not called if this process wants nothing of it.
+        name: what messages about the request call it.
+        where: its path, for messages about what is stored.
+        requests: the parts, and where each goes.
+        keys: the dtype of the typed keys whose data it is; None for other arrays.
+        sums: the checksums of its boxes.
+        limiter: bounds the bytes of reads in flight.
+    """
+    if any(request.shape is None or request.dtype is None for request in requests):
+        array = await open_array()
+        requests = [request.completed(array.shape, array.dtype.numpy_dtype, keys) for request in requests]
+    targets = [Target(name, request, keys) for request in requests]
+    if not any(target.boxes for target in targets):
+        return [target.finish() for target in targets]
+    array = await open_array()
+    for target in targets:
+        target.check(array.shape)
+
+    async def read(box: Box, wanted: Sequence[Box]) -> None:
+        nbytes = box.nbytes(array.dtype.numpy_dtype.itemsize)
+        async with limits.reserved_bytes(limiter, _reservable(limiter, nbytes)):
+            data = await _read_box(array, box, where)
+            puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
+            bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
+            if bad is not None:
+                raise ReshardError(
+                    f"{where}: the checkpoint is damaged, {index_text(bad.slices)} of this array is not what was "
+                    "written there (its checksum differs)."
+                )
+
+    boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
+    reads = plan_reads(boxes, array.chunk_layout.read_chunk_template.shape)
+    await stored.all_of([read(one.box, one.wanted) for one in reads])
+    return [target.finish() for target in targets]
+
+
+def _reservable(limiter: Any, nbytes: int) -> int:
+    """A limiter refuses to wait for more than it has; a larger read goes alone."""
+    most = getattr(limiter, "max_bytes", None)
+    return nbytes if most is None else min(nbytes, most - 1)
+
+
+async def _read_box(array: ts.TensorStore, box: Box, where: str) -> np.ndarray:
+    """A box of a stored array; zeros where the array ends before the box does."""
+    there = box & Box.whole(array.shape)
+    try:
+        if there == box:
+            return await array[box.slices].read()
+        data = np.zeros(box.shape, array.dtype.numpy_dtype)
+        if there.size:
+            data[there.relative_to(box).slices] = await array[there.slices].read()
+        return data
+    except Exception as error:  # whatever a damaged file makes the storage raise
+        raise ReshardError(
+            f"{where}: the checkpoint is damaged, {index_text(box.slices)} of this array cannot be read: "
+            f"{stored.said(error)}"
+        ) from error
