@@ -8,8 +8,8 @@ from reshard.api import (
     mpmd_to_spmd_reshard,
     spmd_to_mpmd_reshard,
 )
-from reshard.moving.execute import Progress, Stats
 from reshard.moving.plan import ReshardPlan, plan
+from reshard.moving.progress import Progress, Stats
 from reshard.places import HostMemory, describe_mesh
 
 __all__ = [

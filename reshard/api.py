@@ -18,8 +18,9 @@ from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
-from reshard.moving.execute import ProgressCallback, Stats, execute, print_bar
+from reshard.moving.execute import execute
 from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
+from reshard.moving.progress import ProgressCallback, Stats, print_bar
 from reshard.moving.remote import agree
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes

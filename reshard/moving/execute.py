@@ -4,67 +4,26 @@ The plan says what moves when; here are the arrays themselves: which buffers are
 """
 
 import contextlib
-import dataclasses
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from mpmd.arrays.mesh import MpmdSharding
 from mpmd.job.job import Job
-from reshard.moving.in_place import Kept, take_over
 from reshard.moving.local import LocalCarrier, Sink, open_sink
-from reshard.moving.plan import PlannedArray, ReshardPlan
+from reshard.moving.plan import ReshardPlan
+from reshard.moving.progress import Meter, ProgressCallback, Stats
 from reshard.moving.remote import WireCarrier
-from reshard.moving.rounds import Batch
-from reshard.places import HostMemory, is_local
-from reshard.texts import bar
+from reshard.moving.rounds import Round
+from reshard.moving.sources import MovingArray, Sources
+from reshard.places import HostMemory
 
 # How much may be under way before what has left is freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
-
-
-@dataclasses.dataclass
-class Stats:
-    """What a reshard really did, counted where it was done."""
-
-    bytes_moved: int = 0
-    bytes_copied_on_device: int = 0
-    num_transfers: int = 0
-    num_rounds: int = 0
-    peak_working_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a reshard is; bytes count everything that is copied, on one device or between two."""
-
-    bytes_done: int
-    bytes_total: int
-    arrays_done: int
-    arrays_total: int
-    seconds: float
-
-    def __str__(self) -> str:
-        rate = self.bytes_done / max(self.seconds, 1e-9) / 2**30
-        how_far = bar(self.bytes_done, self.bytes_total)
-        return f"reshard {how_far}  {self.arrays_done}/{self.arrays_total} arrays  {rate:.1f} GiB/s"
-
-
-ProgressCallback = Callable[[Progress], None]
-
-
-def print_bar(progress: Progress) -> None:
-    """Draws the state of a reshard over the last one, on the terminal."""
-    end = "\n" if progress.arrays_done == progress.arrays_total else ""
-    print(f"\r{progress}", end=end, file=sys.stderr, flush=True)
 
 
 def execute(
@@ -88,46 +47,14 @@ def execute(
     Raises:
         RuntimeError: something failed on the way; says which sources are still valid.
     """
-    run = _Run(plan, sources, donate, progress, num_threads or min(8, os.cpu_count() or 1), job)
+    run = _Run(plan, sources, donate, Meter(plan, progress), num_threads or min(8, os.cpu_count() or 1), job)
     try:
         with contextlib.nullcontext() if job is None else job.as_a_whole():
-            return run(), run.stats
+            return run(), run.meter.stats
     except Exception as error:
-        raise RuntimeError(run.what_is_left()) from error
+        raise RuntimeError(run.sources.what_is_left()) from error
     finally:
         run.carrier.close()
-
-
-class _Moving:
-    """One array on its way."""
-
-    def __init__(self, planned: PlannedArray, source: Any, shards: list[Any]):
-        self.planned = planned
-        self.source = source
-        self.source_shards = shards
-        route = planned.route
-        self.sinks: dict[int, Sink] = {}
-        self.parts: dict[int, Any] = {}
-        self.started = False
-        self.left = 0
-        self.factor = np.array(planned.scale, np.int64)
-        self.kept = {t: s for s, t in route.kept}
-
-    def box_of_piece(self, piece: int) -> Box:
-        route = self.planned.route
-        start, stop = route.start[piece] * self.factor, route.stop[piece] * self.factor
-        return Box(tuple(start.tolist()), tuple(stop.tolist()))
-
-    def scaled(self, box: Box) -> Box:
-        return box.scaled(self.planned.scale)
-
-    def sink(self, t: int) -> Sink:
-        if t not in self.sinks:
-            target, leaf = self.planned.route.target, self.planned.leaf
-            kind = getattr(leaf.target, "memory_kind", None)
-            shape = self.scaled(target.boxes[t]).shape
-            self.sinks[t] = open_sink(target.devices[t], shape, leaf.dtype, kind)
-        return self.sinks[t]
 
 
 class _Run:
@@ -138,149 +65,95 @@ class _Run:
         plan: ReshardPlan,
         sources: Sequence[Any],
         donate: bool,
-        progress: ProgressCallback | None,
+        meter: Meter,
         num_threads: int,
         job: Job | None,
     ):
+        self.plan = plan
+        self.meter = meter
         self.rank = 0 if job is None else job.rank
         self.wire = None if job is None else WireCarrier(job)
-        self.plan = plan
-        self.donate = donate
-        self.progress = progress
-        self.stats = Stats(num_rounds=len(plan.rounds))
         self.carrier = LocalCarrier(num_threads)
-        self.moving = [
-            _Moving(planned, source, _shards(source, planned))
-            for planned, source in zip(plan.arrays, sources, strict=True)
-        ]
-        self._started_at = time.perf_counter()
-        self._under_way: dict[int, int] = {}
-        self._done_bytes = 0
-        self._reads: dict[tuple[int, int], int] = {}
-        self._users: dict[int, int] = {}
-        self._consumed: set[int] = set()
-        self._unfinished: list[_Moving] = []
-        self._finished = 0
-        self._leaving: list[tuple[_Moving, int]] = []
+        self.arrays = [MovingArray(planned, source) for planned, source in zip(plan.arrays, sources, strict=True)]
+        self.sources = Sources(plan, self.arrays, donate)
+        self._under_way: dict[int, int] = {}  # bytes by rank
+        self._filled: list[MovingArray] = []
 
     def __call__(self) -> list[Any]:
-        for moving in self.moving:
-            self._users[id(moving.source)] = self._users.get(id(moving.source), 0) + 1
         for round_ in self.plan.rounds:
-            for batch in round_:
-                self.moving[batch.array].left += self._count(batch)
-        self._count_reads()
-        for round_ in self.plan.rounds:
-            working: dict[Any, int] = {}
-            level = 0
-            for batch in round_:
-                moving = self.moving[batch.array]
-                self._start(moving)
-                for piece, box in _chunks(batch, moving):
-                    at = int(moving.planned.route.level[piece])
-                    if at > 0 and at != level:
-                        self._settle()
-                    level = at
-                    self._carry(moving, piece, box, working)
-                if max(self._under_way.values(), default=0) >= _WINDOW_BYTES:
-                    self._settle()
-            self._settle()
-            self.stats.peak_working_bytes = max(self.stats.peak_working_bytes, *working.values(), 0)
-        for moving in self.moving:
-            self._start(moving)
-        self._take_over_kept()
-        results = [self._assemble(moving) for moving in self.moving]
-        if self.donate:
-            for moving in self.moving:
-                _delete(moving.source)
-        self.stats.seconds = time.perf_counter() - self._started_at
-        self._finished = len(self.moving)
-        self._report()
+            self._move(round_)
+        for array in self.arrays:
+            self.sources.start(array)
+        self.sources.take_over_kept()
+        results = [self._assemble(array) for array in self.arrays]
+        self.sources.delete()
+        self.meter.finish()
         return results
+
+    def _move(self, round_: Round) -> None:
+        working: dict[Any, int] = {}
+        level = 0
+        for batch in round_:
+            array = self.arrays[batch.array]
+            self.sources.start(array)
+            for piece, box in array.boxes(batch):
+                at = int(array.planned.route.level[piece])
+                if at > 0 and at != level:
+                    self._settle()
+                level = at
+                self._carry(array, piece, box, working)
+            if max(self._under_way.values(), default=0) >= _WINDOW_BYTES:
+                self._settle()
+        self._settle()
+        stats = self.meter.stats
+        stats.peak_working_bytes = max(stats.peak_working_bytes, *working.values(), 0)
 
     def _rank_of(self, device: Any) -> int:
         return 0 if self.wire is None else device.process_index
 
-    def _count(self, batch: Batch) -> int:
-        if batch.chunks:
-            return len(batch.chunks)
-        return len(self.moving[batch.array].planned.route.level) if batch.pieces is None else len(batch.pieces)
+    def _sink(self, array: MovingArray, t: int) -> Sink:
+        if t not in array.sinks:
+            target, leaf = array.planned.route.target, array.planned.leaf
+            kind = getattr(leaf.target, "memory_kind", None)
+            array.sinks[t] = open_sink(target.devices[t], array.scaled(target.boxes[t]).shape, leaf.dtype, kind)
+        return array.sinks[t]
 
-    def _count_reads(self) -> None:
-        for round_ in self.plan.rounds:
-            for batch in round_:
-                moving = self.moving[batch.array]
-                route = moving.planned.route
-                pieces = np.array([c.piece for c in batch.chunks], np.int64) if batch.chunks else batch.pieces
-                pieces = np.arange(len(route.level)) if pieces is None else pieces
-                senders = route.sender[pieces[route.level[pieces] == 0]]
-                for shard, count in zip(*np.unique(senders, return_counts=True), strict=True):
-                    key = (id(moving.source), int(shard))
-                    self._reads[key] = self._reads.get(key, 0) + int(count)
-
-    def _start(self, moving: _Moving) -> None:
-        """Frees the shards that nobody reads, just before the first one that somebody reads leaves."""
-        if moving.started:
-            return
-        moving.started = True
-        if self._frees(moving):
-            kept = set(moving.kept.values())
-            for shard in range(len(moving.source_shards)):
-                if shard not in kept and not self._reads.get((id(moving.source), shard)):
-                    self._free(moving, shard)
-
-    def _frees(self, moving: _Moving) -> bool:
-        # A source that is moved to two targets is freed at the end.
-        return self.donate and self._users[id(moving.source)] == 1 and not isinstance(moving.source, np.ndarray)
-
-    def _free(self, moving: _Moving, shard: int) -> None:
-        self._consumed.add(id(moving.source))
-        data = moving.source_shards[shard]
-        moving.source_shards[shard] = None
-        if data is not None and not data.is_deleted():
-            data.delete()
-
-    def _carry(self, moving: _Moving, piece: int, box: Box, working: dict[Any, int]) -> None:
-        route = moving.planned.route
+    def _carry(self, array: MovingArray, piece: int, box: Box, working: dict[Any, int]) -> None:
+        route, dtype = array.planned.route, array.planned.leaf.dtype
         sender, receiver = int(route.sender[piece]), int(route.receiver[piece])
         is_first = route.level[piece] == 0
-        from_device = (route.source if is_first else route.target).devices[sender]
-        to_device = route.target.devices[receiver]
+        from_layout = route.source if is_first else route.target
+        from_device, to_device = from_layout.devices[sender], route.target.devices[receiver]
 
         def source() -> tuple[Any, Box]:
-            if is_first:
-                return moving.source_shards[sender], box.relative_to(moving.scaled(route.source.boxes[sender]))
-            return moving.sink(sender).contents, box.relative_to(moving.scaled(route.target.boxes[sender]))
+            data = array.shards[sender] if is_first else self._sink(array, sender).contents
+            return data, box.relative_to(array.scaled(from_layout.boxes[sender]))
 
-        def sink() -> tuple[Sink, Box, np.dtype]:
-            into = box.relative_to(moving.scaled(route.target.boxes[receiver]))
-            return moving.sink(receiver), into, moving.planned.leaf.dtype
+        def sink() -> tuple[Sink, Box]:
+            return self._sink(array, receiver), box.relative_to(array.scaled(route.target.boxes[receiver]))
 
         sender_rank, receiver_rank = self._rank_of(from_device), self._rank_of(to_device)
         if sender_rank != receiver_rank:
             assert self.wire is not None
-            sent, received = self.wire.carry(sender_rank, receiver_rank, from_device, to_device, source, sink)
+            ends = (sender_rank, from_device), (receiver_rank, to_device)
+            sent, received = self.wire.carry(*ends, source, sink, dtype)
         elif sender_rank == self.rank:
-            sent, received = self.carrier.carry(*source(), *sink()[:2])
+            sent, received = self.carrier.carry(*source(), *sink())
         else:
             sent = received = 0
         working[from_device] = working.get(from_device, 0) + sent
         working[to_device] = working.get(to_device, 0) + received
-        nbytes = box.nbytes(moving.planned.leaf.dtype.itemsize)
+        nbytes = box.nbytes(dtype.itemsize)
         if receiver_rank == self.rank:
-            if from_device == to_device:
-                self.stats.bytes_copied_on_device += nbytes
-            else:
-                self.stats.bytes_moved += nbytes
-                self.stats.num_transfers += 1
+            self.meter.received(nbytes, on_same_device=from_device == to_device)
         for rank in {sender_rank, receiver_rank}:
             self._under_way[rank] = self._under_way.get(rank, 0) + nbytes
-        self._done_bytes += nbytes
-        if route.level[piece] == 0:
-            self._leaving.append((moving, sender))
-        moving.left -= 1
-        if not moving.left:
-            self._unfinished.append(moving)
+        self.meter.bytes_done += nbytes
+        if is_first:
+            self.sources.leave(array, sender)
+        array.left -= 1
+        if not array.left:
+            self._filled.append(array)
 
     def _settle(self) -> None:
         """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""
@@ -288,65 +161,27 @@ class _Run:
         if self.wire is not None:
             self.wire.settle()
         self._under_way.clear()
-        for moving, shard in self._leaving:
-            key = (id(moving.source), shard)
-            self._reads[key] -= 1
-            if not self._reads[key] and self._frees(moving) and shard not in moving.kept.values():
-                self._free(moving, shard)
-        self._leaving.clear()
-        for moving in self._unfinished:
-            moving.parts.update({t: sink.finish() for t, sink in moving.sinks.items()})
-            moving.sinks.clear()
-            self._finished += 1
-        self._unfinished.clear()
-        self._report()
+        self.sources.settle()
+        for array in self._filled:
+            array.parts.update({t: sink.finish() for t, sink in array.sinks.items()})
+            array.sinks.clear()
+            self.meter.arrays_done += 1
+        self._filled.clear()
+        self.meter.report()
 
-    def _report(self) -> None:
-        if self.progress is not None:
-            traffic = self.plan.traffic
-            kept = sum(a.route.target.boxes[t].size * a.unit_bytes for a in self.plan.arrays for _, t in a.route.kept)
-            self.progress(
-                Progress(
-                    self._done_bytes,
-                    traffic.moved + traffic.stays - kept,
-                    self._finished,
-                    len(self.moving),
-                    time.perf_counter() - self._started_at,
-                )
-            )
-
-    def _take_over_kept(self) -> None:
-        """Shards that stay in place: taken over by their new arrays, or copied if the source lives on."""
-        taken: list[Kept] = []
-        for moving in self.moving:
-            frees = self._frees(moving)
-            for t, s in moving.kept.items():
-                data = moving.source_shards[s]
-                if data is None:
-                    continue
-                if frees:
-                    taken.append(Kept(data, moving.planned.route.target.devices[t], moving.parts, t))
-                elif isinstance(data, np.ndarray):
-                    moving.parts[t] = data.copy()
-                else:
-                    moving.parts[t] = jax.device_put(data, data.sharding, may_alias=False)
-            if frees and moving.kept:
-                self._consumed.add(id(moving.source))
-        take_over(taken)
-
-    def _assemble(self, moving: _Moving) -> Any:
-        leaf, target = moving.planned.leaf, moving.planned.route.target
+    def _assemble(self, array: MovingArray) -> Any:
+        leaf, target = array.planned.leaf, array.planned.route.target
         for t, device in enumerate(target.devices):
-            if t not in moving.parts and self._rank_of(device) == self.rank:  # an array without elements
-                moving.parts[t] = moving.sink(t).finish()
+            if t not in array.parts and self._rank_of(device) == self.rank:  # an array without elements
+                array.parts[t] = self._sink(array, t).finish()
         if isinstance(leaf.target, HostMemory):
-            return moving.parts.get(0)
+            return array.parts.get(0)
+        is_mpmd = isinstance(leaf.target, MpmdSharding)
         arrays: dict[int, jax.Array] = {}
         made: dict[Any, jax.Array] = {}
         for group, shards in target.groups.items():
-            is_mpmd = isinstance(leaf.target, MpmdSharding)
             sharding = leaf.target.group_sharding(group) if is_mpmd else leaf.target
-            parts = [moving.parts[t] for t in shards if t in moving.parts]
+            parts = [array.parts[t] for t in shards if t in array.parts]
             if is_mpmd and not parts:
                 continue
             if (sharding, shards) not in made:
@@ -354,45 +189,4 @@ class _Run:
                     leaf.shape, sharding, parts, dtype=leaf.dtype
                 )
             arrays[group] = made[sharding, shards]
-        if isinstance(leaf.target, MpmdSharding):
-            return MpmdArray._unchecked(arrays, leaf.target, leaf.shape, leaf.dtype)
-        return arrays[0]
-
-    def what_is_left(self) -> str:
-        valid = [m.planned.leaf.path or "the array" for m in self.moving if id(m.source) not in self._consumed]
-        gone = [m.planned.leaf.path or "the array" for m in self.moving if id(m.source) in self._consumed]
-        lines = ["the reshard failed on the way; see the error above."]
-        if gone:
-            lines.append(f"  consumed, whole or in part: {', '.join(gone)}")
-        lines.append(f"  still valid: {', '.join(valid) or 'none'}")
-        return "\n".join(lines)
-
-
-def _shards(source: Any, planned: PlannedArray) -> list[Any]:
-    """The single-device arrays of the source, in the order of its layout; None for those of other processes."""
-    layout = planned.route.source
-    if isinstance(source, np.ndarray):
-        return [source if is_local(memory) else None for memory in layout.devices]
-    shards: list[Any] = [None] * len(layout.devices)
-    for group, indices in layout.groups.items():
-        array = source._arrays.get(group) if isinstance(source, MpmdArray) else source
-        by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
-        for i in indices:
-            if shards[i] is None:
-                shards[i] = by_device.get(layout.devices[i])
-    return shards
-
-
-def _chunks(batch: Batch, moving: _Moving) -> Iterator[tuple[int, Box]]:
-    if batch.chunks:
-        for chunk in batch.chunks:
-            yield chunk.piece, chunk.box
-        return
-    pieces = range(len(moving.planned.route.level)) if batch.pieces is None else batch.pieces.tolist()
-    for piece in pieces:
-        yield piece, moving.box_of_piece(piece)
-
-
-def _delete(source: Any) -> None:
-    if not isinstance(source, np.ndarray) and not source.is_deleted():
-        source.delete()
+        return MpmdArray._unchecked(arrays, leaf.target, leaf.shape, leaf.dtype) if is_mpmd else arrays[0]

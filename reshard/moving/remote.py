@@ -38,24 +38,25 @@ class WireCarrier:
 
     def carry(
         self,
-        sender: int,
-        receiver: int,
-        from_device: Any,
-        to_device: Any,
+        start: tuple[int, Any],
+        end: tuple[int, Any],
         source: Callable[[], tuple[Any, Box]],
-        sink: Callable[[], tuple[Sink, Box, np.dtype]],
+        sink: Callable[[], tuple[Sink, Box]],
+        dtype: np.dtype,
     ) -> tuple[int, int]:
         """One piece from rank to rank; every process calls it for every such piece, in the same order.
 
         Args:
-          sender, receiver: the ranks.
-          from_device, to_device: where the two shards are, devices or `HostMemory`.
+          start: the sending rank, and the device or `HostMemory` where the source shard is.
+          end: the receiving rank, and where the target shard is.
           source: gives the source shard and what of it goes; called on the sender.
-          sink: gives the target shard, where in it, and its dtype; called on the receiver.
+          sink: gives the target shard, and where in it; called on the receiver.
+          dtype: that of the array.
 
         Returns:
           The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
         """
+        (sender, from_device), (receiver, to_device) = start, end
         number = self._next
         self._next += 1
         self._pairs.add((sender, receiver))
@@ -65,7 +66,7 @@ class WireCarrier:
             self._job.wire.send(number, data, _device(to_device, receiver))
             return nbytes, 0
         if receiver == self.rank:
-            shard, into, dtype = sink()
+            shard, into = sink()
             away, home = _device(from_device, sender), _device(to_device, receiver)
             data = self._job.wire.receive(number, into.shape, dtype, away, home)
             self._job.watchdog.expect(data, "a piece of a reshard", (sender,))

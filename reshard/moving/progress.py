@@ -1,0 +1,90 @@
+"""How far a reshard is, and what it really did."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+
+from reshard.moving.plan import ReshardPlan
+from reshard.texts import bar
+
+
+@dataclasses.dataclass
+class Stats:
+    """What a reshard really did, counted where it was done."""
+
+    bytes_moved: int = 0
+    bytes_copied_on_device: int = 0
+    num_transfers: int = 0
+    num_rounds: int = 0
+    peak_working_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a reshard is; bytes count everything that is copied, on one device or between two."""
+
+    bytes_done: int
+    bytes_total: int
+    arrays_done: int
+    arrays_total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.bytes_done / max(self.seconds, 1e-9) / 2**30
+        how_far = bar(self.bytes_done, self.bytes_total)
+        return f"reshard {how_far}  {self.arrays_done}/{self.arrays_total} arrays  {rate:.1f} GiB/s"
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def print_bar(progress: Progress) -> None:
+    """Draws the state of a reshard over the last one, on the terminal."""
+    end = "\n" if progress.arrays_done == progress.arrays_total else ""
+    print(f"\r{progress}", end=end, file=sys.stderr, flush=True)
+
+
+class Meter:
+    """Counts what is moved and tells the caller how far it is.
+
+    Attributes:
+        stats: the counts.
+        arrays_done: how many arrays are complete.
+        bytes_done: how many bytes have been moved or copied.
+    """
+
+    def __init__(self, plan: ReshardPlan, callback: ProgressCallback | None):
+        self.stats = Stats(num_rounds=len(plan.rounds))
+        self.arrays_done = 0
+        self.bytes_done = 0
+        self._plan = plan
+        self._callback = callback
+        self._start = time.perf_counter()
+
+    def received(self, nbytes: int, on_same_device: bool) -> None:
+        """Counts one piece that this process has received."""
+        if on_same_device:
+            self.stats.bytes_copied_on_device += nbytes
+        else:
+            self.stats.bytes_moved += nbytes
+            self.stats.num_transfers += 1
+
+    def report(self) -> None:
+        """Calls the caller's function."""
+        if self._callback is None:
+            return
+        arrays, traffic = self._plan.arrays, self._plan.traffic
+        kept = sum(a.route.target.boxes[t].size * a.unit_bytes for a in arrays for _, t in a.route.kept)
+        total = traffic.moved + traffic.stays - kept
+        self._callback(Progress(self.bytes_done, total, self.arrays_done, len(arrays), self._seconds()))
+
+    def finish(self) -> None:
+        """All arrays are complete."""
+        self.stats.seconds = self._seconds()
+        self.arrays_done = len(self._plan.arrays)
+        self.report()
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._start

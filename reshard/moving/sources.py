@@ -1,0 +1,173 @@
+"""The arrays of a reshard on their way: their source shards, which are freed as they leave, and their target shards."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box
+from reshard.moving.in_place import Kept, take_over
+from reshard.moving.local import Sink
+from reshard.moving.plan import PlannedArray, ReshardPlan
+from reshard.moving.rounds import Batch
+from reshard.places import is_local
+
+
+class MovingArray:
+    """One array on its way.
+
+    Attributes:
+        planned: its description and its route.
+        source: where it comes from.
+        shards: the single-device arrays of the source; None for those that are freed or of other processes.
+        sinks: the target shards that are being filled.
+        parts: the target shards that are complete.
+        left: how many pieces have not left yet.
+        kept: for each target shard that stays in place its source shard.
+        stays: these source shards.
+    """
+
+    def __init__(self, planned: PlannedArray, source: Any):
+        self.planned = planned
+        self.source = source
+        self.shards = _shards(source, planned)
+        self.sinks: dict[int, Sink] = {}
+        self.parts: dict[int, Any] = {}
+        self.left = 0
+        self.kept = {t: s for s, t in planned.route.kept}
+        self.stays = set(self.kept.values())
+
+    @property
+    def name(self) -> str:
+        return self.planned.leaf.path or "the array"
+
+    def scaled(self, box: Box) -> Box:
+        """A box of the route's lattice, in elements of the array."""
+        return box.scaled(self.planned.scale)
+
+    def pieces(self, batch: Batch) -> np.ndarray:
+        """The number of the piece of each part of a batch."""
+        if batch.chunks:
+            return np.array([chunk.piece for chunk in batch.chunks], np.int64)
+        return np.arange(len(self.planned.route.level)) if batch.pieces is None else batch.pieces
+
+    def boxes(self, batch: Batch) -> Iterator[tuple[int, Box]]:
+        """The parts of a batch: the number of the piece, and the box."""
+        if batch.chunks:
+            yield from ((chunk.piece, chunk.box) for chunk in batch.chunks)
+            return
+        route = self.planned.route
+        for piece in self.pieces(batch).tolist():
+            yield piece, self.scaled(Box(tuple(route.start[piece].tolist()), tuple(route.stop[piece].tolist())))
+
+
+class Sources:
+    """Frees each source shard when its last byte has left, if the sources are donated."""
+
+    def __init__(self, plan: ReshardPlan, arrays: Sequence[MovingArray], donate: bool):
+        self._donate = donate
+        self._arrays = arrays
+        self._users: dict[int, int] = {}  # of each source: how many of the arrays are made of it
+        self._reads: dict[tuple[int, int], int] = {}  # of each shard: how many pieces have still to leave
+        self._started: set[int] = set()
+        self._leaving: list[tuple[MovingArray, int]] = []
+        self._consumed: set[int] = set()
+        for array in arrays:
+            self._users[id(array.source)] = self._users.get(id(array.source), 0) + 1
+        for round_ in plan.rounds:
+            for batch in round_:
+                self._count(arrays[batch.array], batch)
+
+    def _count(self, array: MovingArray, batch: Batch) -> None:
+        route, pieces = array.planned.route, array.pieces(batch)
+        array.left += len(pieces)
+        senders = route.sender[pieces[route.level[pieces] == 0]]
+        for shard, count in zip(*np.unique(senders, return_counts=True), strict=True):
+            key = (id(array.source), int(shard))
+            self._reads[key] = self._reads.get(key, 0) + int(count)
+
+    def start(self, array: MovingArray) -> None:
+        """Frees the shards that nobody reads, just before the first one that somebody reads leaves."""
+        if id(array) in self._started:
+            return
+        self._started.add(id(array))
+        for shard in range(len(array.shards)):
+            if not self._reads.get((id(array.source), shard)):
+                self._free(array, shard)
+
+    def leave(self, array: MovingArray, shard: int) -> None:
+        """A piece of a shard is under way."""
+        self._leaving.append((array, shard))
+
+    def settle(self) -> None:
+        """All pieces that were under way have arrived."""
+        for array, shard in self._leaving:
+            key = (id(array.source), shard)
+            self._reads[key] -= 1
+            if not self._reads[key]:
+                self._free(array, shard)
+        self._leaving.clear()
+
+    def _frees(self, array: MovingArray) -> bool:
+        # A source that is moved to two targets is freed at the end.
+        return self._donate and self._users[id(array.source)] == 1 and not isinstance(array.source, np.ndarray)
+
+    def _free(self, array: MovingArray, shard: int) -> None:
+        if not self._frees(array) or shard in array.stays:
+            return
+        self._consumed.add(id(array.source))
+        data, array.shards[shard] = array.shards[shard], None
+        if data is not None and not data.is_deleted():
+            data.delete()
+
+    def take_over_kept(self) -> None:
+        """Shards that stay in place: taken over by their new arrays, or copied if the source lives on."""
+        taken: list[Kept] = []
+        for array in self._arrays:
+            frees = self._frees(array)
+            for t, s in array.kept.items():
+                data = array.shards[s]
+                if data is None:
+                    continue
+                if frees:
+                    taken.append(Kept(data, array.planned.route.target.devices[t], array.parts, t))
+                elif isinstance(data, np.ndarray):
+                    array.parts[t] = data.copy()
+                else:
+                    array.parts[t] = jax.device_put(data, data.sharding, may_alias=False)
+            if frees and array.kept:
+                self._consumed.add(id(array.source))
+        take_over(taken)
+
+    def delete(self) -> None:
+        """Deletes the sources, when all has arrived."""
+        for array in self._arrays if self._donate else ():
+            if not isinstance(array.source, np.ndarray) and not array.source.is_deleted():
+                array.source.delete()
+
+    def what_is_left(self) -> str:
+        """Which sources are still valid, after an error."""
+        gone = [array.name for array in self._arrays if id(array.source) in self._consumed]
+        valid = [array.name for array in self._arrays if id(array.source) not in self._consumed]
+        lines = ["the reshard failed on the way; see the error above."]
+        if gone:
+            lines.append(f"  consumed, whole or in part: {', '.join(gone)}")
+        lines.append(f"  still valid: {', '.join(valid) or 'none'}")
+        return "\n".join(lines)
+
+
+def _shards(source: Any, planned: PlannedArray) -> list[Any]:
+    """The single-device arrays of the source, in the order of its layout; None for those of other processes."""
+    layout = planned.route.source
+    if isinstance(source, np.ndarray):
+        return [source if is_local(memory) else None for memory in layout.devices]
+    shards: list[Any] = [None] * len(layout.devices)
+    for group, indices in layout.groups.items():
+        array = source._arrays.get(group) if isinstance(source, MpmdArray) else source
+        by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
+        for i in indices:
+            if shards[i] is None:
+                shards[i] = by_device.get(layout.devices[i])
+    return shards
