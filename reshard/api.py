@@ -22,6 +22,7 @@ from reshard.moving.execute import execute
 from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
 from reshard.moving.progress import ProgressCallback, Stats, print_bar
 from reshard.moving.remote import agree
+from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
 from reshard.trees import broadcast, flatten, is_sharding
@@ -166,17 +167,11 @@ def _reshard(
         for target in broadcast(shardings, tree, name)
     ]
     bound = threshold_nbytes(threshold)
-
-    def fault_of(source: Any, target: Any) -> str | None:
-        return _fault_of_source(source, job) or check(source, target) or _fault_of_place(target, job)
-
-    raise_faults(
-        [
-            f"{path or 'the array'}: {fault}"
-            for path, source, target in zip(paths, sources, targets, strict=True)
-            if (fault := fault_of(source, target)) is not None
-        ]
-    )
+    faults = [
+        _fault_of_source(source, job) or check(source, target) or _fault_of_place(target, job)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    raise_faults([f"{path or 'the array'}: {fault}" for path, fault in zip(paths, faults, strict=True) if fault])
     places = [
         EveryHost(job.num_ranks) if job is not None and _is_everywhere(source) else sharding_of(source)
         for source in sources
@@ -192,10 +187,8 @@ def _reshard(
     results = [
         keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
     ]
-    if donate:
-        for source in sources:
-            if not isinstance(source, np.ndarray) and not source.is_deleted():
-                source.delete()
+    for source in sources if donate else ():
+        delete(source)
     return jax.tree.unflatten(treedef, results)
 
 

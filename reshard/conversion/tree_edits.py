@@ -177,68 +177,75 @@ def stack(pattern: str) -> Change:
     and dtypes, and no number may be missing.
     """
 
-    def stacked(node: Path, rest: Path, layers: Sequence[Entry]) -> Entry:
-        first = layers[0]
-        odd = [e for e in layers if (e.shape, e.dtype, e.extra) != (first.shape, first.dtype, first.extra)]
-        odd += [e for e in layers if not e.is_array and e.value_type != first.value_type]
-        if odd:
-            raise ReshardError(
-                f"--stack {pattern}: layers differ in shape or dtype.\n"
-                f"  expected, from {show(first.path)}: {described(first)}\n"
-                + "\n".join(f"  found, at {show(e.path)}: {described(e)}" for e in odd[:5])
-            )
-        if first.value_type == "string":
-            raise ReshardError(f"--stack {pattern}: {show(first.path)} is text, which cannot be stacked.")
-        if not first.is_array:
-            return dataclasses.replace(first, path=node + rest)
-        parts = [
-            dataclasses.replace(part, target=(index, *part.target))
-            for index, e in enumerate(layers)
-            for part in e.parts
-        ]
-        value_type = "np.ndarray" if first.value_type == "scalar" else first.value_type
-        shape, chunk = (len(layers), *first.shape), (1, *first.chunk)
-        return dataclasses.replace(
-            first, path=node + rest, value_type=value_type, shape=shape, chunk=chunk, parts=tuple(parts)
-        )
-
-    def layers_of(node: Path, inside: Entries) -> dict[Path, dict[int, Entry]]:
-        by_rest: dict[Path, dict[int, Entry]] = {}
-        for e in inside:
-            name = e.path[len(node)].name if len(e.path) > len(node) else ""
-            if not re.fullmatch(r"0|[1-9]\d*", name):
-                raise ReshardError(
-                    f"--stack {pattern}: below {show(node)} all entries must be layer numbers 0, 1, 2 …, "
-                    f"but there is {show(e.path)}."
-                )
-            by_rest.setdefault(e.path[len(node) + 1 :], {})[int(name)] = e
-        return by_rest
-
     def change(entries: Entries) -> list[Entry]:
         nodes = _nodes("--stack", pattern, entries)
         result = _outside(nodes, entries)
         for node, inside in nodes.items():
-            by_rest = layers_of(node, inside)
-            found = {index for layers in by_rest.values() for index in layers}
-            expected = range(max(found) + 1)
-            if len(found) < len(expected):  # which may be many more: entries named by dates, say
-                gaps = [str(i) for i in itertools.islice((i for i in expected if i not in found), 9)]
-                missing = ", ".join(gaps[:8]) + (" …" if len(gaps) > 8 else "")
-                raise ReshardError(
-                    f"--stack {pattern}: the layers of {show(node)} have gaps.\n"
-                    f"  expected: 0 to {max(found)}\n  found: {', '.join(map(str, sorted(found)))}; missing: {missing}"
-                )
+            by_rest = _layers_by_rest(node, inside, pattern)
+            num_layers = _num_layers(node, by_rest, pattern)
             for rest, layers in by_rest.items():
-                if len(layers) != len(expected):
-                    missing = next(i for i in expected if i not in layers)
-                    raise ReshardError(
-                        f"--stack {pattern}: the layers of {show(node)} differ: "
-                        f"{show(layers[min(layers)].path)} exists, but not {show((*node, Key(str(missing)), *rest))}."
-                    )
-                result.append(stacked(node, rest, [layers[i] for i in expected]))
+                result.append(_stacked(node + rest, [layers[i] for i in range(num_layers)], pattern))
         return result
 
     return change
+
+
+def _layers_by_rest(node: Path, inside: Entries, pattern: str) -> dict[Path, dict[int, Entry]]:
+    """The layers of each array below a node: by its path within its layer, and by the layer's number."""
+    by_rest: dict[Path, dict[int, Entry]] = {}
+    for e in inside:
+        name = e.path[len(node)].name if len(e.path) > len(node) else ""
+        if not re.fullmatch(r"0|[1-9]\d*", name):
+            raise ReshardError(
+                f"--stack {pattern}: below {show(node)} all entries must be layer numbers 0, 1, 2 …, "
+                f"but there is {show(e.path)}."
+            )
+        by_rest.setdefault(e.path[len(node) + 1 :], {})[int(name)] = e
+    return by_rest
+
+
+def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], pattern: str) -> int:
+    """How many layers a node has, of which each array has all."""
+    found = {index for layers in by_rest.values() for index in layers}
+    expected = range(max(found) + 1)
+    if len(found) < len(expected):  # which may be many more: entries named by dates, say
+        gaps = [str(i) for i in itertools.islice((i for i in expected if i not in found), 9)]
+        missing = ", ".join(gaps[:8]) + (" …" if len(gaps) > 8 else "")
+        raise ReshardError(
+            f"--stack {pattern}: the layers of {show(node)} have gaps.\n"
+            f"  expected: 0 to {max(found)}\n  found: {', '.join(map(str, sorted(found)))}; missing: {missing}"
+        )
+    for rest, layers in by_rest.items():
+        if len(layers) != len(expected):
+            missing = next(i for i in expected if i not in layers)
+            raise ReshardError(
+                f"--stack {pattern}: the layers of {show(node)} differ: "
+                f"{show(layers[min(layers)].path)} exists, but not {show((*node, Key(str(missing)), *rest))}."
+            )
+    return len(expected)
+
+
+def _stacked(path: Path, layers: Sequence[Entry], pattern: str) -> Entry:
+    """The layers of one array as one."""
+    first = layers[0]
+    odd = [e for e in layers if (e.shape, e.dtype, e.extra) != (first.shape, first.dtype, first.extra)]
+    odd += [e for e in layers if not e.is_array and e.value_type != first.value_type]
+    if odd:
+        raise ReshardError(
+            f"--stack {pattern}: layers differ in shape or dtype.\n"
+            f"  expected, from {show(first.path)}: {described(first)}\n"
+            + "\n".join(f"  found, at {show(e.path)}: {described(e)}" for e in odd[:5])
+        )
+    if first.value_type == "string":
+        raise ReshardError(f"--stack {pattern}: {show(first.path)} is text, which cannot be stacked.")
+    if not first.is_array:
+        return dataclasses.replace(first, path=path)
+    parts = [
+        dataclasses.replace(part, target=(index, *part.target)) for index, e in enumerate(layers) for part in e.parts
+    ]
+    value_type = "np.ndarray" if first.value_type == "scalar" else first.value_type
+    shape, chunk = (len(layers), *first.shape), (1, *first.chunk)
+    return dataclasses.replace(first, path=path, value_type=value_type, shape=shape, chunk=chunk, parts=tuple(parts))
 
 
 def _nodes(option: str, pattern: str, entries: Entries) -> dict[Path, list[Entry]]:

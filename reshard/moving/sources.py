@@ -144,8 +144,7 @@ class Sources:
     def delete(self) -> None:
         """Deletes the sources, when all has arrived."""
         for array in self._arrays if self._donate else ():
-            if not isinstance(array.source, np.ndarray) and not array.source.is_deleted():
-                array.source.delete()
+            delete(array.source)
 
     def what_is_left(self) -> str:
         """Which sources are still valid, after an error."""
@@ -156,6 +155,12 @@ class Sources:
             lines.append(f"  consumed, whole or in part: {', '.join(gone)}")
         lines.append(f"  still valid: {', '.join(valid) or 'none'}")
         return "\n".join(lines)
+
+
+def delete(source: Any) -> None:
+    """Deletes an array; the memory of a numpy array is its owner's."""
+    if not isinstance(source, np.ndarray) and not source.is_deleted():
+        source.delete()
 
 
 def _shards(source: Any, planned: PlannedArray) -> list[Any]:
