@@ -41,14 +41,11 @@ def threshold_nbytes(threshold: int | str | None) -> int | None:
     if threshold is None:
         return None
     try:
-        if isinstance(threshold, str):
-            nbytes = nbytes_of(threshold)
-        else:
-            nbytes = None if isinstance(threshold, bool) else operator.index(threshold)
+        if isinstance(threshold, bool):
+            raise TypeError
+        nbytes = nbytes_of(threshold) if isinstance(threshold, str) else operator.index(threshold)
     except (ValueError, TypeError):
-        nbytes = None
-    if nbytes is None:
-        raise ReshardError(f"{threshold=} is no number of bytes; pass an int, or text such as '64MiB'.")
+        raise ReshardError(f"{threshold=} is no number of bytes; pass an int, or text such as '64MiB'.") from None
     if nbytes < 1:
         raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
     return nbytes

@@ -100,19 +100,12 @@ def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = Fals
     checkpoint = open_checkpoint(path)
     stored = leaves_by_name(checkpoint)
     check_fit(wants, checkpoint.folder, stored, partial)
-    requests: dict[Leaf, list[Request]] = {stored[want.source]: [] for want in wants}
-    places: list[int] = []  # of each leaf among the parts of the stored array that it is made of
+    requests: dict[Leaf, list[Request]] = {}
     for want in wants:
         leaf = stored[want.source]
-        places.append(len(requests[leaf]))
-        request = want.request(leaf)
-        requests[leaf] += [] if request is None else [request]
-    values = read_parts(checkpoint, requests)
-    found = [
-        values[stored[want.source]][i] if requests[stored[want.source]] else values[stored[want.source]]
-        for want, i in zip(wants, places, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, [want.value(value) for want, value in zip(wants, found, strict=True)])
+        requests.setdefault(leaf, []).append(want.request(leaf))
+    parts = {leaf.names: iter(found) for leaf, found in read_parts(checkpoint, requests).items()}
+    return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
 
 
 def _check_path(folder: Any) -> None:

@@ -72,10 +72,8 @@ class Want:
         what = type_text(self.leaf.shape, self.leaf.dtype) if self.is_array else a(type(self.leaf))
         return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
 
-    def request(self, stored: Leaf) -> Request | None:
-        """What to read for it; None for a string. A number is read as an array and converted by `value`."""
-        if isinstance(self.leaf, str):
-            return None
+    def request(self, stored: Leaf) -> Request:
+        """What to read for it. A number is read as an array and converted by `value`."""
         if not self.is_array:
             return Request((), stored.dtype, None)
         shape, _ = type_of(stored)

@@ -74,27 +74,27 @@ def _hint_beside(folder: Any) -> str:
     return f"\n  {folder.parent} has the steps {', '.join(map(str, steps))}." if steps else ""
 
 
-def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]]) -> dict[Leaf, Any]:
+def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]]) -> dict[Leaf, list[Any]]:
     """Reads parts of stored arrays.
 
     Args:
         checkpoint: what `open_checkpoint` gave.
-        requests: for each leaf that is wanted, its parts; text has none.
+        requests: for each leaf that is wanted, its parts.
 
     Returns:
-        For each of them the list of its parts, or the text.
+        For each of them the list of its parts; the text of a leaf that is text is each of its parts.
 
     Raises:
         ReshardError: something cannot be read; names the array.
     """
 
-    async def read() -> list[Any]:
+    async def read() -> list[list[Any]]:
         sums = await checksums.read(checkpoint.folder)
         context, limiter = stored.reading_context(0, _INDEX_NBYTES), limits.get_byte_limiter(IN_FLIGHT_NBYTES)
 
-        async def values_of(leaf: Leaf, asked: Sequence[Request]) -> Any:
+        async def values_of(leaf: Leaf, asked: Sequence[Request]) -> list[Any]:
             if not leaf.is_array:
-                return checkpoint.text(leaf.path)
+                return [checkpoint.text(leaf.path)] * len(asked)
             name = stored.array_name(leaf.path)
             opened = functools.partial(stored.open_array, checkpoint, leaf.path, context)
             where = f"{checkpoint.folder / name}"

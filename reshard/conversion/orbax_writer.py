@@ -58,8 +58,7 @@ def write(folder: File, tree: Any, fill: Fill, *, zarr3: bool) -> None:
     Args:
         folder: the checkpoint; it must not exist. While it is written it is beside its place under Orbax's name for
             unfinished ones.
-        tree: dicts and lists; arrays of a type from reshard._orbax_compat import ArrayMetadata, Store
-    from `ARRAYS`.
+        tree: dicts and lists; arrays of a type from `ARRAYS`.
         fill: gets all arrays by `Array.name`, open for writing, and fills them.
         zarr3: whether to write zarr version 3 instead of 2; both go into OCDBT.
     """

@@ -6,6 +6,7 @@ want them. Index arithmetic alone: neither data nor devices are touched.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -73,13 +74,12 @@ class ReadPlan:
     def __str__(self) -> str:
         rows = [("process", "devices", "needs", "reads", "", "device memory", "largest device")]
         for p in self.processes:
-            rows.append((str(p.process), _ranges(p.devices), *_bytes(p), human(sum(p.device_bytes.values())),
-                         human(p.largest_device_bytes)))  # fmt: skip
+            memory, largest = human(sum(p.device_bytes.values())), human(p.largest_device_bytes)
+            rows.append((str(p.process), _ranges(p.devices), *_bytes(p.needed_bytes, p.read_bytes), memory, largest))
         if len(self.processes) > 1:
-            total = ProcessReads(-1, [], sum(p.needed_bytes for p in self.processes),
-                                 sum(p.read_bytes for p in self.processes))  # fmt: skip
+            needed, read = (sum(n) for n in zip(*[(p.needed_bytes, p.read_bytes) for p in self.processes], strict=True))
             memory = human(sum(sum(p.device_bytes.values()) for p in self.processes))
-            rows.append(("all", str(self.layout.mesh.size), *_bytes(total), memory, ""))
+            rows.append(("all", str(self.layout.mesh.size), *_bytes(needed, read), memory, ""))
         lines = [str(self.layout), *table(rows, ">" * len(rows[0]))]
         over = sorted((x for x in self.leaves if x.read_bytes > x.needed_bytes), key=_excess, reverse=True)
         if over:
@@ -122,9 +122,8 @@ def _excess(one: LeafReads) -> tuple[int, str]:
     return one.read_bytes - one.needed_bytes, show(one.leaf.path)
 
 
-def _bytes(p: ProcessReads) -> tuple[str, str, str]:
-    factor = p.read_bytes / p.needed_bytes if p.needed_bytes else 1.0
-    return human(p.needed_bytes), human(p.read_bytes), f"{factor:.2f}x"
+def _bytes(needed: int, read: int) -> tuple[str, str, str]:
+    return human(needed), human(read), f"{read / needed if needed else 1.0:.2f}x"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -196,7 +195,8 @@ def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: 
     if axis >= len(leaf.shape):
         raise ReshardError(f"its rule {rule.path!r} has stacked_axis {axis}, which the array does not have")
     shares = {}
-    for group, (start, end) in enumerate(_pairs(_ends(leaf.shape[axis], rule, len(layout.groups)))):
+    ends = _ends(leaf.shape[axis], rule, len(layout.groups))
+    for group, (start, end) in enumerate(itertools.pairwise((0, *ends))):
         if group in groups:
             shares[group] = whole.with_range(axis, start, end)
     return shares
@@ -213,14 +213,7 @@ def _ends(num_layers: int, rule: Rule, num_groups: int) -> tuple[int, ...]:
         counts = (num_layers // num_groups,) * num_groups
     if sum(counts) != num_layers:
         raise ReshardError(f"layers_per_group {list(counts)} are {sum(counts)} layers, but there are {num_layers}")
-    return tuple([sum(counts[: i + 1]) for i in range(num_groups)])
-
-
-def _pairs(ends: Iterable[int]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for end in ends:
-        yield start, end
-        start = end
+    return tuple(itertools.accumulate(counts))
 
 
 def _wanted(leaf: Leaf, rule: Rule, shares: dict[int, Box], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:

@@ -1,7 +1,7 @@
 """How the bytes of one piece get from one shard into another.
 
-A `Sink` is a target shard while it is filled; a `Carrier` brings a piece to it. The executor knows nothing else
-about where memory is, so a carrier between processes takes the place of `LocalCarrier` without any other change.
+A `Sink` is a target shard while it is filled; a carrier brings a piece to it: `LocalCarrier` inside this process,
+`WireCarrier` (`remote.py`) between two. The executor knows nothing else about where memory is.
 
 Memory that this process can address (CPU devices, pinned host memory, numpy) is filled in place: one copy, no
 program to compile, no buffer in between. On other devices a piece is cut out by a small program, sent as an array,
@@ -82,20 +82,16 @@ class DeviceSink:
     """A shard on a device that just its own programs can write to."""
 
     def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype):
-        self._place = SingleDeviceSharding(device)
+        self.place = SingleDeviceSharding(device)
         self._shape, self._dtype = shape, dtype
         self._buffer: jax.Array | None = None
-
-    @property
-    def place(self) -> SingleDeviceSharding:
-        return self._place
 
     def takes(self, data: jax.Array) -> bool:
         return data.shape == self._shape
 
     def is_beside(self, source: Any) -> bool:
         """Whether a source shard is in the same memory."""
-        return not _on_host(source) and source.sharding.is_equivalent_to(self._place, source.ndim)
+        return not _on_host(source) and source.sharding.is_equivalent_to(self.place, source.ndim)
 
     def write(self, box: Box, data: jax.Array) -> bool:
         if data.shape == self._shape:
@@ -111,7 +107,7 @@ class DeviceSink:
     @property
     def contents(self) -> jax.Array:
         if self._buffer is None:
-            self._buffer = jnp.zeros(self._shape, self._dtype, device=self._place)
+            self._buffer = jnp.zeros(self._shape, self._dtype, device=self.place)
         return self._buffer
 
     def wait(self) -> None:
@@ -143,22 +139,6 @@ def _on_host(source: Any) -> bool:
     return is_host_memory(next(iter(source.sharding.device_set))) or _is_host_kind(source.sharding.memory_kind)
 
 
-class Carrier(Protocol):
-    """Brings pieces of shards into sinks."""
-
-    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
-        """Starts to bring box `box` of a source shard into box `into` of a sink.
-
-        The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
-        sender and on the receiver.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Returns when everything that was started is there."""
-        ...
-
-
 class LocalCarrier:
     """Moves pieces inside this process."""
 
@@ -168,6 +148,11 @@ class LocalCarrier:
         self._written: list[DeviceSink] = []
 
     def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+        """Starts to bring box `box` of a source shard into box `into` of a sink.
+
+        The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
+        sender and on the receiver.
+        """
         nbytes = box.nbytes(source.dtype.itemsize)
         whole = box.shape == tuple(source.shape)
         if isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
@@ -194,6 +179,7 @@ class LocalCarrier:
             self._copies.append(self._pool.submit(sink.write, into, data))
 
     def wait(self) -> None:
+        """Returns when everything that was started is there."""
         for copy in self._copies:
             copy.result()
         self._copies.clear()
