@@ -19,7 +19,7 @@ import numpy as np
 from mpmd.errors import ReshardError
 from reshard.conversion import inspection, tree_edits
 from reshard.conversion.convert import convert, plan_conversion
-from reshard.conversion.copying import Progress, Stopped
+from reshard.conversion.copying import CopyProgress, Stopped
 from reshard.conversion.layout_file import read_layout
 from reshard.conversion.read_report import plan_reading
 from reshard.sizes import nbytes_of
@@ -106,7 +106,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
+def _bar() -> Iterator[Callable[[CopyProgress], None]]:
     """A progress bar if somebody is there to see it."""
     if not sys.stderr.isatty():
         yield lambda progress: None

@@ -36,7 +36,7 @@ from reshard._orbax_compat import (
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
-from reshard.checkpoint.write_plan import Leaf, Piece, Writing, plan_writing, start_copies
+from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
 from reshard.texts import type_text
 
@@ -86,7 +86,8 @@ class MpmdLeaves(ArrayHandler):
         ours = [i for i, x in enumerate(data) if isinstance(x, MpmdArray)]
         theirs = [i for i, x in enumerate(data) if not isinstance(x, MpmdArray)]
         leaves = [
-            Leaf(data[i].shape, data[i].dtype.itemsize, data[i].mpmd_sharding, args[i].chunk_byte_size) for i in ours
+            WrittenLeaf(data[i].shape, data[i].dtype.itemsize, data[i].mpmd_sharding, args[i].chunk_byte_size)
+            for i in ours
         ]
         plans = plan_writing(tuple(leaves))
         started = [start_copies(data[i], plan) for i, plan in zip(ours, plans, strict=True)]
@@ -148,7 +149,7 @@ def _request(arg: Any) -> Request | None:
     return Request(shape, arg.dtype, sharding, strict=arg.strict)
 
 
-def _chunks_on_host(array: MpmdArray, pieces: Sequence[Piece], plan: Writing) -> Any:
+def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> Any:
     """What this process writes of an array, chunk by chunk, without another copy."""
     slices = []
     for piece in pieces:

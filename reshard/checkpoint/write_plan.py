@@ -27,7 +27,7 @@ LARGEST_CHUNK_NBYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class WrittenLeaf:
     """What the plan needs to know of an array. `max_chunk_nbytes` is the user's bound, None for ours."""
 
     shape: Shape
@@ -81,13 +81,13 @@ def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Sh
 
 
 @functools.lru_cache(maxsize=16)
-def plan_writing(leaves: tuple[Leaf, ...]) -> tuple[Writing, ...]:
+def plan_writing(leaves: tuple[WrittenLeaf, ...]) -> tuple[Writing, ...]:
     """Decides for all arrays of a tree at once; a tree that is saved again costs nothing."""
     load: dict[int, int] = {}
     return tuple([_plan_leaf(leaf, load) for leaf in leaves])
 
 
-def _plan_leaf(leaf: Leaf, load: dict[int, int]) -> Writing:
+def _plan_leaf(leaf: WrittenLeaf, load: dict[int, int]) -> Writing:
     by_group = group_boxes(leaf.sharding, leaf.shape)
     shards = {box: box.shape for boxes in by_group.values() for box in boxes.values()}
     cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
@@ -141,7 +141,7 @@ def _water_level(loads: Sequence[int], nbytes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class HostCopy:
     """A box that this process writes, and a single-device array on its way to the host that holds it."""
 
     box: Box
@@ -149,7 +149,7 @@ class Piece:
     data: jax.Array
 
 
-def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
+def start_copies(array: MpmdArray, plan: Writing) -> list[HostCopy]:
     """Starts copying to the host what this process writes; nothing is waited for.
 
     Of several devices that have a box, the one is taken that has given least so far. On a CPU device nothing is
@@ -157,7 +157,7 @@ def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
     """
     shards = [(Box.from_slices(shard.index, array.shape), shard) for shard in array.addressable_shards]
     given = [0] * len(shards)
-    pieces: list[Piece] = []
+    pieces: list[HostCopy] = []
     for box in plan.boxes.get(jax.process_index(), ()):
         index = min((i for i, (held, _) in enumerate(shards) if box in held), key=lambda i: given[i])
         given[index] += box.size
@@ -169,5 +169,5 @@ def start_copies(array: MpmdArray, plan: Writing) -> list[Piece]:
                 data = jax.lax.slice(data, inside.start, inside.stop)
             held = box
         data.copy_to_host_async()
-        pieces.append(Piece(box, held, data))
+        pieces.append(HostCopy(box, held, data))
     return pieces

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpmd.errors import ReshardError
 from reshard.conversion import copying, tree_edits
-from reshard.conversion.copying import Copier, CopyPlan, CopyStats, Progress
+from reshard.conversion.copying import Copier, CopyPlan, CopyProgress, CopyStats
 from reshard.conversion.tree_edits import Change, Entry
 from reshard.storage import event_loops
 from reshard.storage.paths import matches, show
@@ -46,7 +46,7 @@ class Conversion:
         return sum(entry.nbytes for entry in self.entries)
 
     def __str__(self) -> str:
-        taken = {id(part.leaf) for entry in self.entries for part in entry.parts}
+        taken = {id(part.leaf) for entry in self.entries for part in entry.origins}
         left = [leaf for leaf in self.source.leaves if id(leaf) not in taken]
         lines = table([_row(entry) for entry in self.entries], "<<<")
         lines += [f"left out: {show(leaf.path)}" for leaf in left]
@@ -59,7 +59,7 @@ class Conversion:
 
 
 def _row(entry: Entry) -> tuple[str, str, str]:
-    first, index = entry.parts[0].leaf, entry.parts[0].source
+    first, index = entry.origins[0].leaf, entry.origins[0].source
     if not entry.is_array:
         return (
             show(entry.path),
@@ -67,8 +67,8 @@ def _row(entry: Entry) -> tuple[str, str, str]:
             "" if first.path == entry.path else f"from {show(first.path)}",
         )
     notes = []
-    if len(entry.parts) > 1:
-        notes.append(f"from {show(first.path)} and {len(entry.parts) - 1} more")
+    if len(entry.origins) > 1:
+        notes.append(f"from {show(first.path)} and {len(entry.origins) - 1} more")
     elif index:
         notes.append(f"from {show(first.path)}[{', '.join(map(str, index))}]")
     elif first.path != entry.path:
@@ -81,7 +81,7 @@ def _row(entry: Entry) -> tuple[str, str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Converted:
     """What a conversion did."""
 
     num_arrays: int
@@ -128,8 +128,8 @@ def plan_conversion(
         entries = tree_edits.cast(pattern, dtype)(entries)
     for pattern, sizes in chunks:
         entries = tree_edits.rechunk(pattern, sizes)(entries)
-    entries, of_tree = tree_edits.settle(entries)
-    _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.parts}.values())
+    entries, of_tree = tree_edits.checked_paths(entries)
+    _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.origins}.values())
     entries = copying.with_writable_chunks(
         entries, threshold, keep=lambda e: any(matches(pattern, e.path) for pattern, _ in chunks)
     )
@@ -178,9 +178,9 @@ def convert(
     conversion: Conversion,
     *,
     verify: bool = False,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[CopyProgress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Report:
+) -> Converted:
     """Carries out a plan.
 
     Args:
@@ -212,7 +212,7 @@ def convert(
         os.rename(working, conversion.target)
         _sync(conversion.target.parent)
     num_arrays = sum(entry.is_array for entry in conversion.entries)
-    return Report(num_arrays, conversion.nbytes, copied, verify, time.monotonic() - start)
+    return Converted(num_arrays, conversion.nbytes, copied, verify, time.monotonic() - start)
 
 
 def _value(conversion: Conversion) -> Callable[[Entry], Any]:
@@ -224,7 +224,7 @@ def _value(conversion: Conversion) -> Callable[[Entry], Any]:
             kind = orbax_writer.ARRAYS[entry.value_type]
             return kind(id(entry), entry.shape, entry.dtype, entry.chunk, entry.extra)
         if entry.value_type == "string":
-            return conversion.source.text(entry.parts[0].leaf.path)
+            return conversion.source.text(entry.origins[0].leaf.path)
         return EMPTY_TYPES[entry.value_type]
 
     return value
@@ -244,7 +244,7 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
                 f"  expected: {expected.get(path)}\n  found: {found.get(path)}"
             )
         if expected[path][0] == "string":
-            origin = next(e for e in conversion.entries if e.path == path).parts[0].leaf.path
+            origin = next(e for e in conversion.entries if e.path == path).origins[0].leaf.path
             if written.text(path) != conversion.source.text(origin):
                 raise ReshardError(f"{folder}: the text {show(path)} is not what was written.")
     event_loops.run(copier.compare(written))

@@ -9,6 +9,7 @@ cut out of it, and what checking a cast takes), and decoded source chunks that a
 import asyncio
 import dataclasses
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from mpmd.errors import ReshardError
 from reshard.conversion.tree_edits import Entry
 from reshard.storage import checksums
 from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, cells, open_array, reading_context, said
+from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, open_array, reading_context, said
 from reshard.texts import bar, human
 
 _WRITING = 4
@@ -49,14 +50,14 @@ class Task:
 
     def pieces(self) -> Iterator[tuple[Leaf, Box, tuple[Any, ...]]]:
         """What it takes: of which array, which box, and where that belongs in the chunk."""
-        for part in self.entry.parts:
-            lead = len(part.target)
-            if not all(a <= i < b for a, i, b in zip(self.box.start, part.target, self.box.stop)):  # noqa: B905
+        for origin in self.entry.origins:
+            lead = len(origin.target)
+            if origin.target not in Box(self.box.start[:lead], self.box.stop[:lead]):
                 continue
             rest_start, rest_stop = self.box.start[lead:], self.box.stop[lead:]
-            source = Box((*part.source, *rest_start), (*[i + 1 for i in part.source], *rest_stop))
-            at = tuple([i - a for i, a in zip(part.target, self.box.start)])  # noqa: B905
-            yield part.leaf, source, at
+            source = Box((*origin.source, *rest_start), (*[i + 1 for i in origin.source], *rest_stop))
+            at = tuple(map(operator.sub, origin.target, self.box.start))
+            yield origin.leaf, source, at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +114,9 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     tasks = [task for entry in entries if entry.is_array for task in _tasks(entry)]
     if not tasks:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
-    tasks.sort(key=_source_order({id(e.parts[0].leaf): i for i, e in enumerate(entries)}))
+    tasks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
     largest = max(tasks, key=lambda task: task.nbytes)
-    widest = max((p.leaf for e in entries if e.is_array for p in e.parts), key=lambda leaf: leaf.chunk_nbytes)
+    widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=lambda leaf: leaf.chunk_nbytes)
     least = _WRITING * largest.nbytes + _READING * widest.chunk_nbytes
     # A cache that is full to the last byte keeps nothing: its entries are a little larger than their data.
     shared = math.ceil(1.125 * _shared_nbytes(tasks))
@@ -143,7 +144,7 @@ def _tasks(entry: Entry) -> Iterator[Task]:
 def _source_order(order: Mapping[int, int]) -> Callable[[Task], Any]:
     def key(task: Task) -> Any:
         leaf, box, _ = next(task.pieces())
-        return order.get(id(leaf), 0), id(leaf), cells(box, leaf.chunk, leaf.shape).start, task.box.start
+        return order.get(id(leaf), 0), id(leaf), leaf.cells(box).start, task.box.start
 
     return key
 
@@ -152,9 +153,9 @@ def _shared_nbytes(tasks: Sequence[Task]) -> int:
     """Bytes of the largest set of source chunks that one task reads and the next one reads again."""
     largest, previous = 0, set[tuple[int, Box]]()
     for task in tasks:
-        read = {(id(leaf), cells(box, leaf.chunk, leaf.shape)) for leaf, box, _ in task.pieces()}
+        read = {(id(leaf), leaf.cells(box)) for leaf, box, _ in task.pieces()}
         if read & previous:
-            nbytes = sum(cells(box, leaf.chunk, leaf.shape).nbytes(leaf.itemsize) for leaf, box, _ in task.pieces())
+            nbytes = sum(leaf.cells(box).nbytes(leaf.itemsize) for leaf, box, _ in task.pieces())
             largest = max(largest, nbytes)
         previous = read
     return largest
@@ -182,7 +183,7 @@ class _Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class CopyProgress:
     """How far a copy is."""
 
     doing: str
@@ -205,7 +206,7 @@ class Copier:
 
     source: Checkpoint
     plan: CopyPlan
-    progress: Callable[[Progress], None] = lambda progress: None
+    progress: Callable[[CopyProgress], None] = lambda progress: None
     should_stop: Callable[[], bool] = lambda: False
     stats: CopyStats = dataclasses.field(default_factory=CopyStats)
 
@@ -233,14 +234,14 @@ class Copier:
             ReshardError: a box is not what was written there; says which.
         """
         sums = await checksums.read(self.source.folder)
-        leaves = {id(p.leaf): p.leaf for task in self.plan.tasks for p in task.entry.parts}.values()
+        leaves = {id(p.leaf): p.leaf for task in self.plan.tasks for p in task.entry.origins}.values()
         boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(array_name(leaf.path), ())]
         context, start, done = self._context(), time.monotonic(), 0
         nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box, _ in boxes)
         for leaf, box, expected in boxes:
             if self.should_stop():
                 raise Stopped
-            self.progress(Progress("checking", done, nbytes, time.monotonic() - start))
+            self.progress(CopyProgress("checking", done, nbytes, time.monotonic() - start))
             array = await open_array(self.source, leaf.path, context)
             found = 0
             for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
@@ -283,7 +284,7 @@ class Copier:
         for tasks in _batches(self.plan):
             if self.should_stop():
                 raise Stopped
-            self.progress(Progress(doing, done, self.plan.nbytes, time.monotonic() - start))
+            self.progress(CopyProgress(doing, done, self.plan.nbytes, time.monotonic() - start))
             await batch(tasks)
             done += sum(task.nbytes for task in tasks)
             writing = _WRITING * sum(task.nbytes for task in tasks)
@@ -291,7 +292,7 @@ class Copier:
             self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
             self._budget.peak = 0
         assert self.stats.peak_nbytes <= self.plan.threshold, "the copy took more memory than it was given"
-        self.progress(Progress(doing, done, self.plan.nbytes, time.monotonic() - start))
+        self.progress(CopyProgress(doing, done, self.plan.nbytes, time.monotonic() - start))
 
     def _context(self) -> ts.Context:
         return reading_context(self.plan.cache_nbytes)
@@ -304,13 +305,13 @@ class Copier:
 
     async def _fill(self, task: Task, buffer: np.ndarray) -> None:
         for leaf, box, at in task.pieces():
-            whole = cells(box, leaf.chunk, leaf.shape)
+            whole = leaf.cells(box)
             if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
                 boxes = [box]
             else:
                 boxes = [cell & box for cell in whole.grid(leaf.chunk)]
             for one in boxes:
-                cost = _READING * cells(one, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
+                cost = _READING * leaf.cells(one).nbytes(leaf.itemsize)
                 await self._budget.take(cost)
                 try:
                     data = await _read(self.source, leaf.path, await self._open(leaf), one)
@@ -342,7 +343,7 @@ def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]
     """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
 
     def cost(part: Box) -> int:
-        return cells(part, leaf.chunk, leaf.shape).nbytes(leaf.itemsize)
+        return leaf.cells(part).nbytes(leaf.itemsize)
 
     if cost(box) <= nbytes or axis == len(leaf.shape):
         yield box

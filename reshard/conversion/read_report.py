@@ -18,7 +18,7 @@ from mpmd.errors import ReshardError
 from reshard.conversion.layout_file import Rule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.read_plan import plan_reads
-from reshard.storage.stored import Checkpoint, Leaf, cells
+from reshard.storage.stored import Checkpoint, Leaf
 from reshard.texts import human, table
 from reshard.trees import fault_of_sharding
 
@@ -238,8 +238,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
     reads = LeafReads(leaf, (), num_processes=len(by_process))
     for index, boxes in by_process.items():
         needed = _union_nbytes(boxes, leaf)
-        reads_planned = plan_reads(boxes, leaf.chunk)
-        read = sum(cells(one.box, leaf.chunk, leaf.shape).nbytes(leaf.itemsize) for one in reads_planned)
+        read = sum(leaf.cells(one.box).nbytes(leaf.itemsize) for one in plan_reads(boxes, leaf.chunk))
         processes[index].needed_bytes += needed
         processes[index].read_bytes += read
         reads.needed_bytes += needed

@@ -22,7 +22,7 @@ Index = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Origin:
     """All of a stored array that has the leading indices `source`, as what has those of `target` in the new one."""
 
     leaf: Leaf
@@ -39,19 +39,19 @@ class Entry:
     shape: tuple[int, ...]
     dtype: np.dtype | None
     chunk: tuple[int, ...]
-    parts: tuple[Part, ...]
+    origins: tuple[Origin, ...]
 
     @classmethod
     def of(cls, leaf: Leaf) -> "Entry":
-        return cls(leaf.path, leaf.value_type, leaf.shape, leaf.dtype, leaf.chunk, (Part(leaf),))
+        return cls(leaf.path, leaf.value_type, leaf.shape, leaf.dtype, leaf.chunk, (Origin(leaf),))
 
     @property
     def is_array(self) -> bool:
-        return self.parts[0].leaf.is_array
+        return self.origins[0].leaf.is_array
 
     @property
     def extra(self) -> str | None:
-        return self.parts[0].leaf.extra
+        return self.origins[0].leaf.extra
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +148,7 @@ def unstack(pattern: str, *, as_list: bool = True) -> Change:
         if not entry.is_array:
             return dataclasses.replace(entry, path=path)
         return dataclasses.replace(
-            entry, path=path, shape=entry.shape[1:], chunk=entry.chunk[1:], parts=tuple(_cut(entry.parts, index))
+            entry, path=path, shape=entry.shape[1:], chunk=entry.chunk[1:], origins=tuple(_cut(entry.origins, index))
         )
 
     def change(entries: Entries) -> list[Entry]:
@@ -162,12 +162,12 @@ def unstack(pattern: str, *, as_list: bool = True) -> Change:
     return change
 
 
-def _cut(parts: Iterable[Part], index: int) -> Iterable[Part]:
-    for part in parts:
-        if not part.target:
-            yield dataclasses.replace(part, source=(*part.source, index))
-        elif part.target[0] == index:
-            yield dataclasses.replace(part, target=part.target[1:])
+def _cut(origins: Iterable[Origin], index: int) -> Iterable[Origin]:
+    for origin in origins:
+        if not origin.target:
+            yield dataclasses.replace(origin, source=(*origin.source, index))
+        elif origin.target[0] == index:
+            yield dataclasses.replace(origin, target=origin.target[1:])
 
 
 def stack(pattern: str) -> Change:
@@ -240,12 +240,16 @@ def _stacked(path: Path, layers: Sequence[Entry], pattern: str) -> Entry:
         raise ReshardError(f"--stack {pattern}: {show(first.path)} is text, which cannot be stacked.")
     if not first.is_array:
         return dataclasses.replace(first, path=path)
-    parts = [
-        dataclasses.replace(part, target=(index, *part.target)) for index, e in enumerate(layers) for part in e.parts
+    origins = [
+        dataclasses.replace(origin, target=(index, *origin.target))
+        for index, e in enumerate(layers)
+        for origin in e.origins
     ]
     value_type = "np.ndarray" if first.value_type == "scalar" else first.value_type
     shape, chunk = (len(layers), *first.shape), (1, *first.chunk)
-    return dataclasses.replace(first, path=path, value_type=value_type, shape=shape, chunk=chunk, parts=tuple(parts))
+    return dataclasses.replace(
+        first, path=path, value_type=value_type, shape=shape, chunk=chunk, origins=tuple(origins)
+    )
 
 
 def _nodes(option: str, pattern: str, entries: Entries) -> dict[Path, list[Entry]]:
@@ -309,7 +313,7 @@ def rechunk(pattern: str, chunk: Sequence[int]) -> Change:
     return change
 
 
-def settle(entries: Entries) -> tuple[list[Entry], list[str]]:
+def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
     """Checks that the paths make a tree; lists that have lost items become dicts, which notes say.
 
     Raises:
@@ -341,12 +345,12 @@ def settle(entries: Entries) -> tuple[list[Entry], list[str]]:
             node = show([Key(name) for name in names])
             notes.append(f"{node} was a list and becomes a dict with the entries {', '.join(sorted(of_node))}")
 
-    def settled(entry: Entry) -> Entry:
+    def checked(entry: Entry) -> Entry:
         names = tuple([key.name for key in entry.path])
         path = tuple([Key(name, names[:depth] in lists) for depth, name in enumerate(names)])
         return dataclasses.replace(entry, path=path)
 
-    return [settled(e) for e in entries], notes
+    return [checked(e) for e in entries], notes
 
 
 def nested(entries: Entries, value: Callable[[Entry], Any]) -> Any:
@@ -358,17 +362,17 @@ def nested(entries: Entries, value: Callable[[Entry], Any]) -> Any:
         node = root
         for key in e.path[:-1]:
             node = node.setdefault(key, {})
-        node[e.path[-1]] = _Leaf(value(e))
+        node[e.path[-1]] = _Value(value(e))
     return _built(root)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _Value:
     value: Any
 
 
 def _built(node: Any) -> Any:
-    if isinstance(node, _Leaf):
+    if isinstance(node, _Value):
         return node.value
     if next(iter(node)).sequence:
         return [_built(node[Key(str(index), True)]) for index in range(len(node))]
@@ -387,7 +391,7 @@ def _nothing(option: str, pattern: str, entries: Entries, what: str = "") -> str
 
 def _list(entries: Entries, *, origins: bool = False) -> str:
     def line(e: Entry) -> str:
-        return f"    {e}" + (f"  from {show(e.parts[0].leaf.path)}" if origins else "")
+        return f"    {e}" + (f"  from {show(e.origins[0].leaf.path)}" if origins else "")
 
     more = [f"    and {len(entries) - 8} more"] if len(entries) > 8 else []
     return "\n".join([*map(line, entries[:8]), *more])

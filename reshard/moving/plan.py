@@ -29,7 +29,7 @@ _MAX_VARIANTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class MovedLeaf:
     """One array to be moved, by its description. Typed keys are described by their key data."""
 
     path: str
@@ -47,7 +47,7 @@ class Leaf:
 class PlannedArray:
     """An array and the route it takes. `scale` counts the elements of the array for one of the route, on each axis."""
 
-    leaf: Leaf
+    leaf: MovedLeaf
     route: Route
     scale: tuple[int, ...]
 
@@ -199,13 +199,15 @@ def sharding_of(x: Any) -> Any:
     return sharding
 
 
-def describe(paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]) -> list[Leaf]:
+def describe(
+    paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]
+) -> list[MovedLeaf]:
     """The arrays as the planner sees them.
 
     Raises:
         ReshardError: names every array whose sharding does not fit it.
     """
-    leaves: list[Leaf] = []
+    leaves: list[MovedLeaf] = []
     faults: list[str] = []
     for path, aval, source, target in zip(paths, avals, sources, targets, strict=True):
         shape, dtype = tuple(aval.shape), aval.dtype
@@ -213,7 +215,7 @@ def describe(paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any],
             if (fault := fault_of_sharding(sharding, shape)) is not None:
                 faults.append(f"{path or 'the array'}: {where}: {fault}")
         source, target = (keys.data_sharding(s, shape, dtype) for s in (source, target))
-        leaves.append(Leaf(path, keys.data_shape(shape, dtype), keys.data_dtype(dtype), source, target))
+        leaves.append(MovedLeaf(path, keys.data_shape(shape, dtype), keys.data_dtype(dtype), source, target))
     raise_faults(faults)
     return leaves
 
@@ -226,7 +228,7 @@ def raise_faults(faults: Sequence[str]) -> None:
         )
 
 
-def plan_leaves(leaves: Sequence[Leaf], threshold: int | None) -> ReshardPlan:
+def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPlan:
     """The plan for described arrays: routes first, then rounds, the largest arrays of each group first."""
     places = Places()
     kinds = _kinds(leaves, places)
@@ -253,7 +255,7 @@ def _num_replicas(source: Layout) -> int:
     return sum(grid.shards.shape[1] for grid in source.grids)
 
 
-def _kinds(leaves: Sequence[Leaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
+def _kinds(leaves: Sequence[MovedLeaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
     """The arrays by pair of layouts; arrays without elements have no pieces and share empty ones."""
     kinds: dict[tuple[Layout, Layout, tuple[int, ...]], list[int]] = {}
     for i, leaf in enumerate(leaves):

@@ -77,10 +77,9 @@ class Leaf:
     def num_chunks(self) -> int:
         return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)) if self.is_array else 0
 
-
-def cells(box: Box, chunk: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """The part of an array that its chunks make of a box: what is really read when the box is wanted."""
-    return box.aligned(chunk) & Box.whole(shape)
+    def cells(self, box: Box) -> Box:
+        """The part of the array that its chunks make of a box: what is really read when the box is wanted."""
+        return box.aligned(self.chunk) & Box.whole(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

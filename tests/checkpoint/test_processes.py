@@ -7,7 +7,7 @@ from layouts import check_equal, mesh_of, nbytes, random_values, shardings_for
 from processes import run
 
 from reshard.checkpoint import restore
-from reshard.checkpoint.write_plan import Leaf, plan_writing
+from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing
 
 
 def on_disk(folder) -> int:
@@ -88,7 +88,7 @@ def test_every_process_plans_alike_and_replicas_spread_the_writing():
     mesh = mesh_of(2)
     values = random_values(scale=8)
     leaves = tuple(
-        Leaf(np.shape(x), np.asarray(x).dtype.itemsize, s)
+        WrittenLeaf(np.shape(x), np.asarray(x).dtype.itemsize, s)
         for x, s in zip(jax.tree.leaves(values), jax.tree.leaves(shardings_for(mesh)), strict=True)
     )
     assert {process for plan in plan_writing(leaves) for process in plan.boxes} == {0}

@@ -11,7 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from mpmd.arrays.boxes import Box, group_boxes
 from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
-from reshard.checkpoint.write_plan import LARGEST_CHUNK_NBYTES, SMALLEST_CHUNK_NBYTES, Leaf, chunk_shape, plan_writing
+from reshard.checkpoint.write_plan import (
+    LARGEST_CHUNK_NBYTES,
+    SMALLEST_CHUNK_NBYTES,
+    WrittenLeaf,
+    chunk_shape,
+    plan_writing,
+)
 from reshard.places import describe_mesh
 
 MIB = 1 << 20
@@ -22,7 +28,7 @@ def one_mesh(groups: int, data: int, per_process: int) -> MpmdMesh:
     return MpmdMesh(describe_mesh(axes, devices_per_process=per_process), "stage")
 
 
-def written(leaf: Leaf, plan) -> np.ndarray:
+def written(leaf: WrittenLeaf, plan) -> np.ndarray:
     """How often each element is written."""
     count = np.zeros(leaf.shape, np.int8)
     for boxes in plan.boxes.values():
@@ -62,14 +68,14 @@ def test_the_users_bound_on_chunks_is_kept():
 
 def test_scalars_are_written_by_one_process_each_and_spread_over_all():
     mesh = one_mesh(4, 2, per_process=2)
-    leaf = Leaf((), 4, MpmdSharding(mesh, range(4)))
+    leaf = WrittenLeaf((), 4, MpmdSharding(mesh, range(4)))
     plans = plan_writing((leaf,) * 8)
     assert [list(plan.boxes) for plan in plans] == [[0], [1], [2], [3]] * 2
 
 
 def test_processes_that_hold_the_same_array_share_its_writing():
     mesh = one_mesh(2, 4, per_process=1)
-    leaf = Leaf((64, MIB), 4, MpmdSharding(mesh, {0, 1}, P()))
+    leaf = WrittenLeaf((64, MIB), 4, MpmdSharding(mesh, {0, 1}, P()))
     (plan,) = plan_writing((leaf,))
     sizes = {process: sum(box.size for box in boxes) for process, boxes in plan.boxes.items()}
     assert sizes == dict.fromkeys(range(8), 8 * MIB)
@@ -78,8 +84,8 @@ def test_processes_that_hold_the_same_array_share_its_writing():
 
 def test_who_has_much_to_write_already_is_spared():
     mesh = one_mesh(2, 1, per_process=1)
-    alone = Leaf((32, MIB), 4, MpmdSharding(mesh, 0))
-    tied = Leaf((64, MIB), 4, MpmdSharding(mesh, {0, 1}))
+    alone = WrittenLeaf((32, MIB), 4, MpmdSharding(mesh, 0))
+    tied = WrittenLeaf((64, MIB), 4, MpmdSharding(mesh, {0, 1}))
     plans = plan_writing((alone, tied))
     sizes = [{p: sum(b.size for b in boxes) // MIB for p, boxes in plan.boxes.items()} for plan in plans]
     assert sizes == [{0: 32}, {0: 16, 1: 48}]
@@ -87,7 +93,7 @@ def test_who_has_much_to_write_already_is_spared():
 
 def test_a_tree_is_planned_once_and_alike_in_every_process():
     mesh = one_mesh(4, 2, per_process=2)
-    leaves = tuple(Leaf((8 * i, 16), 4, MpmdSharding(mesh, i % 4, P("data"))) for i in range(1, 9))
+    leaves = tuple(WrittenLeaf((8 * i, 16), 4, MpmdSharding(mesh, i % 4, P("data"))) for i in range(1, 9))
     assert plan_writing(leaves) is plan_writing(tuple(leaves))
 
 
@@ -96,7 +102,7 @@ def test_groups_of_different_shapes_share_chunks_that_fit_all_of_them(per_proces
     wide = describe_mesh({"data": 4}, devices_per_process=per_process)
     narrow = describe_mesh({"data": 2}, devices_per_process=per_process, first_device=4)
     mesh = MpmdMesh.from_groups([wide, narrow])
-    leaf = Leaf((24, 1024), 4, MpmdSharding(mesh, {0, 1}, P("data")))
+    leaf = WrittenLeaf((24, 1024), 4, MpmdSharding(mesh, {0, 1}, P("data")))
     (plan,) = plan_writing((leaf,))
     assert (written(leaf, plan) == 1).all()
     assert plan.chunk_shape == (6, 1024)
@@ -117,7 +123,7 @@ def test_every_chunk_is_written_once_by_a_process_that_holds_it(data):
             shape[axis] *= size
         spec = P(*["data" if i == axis else None for i in range(ndim)])
         bound = data.draw(st.sampled_from([None, 16, 64]))
-        leaves.append(Leaf(tuple(shape), 4, MpmdSharding(mesh, ids, spec), bound))
+        leaves.append(WrittenLeaf(tuple(shape), 4, MpmdSharding(mesh, ids, spec), bound))
     for leaf, plan in zip(leaves, plan_writing(tuple(leaves)), strict=True):
         assert (written(leaf, plan) == 1).all()
         held = {}
@@ -137,7 +143,7 @@ def test_a_thousand_arrays_on_a_thousand_devices_are_planned_within_seconds(benc
     import time
 
     mesh = MpmdMesh(describe_mesh({"stage": 8, "data": 128}, devices_per_process=8), "stage")
-    leaves = tuple(Leaf((1024, 128 * (i % 7 + 1)), 4, MpmdSharding(mesh, i % 8, P("data"))) for i in range(1000))
+    leaves = tuple(WrittenLeaf((1024, 128 * (i % 7 + 1)), 4, MpmdSharding(mesh, i % 8, P("data"))) for i in range(1000))
     started = time.monotonic()
     plans = plan_writing(leaves)
     assert time.monotonic() - started < benchmark_s
@@ -148,5 +154,5 @@ def test_a_thousand_arrays_on_a_thousand_devices_are_planned_within_seconds(benc
 
 def test_boxes_of_the_plan_are_those_of_jax():
     mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
-    (plan,) = plan_writing((Leaf((8, 6), 4, MpmdSharding(mesh, 1, P("data"))),))
+    (plan,) = plan_writing((WrittenLeaf((8, 6), 4, MpmdSharding(mesh, 1, P("data"))),))
     assert plan.boxes == {0: (Box((0, 0), (4, 6)), Box((4, 0), (8, 6)))}

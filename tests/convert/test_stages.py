@@ -69,4 +69,4 @@ def test_the_parts_of_a_box_come_in_order_and_within_the_memory():
     for nbytes in (160, 400, 900, 10_000):
         parts = list(copying._in_order(box, leaf, nbytes))
         assert [x for p in parts for x in values[p.slices].ravel()] == values[box.slices].ravel().tolist()
-        assert all(stored.cells(p, leaf.chunk, leaf.shape).nbytes(4) <= nbytes for p in parts)
+        assert all(leaf.cells(p).nbytes(4) <= nbytes for p in parts)
