@@ -6,6 +6,7 @@ Planning is pure. It needs shapes, dtypes and shardings; no data, and no devices
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,14 +72,10 @@ class Traffic:
         return self.within_process + self.within_host + self.between_hosts
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*map(sum, zip(self._tuple, other._tuple, strict=True)))
+        return Traffic(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def times(self, factor: int) -> "Traffic":
-        return Traffic(*[n * factor for n in self._tuple])
-
-    @property
-    def _tuple(self) -> tuple[int, int, int, int]:
-        return self.stays, self.within_process, self.within_host, self.between_hosts
+        return Traffic(*[n * factor for n in dataclasses.astuple(self)])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
