@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 import uuid
 import zlib
 from typing import Any
@@ -83,10 +84,14 @@ class Working:
             raise OSError(code, f"save: it could not be put in place ({os.strerror(code)})", str(self.target))
 
     def remove(self) -> None:
-        """Removes what this job has written so far."""
-        if self._is_renamed:
-            for left in self.target.parent.glob(f"{self.folder.name}*"):
+        """Removes what this job has written so far; repeatedly, because storage may still be writing."""
+        for _ in range(20 if self._is_renamed else 0):
+            found = list(self.target.parent.glob(f"{self.folder.name}*"))
+            if not found:
+                return
+            for left in found:
                 shutil.rmtree(str(left), ignore_errors=True)
+            time.sleep(0.05)
 
     def _wait_for_all(self, timeout_s: int) -> None:
         """Returns when every process has come to save the same folder.
