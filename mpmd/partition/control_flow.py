@@ -39,11 +39,10 @@ def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator
       donor_of: per result of the step, the argument that it takes the place of.
     """
     cut = _CUTS.get(eqn.primitive.name)
-    if cut is not None and not eqn.effects and len(_groups_of(eqn, pins)) > 1:
-        parts = cut(eqn, pins, donor_of)
-        if parts is not None:
-            yield from parts
-            return
+    is_torn = cut is not None and not eqn.effects and len(_groups_of(eqn, pins)) > 1
+    if cut is not None and is_torn and (parts := cut(eqn, pins, donor_of)) is not None:
+        yield from parts
+        return
     pin = pins.pin(eqn)
     pins.bind(eqn, pin)
     yield eqn, pin

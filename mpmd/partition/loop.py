@@ -19,7 +19,6 @@ The result is pure data: `LoopPartition`, which prints itself.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.treduce import LoopInfo
@@ -165,12 +164,12 @@ def _tasks(
     accs = {p: tuple(k for k, a in enumerate(accumulators) if a.place == p) for p in places}
     values = {p: [accumulators[k].value for k in accs[p]] for p in places}
     drafts = {p: _gather(body, p, own[p], values[p]) for p in places}
-    read_by_others = {v for draft in drafts.values() for v in draft.reads}
+    read_by_others = {v for _, reads in drafts.values() for v in reads}
     tasks, names = [], {}
     for p in places:
         writes = [v for n in own[p] for v in n.eqn.outvars if v in read_by_others]
         names.update((v, f"{p}.{n}") for n, v in enumerate(writes))
-        eqns = [n.eqn for n in sorted(drafts[p].nodes, key=position.__getitem__)]
+        eqns = [n.eqn for n in sorted(drafts[p][0], key=position.__getitem__)]
         eqns = live_equations(eqns, [*writes, *values[p]])
         operands, reads = _free_variables(body, eqns, values[p])
         uses_index = _reads_index(body, eqns, values[p]) or any(accumulators[k].operation.reads_index for k in accs[p])
@@ -182,14 +181,9 @@ def _tasks(
     return LoopPartition(info, body.index, tuple(tasks), tuple(accumulators), before, tuple(after), names, labels)
 
 
-class _Draft(NamedTuple):
-    nodes: set[Node]
-    reads: set[compat.Var]
-
-
-def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence[Atom]) -> _Draft:
+def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence[Atom]) -> tuple[set[Node], set[Atom]]:
     """A task's own equations and the cheap ones that they read; what it reads of other tasks."""
-    wanted, reads = set(own), set()
+    wanted, reads = set(own), set[Atom]()
     stack: list[Atom] = [*(v for n in own for v in n.inputs), *accumulated]
     while stack:
         v = stack.pop()
@@ -202,7 +196,7 @@ def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence
                 stack += node.inputs
         elif node.per_microbatch:
             reads.add(v)
-    return _Draft(wanted, reads)
+    return wanted, reads
 
 
 def _free_variables(

@@ -4,7 +4,7 @@ Nothing here knows of JAX. Nodes are numbers, labels are stages, costs are integ
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -34,12 +34,13 @@ class Labelling(NamedTuple):
     costs: Sequence[Cost]
 
 
-def cost_of(labels: Sequence[int], costs: Sequence[Cost]) -> int:
-    """What a choice of labels costs."""
+def cost_of(labels: Sequence[int | None], costs: Sequence[Cost]) -> int:
+    """What a choice of labels costs; nodes without a label are left out."""
     total = 0
     for weight, producer, readers in costs:
-        places = {labels[r] for r in readers}
-        total += weight * (len(places - {labels[producer]}) if producer is not None else max(0, len(places) - 1))
+        places = {labels[r] for r in readers} - {None}
+        home = None if producer is None else labels[producer]
+        total += weight * (max(0, len(places) - 1) if home is None else len(places - {home}))
     return total
 
 
@@ -52,19 +53,19 @@ def cheapest_labels(problem: Labelling) -> list[int]:
     Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001.
     """
     labels = list(problem.start)
-    for nodes, pairs, costs in _independent_parts(problem):
-        # Scaled, so that a node which keeps its first label decides between choices that cost the same.
-        scaled = [c._replace(weight=c.weight * (len(nodes) + 1)) for c in costs]
+    # Whatever the others choose, this much is paid for the nodes that have one label only.
+    certain = [a if a == b else None for a, b in zip(problem.low, problem.high, strict=True)]
+    for nodes, part in _independent_parts(problem):
 
-        def measure(candidate, nodes=nodes, scaled=scaled):
-            return cost_of(candidate, scaled) + sum(candidate[v] != problem.start[v] for v in nodes)
+        def measure(candidate: Sequence[int], nodes: Sequence[int] = nodes, part: Labelling = part) -> int:
+            return cost_of(candidate, part.costs) + sum(candidate[v] != part.start[v] for v in nodes)
 
-        best, least = measure(labels), _least(problem, scaled)
+        best, least = measure(labels), cost_of(certain, part.costs)
         stages = range(min(problem.low[v] for v in nodes), max(problem.high[v] for v in nodes) + 1)
         tried = 0
         while best > least and tried < len(stages):
             for label in stages:
-                moved = _expanded(problem, labels, label, nodes, pairs, scaled)
+                moved = _expanded(part, nodes, labels, label)
                 found = measure(moved)
                 assert found <= best, (found, best)
                 tried = tried + 1 if found == best else 0
@@ -75,20 +76,11 @@ def cheapest_labels(problem: Labelling) -> list[int]:
     return labels
 
 
-def _least(problem: Labelling, costs: Sequence[Cost]) -> int:
-    """What the nodes that have one label only cost by themselves: no choice costs less."""
-    total = 0
-    for weight, producer, readers in costs:
-        places = {problem.low[r] for r in readers if problem.low[r] == problem.high[r]}
-        if producer is not None and problem.low[producer] == problem.high[producer]:
-            total += weight * len(places - {problem.low[producer]})
-        else:
-            total += weight * max(0, len(places) - 1)
-    return total
+def _independent_parts(problem: Labelling) -> Iterator[tuple[list[int], Labelling]]:
+    """The nodes with a choice, in sets that do not bear on each other; each with the pairs and the costs of its nodes.
 
-
-def _independent_parts(problem: Labelling) -> list[tuple[list[int], list[tuple[int, int]], list[Cost]]]:
-    """The nodes with a choice, in sets that do not bear on each other: (nodes, pairs, costs) of each."""
+    Costs are scaled, so that a node which keeps its first label decides between choices that cost the same.
+    """
     parent = list(range(len(problem.start)))
 
     def find(v):
@@ -112,17 +104,12 @@ def _independent_parts(problem: Labelling) -> list[tuple[list[int], list[tuple[i
     for cost, nodes in costs:
         if nodes:
             parts[find(min(nodes))][2].append(cost)
-    return list(parts.values())
+    for members, own_pairs, own_costs in parts.values():
+        scaled = [c._replace(weight=c.weight * (len(members) + 1)) for c in own_costs]
+        yield members, problem._replace(pairs=own_pairs, costs=scaled)
 
 
-def _expanded(
-    problem: Labelling,
-    labels: Sequence[int],
-    label: int,
-    nodes: Sequence[int],
-    pairs: Sequence[tuple[int, int]],
-    costs: Sequence[Cost],
-) -> list[int]:
+def _expanded(problem: Labelling, nodes: Sequence[int], labels: Sequence[int], label: int) -> list[int]:
     """The best of the choices in which each node keeps its label or takes `label`."""
     movable = [v for v in nodes if labels[v] != label and problem.low[v] <= label <= problem.high[v]]
     number = {v: i for i, v in enumerate(movable)}
@@ -132,9 +119,9 @@ def _expanded(
             cut.charge(1, labels[v], [v], None)
         if label != problem.start[v]:
             cut.charge(1, label, [v], None)
-    for u, v in pairs:
+    for u, v in problem.pairs:
         cut.keep_order(u, v)
-    for weight, producer, readers in costs:
+    for weight, producer, readers in problem.costs:
         for stage in {labels[r] for r in readers} | {label}:
             cut.charge(weight, stage, readers, producer)
     moves = cut.solve()

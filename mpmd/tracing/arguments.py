@@ -85,26 +85,24 @@ def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: Any = None) -> H
     """What the user's sharding, or else the argument `x` itself, says of its layout; a result has just its `aval`."""
     if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
         wish = x.mpmd_sharding
-    if (
-        wish is None
-        and (is_plain(x) or isinstance(x, jax.ShapeDtypeStruct))
-        and isinstance(x.sharding, (NamedSharding, MpmdSharding))
-    ):
-        wish = x.sharding
-        if isinstance(wish, NamedSharding) and not set(wish.mesh.axis_names) & set(mesh.tracing_mesh().axis_names):
-            return Hint()
-        if isinstance(wish, NamedSharding) and not _only(
-            wish.spec, set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
-        ):
-            return Hint()
-        if isinstance(wish, NamedSharding):  # what the array says is a hint: as far as it fits
-            fitted = fit((wish.spec, None), mesh.groups[0], x.shape)
-            return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), memory_kind(wish)))
+    if wish is None and (is_plain(x) or isinstance(x, jax.ShapeDtypeStruct)):
+        if isinstance(x.sharding, NamedSharding):
+            return _fitting_hint(x.sharding, x.shape, mesh)
+        wish = x.sharding if isinstance(x.sharding, MpmdSharding) else None
     if wish is None:
         return Hint()
     hint = _wished(wish, mesh, name)
     _check_layout_fits(hint, x if aval is None else aval, mesh, name)
     return hint
+
+
+def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMesh) -> Hint:
+    """What an array's own sharding says of its layout, as far as that fits the groups."""
+    axes = set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
+    if set(sharding.mesh.axis_names).isdisjoint(mesh.tracing_mesh().axis_names) or not _only(sharding.spec, axes):
+        return Hint()
+    fitted = fit((sharding.spec, None), mesh.groups[0], shape)
+    return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), memory_kind(sharding)))
 
 
 def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:
@@ -179,19 +177,22 @@ def broadcast(shardings: Any, tree: Any, what: str, skip: Collection[int] = (), 
 def argument_names(fun: Callable, call: Call) -> list[str]:
     """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p.name for p in _parameters(fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = [i for i in range(call.num_args) if i not in call.static_positions]
-    names = []
-    for i, arg in zip(positions, args, strict=True):
-        root = positional[i] if i < len(positional) else f"args[{i}]"
-        names += [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
-    for key in sorted(kwargs):
-        names += [key + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kwargs[key])[0]]
-    return names
+    roots = [positional[i] if i < len(positional) else f"args[{i}]" for i in positions]
+    return [
+        root + jax.tree_util.keystr(path)
+        for root, arg in [*zip(roots, args, strict=True), *sorted(kwargs.items())]
+        for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
+    ]
+
+
+def _parameters(fun: Callable) -> list[inspect.Parameter]:
+    """The parameters of a function, as far as its signature tells."""
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def check_leaves(leaves: Iterable[Any], names: Iterable[str]) -> None:
@@ -222,17 +223,14 @@ def _check_is_array(name: str, x: Any) -> None:
 def named_positions(
     fun: Callable, argnums: int | Iterable[int], argnames: str | Iterable[str], what: str
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Arguments given by number (negative ones counted from the end of the signature) or name, by both.
+    """Call given by number (negative ones counted from the end of the signature) or name, by both.
 
     Raises:
       ValueError: the step has no such argument.
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters(fun)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {i + len(plain) if i < 0 else i for i in numbers}
     many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -54,7 +54,7 @@ def _values(fun: Any, seen: set[int]) -> Iterator[Any]:
             yield from _values(x, seen)
 
 
-def _is_bound(cell) -> bool:
+def _is_bound(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
