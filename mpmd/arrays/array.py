@@ -1,7 +1,7 @@
 """One logical array that exists in one or more groups.
 
 An `MpmdArray` is what a step takes and gives back: per group of this process one `jax.Array`, and for groups
-elsewhere just shape, dtype and sharding. Where this process can read it, it behaves like the array it holds.
+elsewhere only shape, dtype and sharding. Where this process can read it, it behaves like the array it holds.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class MpmdArray(ReadableArray):
         arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. Where groups share
             devices, equal meshes are filled in ascending order; or a mapping from group to array says it. Empty if this
             process has none of `mpmd_sharding.mesh_ids`.
-        mpmd_sharding: where the array lies.
+        mpmd_sharding: where the array is.
         shape: needed if `arrays` is empty.
         dtype: needed if `arrays` is empty.
 
@@ -55,7 +55,7 @@ class MpmdArray(ReadableArray):
         ValueError: the arrays do not fit the sharding or each other.
 
     Example:
-        >>> from mpmd.mesh import MpmdMesh
+        >>> from mpmd import MpmdMesh
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> sharding = MpmdSharding(mesh, 1, PartitionSpec("data"))
         >>> MpmdArray([jax.device_put(jnp.arange(4.0), sharding.group_sharding(1))], sharding)
@@ -166,7 +166,7 @@ class MpmdArray(ReadableArray):
 
     @property
     def device(self) -> Any:
-        """As `jax.Array.device`: the device if there is just one, else the sharding."""
+        """As `jax.Array.device`: the device if there is only one, else the sharding."""
         devices = self.devices()
         return next(iter(devices)) if len(devices) == 1 else self.sharding
 
@@ -204,7 +204,7 @@ class MpmdArray(ReadableArray):
 
     @property
     def committed(self) -> bool:
-        """Whether something says where it lies. If nothing did (zeros that a step made by itself), a step that takes
+        """Whether something says where it is. If nothing did (zeros that a step made by itself), a step that takes
         it puts it where it reads it, as `jax.jit` does with uncommitted arrays.
         """
         return self._committed
@@ -387,7 +387,7 @@ class MpmdArray(ReadableArray):
         try:
             values = np.asarray(self._host_readable())
             return (np.array2string(values, separator=", ") if self.ndim else str(values)) + ", "
-        except Exception:  # what was to compute it failed: whoever reads it is told
+        except Exception:  # its computation failed; reading the array raises the error
             return ""
 
     def _is_here(self) -> bool:

@@ -85,7 +85,7 @@ class Box:
         return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def __contains__(self, other: "Box | Sequence[int]") -> bool:
-        """Whether every element of a box, or one index, lies in this one."""
+        """Whether this box contains every element of another box, or one index."""
         if isinstance(other, Box):
             return not other.size or (self & other) == other
         return all(a <= i < b for a, i, b in zip(self.start, other, self.stop, strict=True))
@@ -98,7 +98,7 @@ class Box:
         )
 
     def shifted(self, offset: Sequence[int]) -> "Box":
-        """The box that lies further on by so many indices on each axis."""
+        """The box, moved by this many indices on each axis."""
         return Box(tuple(map(operator.add, self.start, offset)), tuple(map(operator.add, self.stop, offset)))
 
     def scaled(self, factors: Sequence[int]) -> "Box":

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-# What is answered by the array that is held. Whatever says where the array lies is for the holder to answer.
+# The array that is held answers these. The holder answers whatever says where the array is.
 _METHODS = """
 T __array_namespace__ all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate
 copy_to_host_async cumprod cumsum diagonal dot flat flatten imag is_ready item mT max mean min nonzero

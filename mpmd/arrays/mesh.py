@@ -1,4 +1,4 @@
-"""Groups of devices, and how an array lies on them.
+"""Groups of devices, and how an array is sharded over them.
 
 A pipeline runs stage by stage on *groups* of devices. `MpmdMesh` cuts one mesh along one of its axes into
 such groups, or takes separate meshes as they are; `MpmdSharding` says which groups hold an array and how
@@ -249,7 +249,7 @@ class MpmdMesh:
 class MpmdSharding(jax.sharding.Sharding):
     """Which groups hold an array, and how each of them shards it.
 
-    It says where an array lies wherever JAX merely asks (`jax.ShapeDtypeStruct(shape, dtype, sharding=…)`); where JAX
+    It says where an array is wherever JAX only asks (`jax.ShapeDtypeStruct(shape, dtype, sharding=…)`); where JAX
     would make an array of its own (`jax.device_put`, `jax.jit(out_shardings=…)`), the error names what to call instead.
 
     Args:
@@ -365,7 +365,7 @@ class MpmdSharding(jax.sharding.Sharding):
         return self.replace(memory_kind=kind)
 
     def is_equivalent_to(self, other: jax.sharding.Sharding, ndim: int) -> bool:
-        """Whether an array of this rank lies alike under both, however their specs are written."""
+        """Whether both place an array of this rank in the same way, however their specs are written."""
         if self == other:
             return True
         return (

@@ -68,7 +68,7 @@ class _Linear(NamedTuple):
     """A linear equation between a summand and the gradient that it is part of.
 
     Attributes:
-      apply: the equation, on a value of perhaps another shape (before a padding that came first).
+      apply: the equation, on a value that may have another shape (before a padding that came first).
       pads: whether it puts a slice's gradient among zeros.
       commutes: whether it may as well run before such a padding.
     """

@@ -47,7 +47,7 @@ class _Graph:
       last: the last stage.
       marked: the stage that each forward mark begins.
       parameters: the parameters that each equation reads, by its number; equations that read none are left out.
-      made: the equations that make what each equation reads, perhaps through marks.
+      made: the equations that make what each equation reads, directly or through marks.
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[Node]):

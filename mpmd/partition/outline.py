@@ -1,9 +1,9 @@
 """Where everything outside of the loops runs: the step as segments (one group, one executable) and loops.
 
-An equation runs in the group that holds its operands; where they lie in several groups, in the one with the most
-bytes of them (of equals, in one that holds state), and the rest (scalars such as a global norm, usually) is sent
-there. What depends on no placed value runs wherever its result is wanted. A state leaf that the step returns in the
-same position is kept in the groups that it came from, so that a training loop moves nothing.
+An equation runs in the group that holds its operands. If several groups hold them, it runs in the one with most of
+their bytes (ties go to a group that holds state), and the rest is sent there: usually scalars such as a global norm.
+What depends on no placed value runs wherever its result is wanted. A state leaf that the step returns in the same
+position stays in the groups that it came from, so that a training loop moves nothing.
 
 The steps are pure, and each gives a value that prints itself: a list of equations and loops (`flat_step`); where each
 runs, by a forward pass (where operands are) and a backward pass (where results are wanted: `place_segments`); what can
