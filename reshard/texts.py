@@ -1,4 +1,4 @@
-"""Numbers, types, tables and bars as text."""
+"""Numbers, types and bars as text."""
 
 import math
 from collections.abc import Sequence
@@ -36,24 +36,6 @@ def type_text(shape: Sequence[int], dtype: Any) -> str:
 def a(kind: type) -> str:
     """`an int`, `a str`, for messages."""
     return f"a{'n' if kind.__name__[0] in 'aeiou' else ''} {kind.__name__}"
-
-
-def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Lines of aligned columns.
-
-    Args:
-        rows: the cells of each line.
-        align: for each column `<` or `>`.
-
-    Example:
-        >>> table([("w", "7"), ("bias", "12")], "<>")
-        ['w      7', 'bias  12']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def bar(done: int, total: int) -> str:

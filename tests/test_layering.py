@@ -54,7 +54,7 @@ ROOMS = {
 BELOW_ALL_ROOMS = {
     "mpmd": ("_jax_compat", "errors"),
     "reshard": ("_orbax_compat", "places", "sizes", "texts", "trees"),
-    "scheduler": ("errors", "files", "ordering", "task"),
+    "scheduler": ("errors", "files", "ordering", "task", "texts"),
 }
 
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler import texts
+
 # A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
 SILENT_S = 20.0
 # A rank that has ended its program for so long gives nothing any more to one that still waits for it.
@@ -285,6 +287,5 @@ def table(views: Mapping[int, View], rank: int, what: str) -> str:
         who = "" if wait is None else ",".join(map(str, wait.ranks))
         seconds = f"{wait.for_s:.1f}" if wait is not None else f"{v.still_s:.1f}"
         rows.append((str(r), b.host, str(b.pid), str(b.step), doing, wait.what if wait else "", who, seconds))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = texts.table(rows, "<" * len(head))
     return "\n".join([f"jax-mpmd: rank {rank}: {what}", *(f"  {line}" for line in lines)])

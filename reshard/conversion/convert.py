@@ -24,7 +24,8 @@ from reshard.conversion.tree_edits import Change, Entry
 from reshard.storage import event_loops
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
-from reshard.texts import human, table
+from reshard.texts import human
+from scheduler.texts import table
 
 _WORKING = ".converting-"
 _MOST_CHUNKS = 1 << 22

@@ -19,8 +19,9 @@ from reshard.conversion.layout_file import Rule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.texts import human, table
+from reshard.texts import human
 from reshard.trees import fault_of_sharding
+from scheduler.texts import table
 
 
 @dataclasses.dataclass

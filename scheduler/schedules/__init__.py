@@ -1,1 +1,1 @@
-"""The orders of tasks: by rule, by list scheduling, by pattern, by hand."""
+"""The orders of tasks: by rule, by list scheduling, by a repeated block, by hand."""

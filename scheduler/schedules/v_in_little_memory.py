@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
-from scheduler.schedules.pattern import (
+from scheduler.schedules.building_block import (
     PERIOD,
-    Pattern,
+    BuildingBlock,
     Slots,
     half_speed_down,
     in_order,
     let_run_out,
     repeat,
-    settle,
     squeeze,
+    squeeze_past_weights,
     straight,
     weights_up_first,
 )
+from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
 from scheduler.schedules.v_shaped import VSchedule
 from scheduler.task import Orders, check_count
 from scheduler.timing.costs import Costs
@@ -62,27 +62,27 @@ class _MemoryBound(VSchedule):
             orders = list_schedule(problem, setting.ranking(self.num_groups))
             if orders is not None:
                 yield orders
-        for pattern in self._patterns():
-            yield from self._from_pattern(pattern, problem)
+        for block in self._blocks():
+            yield from self._from_block(block, problem)
 
-    def _patterns(self) -> Iterator[Pattern]:
+    def _blocks(self) -> Iterator[BuildingBlock]:
         yield straight(self.num_groups)
 
-    def _from_pattern(self, pattern: Pattern, problem: Problem) -> Iterator[Orders]:
+    def _from_block(self, block: BuildingBlock, problem: Problem) -> Iterator[Orders]:
         p, m = self.num_groups, problem.num_microbatches
-        slots = repeat(pattern, m)
+        slots = repeat(block, m)
         yield in_order(slots)
-        slots = squeeze(slots, pattern, m, self.memory())
+        slots = squeeze(slots, block, m, self.memory())
         yield in_order(slots)
-        yield from self._run_out(slots, pattern, problem, {0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2})
-        settled = settle(slots, m, self.memory())
-        for others in (weights_up_first(slots), settled, weights_up_first(settled)):
+        yield from self._run_out(slots, block, problem, {0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2})
+        closer = squeeze_past_weights(slots, m, self.memory())
+        for others in (weights_up_first(slots), closer, weights_up_first(closer)):
             yield in_order(others)
-            yield from self._run_out(others, pattern, problem, {max(0, 2 * p - 3), 2 * p, 2 * p + 2})
+            yield from self._run_out(others, block, problem, {max(0, 2 * p - 3), 2 * p, 2 * p + 2})
 
-    def _run_out(self, slots: Slots, pattern: Pattern, problem: Problem, after: set[int]) -> Iterator[Orders]:
+    def _run_out(self, slots: Slots, block: BuildingBlock, problem: Problem, after: set[int]) -> Iterator[Orders]:
         for later in sorted(after):
-            orders = let_run_out(slots, pattern, problem, PERIOD * (problem.num_microbatches - 1) + later)
+            orders = let_run_out(slots, block, problem, PERIOD * (problem.num_microbatches - 1) + later)
             if orders is not None:
                 yield orders
 
@@ -122,7 +122,7 @@ class VHalf(_MemoryBound):
     def memory(self) -> int:
         return 2 * (self.num_groups // 2 + 1)
 
-    def _patterns(self) -> Iterator[Pattern]:
+    def _blocks(self) -> Iterator[BuildingBlock]:
         yield half_speed_down(self.num_groups)
         yield straight(self.num_groups)
 

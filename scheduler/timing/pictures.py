@@ -127,7 +127,7 @@ def to_chrome_trace(timeline: Timeline) -> str:
 
 _UNIT, _ROW, _LEFT, _TOP, _RIGHT = 22.0, 26.0, 70.0, 34.0, 150.0
 _LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90}
-_PATTERNS = {
+_HATCHES = {
     "B": '<path d="M0 0L6 6M6 0L0 6" stroke="#000" stroke-opacity="0.2" stroke-width="0.8"/>',
     "I": '<path d="M0 6L6 0" stroke="#000" stroke-opacity="0.3" stroke-width="1"/>',
     "W": '<circle cx="3" cy="3" r="1" fill="#000" fill-opacity="0.3"/>',
@@ -154,7 +154,7 @@ def to_svg(timeline: Timeline) -> str:
         "<defs>",
         *(
             f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{mark}</pattern>'
-            for kind, mark in _PATTERNS.items()
+            for kind, mark in _HATCHES.items()
         ),
         "</defs>",
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
@@ -177,7 +177,7 @@ def _svg_row(timeline: Timeline, group: int, scale: float, chart: float) -> Iter
         x, wide = _LEFT + start * scale, max((end - start) * scale, 0.5)
         place = f'x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{_ROW - 4}"'
         yield f'<rect {place} fill="{_colour(timeline, task.stage, task.kind)}" stroke="#555" stroke-width="0.5"/>'
-        if task.kind in _PATTERNS:
+        if task.kind in _HATCHES:
             yield f'<rect {place} fill="url(#{task.kind})"/>'
         if wide > 12:
             name, at = f"{task.kind}{task.microbatch}", f'x="{x + wide / 2:.1f}" y="{middle:.1f}"'
@@ -200,7 +200,7 @@ def _svg_legend(timeline: Timeline, y: float) -> Iterator[str]:
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     for kind in (kind for kind in names if kind in kinds):
         yield f'<rect x="{x}" y="{y}" width="18" height="14" fill="{_colour(timeline, 0, kind)}" stroke="#555"/>'
-        if kind in _PATTERNS:
+        if kind in _HATCHES:
             yield f'<rect x="{x}" y="{y}" width="18" height="14" fill="url(#{kind})"/>'
         yield f'<text x="{x + 24}" y="{y + 11}" font-size="11">{kind} {names[kind]}</text>'
         x += 130

@@ -30,8 +30,16 @@ from scheduler import (
     simulate,
 )
 from scheduler.ordering import order_faults
+from scheduler.schedules.building_block import (
+    half_speed_down,
+    in_order,
+    repeat,
+    squeeze,
+    squeeze_past_weights,
+    straight,
+    weights_up_first,
+)
 from scheduler.schedules.catalogue import on_groups
-from scheduler.schedules.pattern import half_speed_down, in_order, repeat, settle, squeeze, straight, weights_up_first
 from scheduler.timing.simulate import simulate_orders
 
 groups = st.integers(1, 9)
@@ -177,15 +185,15 @@ def test_the_closed_forms_hold_when_a_groups_stages_share_its_work(p, rounds):
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 20), st.booleans())
-def test_drawing_a_pattern_together_keeps_it_complete_and_within_its_memory(p, m, half):
-    pattern = half_speed_down(p) if half else straight(p)
+def test_drawing_both_ends_together_keeps_orders_complete_and_within_its_memory(p, m, half):
+    block = half_speed_down(p) if half else straight(p)
     placement = ZeroBubbleV(p).placement
     memory = (VHalf if half else VMin)(p).memory()
-    slots = repeat(pattern, m)
+    slots = repeat(block, m)
     before = simulate_orders(in_order(slots), placement, m)
     memory = max(memory, *before.peak_activations)
-    squeezed = squeeze(slots, pattern, m, memory)
-    for changed in (squeezed, settle(squeezed, m, memory)):
+    squeezed = squeeze(slots, block, m, memory)
+    for changed in (squeezed, squeeze_past_weights(squeezed, m, memory)):
         orders = in_order(changed)
         assert order_faults(orders, placement, m) == []
         timeline = simulate_orders(orders, placement, m)

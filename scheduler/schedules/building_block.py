@@ -1,0 +1,227 @@
+"""Orders that repeat a building block: every microbatch takes the way of the one before, six slots later.
+
+A slot is the time of one task. Each group runs one task in a slot; two stages of F, I and W take six.
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
+from scheduler.task import Kind, Orders, Task
+
+PERIOD = 6
+Slots = list[dict[int, Task]]
+_HELD = {"F": 1, "I": 0, "W": -1}  # what a task adds to the activations that its group holds
+
+
+class BuildingBlock(NamedTuple):
+    """For each group, the slots of the first microbatch's F and I, down and up. W takes a slot that is left."""
+
+    forward_down: tuple[int, ...]
+    forward_up: tuple[int, ...]
+    input_grad_up: tuple[int, ...]
+    input_grad_down: tuple[int, ...]
+
+
+def straight(num_groups: int) -> BuildingBlock:
+    """Straight down the groups and up, and back the same way: activations live as briefly as they can.
+
+    Where the number of groups is a multiple of 3, the turn has a pause of two slots; else two tasks would meet.
+    """
+    p, pause = num_groups, 0 if num_groups % 3 else 2
+    return BuildingBlock(
+        tuple(range(p)),
+        tuple(2 * p - 1 - group for group in range(p)),
+        tuple(2 * p + pause + group for group in range(p)),
+        tuple(4 * p + pause - 1 - group for group in range(p)),
+    )
+
+
+def half_speed_down(num_groups: int) -> BuildingBlock:
+    """Down at half speed, up at full speed, both times: slack for transfers, at half of 1F1B's memory.
+
+    Where the number of groups is even, the turn has a pause of three slots; else two tasks would meet in a group.
+    """
+    p, pause = num_groups, 0 if num_groups % 2 else 3
+    return BuildingBlock(
+        tuple(2 * group for group in range(p)),
+        tuple(3 * p - 2 - group for group in range(p)),
+        tuple(3 * p - 1 + pause + 2 * group for group in range(p)),
+        tuple(6 * p - 2 + pause - group for group in range(p)),
+    )
+
+
+def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
+    """The block for all microbatches. Each slot that is left goes to the W that has waited longest."""
+    p = len(block.forward_down)
+    slots: Slots = []
+    for group in range(p):
+        down, up = group, 2 * p - 1 - group
+        fixed = {
+            first[group] + PERIOD * microbatch: Task(stage, kind, microbatch)
+            for first, kind, stage in _parts(block, down, up)
+            for microbatch in range(num_microbatches)
+        }
+        slots.append(_with_weights(fixed))
+    return slots
+
+
+def _with_weights(fixed: dict[int, Task], up_first: bool = False) -> dict[int, Task]:
+    """A group's F and I. Each slot that is left goes to the W that has waited longest, or to the later stage's."""
+    row: dict[int, Task] = {}
+    waiting: list[Task] = []
+    slot, last = 0, max(fixed)
+    while slot <= last or waiting:
+        if slot in fixed:
+            row[slot] = fixed[slot]
+            if fixed[slot].kind == "I":
+                waiting.append(fixed[slot]._replace(kind="W"))
+        elif waiting:
+            latest = max(task.stage for task in waiting) if up_first else waiting[0].stage
+            row[slot] = waiting.pop(next(index for index, task in enumerate(waiting) if task.stage == latest))
+        slot += 1
+    return row
+
+
+def weights_up_first(slots: Slots) -> Slots:
+    """The same slots for F and I. Those of W go to the later stage of a group first."""
+    return [_with_weights(_without_weights(row), up_first=True) for row in slots]
+
+
+def _without_weights(row: dict[int, Task]) -> dict[int, Task]:
+    return {slot: task for slot, task in row.items() if task.kind != "W"}
+
+
+def _parts(block: BuildingBlock, down: int, up: int) -> tuple[tuple[tuple[int, ...], Kind, int], ...]:
+    return (
+        (block.forward_down, "F", down),
+        (block.forward_up, "F", up),
+        (block.input_grad_up, "I", up),
+        (block.input_grad_down, "I", down),
+    )
+
+
+def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: int) -> Slots:
+    """Draws both ends together: each task there moves to the first free slot that it can take.
+
+    The ends are the tasks that start before the first microbatch is back, and those that start after the last one is
+    in. Between them everything stays, with the block's slack. No move makes a group hold more than ``memory``.
+    """
+    length = max(map(max, slots)) + 1
+    live = [_live(row, length) for row in slots]
+
+    def moves(group: int, slot: int, free: int) -> bool:
+        row, kind = slots[group], slots[group][slot].kind
+        if kind == "F" and max(live[group][free:slot]) >= memory:
+            return False
+        row[free] = row.pop(slot)
+        for index in range(free, slot):
+            live[group][index] += _HELD[kind]
+        return True
+
+    _move_ends(slots, block.input_grad_down[0], block.forward_down[0] + PERIOD * (num_microbatches - 1), moves)
+    return slots
+
+
+def squeeze_past_weights(slots: Slots, num_microbatches: int, memory: int) -> Slots:
+    """Draws both ends of squeezed slots together once more, with F and I going before any W.
+
+    W then takes the slots that are left.
+    """
+    rows = [_without_weights(row) for row in slots]
+    at_first = {task: slot for slot, task in rows[0].items()}
+
+    def moves(group: int, slot: int, free: int) -> bool:
+        row = rows[group]
+        row[free] = row.pop(slot)
+        if _peak(row) <= memory:
+            return True
+        row[slot] = row.pop(free)
+        return False
+
+    _move_ends(rows, at_first[Task(0, "I", 0)], at_first[Task(0, "F", num_microbatches - 1)], moves)
+    return [_with_weights(row) for row in rows]
+
+
+def _move_ends(rows: Slots, back: int, closed: int, moves: Callable[[int, int, int], bool]) -> None:
+    """Moves each task that starts before ``back``, or from ``closed`` on, to the first free slot that it can take.
+
+    Args:
+        rows: The slots, changed in place.
+        back: The slot in which the first microbatch is back in group 0.
+        closed: The slot in which the last microbatch starts.
+        moves: Called with a group, a slot and a free slot: moves the task there if memory allows, and says whether.
+    """
+    done: dict[Task, int] = {}
+    for slot, group, task in sorted(
+        (slot, group, task) for group, row in enumerate(rows) for slot, task in row.items()
+    ):
+        at = slot
+        if not back <= slot < closed:
+            first = 1 + max((done[need] for need in _needs(task, 2 * len(rows))), default=-1)
+            free = (index for index in range(first, slot) if index not in rows[group])
+            at = next((index for index in free if moves(group, slot, index)), slot)
+        done[task] = at
+
+
+def _peak(row: dict[int, Task]) -> int:
+    """The most activations that a group holds if W takes each slot that F and I leave."""
+    most = live = waiting = 0
+    for slot in range(max(row) + 1):
+        task = row.get(slot)
+        if task is None:
+            if waiting:
+                waiting -= 1
+                live -= 1
+        elif task.kind == "F":
+            live += 1
+            if live > most:
+                most = live
+        else:
+            waiting += 1
+    return most
+
+
+def _live(row: dict[int, Task], length: int) -> list[int]:
+    """How many activations a group holds after each slot."""
+    live, count = [], 0
+    for slot in range(length):
+        if slot in row:
+            count += _HELD[row[slot].kind]
+        live.append(count)
+    return live
+
+
+def _needs(task: Task, num_stages: int) -> list[Task]:
+    """The tasks that have to come before a task. The microbatches of a kind and stage stay in order."""
+    stage, kind, microbatch = task
+    needs = [Task(stage, kind, microbatch - 1)] if microbatch else []
+    if kind == "F":
+        return needs + ([Task(stage - 1, "F", microbatch)] if stage else [])
+    if kind == "W":
+        return [*needs, Task(stage, "I", microbatch)]
+    needs.append(Task(stage, "F", microbatch))
+    return needs + ([Task(stage + 1, "I", microbatch)] if stage + 1 < num_stages else [])
+
+
+def in_order(slots: Slots, before: int | None = None) -> Orders:
+    """Each group's tasks by slot; with ``before``, only those before that slot."""
+    return tuple(tuple(row[slot] for slot in sorted(row) if before is None or slot < before) for row in slots)
+
+
+def let_run_out(slots: Slots, block: BuildingBlock, problem: Problem, start: int) -> Orders | None:
+    """The slots before ``start``; then list scheduling in the block's order, with W where nothing else can run."""
+    p = problem.num_groups
+    ranking = Ranking(
+        {
+            "F": [*block.forward_down, *reversed(block.forward_up)],
+            "I": [*block.input_grad_down, *reversed(block.input_grad_up)],
+            "W": [0.0] * (2 * p),
+        },
+        pace=PERIOD,
+    )
+    return list_schedule(problem, ranking, in_order(slots, start))
