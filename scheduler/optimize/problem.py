@@ -1,4 +1,4 @@
-"""What a search is asked for, checked and in one piece."""
+"""Checks the arguments of a search and makes one problem of them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def problem_for(
     ):
         check_count("search", name, value)
     if placement == "loop":
-        place = tuple(stage % num_groups for stage in range(num_stages))
+        groups = tuple(stage % num_groups for stage in range(num_stages))
     elif placement == "v":
         if num_stages != 2 * num_groups:
             raise ValueError(f"search: placement 'v' needs two stages a group; received {num_stages} and {num_groups}.")
-        place = v_placement(num_groups)
+        groups = v_placement(num_groups)
     elif isinstance(placement, str):
         raise ValueError(f"search: placement is {placement!r}; expected 'loop', 'v', or a group for each stage.")
     else:
-        place = tuple(placement)
-        if len(place) != num_stages or any(group not in range(num_groups) for group in place):
+        groups = tuple(placement)
+        if len(groups) != num_stages or any(group not in range(num_groups) for group in groups):
             raise ValueError(
-                f"search: placement is {place}; expected {num_stages} groups, each from 0 to {num_groups - 1}."
+                f"search: placement is {groups}; expected {num_stages} groups, each from 0 to {num_groups - 1}."
             )
     if not 0 <= seconds < math.inf:
         raise ValueError(f"search: seconds is {seconds!r}; expected a number of at least 0.")
@@ -52,4 +52,4 @@ def problem_for(
             )
         if not all(limit >= 0 for limit in limits):
             raise ValueError(f"search: memory_limit is {memory_limit!r}; expected numbers of at least 0.")
-    return Problem(place, num_groups, num_microbatches, costs or Costs(), limits)
+    return Problem(groups, num_groups, num_microbatches, costs or Costs(), limits)

@@ -117,33 +117,7 @@ class CustomSchedule(Schedule):
         Raises:
             ScheduleError: With every cell that cannot be read, or every fault of the orders.
         """
-        try:
-            rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
-        except (UnicodeDecodeError, csv.Error):
-            raise ScheduleError(
-                f"CustomSchedule.from_csv: {path} is no orders file: it is not text. "
-                "Expected one row a rank, with cells such as 2F0, 1B0."
-            ) from None
-        orders: list[list[Task]] = []
-        pairs: set[tuple[Task, Task]] = set()
-        faults: list[str] = []
-        for rank, row in enumerate(rows):
-            order: list[Task] = []
-            for column, cell in enumerate(row):
-                text = cell.strip()
-                if not text or _IGNORED.fullmatch(text):
-                    continue
-                try:
-                    if match := _PAIR.fullmatch(text):
-                        pair = Task.parse(match["first"]), Task.parse(match["second"])
-                        pairs.add(pair)
-                        order += pair
-                    else:
-                        order.append(Task.parse(text))
-                except ValueError:
-                    shown = text if len(text) <= 40 else f"{text[:39]}…"
-                    faults.append(f"row {rank + 1}, column {column + 1} holds {shown!r}, which is no task such as 2F0")
-            orders.append(order)
+        orders, pairs, faults = _tasks_in(_rows(path))
         if not any(orders):
             first = f"; {faults[0]}" if faults else ""
             raise ScheduleError(
@@ -158,7 +132,7 @@ class CustomSchedule(Schedule):
                 f"CustomSchedule.from_csv: {path} names stage {stages - 1} and microbatch {microbatches - 1}, and "
                 f"holds {num_tasks} tasks; so many stages and microbatches need at least {2 * stages * microbatches}."
             )
-        placement, misplaced = _places(orders)
+        placement, misplaced = _placement_of(orders)
         raise_faults(ScheduleError, f"CustomSchedule.from_csv: {path}", faults + misplaced)
         try:
             return cls(tuple(map(tuple, orders)), placement, frozenset(pairs))
@@ -184,19 +158,54 @@ class CustomSchedule(Schedule):
         Path(path).write_text("\n".join(rows) + "\n")
 
 
-def _places(orders: list[list[Task]]) -> tuple[tuple[int, ...], list[str]]:
-    """The group of each stage, where its tasks are; and the stages for which that is not one group."""
-    places: dict[int, set[int]] = {}
+def _rows(path: str | Path) -> list[list[str]]:
+    try:
+        return [row for row in csv.reader(read_text(path).splitlines()) if row]
+    except (UnicodeDecodeError, csv.Error):
+        raise ScheduleError(
+            f"CustomSchedule.from_csv: {path} is no orders file: it is not text. "
+            "Expected one row a rank, with cells such as 2F0, 1B0."
+        ) from None
+
+
+def _tasks_in(rows: list[list[str]]) -> tuple[list[list[Task]], set[tuple[Task, Task]], list[str]]:
+    """Each row's tasks, the fused pairs, and the cells that cannot be read."""
+    orders: list[list[Task]] = []
+    pairs: set[tuple[Task, Task]] = set()
+    faults: list[str] = []
+    for rank, row in enumerate(rows):
+        order: list[Task] = []
+        for column, cell in enumerate(row):
+            text = cell.strip()
+            if not text or _IGNORED.fullmatch(text):
+                continue
+            try:
+                if match := _PAIR.fullmatch(text):
+                    pair = Task.parse(match["first"]), Task.parse(match["second"])
+                    pairs.add(pair)
+                    order += pair
+                else:
+                    order.append(Task.parse(text))
+            except ValueError:
+                shown = text if len(text) <= 40 else f"{text[:39]}…"
+                faults.append(f"row {rank + 1}, column {column + 1} holds {shown!r}, which is no task such as 2F0")
+        orders.append(order)
+    return orders, pairs, faults
+
+
+def _placement_of(orders: list[list[Task]]) -> tuple[tuple[int, ...], list[str]]:
+    """For each stage, the group that runs its tasks; and the stages whose tasks are not in one group."""
+    groups_of: dict[int, set[int]] = {}
     for group, order in enumerate(orders):
         for task in order:
-            places.setdefault(task.stage, set()).add(group)
+            groups_of.setdefault(task.stage, set()).add(group)
     faults = []
-    for stage in range(max(places, default=-1) + 1):
-        if stage not in places:
+    for stage in range(max(groups_of, default=-1) + 1):
+        if stage not in groups_of:
             faults.append(f"stage {stage} has no task in any row")
-        elif len(places[stage]) > 1:
-            rows = sorted(places[stage])
+        elif len(groups_of[stage]) > 1:
+            rows = sorted(groups_of[stage])
             shown = ", ".join(str(group + 1) for group in rows[:8])
             shown += f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             faults.append(f"stage {stage} has tasks in rows {shown}; expected one row")
-    return tuple(min(places[stage]) if stage in places else 0 for stage in range(len(places))), faults
+    return tuple(min(groups_of[stage]) if stage in groups_of else 0 for stage in range(len(groups_of))), faults
