@@ -32,15 +32,19 @@ class Clock:
     num_microbatches: int
     seconds: Mapping[Kind, Sequence[float]]
     over: Sequence[float]
-    forward_end: array = field(init=False)
-    input_end: array = field(init=False)
+    happened: array = field(init=False)
+    """When each event has happened, -1 before. The end of F is event number stage times microbatches plus microbatch;
+    the end of I or B is that number plus ``size``."""
     waiting: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """For each event that has not happened, the groups that wait for it: the end of F is the task's number (stage times
-    microbatches plus microbatch), the end of I or B the same plus the count of all."""
+    """For each event that has not happened, the groups that wait for it."""
 
     def __post_init__(self) -> None:
-        size = len(self.placement) * self.num_microbatches
-        self.forward_end, self.input_end = array("d", [-1.0]) * size, array("d", [-1.0]) * size
+        self.happened = array("d", [-1.0]) * (2 * self.size)
+
+    @property
+    def size(self) -> int:
+        """The number of tasks of a kind."""
+        return len(self.placement) * self.num_microbatches
 
     def run(self, orders: Orders, second: Mapping[Task, Task]) -> tuple[Times, Times]:
         """The starts and the ends of every group's tasks.
@@ -71,10 +75,8 @@ class Clock:
 
     def _advance(self, order: Sequence[Task], starts: array, ends: array, group: int, todo: deque[int]) -> None:
         """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in."""
-        m, last, waiting = self.num_microbatches, len(self.placement) - 1, self.waiting
-        forward_end, input_end, over = self.forward_end, self.input_end, self.over
-        seconds = self.seconds
-        size = len(forward_end)
+        m, last, size = self.num_microbatches, len(self.placement) - 1, self.size
+        happened, waiting, over, seconds = self.happened, self.waiting, self.over, self.seconds
         now = ends[-1] if ends else 0.0
         add_start, add_end = starts.append, ends.append
         for index in range(len(ends), len(order)):
@@ -82,7 +84,7 @@ class Clock:
             at = stage * m + microbatch
             if kind == "F":
                 if stage:
-                    arrival = forward_end[at - m]
+                    arrival = happened[at - m]
                     if arrival < 0:
                         waiting.setdefault(at - m, []).append(group)
                         return
@@ -90,15 +92,15 @@ class Clock:
                     if arrival > now:
                         now = arrival
             elif kind == "W":
-                if input_end[at] < 0:
+                if happened[size + at] < 0:
                     waiting.setdefault(size + at, []).append(group)
                     return
             else:
-                if forward_end[at] < 0:
+                if happened[at] < 0:
                     waiting.setdefault(at, []).append(group)
                     return
                 if stage < last:
-                    arrival = input_end[at + m]
+                    arrival = happened[size + at + m]
                     if arrival < 0:
                         waiting.setdefault(size + at + m, []).append(group)
                         return
@@ -108,14 +110,11 @@ class Clock:
             add_start(now)
             now += seconds[kind][stage]
             add_end(now)
-            if kind == "F":
-                forward_end[at] = now
-                if at in waiting:
-                    todo.extend(waiting.pop(at))
-            elif kind != "W":
-                input_end[at] = now
-                if size + at in waiting:
-                    todo.extend(waiting.pop(size + at))
+            if kind != "W":
+                event = at if kind == "F" else size + at
+                happened[event] = now
+                if event in waiting:
+                    todo.extend(waiting.pop(event))
 
     def _advance_units(
         self,
@@ -136,7 +135,7 @@ class Clock:
                 for event, late in self._events(one):
                     if event in own:
                         continue
-                    end = self._end(event)
+                    end = self.happened[event]
                     if end < 0:
                         self.waiting.setdefault(event, []).append(group)
                         return
@@ -147,12 +146,13 @@ class Clock:
                 ends.append(start)
             for one in unit:
                 if one.kind != "W":  # nobody waits for W
-                    self._happen(self._event_of(one), start)
-                    todo.extend(self.waiting.pop(self._event_of(one), ()))
+                    event = self._event_of(one)
+                    self.happened[event] = start
+                    todo.extend(self.waiting.pop(event, ()))
 
     def _events(self, task: Task) -> Iterator[tuple[int, float]]:
-        """What a task waits for, and how long that takes to arrive."""
-        m, size = self.num_microbatches, len(self.forward_end)
+        """The events that a task waits for, each with the seconds until the group can read its result."""
+        m, size = self.num_microbatches, self.size
         at = task.stage * m + task.microbatch
         if task.kind == "F":
             if task.stage:
@@ -165,20 +165,9 @@ class Clock:
                 yield size + at + m, self.over[task.stage]
 
     def _event_of(self, task: Task) -> int:
-        """The end of a task, as a number; that of W is none, so not one that a task waits for either."""
+        """The event of a task's end. The end of W is no event: nobody waits for it."""
         at = task.stage * self.num_microbatches + task.microbatch
-        return at if task.kind == "F" else -1 if task.kind == "W" else len(self.forward_end) + at
-
-    def _end(self, event: int) -> float:
-        size = len(self.forward_end)
-        return self.forward_end[event] if event < size else self.input_end[event - size]
-
-    def _happen(self, event: int, time: float) -> None:
-        size = len(self.forward_end)
-        if event < size:
-            self.forward_end[event] = time
-        else:
-            self.input_end[event - size] = time
+        return at if task.kind == "F" else -1 if task.kind == "W" else self.size + at
 
 
 def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, position: Sequence[int]) -> str:
