@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from jax._src import source_info_util, traceback_util
 from jax._src.api_util import InternalFloatingPointError
-from jax._src.core import Tracer, jaxpr_as_fun
+from jax._src.core import Primitive, Tracer, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -32,13 +32,11 @@ from mpmd._jax_compat.jaxprs import (
     Jaxpr,
     JaxprEqn,
     Literal,
-    Primitive,
     Var,
     call,
     called_from,
     called_jaxpr,
     constvars_to_invars,
-    def_effectful_abstract_eval,
     is_ordered,
     is_transposed,
     jaxprs_in,
@@ -46,7 +44,6 @@ from mpmd._jax_compat.jaxprs import (
     make_jaxpr,
     memory_kind,
     new_jaxpr,
-    new_var,
     shaped_array,
     source_line,
     with_new_vars,
@@ -74,7 +71,6 @@ from mpmd._jax_compat.tracing_hooks import (
     trace_context,
     tracing,
     use_abstract_mesh,
-    use_mesh,
 )
 
 P = ParamSpec("P")

@@ -1,11 +1,11 @@
 """Jaxprs, their variables and equations: what they say, and new ones made from them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax._src import core, effects, source_info_util
-from jax._src.core import ClosedJaxpr, Primitive
+from jax._src.core import ClosedJaxpr
 from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
 from jax.interpreters import ad
@@ -60,11 +60,6 @@ def make_jaxpr(
 
 def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(e.effects for e in eqns))
-
-
-def new_var(aval: Any) -> Var:
-    """A fresh variable."""
-    return Var(aval)
 
 
 def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -162,8 +157,3 @@ def shaped_array(x: Any) -> Any:
 def memory_kind(aval: Any) -> str | None:
     """The memory kind that a type says, None for the default one."""
     return "pinned_host" if getattr(aval, "memory_space", None) == core.MemorySpace.Host else None
-
-
-def def_effectful_abstract_eval(primitive: Primitive, rule: Callable) -> None:
-    """`rule(*avals, **params)` returns avals and effects."""
-    primitive.def_effectful_abstract_eval(rule)

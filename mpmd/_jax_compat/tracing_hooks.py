@@ -13,7 +13,7 @@ from jax._src import mesh as mesh_internals
 from jax._src import shard_map as shard_map_internals
 from jax._src import sharding_impls as sharding_internals
 from jax._src.lax import utils as lax_internals
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 
 def trace_context() -> Hashable:
@@ -133,11 +133,6 @@ def sharding_here() -> NamedSharding | None:
     """What the type of a computed scalar says on the current mesh, if that has Explicit axes."""
     mesh = current_mesh()
     return NamedSharding(mesh, jax.sharding.PartitionSpec()) if mesh.explicit_axes else None
-
-
-def use_mesh(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """A context in which `mesh` is the current mesh, whatever the caller had set."""
-    return jax.set_mesh(mesh)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class Distinct:
         """The program on a mesh of its shape, under its own name or another one."""
         ins = [None if s is None else on_mesh(mesh, s) for s in self.in_shardings]
         args = [_abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
-        with compat.use_mesh(mesh), warnings.catch_warnings():
+        with jax.set_mesh(mesh), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self.jitted(mesh, name).lower(*args)
 
@@ -85,7 +85,7 @@ class Distinct:
 
         program.__name__ = program.__qualname__ = name or self.name
         outs = [None if s is None else on_mesh(mesh, s) for s in self.out_shardings]
-        with compat.use_mesh(mesh):
+        with jax.set_mesh(mesh):
             return jax.jit(
                 program,
                 out_shardings=outs,
@@ -205,7 +205,7 @@ class ByJit:
         self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
 
     def __call__(self, *args):
-        with compat.use_mesh(self._mesh):
+        with jax.set_mesh(self._mesh):
             return self._jitted(*args)
 
     def __getattr__(self, name):

@@ -171,7 +171,7 @@ class Pattern:
         writes: dict[compat.Var, None] = {}
         for v in inner.jaxpr.outvars:
             is_new = not isinstance(v, compat.Literal) and v in inner.origin and here[v] not in writes
-            writes[here[v] if is_new else compat.new_var(v.aval)] = None
+            writes[here[v] if is_new else compat.Var(v.aval)] = None
 
         outside = [e for i, e in enumerate(self.jaxpr.eqns) if i not in inside]
         hidden = {w for i in inside for w in self.jaxpr.eqns[i].outvars}.difference(writes)

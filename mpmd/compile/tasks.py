@@ -57,7 +57,7 @@ def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
 def task_jaxpr(partition: LoopPartition, body: TaskBody) -> tuple[compat.ClosedJaxpr, list[compat.Var]]:
     """A task with its accumulation as a closed jaxpr, and its arguments: [index], operands, reads, accumulators."""
     accs = [partition.accumulators[k] for k in body.accumulates]
-    old = [compat.new_var(a.result.aval) for a in accs]
+    old = [compat.Var(a.result.aval) for a in accs]
     eqns, new = list(body.eqns), []
     for acc, start in zip(accs, old, strict=True):
         if isinstance(acc.value, compat.Literal):

@@ -230,6 +230,6 @@ def _impl(*args, exported, name):
     return jax.jit(lambda *xs: foreign_p.bind(*xs, exported=exported, name=name))(*args)
 
 
-compat.def_effectful_abstract_eval(foreign_p, _abstract_eval)
+foreign_p.def_effectful_abstract_eval(_abstract_eval)
 compat.batching.primitive_batchers[foreign_p] = _batch
 compat.mlir.register_lowering(foreign_p, _lowering)

@@ -275,7 +275,7 @@ def _treduce_impl(*args, jaxpr, info):
     return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
 
 
-compat.def_effectful_abstract_eval(treduce_p, _treduce_abstract_eval)
+treduce_p.def_effectful_abstract_eval(_treduce_abstract_eval)
 compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
 compat.batching.primitive_batchers[treduce_p] = _treduce_batch
 compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(scan_loop, multiple_results=True))

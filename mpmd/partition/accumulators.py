@@ -132,7 +132,7 @@ class _Outputs:
 
     def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
         start = functools.partial(operation.init, value.aval, self.num_microbatches)
-        result = compat.new_var(result_types(start)[0])
+        result = compat.Var(result_types(start)[0])
         self.accumulators.append(Accumulator(value, result, operation, place))
         return result
 

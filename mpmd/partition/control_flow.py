@@ -255,7 +255,7 @@ def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
     params = eqn.params
     n, m = params["num_consts"], params["num_carry"]
     closed = params["jaxpr"]
-    ins: list = [compat.new_var(v.aval) for v in closed.jaxpr.invars]
+    ins: list = [compat.Var(v.aval) for v in closed.jaxpr.invars]
     carried = _Carried(
         _body_on(closed, ins),
         [(v, x) for i, (v, x) in enumerate(zip(ins, eqn.invars, strict=True)) if not n <= i < n + m],
@@ -326,12 +326,12 @@ def _cut_while(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinn
     params = eqn.params
     a, b = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, inits = eqn.invars[:a], eqn.invars[a : a + b], eqn.invars[a + b :]
-    ins: list = [compat.new_var(v.aval) for v in params["body_jaxpr"].jaxpr.invars]
+    ins: list = [compat.Var(v.aval) for v in params["body_jaxpr"].jaxpr.invars]
     consts, carry = ins[:b], ins[b:]
     carried = _Carried(
         _body_on(params["body_jaxpr"], ins), list(zip(consts, body_consts, strict=True)), carry, inits, pins
     )
-    test_ins = [compat.new_var(v.aval) for v in params["cond_jaxpr"].jaxpr.invars[:a]]
+    test_ins = [compat.Var(v.aval) for v in params["cond_jaxpr"].jaxpr.invars[:a]]
     test = _body_on(params["cond_jaxpr"], [*test_ins, *carry])
     read = equations.variables([*(v for e in test.eqns for v in e.invars), *test.outs])
     control = carried.closure([v for v in carry if v in read])

@@ -75,7 +75,7 @@ class Body:
     def of(cls, eqn: compat.JaxprEqn) -> "Body":
         """The body of a `treduce` equation, with fresh variables, on the operands of the step."""
         closed = eqn.params["jaxpr"]
-        index = compat.new_var(closed.jaxpr.invars[-1].aval)
+        index = compat.Var(closed.jaxpr.invars[-1].aval)
         eqns, outs = equations_on(closed, [*eqn.invars, index])
         return cls(tuple(map(Node, eqns)), index, tuple(outs), frozenset(equations.variables(eqn.invars)))
 

@@ -205,5 +205,5 @@ def _meet(mesh: Mesh) -> None:
             x = jax.lax.pcast(jax.lax.psum(x, axes), axes, to="varying")
         return x
 
-    with compat.use_mesh(mesh):
+    with jax.set_mesh(mesh):
         jax.block_until_ready(jax.jit(sums)(jnp.asarray(ones)))

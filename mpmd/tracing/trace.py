@@ -212,7 +212,7 @@ def _inline_into(
         else:
             _check_no_marks_inside(eqn)
         if outer is not None:
-            fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+            fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
             env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
             eqn = eqn.replace(outvars=fresh)
         out.append(eqn)
@@ -356,7 +356,7 @@ def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations
     env |= {v: _as_literal(v, c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
     eqns = []
     for eqn in closed.jaxpr.eqns:
-        fresh: list = [v if isinstance(v, compat.DropVar) else compat.new_var(v.aval) for v in eqn.outvars]
+        fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
         env.update(zip(eqn.outvars, fresh, strict=True))
     return Equations(eqns, [_read(env, v) for v in closed.jaxpr.outvars])
