@@ -102,13 +102,21 @@ def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]
 
         return await stored.all_of([values_of(leaf, asked) for leaf, asked in requests.items()])
 
-    return dict(zip(requests, event_loops.run(read()), strict=True))
+    try:
+        return dict(zip(requests, event_loops.run(read()), strict=True))
+    except ReshardError:
+        raise
+    except Exception as error:  # whatever a damaged file makes its reader raise
+        raise ReshardError(f"the checkpoint at {checkpoint.folder} cannot be read: {stored.said(error)}") from error
 
 
 def key_dtype(extra: str | None) -> Any:
     """The dtype of stored typed keys, by what Orbax keeps beside their data; None for other arrays."""
     impl = json.loads(extra).get(RANDOM_KEY_IMPL) if extra else None
-    return None if impl is None else jax.random.key_dtype(impl)
+    try:
+        return None if impl is None else jax.random.key_dtype(impl)
+    except ValueError:
+        raise ReshardError(f"the checkpoint has typed keys of the implementation {impl!r}, unknown to JAX.") from None
 
 
 async def read_array(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
 from scheduler.files import parse_json
 
 FOLDER = "reshard_checksums"
@@ -43,16 +44,23 @@ async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[t
 
 
 async def read(folder: Any) -> Sums:
-    """The sums that all processes left, by the names of the arrays; nothing for a checkpoint without them."""
+    """The sums that all processes left, by the names of the arrays; nothing for a checkpoint without them.
+
+    Raises:
+        ReshardError: a file of sums is damaged; names it.
+    """
 
     def load() -> Sums:
         sums: dict[str, list[tuple[Box, int]]] = {}
         directory = folder / FOLDER
         for file in sorted(directory.glob(FILES.format("*"))) if directory.exists() else ():
-            for name, entries in parse_json(file.read_text()).items():
-                for *ends, total in entries:
-                    box = Box(tuple([a for a, _ in ends]), tuple([b for _, b in ends]))
-                    sums.setdefault(name, []).append((box, total))
+            try:
+                for name, entries in parse_json(file.read_text()).items():
+                    for *ends, total in entries:
+                        box = Box(tuple([a for a, _ in ends]), tuple([b for _, b in ends]))
+                        sums.setdefault(name, []).append((box, total))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ReshardError(f"{file} does not hold the checksums of a checkpoint: {error}.") from None
         return sums
 
     return await asyncio.to_thread(load)

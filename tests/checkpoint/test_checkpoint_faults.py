@@ -339,6 +339,17 @@ def test_sums_of_an_older_format_are_not_looked_at(tmp_path):
     check_equal(restore(tmp_path / "state", {"w": values}, {"w": everywhere})["w"], values)
 
 
+def test_damaged_sums_are_an_error_that_names_the_file(tmp_path):
+    values = np.arange(8, dtype=np.float32)
+    save(tmp_path / "state", {"w": place(values, MpmdSharding(MESH, 1, P()))})
+    file = tmp_path / "state" / "reshard_checksums" / "crc32_of_process_0.json"
+    file.write_text("{")
+    assert message_of(ReshardError, tmp_path / "state", {"w": values}) == (
+        f"{file} does not hold the checksums of a checkpoint: "
+        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)."
+    )
+
+
 def test_a_damaged_description_is_an_error_that_names_the_checkpoint(tmp_path):
     save(tmp_path / "state", {"w": np.zeros(3)})
     (tmp_path / "state" / "_METADATA").write_text("{")
