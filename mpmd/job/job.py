@@ -12,6 +12,9 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError
 from mpmd.job import wires
+from mpmd.job.activity import Activity
+from mpmd.job.boards import Boards
+from mpmd.job.judge import Judge
 from mpmd.job.watchdog import Watchdog
 
 # An agreement is asked for in slices of this length, so that the main thread stays interruptible.
@@ -24,7 +27,8 @@ class Job:
     Attributes:
       rank, num_ranks: this process, and how many there are.
       store: the key-value store that they share.
-      watchdog: says what this process is at.
+      activity: what this process is at, for the watchdog.
+      watchdog: ends the process when the job cannot go on.
       address: the interface that other processes reach this one by.
     """
 
@@ -34,9 +38,10 @@ class Job:
         coordinator = environment.get("MPMD_COORDINATOR") or compat.coordinator_address() or ""
         self.address = "127.0.0.1" if environment.get("MPMD_LOCAL_ONLY") == "1" else _address_towards(coordinator)
         serves = self.rank == 0 and environment.get("MPMD_SERVICE") != "external"
-        self.watchdog = Watchdog(
-            self.rank, self.num_ranks, store, hang_timeout_s, environment.get("MPMD_STATUS_DIR"), serves
-        )
+        self.activity = Activity(self.rank)
+        boards = Boards(self.rank, self.activity, store, environment.get("MPMD_STATUS_DIR"))
+        judge = Judge(boards, hang_timeout_s, serves)
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, serves)
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: Any = None
         self.watchdog.start()
@@ -57,14 +62,14 @@ class Job:
         self.store.key_value_set(f"{folder}{count}/{self.rank}", text, allow_overwrite=True)
         said = {self.rank: text}
         missing = [r for r in ranks if r != self.rank]
-        with self.watchdog.during("agreeing", what, missing):
+        with self.activity.during("agreeing", what, missing):
             while missing:
                 try:
                     said[missing[0]] = self.store.blocking_key_value_get(f"{folder}{count}/{missing[0]}", _SLICE_MS)
                     missing.pop(0)
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
-                self.watchdog.waits_for(missing)
+                self.activity.waits_for(missing)
         if count > 1:  # all have come this far, so nobody reads the one before any more
             self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
         return dict(sorted(said.items()))
@@ -75,7 +80,7 @@ class Job:
         Args:
           what: what is done meanwhile, for the report when it does not come.
         """
-        with self.watchdog.during("agreeing", f"{what} of rank {rank}", [rank]):
+        with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
             while True:
                 try:
                     return self.store.blocking_key_value_get(key, _SLICE_MS)

@@ -98,7 +98,7 @@ def current() -> Job | None:
 def compiling() -> contextlib.AbstractContextManager:
     """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
     job = current()
-    return contextlib.nullcontext() if job is None else job.watchdog.during("compiling", "compiling a step")
+    return contextlib.nullcontext() if job is None else job.activity.during("compiling", "compiling a step")
 
 
 def _join(given, hang_timeout_s, environment) -> bool:

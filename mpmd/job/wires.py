@@ -162,7 +162,7 @@ class PutWire:
         if (source, target) in self._connected:
             return jax.device_put(array, place)
         rank = other.process_index
-        with self._job.watchdog.during("agreeing", f"connecting {source} to {target} of rank {rank}", [rank]):
+        with self._job.activity.during("agreeing", f"connecting {source} to {target} of rank {rank}", [rank]):
             put = jax.device_put(array, place)
         self._connected.add((source, target))
         return put

@@ -123,12 +123,12 @@ class Executor:
         base = self._next_piece
         self._next_piece += self.bindings.num_pieces
         self.position = 0
-        self._job.watchdog.enter_step(self)
+        self._job.activity.enter_step(self)
         try:
             with self._job.as_a_whole():
                 yield base
         finally:
-            self._job.watchdog.leave_step()
+            self._job.activity.leave_step()
 
     def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions one after the other."""

@@ -170,13 +170,13 @@ class Route:
         part = keys.to_data(part)
         number = base + self.first + piece.number
         self.job.wire.send(number, part, piece.target)
-        self.job.watchdog.expect(part, self.what, (), number)
+        self.job.activity.expect(part, self.what, (), number)
 
     def _receive(self, piece: Piece, base: int) -> jax.Array:
         shape, dtype = keys.data_shape(piece.box.shape, self.aval.dtype), keys.data_dtype(self.aval.dtype)
         number = base + self.first + piece.number
         data = self.job.wire.receive(number, shape, dtype, piece.source, piece.target)
-        self.job.watchdog.expect(data, self.what, (piece.source.process_index,), number)
+        self.job.activity.expect(data, self.what, (piece.source.process_index,), number)
         return keys.from_data(data, self.aval.dtype)
 
     def _cut(self, shard: jax.Array, piece: Piece) -> jax.Array:

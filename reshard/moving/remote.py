@@ -69,7 +69,7 @@ class WireCarrier:
             shard, into = sink()
             away, home = _device(from_device, sender), _device(to_device, receiver)
             data = self._job.wire.receive(number, into.shape, dtype, away, home)
-            self._job.watchdog.expect(data, "a piece of a reshard", (sender,))
+            self._job.activity.expect(data, "a piece of a reshard", (sender,))
             self._coming.append((data, shard, into))
             return 0, 0 if shard.takes(data) else into.nbytes(dtype.itemsize)
         return 0, 0
@@ -89,7 +89,7 @@ class WireCarrier:
                 self._job.wire.send(number, jax.device_put(_RECEIPT, giver), taker)
             elif sender == self.rank:
                 receipt = self._job.wire.receive(number, (1,), np.uint8, giver, taker)
-                self._job.watchdog.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
+                self._job.activity.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
                 receipts.append(receipt)
         self._pairs.clear()
         jax.block_until_ready(receipts)

@@ -10,19 +10,19 @@ from jax.sharding import Mesh
 
 import mpmd
 import scheduler
-from mpmd.job.watchdog import Watchdog
+from mpmd.job.activity import Activity
 
 NUM_GROUPS, MICROBATCHES = 2, 3
 
 
 class Alone:
-    """A job of one process, whose watchdog runs no threads."""
+    """A job of one process, without a watchdog."""
 
     rank, num_ranks = 0, 1
     as_a_whole = contextlib.nullcontext
 
     def __init__(self):
-        self.watchdog = Watchdog(0, 1, store=None, hang_timeout_s=None)
+        self.activity = Activity(0)
 
     def exchange(self, what, text, ranks):
         return {0: text}
@@ -59,7 +59,7 @@ def test_the_watchdog_knows_the_instruction_of_a_step_that_is_checked_for_nans(d
     boards = []
 
     def on_host(x):
-        boards.append(job.watchdog.board())
+        boards.append(job.activity.board())
         return x
 
     compiled, job = compiled_step(on_host)
@@ -67,7 +67,7 @@ def test_the_watchdog_knows_the_instruction_of_a_step_that_is_checked_for_nans(d
     assert [(b.phase, b.step, b.doing) for b in boards] == [
         ("step", 1, f"0F{m} in group 0") for m in range(MICROBATCHES)
     ]
-    assert job.watchdog.board().phase == "idle"
+    assert job.activity.board().phase == "idle"
 
 
 @pytest.mark.parametrize("timing", [False, True], ids=["plain", "timed"])
@@ -77,7 +77,7 @@ def test_a_step_that_raises_is_left(timing, debug_nans):
     with pytest.raises(FloatingPointError, match="invalid value") as raised:
         compiled(jnp.ones((MICROBATCHES, 2)))
     assert raised.value.__notes__[0] == "jax-mpmd: while it ran 0F0 in group 0"
-    assert job.watchdog.board().phase == "idle"
+    assert job.activity.board().phase == "idle"
 
 
 def test_a_timed_step_frees_what_an_untimed_one_frees():

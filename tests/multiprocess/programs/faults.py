@@ -158,8 +158,8 @@ def go_wrong(fault: str, pipeline: Pipeline) -> None:
     if fault == "late":
         time.sleep(pipeline.options.seconds)
     if fault == "late_store":
-        watchdog = joining.current().watchdog
-        watchdog._store = LateStore(watchdog._store, pipeline.options.seconds)
+        boards = joining.current().watchdog.boards
+        boards.store = LateStore(boards.store, pipeline.options.seconds)
 
 
 def main() -> None:

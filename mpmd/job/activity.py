@@ -1,0 +1,169 @@
+"""What this process is at: its phase, its instruction, what it waits for, and the user's function on the host.
+
+The main thread says it; the watchdog's threads publish it as a `Board`.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mpmd.job import exits, processes
+from mpmd.job.expected import Expected, Mark, Times
+from mpmd.job.verdict import STILL_S, Board, Wait
+
+
+class Cursor(Protocol):
+    """Where the executor is: the watchdog looks at it from its own thread."""
+
+    position: int
+
+    def text(self, position: int) -> str:
+        """The instruction in words."""
+        ...
+
+    def peers(self, position: int) -> tuple[int, ...]:
+        """The other ranks of the group that runs the instruction."""
+        ...
+
+
+class _Said(NamedTuple):
+    """A phase, what is done in it, and the ranks that it waits for."""
+
+    phase: str
+    doing: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class Activity:
+    """What this process is at.
+
+    Attributes:
+      expected: the values that it waits for, or has promised.
+      callbacks: the user's functions that run on the host.
+    """
+
+    def __init__(self, rank: int):
+        self._process = {
+            "rank": rank, "host": socket.gethostname(), "pid": os.getpid(),
+            "machine": processes.machine(), "started": processes.started(os.getpid()),
+        }  # fmt: skip
+        self._said = _Said("idle")
+        self._step = 0
+        self._cursor: Cursor | None = None
+        self._last_position = -1
+        self._times = Times()
+        self.expected = Expected(self._times)
+        self.callbacks = Callbacks()
+
+    @contextlib.contextmanager
+    def during(self, phase: str, doing: str, waits_for: Sequence[int] = ()) -> Iterator[None]:
+        """A stretch of work other than a step; with ranks, one that waits for them."""
+        before = self._said
+        self.say(phase, doing, waits_for)
+        try:
+            yield
+        finally:
+            self.say(*before)
+
+    def waits_for(self, ranks: Sequence[int]) -> None:
+        """Narrows the ranks of the current wait down to those that have not come."""
+        self._said = self._said._replace(ranks=tuple(ranks))
+
+    def say(self, phase: str, doing: str = "", ranks: Sequence[int] = ()) -> None:
+        """A phase begins."""
+        self._said = _Said(phase, doing, tuple(ranks))
+        self._times.move()
+
+    def fail(self, what: str) -> None:
+        """This process cannot go on; nothing has moved by that."""
+        self._cursor = None
+        self._said = self._said._replace(phase="failed", doing=what)
+
+    def enter_step(self, cursor: Cursor) -> None:
+        """A step begins; `cursor` is looked at until `leave_step`."""
+        self._step += 1
+        self._last_position = -1
+        self._cursor = cursor
+        self.say("step")
+
+    def leave_step(self) -> None:
+        """All instructions of the step have been dispatched, or it has failed."""
+        self._cursor = None
+        self.say("idle")
+
+    def expect(self, array: Any, what: str, ranks: tuple[int, ...], number: int | None = None) -> None:
+        """An array will come from `ranks`, or (none) was promised to another rank.
+
+        Both sides know its number: so a value that was sent and did not arrive is found.
+        """
+        self.expected.add(Mark(array, what, ranks, number))
+
+    def board(self, others: Iterable[Board] = ()) -> Board:
+        """What this rank says of itself now.
+
+        Args:
+          others: what the others said last.
+        """
+        now, said, cursor = time.monotonic(), self._said, self._cursor
+        doing, position, number = said.doing, 0, None
+        self.expected.prune()
+        wait = (doing, said.ranks) if said.ranks else None
+        if wait is None and (mark := self.expected.oldest()) is not None:
+            wait, number = (mark.what, mark.ranks), mark.number
+        if cursor is not None:
+            position = cursor.position
+            doing = cursor.text(position)
+            if position != self._last_position:
+                self._last_position, self._times.moved = position, now
+                if not self.expected:
+                    self._times.waits_since = now
+            if wait is None and (peers := cursor.peers(position)):
+                wait = doing, peers
+        still_s = max(0.0, now - self._times.moved)
+        return Board(
+            **self._process, phase=said.phase, step=self._step, position=position, doing=doing, still_s=still_s,
+            wait=None if wait is None else Wait(*wait, max(0.0, now - self._times.waits_since), number),
+            sent=self._sent_in_vain(others),
+            callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,
+        )  # fmt: skip
+
+    def _sent_in_vain(self, others: Iterable[Board]) -> tuple[int, ...]:
+        """Of the values that others have been waiting for, those that this rank has sent."""
+        rank = self._process["rank"]
+        waits = [board.wait for board in others if board.wait is not None]
+        return self.expected.sent_among(
+            {w.number for w in waits if w.number is not None and rank in w.ranks and w.for_s > STILL_S}
+        )
+
+
+class Callbacks:
+    """The user's functions that JAX calls on the host, in whatever thread.
+
+    Attributes:
+      raised: the first error of such a function, empty if none. It reaches others before this process knows.
+    """
+
+    def __init__(self):
+        self.raised = ""
+        self._running: dict[int, str] = {}
+
+    def running(self) -> str:
+        """One that runs; empty if none does."""
+        return next(iter(list(self._running.values())), "")
+
+    @contextlib.contextmanager
+    def calling(self, function: Callable) -> Iterator[None]:
+        """While a program calls such a function."""
+        thread, text = threading.get_ident(), exits.function_text(function)
+        self._running[thread] = text
+        try:
+            yield
+        except BaseException as e:
+            self.raised = self.raised or f"{exits.error_text(e)} in the host callback {text}"
+            raise
+        finally:
+            self._running.pop(thread, None)

@@ -1,0 +1,58 @@
+"""Judges again and again which rank is to blame, where one look is not enough."""
+
+import time
+from collections.abc import Mapping
+
+from mpmd.job import verdict
+from mpmd.job.boards import PUBLISH_S, Boards
+from mpmd.job.verdict import LEFT_S, SILENT_S, View
+
+
+class Judge:
+    """Finds the rank that ends the job.
+
+    Args:
+      boards: what all ranks say.
+      hang_timeout_s: how long a rank may wait for one that does not move; None for no limit.
+      serves: this process serves the key-value store.
+    """
+
+    def __init__(self, boards: Boards, hang_timeout_s: float | None, serves: bool):
+        self._boards = boards
+        self._hang_timeout_s = hang_timeout_s
+        self._serves = serves
+        self._suspected: tuple[int | None, float] = None, 0.0  # since when
+
+    def find(self, views: Mapping[int, View]) -> tuple[int, str] | None:
+        """The guilty rank, and what it did; None while all moves."""
+        return verdict.diagnose(views, self._boards.rank) or self._stall(views) or self._store_is_gone(views)
+
+    def _stall(self, views: Mapping[int, View]) -> tuple[int, str] | None:
+        """A rank that holds up others, if it still does when all who can have spoken again since it was suspected."""
+        found = verdict.suspect(views, self._hang_timeout_s)
+        now = time.monotonic()
+        if found is None or found[0] != self._suspected[0]:
+            self._suspected = None if found is None else found[0], now
+            return None
+        since = self._suspected[1]
+        others = (v for r, v in views.items() if r != self._boards.rank and v.process != "stopped")
+        oldest = now - max((v.silent_s for v in others if v.silent_s < LEFT_S), default=0.0)
+        return found if now - since > 4 * PUBLISH_S and oldest > since + 2 * PUBLISH_S else None
+
+    def _store_is_gone(self, views: Mapping[int, View]) -> tuple[int, str] | None:
+        """A verdict for when the process that serves the key-value store does not answer (it is rank 0, if any)."""
+        age, me = self._boards.unread_s, views[self._boards.rank].board
+        if age < SILENT_S or self._serves or me.phase == "finished":
+            return None
+        server = views.get(0)
+        is_stopped = server is not None and server.process == "stopped"
+        limit = self._hang_timeout_s if is_stopped else SILENT_S
+        if not limit or age < limit:
+            return None
+        if server is not None and is_stopped:
+            process = f"process {server.board.pid} on {server.board.host}"
+            return 0, f"{process} is stopped for {age:.0f} s ({server.where})"
+        if server is not None and server.board.host != me.host:
+            why = "its machine cannot be reached, or the coordination service on it has ended"
+            return 0, f"no sign of life from {server.board.host} for {age:.0f} s: {why}"
+        return 0, f"the coordination service does not answer for {age:.0f} s"
