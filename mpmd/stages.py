@@ -27,7 +27,7 @@ from mpmd.report.explain import WholeTraffic, explain
 from mpmd.report.flops import flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.texts import texts
-from mpmd.run import routes
+from mpmd.run import device_put
 from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
 from mpmd.run.executor import Executor
@@ -205,7 +205,7 @@ class Compiled:
         ]
         self._consts = [
             {
-                g: routes.put(c, s.group_sharding(g))
+                g: device_put.put(c, s.group_sharding(g))
                 for g in s.groups
                 if g in mesh.local_groups and not mesh.is_described
             }
@@ -427,7 +427,7 @@ class Compiled:
                     values.append(x)
                     shardings.append(sharding.group_sharding(group))
         if pending:
-            for (placed, group), array in zip(pending, routes.place(values, shardings), strict=True):
+            for (placed, group), array in zip(pending, device_put.place_all(values, shardings), strict=True):
                 placed[group] = array
         return arguments
 
@@ -436,7 +436,7 @@ def _check_movable(x: jax.Array, sharding: MpmdSharding):
     """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
     if isinstance(x, compat.Tracer):
         check_leaves([x], ["an argument"])
-    if not all(routes.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
+    if not all(device_put.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
         raise ValueError(
             f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
             "  Bring it into the step's layout first:"

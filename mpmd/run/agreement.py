@@ -91,7 +91,7 @@ def _value(x) -> str:
 
 
 def agree(job: Job, plan: Plan, ranks: Sequence[int]) -> int:
-    """Makes sure that all of `ranks` are about to run the same; returns a number for it that all get alike.
+    """Makes sure that all of `ranks` are about to run the same. Returns a number for it, the same in all of them.
 
     Raises:
       ScheduleError: the plans differ; it says in what, and where. In every process.
@@ -129,8 +129,8 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
 def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[Any], ranks) -> None:
     """Makes sure that host arrays, which every process gives, are the same in those that use them.
 
-    At the first call of a step: a seed that depends on the process would go unnoticed. Of arrays over 64 MB a part is
-    looked at. Where one differs in processes that do not use it, the first process warns.
+    At the first call of a step: a seed that depends on the process would go unnoticed. A part is compared of arrays
+    over 64 MB. The first process warns of an array that differs only in processes that do not use it.
 
     Raises:
       ScheduleError: some differ; in every process.

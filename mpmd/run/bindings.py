@@ -18,7 +18,9 @@ from mpmd.compile.program import edge_name, zeros_name
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.job.job import Job
 from mpmd.partition.graph import Place
-from mpmd.run import routes
+from mpmd.run import device_put
+from mpmd.run.pieces import pieces
+from mpmd.run.routes import Route
 from mpmd.run.run_ahead import Flow, Limits
 from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
 
@@ -151,7 +153,7 @@ class _Slots:
         slot = self.of(group, ("index", microbatch))
         if slot not in self._indices:
             sharding = NamedSharding(self._mesh.groups[group], PartitionSpec())
-            target = routes.target_of(sharding) if self._is_alone else sharding
+            target = device_put.target_of(sharding) if self._is_alone else sharding
             self._indices[slot] = np.int32(microbatch), target
         return slot
 
@@ -160,7 +162,7 @@ class _Slots:
         slots: list[Any] = [None] * len(self._numbers)
         if self._indices:
             values, targets = map(list, zip(*self._indices.values(), strict=True))
-            placed = jax.device_put(values, targets) if self._is_alone else routes.place(values, targets)
+            placed = jax.device_put(values, targets) if self._is_alone else device_put.place_all(values, targets)
             for slot, index in zip(self._indices, placed, strict=True):
                 slots[slot] = index
         return slots
@@ -262,7 +264,7 @@ class _Transfers:
         for loop in programs.loops:
             self._vars.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
         self._ways: dict[tuple[str, int, int], _Way] = {}
-        self._routes: dict[tuple[int, int, Value], tuple[routes.Route, Flow | None]] = {}
+        self._routes: dict[tuple[int, int, Value], tuple[Route, Flow | None]] = {}
 
     def send(self, group: int, instruction: Send) -> list[BoundInstruction]:
         """A value's way to another group; nothing where this process has no part in it."""
@@ -287,7 +289,7 @@ class _Transfers:
         is_here = source in self._programs.mesh.local_groups
         self.bytes_moved += 0 if is_here else self._nbytes(value)
         reads = self._slots.of(source, value) if is_here else None
-        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.what)]
+        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.text)]
 
     def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
         """Pieces for other processes; every process counts them alike, also those that have no part in them.
@@ -296,15 +298,15 @@ class _Transfers:
         """
         assert self._job is not None and self._limits is not None
         first, local = self.num_pieces, self._programs.mesh.local_groups
-        self.num_pieces += len(routes.pieces(way.source, way.target, tuple(way.aval.shape)))
+        self.num_pieces += len(pieces(way.source, way.target, tuple(way.aval.shape)))
         if group not in local and target not in local:
             return []
         # The user gets to hold such an array, and may delete it or donate it while it is on its way.
         keep = value in self._program.inputs_of(group) or value in self._program.outputs_of(group)
-        route = routes.Route(self._job, way.source, way.target, way.aval, first, keep, text)
+        route = Route(self._job, way.source, way.target, way.aval, first, keep, text)
         flow = self._limits.flow(group, target, value)
         self._routes[group, target, value] = route, flow
-        if group not in local or not route.outgoing:
+        if group not in local or not route.share.sends:
             return []
         self.bytes_moved += self._nbytes(value)
         if target in local:
@@ -318,12 +320,12 @@ class _Transfers:
             v, mesh = self._vars[value.name, value.microbatch is not None], self._programs.mesh
             source, wanted = self._programs.sharding(v, group), self._programs.sharding(v, target)
             code, mover = MOVE, None
-            if routes.is_alias(source, wanted, len(v.aval.shape)):
+            if device_put.is_alias(source, wanted, len(v.aval.shape)):
                 code = ALIAS
             elif len({*mesh.processes[group], *mesh.processes[target]}) > 1:
                 code = SEND
             elif group in mesh.local_groups:
-                mover = routes.mover(source, wanted, v.aval.dtype)
+                mover = device_put.mover(source, wanted, v.aval.dtype)
             self._ways[key] = _Way(code, source, wanted, v.aval, mover)
         return self._ways[key]
 

@@ -1,5 +1,6 @@
-"""Host values of arrays, on every process, wherever the arrays lie."""
+"""Host values of arrays, in every process, wherever the arrays are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from mpmd.run.routes import Route
 
 
 @compat.api_boundary
-def device_get(tree):
+def device_get(tree: Any) -> Any:
     """The values of a tree of MpmdArrays and jax.Arrays on the host.
 
     In several processes every one of them calls it with the same tree, and every one gets all values; what a process
@@ -67,7 +68,7 @@ def _readers(x: MpmdArray | jax.Array) -> set[int]:
     return found
 
 
-def _gather(job: Job, leaves) -> list[Any]:
+def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
     """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
     for x in leaves:
         if x.is_deleted():
@@ -81,8 +82,8 @@ def _gather(job: Job, leaves) -> list[Any]:
     return values
 
 
-def _exchanged(job: Job, leaves, base: int) -> list[Any]:
-    """Each array as it is, or where this process lacks some of it an array of this process that will have all."""
+def _exchanged(job: Job, leaves: Sequence[Any], base: int) -> list[Any]:
+    """Each array, fetched to this process if any part is missing."""
     first_device: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda d: d.id):
         first_device.setdefault(device.process_index, device)
@@ -98,10 +99,10 @@ def _exchanged(job: Job, leaves, base: int) -> list[Any]:
             route = Route(
                 job, source, NamedSharding(mesh, PartitionSpec()), x, count, False, f"device_get of {x!r:.60}"
             )
-            count += route.num_pieces
+            count += route.share.num_pieces
             if rank == job.rank:
                 value = route.carry(part, base)
-            elif route.outgoing:
+            elif route.share.sends:
                 route.carry(part, base)
         arriving.append(x if value is None else value)
     return arriving

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd.arrays.boxes import Box, device_boxes
-from mpmd.run.routes import pieces
+from mpmd.run.pieces import pieces
 
 
 class Device:

@@ -91,9 +91,9 @@ def move(random, job) -> int:
         aval = aval_of(value, dtype)
         source, target = shardings(random, aval.shape), shardings(random, aval.shape)
         route = Route(job, source, target, aval, count, False, f"value {number}")
-        count += route.num_pieces
+        count += route.share.num_pieces
         part = placed(value, aval, source)
-        found = route.carry(part, base) if route.outgoing or route.targets else None
+        found = route.carry(part, base) if route.share.mine or route.share.targets else None
         if found is not None:
             arrived.append((found, value, (number, dtype, shape, source, target)))
     for x, value, what in arrived:

@@ -1,0 +1,95 @@
+"""Puts arrays on the devices of groups: the user's arguments, and values of this process that go to another group.
+
+Nothing waits for a value to be computed, nor asks another process.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
+from mpmd.arrays.boxes import device_boxes
+from mpmd.arrays.layouts import memory_kind
+from mpmd.run.pieces import is_mine, shards_of
+
+
+def mover(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """What moves an array from one group's sharding to another's."""
+    if not keys.is_key(dtype) and (copy := compat.put(source, target)) is not None:
+        return copy
+    return functools.partial(jax.device_put, device=target_of(target))
+
+
+def target_of(sharding: NamedSharding) -> Any:
+    """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
+    if sharding.mesh.size == 1 and memory_kind(sharding) is None:
+        return compat.devices(sharding).flat[0]
+    return sharding
+
+
+def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
+    """Whether two shardings of groups that share devices put the same on each device."""
+    return compat.devices(source).tolist() == compat.devices(target).tolist() and source.is_equivalent_to(target, ndim)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A host array or an array of this process on the devices of one group."""
+    placed = jax.device_put(x, sharding)
+    if isinstance(placed.sharding, SingleDeviceSharding):
+        placed = jax.device_put(placed, sharding)
+    return placed
+
+
+def place_all(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Puts host arrays and arrays of this process on the devices of groups, which may span other processes.
+
+    Where a group does, every process gives the same values, as to `jax.make_array_from_callback`. An array that
+    is there already, and perhaps elsewhere too, is used as it is.
+    """
+    placed: list[Any] = [None] * len(values)
+    local = []
+    for i, (x, sharding) in enumerate(zip(values, shardings, strict=True)):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            if _is_there(x, sharding):
+                shards = shards_of(x)
+                mine = [shards[d] for d in device_boxes(sharding, x.shape) if d in shards]
+                placed[i] = jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
+                continue
+            x = x.addressable_data(0)  # all of it, as `is_placeable` has found
+        if sharding.is_fully_addressable:
+            local.append((i, x))
+        else:
+            placed[i] = _place_everywhere(x, sharding)
+    if local:
+        moved = jax.device_put([x for _, x in local], [shardings[i] for i, _ in local])
+        for (i, _), x in zip(local, moved, strict=True):
+            placed[i] = x
+    return placed
+
+
+def is_placeable(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether `place_all` can bring an array to the devices of a group without asking another process."""
+    return x.is_fully_addressable or x.is_fully_replicated or _is_there(x, sharding)
+
+
+def _is_there(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array over many processes has on a group's devices what is wanted there."""
+    held = device_boxes(x.sharding, x.shape)
+    wanted = device_boxes(sharding, x.shape)
+    return all(held.get(d) == box for d, box in wanted.items()) and x.sharding.memory_kind == sharding.memory_kind
+
+
+def _place_everywhere(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, on devices of several processes."""
+    if isinstance(x, jax.Array) and keys.is_key(x.dtype):
+        data = np.asarray(keys.to_data(x))
+        boxes = {d: box for d, box in device_boxes(sharding, x.shape).items() if is_mine(d)}
+        shards = [keys.from_data(jax.device_put(data[box.slices], d), x.dtype) for d, box in boxes.items()]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

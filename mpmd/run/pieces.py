@@ -1,0 +1,99 @@
+"""How an array goes from one sharding to another: a piece for each part of a target shard that a source shard has.
+
+Planned from the shardings alone, alike in every process.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.layouts import memory_kind
+from mpmd.arrays.mesh import Device
+
+
+def is_mine(device: Device) -> bool:
+    """Whether a device is this process's."""
+    return device.process_index == device.client.process_index()
+
+
+class Piece(NamedTuple):
+    """A box of an array that goes from one device to another; `number` is its place in a transfer."""
+
+    number: int
+    source: Device
+    target: Device
+    box: Box
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """How an array goes from one sharding to another: every target shard, cut by the source shards.
+
+    All processes come to the same answer. Of several replicas, one on the target's device is taken, else one of its
+    process, else they take turns.
+    """
+    holders: dict[Box, list[Device]] = {}
+    for device, box in device_boxes(source, shape).items():
+        holders.setdefault(box, []).append(device)
+    found: list[Piece] = []
+    for turn, (device, wanted) in enumerate(device_boxes(target, shape).items()):
+        for held, devices in holders.items():
+            part = held & wanted
+            if part.size:
+                near = [d for d in devices if d == device] or [
+                    d for d in devices if d.process_index == device.process_index
+                ]
+                chosen = (near or devices)[turn % len(near or devices)]
+                found.append(Piece(len(found), chosen, device, part))
+    return tuple(found)
+
+
+class Share(NamedTuple):
+    """What one process has to do with the pieces of an array.
+
+    Attributes:
+      num_pieces: of all processes.
+      mine: those that come from or go to a device of this process, in the order that all processes share.
+      sources: per device of the source sharding, the box that it holds.
+      targets: per device of this process, the box that it gets.
+      starts: per such device, where its pieces begin in its box.
+      only: a piece from elsewhere that is all that this process gets or gives: there is nothing to put together.
+    """
+
+    num_pieces: int
+    mine: tuple[Piece, ...]
+    sources: Mapping[Device, Box]
+    targets: Mapping[Device, Box]
+    starts: Mapping[Device, tuple[tuple[int, ...], ...]]
+    only: Piece | None
+
+    @property
+    def sends(self) -> bool:
+        """Whether this process sends a piece to another one."""
+        return any(not is_mine(p.target) for p in self.mine)
+
+
+@functools.lru_cache(maxsize=4096)
+def share(source: jax.sharding.Sharding, target: NamedSharding, shape: tuple[int, ...]) -> Share:
+    """The share of this process in an array's way from one sharding to another."""
+    found = pieces(source, target, shape)
+    mine = tuple(p for p in found if is_mine(p.source) or is_mine(p.target))
+    targets = {d: box for d, box in device_boxes(target, shape).items() if is_mine(d)}
+    starts = {
+        d: tuple(p.box.relative_to(box).start for p in mine if p.target == d) for d, box in targets.items()
+    }  # fmt: skip
+    is_whole = len(mine) == 1 and not is_mine(mine[0].source) and mine[0].box == targets.get(mine[0].target)
+    only = mine[0] if is_whole and target.mesh.size == 1 and memory_kind(target) is None else None
+    return Share(len(found), mine, device_boxes(source, shape), targets, starts, only)
+
+
+def shards_of(x: jax.Array) -> dict[Device, jax.Array]:
+    """The shards of an array that this process has."""
+    devices = x.devices()
+    if len(devices) == 1 and x.is_fully_addressable:
+        return {next(iter(devices)): x}
+    return {s.device: s.data for s in x.addressable_shards}
