@@ -128,17 +128,26 @@ def jit(
 class Jitted:
     """What `mpmd.jit` returns: the step, compiled anew for each new set of argument shapes."""
 
-    def __init__(self, fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options):
+    def __init__(
+        self,
+        fun: Callable,
+        mpmd_mesh: MpmdMesh,
+        in_shardings: Any,
+        out_shardings: Any,
+        donated: tuple[frozenset[int], frozenset[str]],
+        static: tuple[frozenset[int], frozenset[str]],
+        compiler_options: Mapping[str, Any] | None,
+    ):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._mesh = mpmd_mesh
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
         self._options = dict(compiler_options or {})
-        self._donate, self._donate_names = donated
-        self._static, self._static_names = static
+        self._donated = donated
+        self._static = static
         self._cache: dict[Any, list[Compiled]] = {}
-        self._wished: dict[Any, list] = {}
+        self._wished: dict[Any, list[Any]] = {}
 
     @compat.api_boundary
     def __call__(self, *args, **kwargs):
@@ -158,36 +167,36 @@ class Jitted:
         return self if obj is None else functools.partial(self, obj)
 
     @compat.api_boundary
-    def trace(self, *args, **kwargs) -> "Traced":
+    def trace(self, *args, **kwargs) -> Traced:
         """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
         return self._trace(self._read(args, kwargs))
 
     @compat.api_boundary
-    def lower(self, *args, **kwargs) -> "Lowered":
+    def lower(self, *args, **kwargs) -> Lowered:
         """The step, cut into tasks and placed on groups."""
         return self.trace(*args, **kwargs).lower()
 
     @compat.api_boundary
-    def eval_shape(self, *args, **kwargs):
+    def eval_shape(self, *args, **kwargs) -> Any:
         """The shapes and dtypes of the result; nothing is compiled."""
         traced = self.trace(*args, **kwargs)._trace
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
-    def _read(self, args, kwargs) -> "Call":
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         dynamic, fixed = args, ()
-        if self._static or self._static_names:
-            dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
-            named = {k: v for k, v in kwargs.items() if k in self._static_names}
-            kwargs = {k: v for k, v in kwargs.items() if k not in named}
-            found = [(i, a) for i, a in enumerate(args) if i in self._static] + sorted(named.items())
+        positions, names = self._static
+        if positions or names:
+            dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+            named = {k: v for k, v in kwargs.items() if k in names}
+            kwargs = {k: v for k, v in kwargs.items() if k not in names}
+            found = [(i, a) for i, a in enumerate(args) if i in positions] + sorted(named.items())
             fixed = tuple((where, type(value), value) for where, value in found)  # 2, 2.0 and True are equal
             check_static(fixed)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
-        explicit = {
-            n for n, t in zip(self._mesh.tracing_mesh().axis_names, self._mesh.tracing_mesh().axis_types, strict=True)
-            if t == AxisType.Explicit
-        } - {self._mesh.mpmd_axis_name}  # fmt: skip
+        mesh = self._mesh.tracing_mesh()
+        axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {n for n, t in axes if t == AxisType.Explicit} - {self._mesh.mpmd_axis_name}
         wishes = self._wishes(tree, fixed, len(args))
         types, fault = (), None
         try:
@@ -199,7 +208,7 @@ class Jitted:
             raise fault
         return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
-    def _wishes(self, tree, fixed, num_args) -> list:
+    def _wishes(self, tree: Any, fixed: tuple[Any, ...], num_args: int) -> list[Any]:
         """The user's sharding of each leaf, or None."""
         if self._in_shardings is None:
             return [None] * tree.num_leaves
@@ -210,7 +219,7 @@ class Jitted:
             self._wished[key] = wishes + [None] * kwargs_tree.num_leaves
         return self._wished[key]
 
-    def _trace(self, call: "Call") -> "Traced":
+    def _trace(self, call: Call) -> Traced:
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
         wishes = self._wishes(call.tree, call.fixed, call.num_args)
@@ -234,7 +243,7 @@ class Jitted:
         key = call.key, tuple(names), tuple(hints), shape_of(self._mesh), surroundings(self._fun)
         if (trace := known.get(key)) is None:
             trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
-        donated = donated_leaves(call, self._donate, self._donate_names)
+        donated = donated_leaves(call, *self._donated)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
         return Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)
 
@@ -252,6 +261,6 @@ def _traces_of(fun: Callable) -> dict[Any, Trace]:
         return {}
 
 
-def _on_one_device(tree):
+def _on_one_device(tree: Any) -> Any:
     """MpmdArrays as arrays that plain JAX computes with, wherever the others are."""
     return jax.tree.map(lambda x: jax.numpy.asarray(device_get(x)) if isinstance(x, MpmdArray) else x, tree)

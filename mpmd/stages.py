@@ -7,16 +7,15 @@ places the arguments and runs the program.
 import contextlib
 import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.job import joining
@@ -27,10 +26,10 @@ from mpmd.report.explain import WholeTraffic, explain
 from mpmd.report.flops import flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.texts import texts
-from mpmd.run import device_put
 from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
 from mpmd.run.executor import Executor
+from mpmd.run.inputs import Inputs
 from mpmd.run.timing import Timed, timeline
 from mpmd.tracing.arguments import (
     Hint,
@@ -45,7 +44,7 @@ from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
 
 
-def shape_of(mesh: MpmdMesh):
+def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
     """All of a mesh that a trace and its partition depend on: everything but the devices."""
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
@@ -59,7 +58,7 @@ class Traced:
         name: str,
         mesh: MpmdMesh,
         hints: tuple[Hint, ...],
-        out_shardings,
+        out_shardings: Any,
         donated: frozenset[int],
         options: Mapping[str, Any],
     ):
@@ -72,12 +71,12 @@ class Traced:
         self._donated = donated
 
     @property
-    def jaxpr(self):
+    def jaxpr(self) -> compat.ClosedJaxpr:
         """The jaxpr, flat; loops are `treduce` equations."""
         return compat.ClosedJaxpr(self._trace.jaxpr, ())
 
     @property
-    def out_tree(self):
+    def out_tree(self) -> Any:
         """The structure of the result."""
         return self._trace.out_tree
 
@@ -127,7 +126,16 @@ def _items(outline: Outline, mesh: MpmdMesh) -> str:
 class Lowered:
     """A step, cut into tasks and segments. `.as_text()` prints the partition."""
 
-    def __init__(self, outline: Outline, mesh: MpmdMesh, name: str, ins, outs, donated, options: Mapping[str, Any]):
+    def __init__(
+        self,
+        outline: Outline,
+        mesh: MpmdMesh,
+        name: str,
+        ins: Sequence[Hint],
+        outs: Sequence[Hint],
+        donated: frozenset[int],
+        options: Mapping[str, Any],
+    ):
         self._outline = outline
         self._name = name
         self._options = options
@@ -169,7 +177,7 @@ class Lowered:
 
 
 @contextlib.contextmanager
-def without_collection():
+def without_collection() -> Iterator[None]:
     """Pauses Python's garbage collector: plans are many small objects that stay; it would rescan them."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -195,28 +203,11 @@ class Compiled:
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
+        self._inputs = Inputs(programs)
         outline = programs.outline
-        trace = outline.trace
-        mesh = programs.mesh
-        num_consts = len(trace.consts)
-        invars = trace.jaxpr.invars
-        in_shardings = [
-            mpmd_sharding(mesh, groups, programs.layouts[v]) for v, groups in zip(invars, outline.inputs, strict=True)
-        ]
-        self._consts = [
-            {
-                g: device_put.put(c, s.group_sharding(g))
-                for g in s.groups
-                if g in mesh.local_groups and not mesh.is_described
-            }
-            for c, s in zip(trace.consts, in_shardings, strict=False)
-        ]
-        self._ins = in_shardings[num_consts:]
-        self._in_avals: list[Any] = [v.aval for v in invars[num_consts:]]
-        self._in_tree = trace.in_tree
         self._outs = [
             (
-                mpmd_sharding(mesh, groups, programs.layout(v)),
+                mpmd_sharding(programs.mesh, groups, programs.layout(v)),
                 v.aval.shape,
                 v.aval.dtype,
                 getattr(v.aval, "weak_type", False),
@@ -224,7 +215,6 @@ class Compiled:
             )
             for (v, groups), committed in zip(outline.outputs, outline.committed, strict=True)
         ]
-        self._out_tree = trace.out_tree
 
     @property
     def _executor(self) -> Executor:
@@ -247,24 +237,24 @@ class Compiled:
         return self._program
 
     @property
-    def input_shardings(self):
+    def input_shardings(self) -> Any:
         """`(args, kwargs)` of `MpmdSharding`, as in `jax.stages.Compiled`."""
-        return jax.tree.unflatten(self._in_tree, self._ins)
+        return jax.tree.unflatten(self.in_tree, self._inputs.shardings)
 
     @property
-    def output_shardings(self):
+    def output_shardings(self) -> Any:
         """The result's tree of `MpmdSharding`."""
-        return jax.tree.unflatten(self._out_tree, [s for s, *_ in self._outs])
+        return jax.tree.unflatten(self.out_tree, [s for s, *_ in self._outs])
 
     @property
-    def in_tree(self):
+    def in_tree(self) -> Any:
         """The structure of `(args, kwargs)`."""
-        return self._in_tree
+        return self._programs.outline.trace.in_tree
 
     @property
-    def out_tree(self):
+    def out_tree(self) -> Any:
         """The structure of the result."""
-        return self._out_tree
+        return self._programs.outline.trace.out_tree
 
     @compat.api_boundary
     def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
@@ -316,14 +306,16 @@ class Compiled:
         if self._timed is None:
             zeros = [
                 {
-                    g: jax.jit(functools.partial(zeros_of, v.aval), out_shardings=s.group_sharding(g))()
+                    g: jax.jit(functools.partial(zeros_of, aval), out_shardings=s.group_sharding(g))()
                     for g in s.groups
                     if g in s.mpmd_mesh.local_groups
                 }
-                for v, s in zip(self._programs.outline.trace.jaxpr.invars[len(self._consts) :], self._ins, strict=True)
+                for aval, s in zip(self._inputs.avals, self._inputs.shardings, strict=True)
             ]
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
-                _, self._timed = self._executor.timed([*self._consts, *jax.tree.map(lambda x: x.copy(), zeros)])
+                _, self._timed = self._executor.timed(
+                    [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
+                )
         assert self._timed is not None
         return timeline(self._timed, self._programs.loops[-1].loop.schedule.placement)
 
@@ -332,15 +324,15 @@ class Compiled:
     @compat.api_boundary
     def __call__(self, *args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._in_tree:
+        if tree != self.in_tree:
             raise TypeError(
                 "mpmd: the compiled step was called with another structure of arguments.\n"
-                f"  got      {tree}\n  expected {self._in_tree}"
+                f"  got      {tree}\n  expected {self.in_tree}"
             )
         check_leaves(leaves, self._programs.outline.trace.in_names)
         faults = [
             f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
-            for name, x, aval in zip(self._programs.outline.trace.in_names, leaves, self._in_avals, strict=True)
+            for name, x, aval in zip(self._programs.outline.trace.in_names, leaves, self._inputs.avals, strict=True)
             if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
         ]
         if faults:
@@ -350,42 +342,31 @@ class Compiled:
             )
         return self._run(leaves)
 
-    def _fits(self, leaves) -> bool:
-        """Whether every MpmdArray lies as this program takes it, or may be put there."""
-        for x, sharding in zip(leaves, self._ins, strict=True):
-            if (
-                type(x) is MpmdArray
-                and x._committed
-                and x._mpmd_sharding is not sharding
-                and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
-            ):
-                return False
-        return True
+    def _fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether it can be called with these arrays."""
+        return self._inputs.fit(leaves)
 
-    def _run(self, leaves):
+    def _run(self, leaves: Sequence[Any]) -> Any:
         given = leaves
-        if len({p for processes in self._programs.mesh.processes for p in processes}) > 1:
+        if len(self._executor.ranks) > 1:
             leaves = self._moved(leaves)
         if (job := self._executor.prepare()) is not None:
-            agree_on_values(job, self._programs.outline.trace.in_names, leaves, self._ins, self._executor.ranks)
-        arguments = [*self._consts, *self._arguments(leaves)]
+            names = self._programs.outline.trace.in_names
+            agree_on_values(job, names, leaves, self._inputs.shardings, self._executor.ranks)
+        constants, placed = self._inputs.constants, self._inputs.place(leaves)
         if self.timing:
-            results, self._timed = self._executor.timed(arguments)
+            results, self._timed = self._executor.timed([*constants, *placed])
         else:
-            results = self._executor(arguments)
+            results = self._executor([*constants, *placed])
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i in self._donated:
-            consume(given[i], arguments[len(self._consts) + i], kept, self._programs.mesh.groups_share_devices)
+            consume(given[i], placed[i], kept, self._programs.mesh.groups_share_devices)
         out = [MpmdArray._unchecked(arrays, *about) for arrays, about in zip(results, self._outs, strict=True)]
-        return jax.tree.unflatten(self._out_tree, out)
+        return jax.tree.unflatten(self.out_tree, out)
 
-    def _moved(self, leaves) -> list:
+    def _moved(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""
-        apart = [
-            i
-            for i, (x, s) in enumerate(zip(leaves, self._ins, strict=True))
-            if type(x) is MpmdArray and not x._committed and not x._mpmd_sharding.is_equivalent_to(s, x.ndim)
-        ]
+        apart = self._inputs.misplaced(leaves)
         if not apart:
             return leaves
         mesh, names = self._programs.mesh, self._programs.outline.trace.in_names
@@ -393,52 +374,12 @@ class Compiled:
         key = tuple((i, x.mpmd_sharding) for i, x in zip(apart, xs, strict=True))
         if key not in self._movers:
             hints = tuple(hint_of(x.mpmd_sharding, x, mesh, names[i]) for i, x in zip(apart, xs, strict=True))
-            avals = [self._in_avals[i] for i in apart]
+            avals = [self._inputs.avals[i] for i in apart]
             tree = jax.tree.structure((tuple(apart), {}))
             trace = trace_step(lambda *arrays: list(arrays), avals, tree, [names[i] for i in apart], mesh)
-            targets = [self._ins[i] for i in apart]
+            targets = [self._inputs.shardings[i] for i in apart]
             self._movers[key] = Traced(trace, "move", mesh, hints, targets, frozenset(), {}).lower().compile()
         leaves = list(leaves)
         for i, x in zip(apart, self._movers[key](*xs), strict=True):
             leaves[i] = x
         return leaves
-
-    def _arguments(self, leaves) -> list[dict[int, jax.Array]]:
-        """Per leaf, its array in each group that wants it; what has to be moved there goes in one batch."""
-        arguments: list[dict[int, jax.Array]] = []
-        pending: list[tuple[dict[int, jax.Array], int]] = []
-        values, shardings = [], []
-        for x, sharding, aval in zip(leaves, self._ins, self._in_avals, strict=True):
-            if type(x) is MpmdArray:
-                x._check_not_gone()
-                if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
-                    arguments.append(x._arrays)
-                    continue
-                x = x._readable()
-            if isinstance(x, jax.Array):
-                _check_movable(x, sharding)
-            else:
-                x = np.array(x, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
-            placed: dict[int, jax.Array] = {}
-            arguments.append(placed)
-            for group in sharding.groups:
-                if group in sharding.mpmd_mesh.local_groups:
-                    pending.append((placed, group))
-                    values.append(x)
-                    shardings.append(sharding.group_sharding(group))
-        if pending:
-            for (placed, group), array in zip(pending, device_put.place_all(values, shardings), strict=True):
-                placed[group] = array
-        return arguments
-
-
-def _check_movable(x: jax.Array, sharding: MpmdSharding):
-    """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
-    if isinstance(x, compat.Tracer):
-        check_leaves([x], ["an argument"])
-    if not all(device_put.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):
-        raise ValueError(
-            f"mpmd: {x.aval.str_short()} spans other processes in the layout {x.sharding}.\n"
-            "  Bring it into the step's layout first:"
-            " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
-        )

@@ -41,7 +41,7 @@ ROOMS = {
     "mpmd/report": ("arrays", "partition", "compile"),
     "mpmd/planning": ("arrays", "partition", "compile", "report"),
     "mpmd/job": ("arrays",),
-    "mpmd/run": ("arrays", "partition", "compile", "job"),
+    "mpmd/run": ("arrays", "tracing", "partition", "compile", "job"),
     "reshard/storage": (),
     "reshard/moving": (),
     "reshard/checkpoint": ("storage",),

@@ -11,9 +11,9 @@ from mpmd.job import exits
 
 PROGRAM = """
 import atexit, sys, threading
-from mpmd import leaving
-leaving.note_exits()
-atexit.register(lambda: print(leaving.exit_status()))
+from mpmd.job import exits
+exits.note_exits()
+atexit.register(lambda: print(exits.exit_status()))
 try:
     sys.exit(9)
 except SystemExit as e:

@@ -5,6 +5,7 @@ A difference would be a hang, or worse, wrong numbers: collectives in another or
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import warnings
@@ -117,13 +118,10 @@ def agree(job: Job, plan: Plan, ranks: Sequence[int]) -> int:
 
 def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
     """The first line in which two texts differ."""
-    lines_a, lines_b = a.splitlines(), b.splitlines()
-    length = max(len(lines_a), len(lines_b))
-    lines_a += [""] * (length - len(lines_a))
-    lines_b += [""] * (length - len(lines_b))
-    line = next((i for i in range(length) if lines_a[i] != lines_b[i]), 0)
-    pair = [(rank_a, lines_a), (rank_b, lines_b)]
-    return "\n".join(f"  rank {r}: {lines[line].strip()[:_MAX_SHOWN] or '(nothing)'}" for r, lines in pair if length)
+    pairs = itertools.zip_longest(a.splitlines(), b.splitlines(), fillvalue="")
+    lines = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    shown = (line.strip()[:_MAX_SHOWN] or "(nothing)" for line in lines)
+    return "\n".join(f"  rank {r}: {line}" for r, line in zip((rank_a, rank_b), shown, strict=True))
 
 
 def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[Any], ranks) -> None:
