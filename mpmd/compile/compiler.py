@@ -6,15 +6,15 @@ as one. Equal programs are compiled once and loaded on the devices of each group
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
-from mpmd.compile.executable import Distinct, Parts, Threads, nbytes_on_a_device, on_mesh
-from mpmd.compile.subprogram import Cut, Pattern, Sharing, num_equations
+from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
+from mpmd.compile.subprogram import Cut, Pattern, ReuseRule, num_equations
 from mpmd.errors import StageError
 from mpmd.partition import equations
 
@@ -27,7 +27,14 @@ class Executable:
       in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
     """
 
-    def __init__(self, name: str, mesh: Mesh, compiled: Distinct, in_shardings, out_shardings):
+    def __init__(
+        self,
+        name: str,
+        mesh: Mesh,
+        compiled: DistinctProgram,
+        in_shardings: Iterable[NamedSharding],
+        out_shardings: Iterable[NamedSharding],
+    ):
         self.name = name
         self.mesh = mesh
         self.in_shardings: tuple[NamedSharding, ...] = tuple(in_shardings)
@@ -40,7 +47,7 @@ class Executable:
         return self.compiled.on(self.mesh)
 
     @property
-    def runs(self) -> tuple[Distinct, ...]:
+    def runs(self) -> tuple[DistinctProgram, ...]:
         """The programs that a call runs, one after the other."""
         return (self.compiled,) if self.compiled.parts is None else self.compiled.parts.programs
 
@@ -65,10 +72,10 @@ class Compiler:
         self._own = {_shape(mesh): mesh for mesh in reversed(own)}
         self._is_own = set(own)
         self._threads = Threads()
-        self._distinct: dict[Hashable, Distinct] = {}
-        self._waiting: dict[Distinct, Sharing] = {}
-        self._whole: dict[Hashable, list[tuple[Pattern, Distinct]]] = defaultdict(list)
-        self._kinds: dict = {}  # of equations
+        self._distinct: dict[Hashable, DistinctProgram] = {}
+        self._waiting: dict[DistinctProgram, ReuseRule] = {}
+        self._whole: dict[Hashable, list[tuple[Pattern, DistinctProgram]]] = defaultdict(list)
+        self._kinds: dict[Hashable, int] = {}  # of equations
 
     @property
     def num_compiled(self) -> int:
@@ -93,16 +100,16 @@ class Compiler:
         in_shardings: Sequence[NamedSharding | None],
         out_shardings: Sequence[NamedSharding | None],
         donate: Sequence[int] = (),
-        sharing: Sharing | None = None,
+        reuse: ReuseRule | None = None,
     ) -> Executable:
         """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
 
         Args:
           name: for HLO dumps and profiles. Of equal programs, the first one's counts.
-          family: what programs it may be compiled as, if `sharing` allows it.
+          family: what programs it may be compiled as, if `reuse` allows it.
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
-          sharing: when it may be compiled as another such program and what is around that; None: never.
+          reuse: when it may be compiled as another such program and what is around that; None: never.
         """
         try:
             closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
@@ -122,8 +129,8 @@ class Compiler:
             distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
             ins, outs = compiled.input_shardings[0], compiled.output_shardings
-        elif is_new and sharing is not None:
-            self._waiting[distinct] = sharing
+        elif is_new and reuse is not None:
+            self._waiting[distinct] = reuse
         if mesh in self._is_own and distinct not in self._waiting:
             distinct.start(mesh)
         return Executable(name, mesh, distinct, (on_mesh(mesh, s) for s in ins), (on_mesh(mesh, s) for s in outs))
@@ -147,12 +154,21 @@ class Compiler:
         waiting, self._waiting = self._waiting, {}
         ascending = sorted(waiting, key=lambda d: num_equations(d.closed.jaxpr))
         for distinct in ascending:
-            self._share(distinct, waiting[distinct])
+            self._reuse(distinct, waiting[distinct])
         for distinct in reversed(ascending):
             if distinct.mesh in self._is_own:
                 distinct.start(distinct.mesh)
 
-    def _find(self, name, family, closed, mesh: Mesh, ins, outs, donate) -> tuple[Distinct, bool]:
+    def _find(
+        self,
+        name: str,
+        family: str,
+        closed: compat.ClosedJaxpr,
+        mesh: Mesh,
+        ins: Sequence[NamedSharding | None],
+        outs: Sequence[NamedSharding | None],
+        donate: Sequence[int],
+    ) -> tuple[DistinctProgram, bool]:
         """The program, and whether it is new."""
         key = (
             compat.jaxpr_key(closed), _where(mesh),
@@ -161,7 +177,7 @@ class Compiler:
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            self._distinct[key] = Distinct(
+            self._distinct[key] = DistinctProgram(
                 self._threads, name, family, closed, mesh, ins, outs, tuple(donate), self._options
             )
             return self._distinct[key], True
@@ -169,7 +185,15 @@ class Compiler:
             found.mesh = mesh
         return found, False
 
-    def _fused(self, name: str, first: Distinct, second: Distinct, mesh: Mesh, ins, outs) -> Distinct:
+    def _fused(
+        self,
+        name: str,
+        first: DistinctProgram,
+        second: DistinctProgram,
+        mesh: Mesh,
+        ins: Sequence[NamedSharding | None],
+        outs: Sequence[NamedSharding | None],
+    ) -> DistinctProgram:
         halves = first.closed.jaxpr, compat.with_new_vars(second.closed).jaxpr  # both may hold the same cheap equation
         closed = compat.make_jaxpr(
             [v for half in halves for v in half.invars],
@@ -183,7 +207,7 @@ class Compiler:
             fused.parts = self._fused_parts(f"{name}_inner", first, second, mesh)
         return fused
 
-    def _fused_parts(self, name: str, first: Distinct, second: Distinct, mesh: Mesh) -> Parts:
+    def _fused_parts(self, name: str, first: DistinctProgram, second: DistinctProgram, mesh: Mesh) -> Parts:
         """What stands before the inner programs of both, these as one, and what comes after."""
         halves = [d.parts or Parts.whole(d) for d in (first, second)]
         num_args = [len(d.closed.jaxpr.invars) for d in (first, second)]
@@ -207,21 +231,21 @@ class Compiler:
 
     # --- programs in parts ------------------------------------------------------------------------
 
-    def _share(self, distinct: Distinct, sharing: Sharing) -> None:
+    def _reuse(self, distinct: DistinctProgram, reuse: ReuseRule) -> None:
         """Finds a program that makes up most of `distinct`, or offers it to those that come."""
         pattern = Pattern(distinct.closed.jaxpr, self._kinds)
-        if pattern.size < sharing.at_least or distinct.closed.consts:
+        if pattern.size < reuse.at_least or distinct.closed.consts:
             return
         known = self._whole[distinct.family, _where(distinct.mesh)]
         for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
             cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
-            if cut is not None and (cut.is_independent or not sharing.independent):
+            if cut is not None and (cut.is_independent or not reuse.independent):
                 distinct.parts = self._parts(distinct, inner, cut)
             if distinct.parts is not None:
                 return
         known.append((pattern, distinct))
 
-    def _parts(self, whole: Distinct, inner: Distinct, cut: Cut) -> Parts | None:
+    def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Cut) -> Parts | None:
         """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
         mesh, arguments, results = whole.mesh, whole.closed.jaxpr.invars, whole.closed.jaxpr.outvars
         shardings = dict(zip((*arguments, *results), (*whole.in_shardings, *whole.out_shardings), strict=True))
@@ -260,15 +284,15 @@ class Compiler:
         )
 
 
-def _where(mesh: Mesh):
+def _where(mesh: Mesh) -> Hashable:
     return _shape(mesh), mesh.devices.flat[0].platform
 
 
-def _shape(mesh: Mesh):
+def _shape(mesh: Mesh) -> Hashable:
     return mesh.axis_names, mesh.devices.shape, mesh.axis_types
 
 
-def _typed(aval, mesh: Mesh) -> NamedSharding | None:
+def _typed(aval: Any, mesh: Mesh) -> NamedSharding | None:
     """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
     kind = compat.memory_kind(aval)
     if mesh.size == 1 or equations.size(aval) <= 1:
@@ -279,5 +303,5 @@ def _typed(aval, mesh: Mesh) -> NamedSharding | None:
     return None
 
 
-def _spec(sharding):
+def _spec(sharding: Any) -> Hashable:
     return None if sharding is None else (str(sharding.spec), memory_kind(sharding))

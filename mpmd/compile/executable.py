@@ -43,7 +43,7 @@ class Threads:
 
 
 @dataclasses.dataclass(eq=False)
-class Distinct:
+class DistinctProgram:
     """A program that equals no other one: compiled once, on the mesh that asked first, and loaded on the others.
 
     Attributes:
@@ -76,7 +76,8 @@ class Distinct:
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self.jitted(mesh, name).lower(*args)
 
-    def jitted(self, mesh: Mesh, name: str | None = None):
+    def jitted(self, mesh: Mesh, name: str | None = None) -> Any:
+        """As `jax.jit` calls it."""
         fun, closed = compat.jaxpr_as_fun(self.closed), self.closed
 
         def program(*args):
@@ -135,7 +136,7 @@ class Distinct:
         mesh = next(iter(self.loaded), self.mesh)
         return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
 
-    def _callable(self, compiled, mesh: Mesh):
+    def _callable(self, compiled: Any, mesh: Mesh) -> Any:
         if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
             compiled = ByJit(compiled, self.jitted(mesh), mesh)
         self.loaded[mesh] = compiled
@@ -153,14 +154,14 @@ class Parts:
       nbytes: on each device, of what one part hands to another.
     """
 
-    programs: tuple[Distinct, ...]
+    programs: tuple[DistinctProgram, ...]
     takes: tuple[tuple[int, ...], ...]
     results: tuple[int, ...]
     inner: int
     nbytes: int
 
     @classmethod
-    def whole(cls, program: Distinct) -> "Parts":
+    def whole(cls, program: DistinctProgram) -> "Parts":
         """A program that is not divided, as its only part."""
         num_args, num_results = len(program.closed.jaxpr.invars), len(program.closed.jaxpr.outvars)
         return cls((program,), (tuple(range(num_args)),), tuple(range(num_args, num_args + num_results)), 0, 0)
@@ -169,7 +170,7 @@ class Parts:
 class Chain:
     """A program in parts on a group's devices; has what is used of a `jax.stages.Compiled`."""
 
-    def __init__(self, whole: Distinct, parts: Parts, mesh: Mesh):
+    def __init__(self, whole: DistinctProgram, parts: Parts, mesh: Mesh):
         self._whole = whole
         self._parts = parts
         self._calls = [program.on(mesh) for program in parts.programs]
@@ -187,7 +188,7 @@ class Chain:
     def cost_analysis(self) -> dict[str, float]:
         return dict(sum((Counter(call.cost_analysis() or {}) for call in self._calls), Counter()))
 
-    def memory_analysis(self):
+    def memory_analysis(self) -> types.SimpleNamespace:
         """What XLA reports of a whole program; temporaries are the most of any part, and what the parts hand on."""
         whole, closed = self._whole, self._whole.closed.jaxpr
         sizes = [getattr(call.memory_analysis(), "temp_size_in_bytes", 0) for call in self._calls]
@@ -212,11 +213,11 @@ class ByJit:
         return getattr(self.compiled, name)
 
 
-def _is_sub_byte(dtype) -> bool:
+def _is_sub_byte(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
 
 
-def _typed_as(aval, x):
+def _typed_as(aval: Any, x: Any) -> Any:
     """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`."""
     here, typed = jax.typeof(x).sharding.mesh, aval.sharding
     if here == typed.mesh or typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
@@ -225,7 +226,7 @@ def _typed_as(aval, x):
         return jax.reshard(x, typed)
 
 
-def _abstract(aval, sharding):
+def _abstract(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
@@ -234,7 +235,7 @@ def nbytes_on_a_device(v: compat.Var, sharding: Any) -> int:
     return equations.nbytes(v.aval) * math.prod(sharding.shard_shape(v.aval.shape)) // max(1, equations.size(v.aval))
 
 
-def on_mesh(mesh: Mesh, sharding) -> NamedSharding:
+def on_mesh(mesh: Mesh, sharding: Any) -> NamedSharding:
     """Whatever kind of sharding XLA reports, as a spec on the group's mesh."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind(sharding))

@@ -180,7 +180,7 @@ class _StepCompiler:
             [self.layouts.known(v, mesh) for v in item.reads],
             [self.layouts.asked(v, mesh) for v in item.writes],
             [i for i, v in enumerate(item.reads) if v in donated],
-            sharing=SEGMENTS,
+            reuse=SEGMENTS,
         )  # fmt: skip
         self.layouts.record(item.reads, executable.in_shardings)
         self.layouts.record(item.writes, executable.out_shardings)
@@ -221,7 +221,7 @@ class _StepCompiler:
         def compiled() -> Executable:
             return self.compiler.compile(
                 task_name(self._name, loop, body.place), body.place.kind, closed, mesh, ins, outs,
-                range(first_acc, len(args)), sharing=TASKS,
+                range(first_acc, len(args)), reuse=TASKS,
             )  # fmt: skip
 
         executable = compiled()
@@ -241,4 +241,4 @@ class _StepCompiler:
         with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(lambda: [a.operation.init(a.value.aval, n) for a in accs])()
         name, outs = zeros_name(self._name, loop, group), [self.layouts.known(a.result, mesh) for a in accs]
-        return self.compiler.compile(name, "zeros", closed, mesh, [], outs, sharing=ZEROS)
+        return self.compiler.compile(name, "zeros", closed, mesh, [], outs, reuse=ZEROS)

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, defaultdict
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 
 
-class Sharing(NamedTuple):
+class ReuseRule(NamedTuple):
     """When a program may be compiled as another one of its name and what is around that.
 
     Attributes:
@@ -27,10 +28,10 @@ class Sharing(NamedTuple):
     independent: bool
 
 
-TASKS = Sharing(16, independent=False)
+TASKS = ReuseRule(16, independent=False)
 # How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
-SEGMENTS = Sharing(16, independent=True)
-ZEROS = Sharing(4, independent=True)
+SEGMENTS = ReuseRule(16, independent=True)
+ZEROS = ReuseRule(4, independent=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Pattern:
       numbers: of kinds of equations; the same for all that are compared.
     """
 
-    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict):
+    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
         self.jaxpr = jaxpr
         self.size = num_equations(jaxpr)
         self.kinds = [numbers.setdefault(compat.equation_key(e), len(numbers)) for e in jaxpr.eqns]
@@ -127,7 +128,7 @@ class Pattern:
                 return None
         return here
 
-    def _match(self, inner: "Pattern", v, w, here: dict, taken: set) -> bool:
+    def _match(self, inner: "Pattern", v: Any, w: Any, here: dict[Any, Any], taken: set[Any]) -> bool:
         """Records `w` for `v`, and so on upwards; nothing where something is not alike."""
         added = []
         waiting = [(v, w)]
@@ -149,7 +150,7 @@ class Pattern:
                 waiting += zip(*above, strict=True)
         return True
 
-    def _pairs(self, inner: "Pattern", v, w) -> list:
+    def _pairs(self, inner: "Pattern", v: Any, w: Any) -> list[tuple[Any, Any]]:
         """What belongs together if `v` and `w` do: all results of their equations."""
         if isinstance(w, compat.Literal):
             return []
@@ -193,7 +194,7 @@ class Pattern:
         return Cut(tuple(p for p in pieces if p.eqns), 1 if before else 0)
 
 
-def _pieces(parts, results) -> list[Piece]:
+def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) -> list[Piece]:
     """Lists of equations as pieces: each reads what it does not make and writes what others need of it."""
     pieces = []
     for k, eqns in enumerate(parts):

@@ -34,7 +34,7 @@ class Mark(NamedTuple):
     number: int | None
 
     @property
-    def is_settled(self) -> bool:
+    def is_there(self) -> bool:
         """Whether the array is computed, or deleted."""
         # `is_ready` of a deleted buffer crashes, and the main thread may delete it at any time: the two calls are
         # made by C code, between which Python does not change threads.
@@ -79,7 +79,7 @@ class Expected:
         """The oldest that is not there yet. What was promised after it may have been sent all the same."""
         with self._lock:
             if self._marks and time.monotonic() - self._times.waits_since > STILL_S:
-                self._marks = collections.deque(m for m in self._marks if m.ranks or not self._settle(m))
+                self._marks = collections.deque(m for m in self._marks if m.ranks or not self._is_done(m))
             return self._marks[0] if self._marks else None
 
     def sent_among(self, numbers: set[int]) -> tuple[int, ...]:
@@ -88,12 +88,13 @@ class Expected:
             return tuple(sorted(numbers.intersection(self._sent))) if numbers else ()
 
     def _prune(self) -> None:
-        while self._marks and self._settle(self._marks[0]):
+        while self._marks and self._is_done(self._marks[0]):
             self._marks.popleft()
             self._times.move()
 
-    def _settle(self, mark: Mark) -> bool:
-        is_settled = mark.is_settled
-        if is_settled and not mark.ranks:
+    def _is_done(self, mark: Mark) -> bool:
+        """Whether it is there; if it was promised to another rank, it counts as sent from now on."""
+        is_there = mark.is_there
+        if is_there and not mark.ranks:
             self._sent.append(mark.number)
-        return is_settled
+        return is_there

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ class Job:
         return self._wire
 
     @contextlib.contextmanager
-    def as_a_whole(self):
+    def as_a_whole(self) -> Iterator[None]:
         """Around transfers that other processes make too: if this one leaves on the way, the next may meet the rest."""
         try:
             yield

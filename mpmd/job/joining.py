@@ -7,6 +7,8 @@ plans before they run, and the watchdog. A process belongs to one job, as in JAX
 import contextlib
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -27,7 +29,7 @@ def initialize(
     process_id: int | None = None,
     *,
     hang_timeout_s: float | None = _DEFAULT_HANG_TIMEOUT_S,
-):
+) -> None:
     """Makes this process one of a job: `jax.distributed.initialize`, and the watchdog.
 
     Call it before anything else of JAX. Under `scripts/launch_multihost.sh`, Slurm (`srun`), Open MPI or in a
@@ -69,7 +71,7 @@ def initialize(
 
 
 @contextlib.contextmanager
-def _threads_beside_collectives():
+def _threads_beside_collectives() -> Iterator[None]:
     """Lets JAX start CPU devices with two threads for each of them.
 
     A collective of several processes keeps a thread while it waits for the others. By default there is one for each
@@ -101,7 +103,9 @@ def compiling() -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if job is None else job.activity.during("compiling", "compiling a step")
 
 
-def _join(given, hang_timeout_s, environment) -> bool:
+def _join(
+    given: tuple[str | None, int | None, int | None], hang_timeout_s: float | None, environment: Mapping[str, str]
+) -> bool:
     """Joins the job that was named or found; False if there is none."""
     address, count, rank = given
     if all(x is None for x in given):
@@ -142,7 +146,7 @@ def _check_port(address: str) -> None:
             ) from None
 
 
-def _from_launcher(environment) -> tuple[str, int, int]:
+def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
     names = ("MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID")
     missing = [n for n in names if n not in environment]
     if missing:
@@ -153,7 +157,7 @@ def _from_launcher(environment) -> tuple[str, int, int]:
     return address, int(count), int(rank)
 
 
-def _in_cluster(environment) -> bool:
+def _in_cluster(environment: Mapping[str, str]) -> bool:
     """Whether JAX can find out by itself which process this is."""
     slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"} <= set(environment)
     open_mpi = {"OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"} <= set(environment)
@@ -168,6 +172,6 @@ def _seconds(text: str) -> float:
         raise ValueError(f"mpmd.initialize: MPMD_HANG_TIMEOUT_S={text!r} is not a number of seconds.") from None
 
 
-def _check_timeout(hang_timeout_s) -> None:
+def _check_timeout(hang_timeout_s: Any) -> None:
     if hang_timeout_s is not None and not (isinstance(hang_timeout_s, (int, float)) and hang_timeout_s >= 0):
         raise ValueError(f"mpmd.initialize: hang_timeout_s={hang_timeout_s!r}, expected seconds >= 0 or None.")

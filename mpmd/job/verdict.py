@@ -125,7 +125,10 @@ class View:
         return f"step {b.step}, in {b.doing}" if b.phase == "step" else b.doing or b.phase
 
 
-def diagnose(views: Mapping[int, View], me: int) -> tuple[int, str] | None:
+Views = Mapping[int, View]
+
+
+def diagnose(views: Views, me: int) -> tuple[int, str] | None:
     """The rank that died, failed or left, and how; None while all are there.
 
     Args:
@@ -135,16 +138,28 @@ def diagnose(views: Mapping[int, View], me: int) -> tuple[int, str] | None:
     return _failed(views) or _dead(views) or _left(views, me)
 
 
-def suspect(views: Mapping[int, View], hang_timeout_s: float | None) -> tuple[int, str] | None:
+def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | None:
     """The rank that seems to hold up others, and how; None while all moves.
 
     What the ranks say is of different moments, so that one can seem to wait for what has come since: only what is found
     again when all have spoken once more is true.
     """
-    return _stuck(views, hang_timeout_s)
+    if not hang_timeout_s:
+        return None
+    for rank, v in sorted(views.items()):
+        if v.wait is None or not v.wait.ranks or v.wait.for_s < hang_timeout_s:
+            continue
+        chain, lost = _chain(views, rank)
+        guilty, waiting = views[chain[-1]], views[chain[-2]] if len(chain) > 1 else v
+        compiles = guilty.board.phase == "compiling" and guilty.process != "stopped"
+        limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
+        what = _held_up(guilty, waiting, lost, limit)
+        if what is not None:
+            return guilty.board.rank, what
+    return None
 
 
-def _failed(views) -> tuple[int, str] | None:
+def _failed(views: Views) -> tuple[int, str] | None:
     """The first that failed by itself, else whose host callback did, else (but late) that was handed an error."""
     failed = [v for v in views.values() if v.board.phase == "failed"]
     causes = [v for v in failed if SECONDHAND not in v.board.doing]
@@ -159,7 +174,7 @@ def _failed(views) -> tuple[int, str] | None:
     return first.board.rank, first.board.doing
 
 
-def _dead(views) -> tuple[int, str] | None:
+def _dead(views: Views) -> tuple[int, str] | None:
     for rank, v in sorted(views.items()):
         if v.board.phase in ("finished", "failed"):
             continue
@@ -174,7 +189,7 @@ def _dead(views) -> tuple[int, str] | None:
     return None
 
 
-def _left(views, me: int) -> tuple[int, str] | None:
+def _left(views: Views, me: int) -> tuple[int, str] | None:
     """Just the rank that waits can say so: what others know of its waiting is old."""
     wait = views[me].wait if me in views else None
     if wait is None or wait.for_s < LEFT_S:
@@ -183,22 +198,6 @@ def _left(views, me: int) -> tuple[int, str] | None:
         seen = views.get(other)
         if seen is not None and seen.board.phase == "finished" and seen.still_s > LEFT_S:
             return other, f"left the program after step {seen.board.step}, while rank {me} waits for {wait.what}"
-    return None
-
-
-def _stuck(views, hang_timeout_s) -> tuple[int, str] | None:
-    if not hang_timeout_s:
-        return None
-    for rank, v in sorted(views.items()):
-        if v.wait is None or not v.wait.ranks or v.wait.for_s < hang_timeout_s:
-            continue
-        chain, lost = _chain(views, rank)
-        guilty, waiting = views[chain[-1]], views[chain[-2]] if len(chain) > 1 else v
-        compiles = guilty.board.phase == "compiling" and guilty.process != "stopped"
-        limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
-        what = _held_up(guilty, waiting, lost, limit)
-        if what is not None:
-            return guilty.board.rank, what
     return None
 
 
@@ -235,7 +234,7 @@ def _what(v: View) -> str:
     return f"no progress for {v.still_s:.0f} s ({v.where})"
 
 
-def _chain(views, rank: int) -> tuple[list[int], Wait | None]:
+def _chain(views: Views, rank: int) -> tuple[list[int], Wait | None]:
     """From a rank that waits to the one that waits for no other, or that was met before.
 
     Returns:
@@ -258,7 +257,7 @@ def _chain(views, rank: int) -> tuple[list[int], Wait | None]:
     return chain, None
 
 
-def _odd_one(views) -> int:
+def _odd_one(views: Views) -> int:
     """Where ranks wait in a circle (perhaps through a collective on their devices): the one that differs.
 
     Some are about to run a program that the others are not: the fewer. Else the one that is furthest behind.
@@ -268,14 +267,14 @@ def _odd_one(views) -> int:
     others = running - agreeing
     some = min((agreeing, others), key=len) if agreeing and others else running
 
-    def progress(rank):
+    def progress(rank: int) -> tuple[int, bool, int, int]:
         board = views[rank].board
         return board.step, board.wait is not None, board.position, rank
 
     return min(some, key=progress)
 
 
-def table(views: Mapping[int, View], rank: int, what: str) -> str:
+def table(views: Views, rank: int, what: str) -> str:
     """The report: the guilty rank in the first line, then a row for each rank."""
     head = ("rank", "host", "pid", "step", "at", "waits for", "from", "seconds")
     rows: list[tuple[str, ...]] = [head]

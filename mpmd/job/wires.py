@@ -43,7 +43,7 @@ class Wire(Protocol):
         """Sends an array of this process under a number that is used once."""
         ...
 
-    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
         """What is sent under a number from `source` to `target`, a device of this process."""
         ...
 
@@ -98,7 +98,7 @@ class PullWire:
         """Lets the target's process pull `array`."""
         self._server.await_pull(number, [array])
 
-    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
         """Pulls what the source's process offers."""
         rank = source.process_index
         connection = self._connections.get(rank) or self.connect(rank)
@@ -115,7 +115,7 @@ class PullWire:
 
 
 @functools.lru_cache(maxsize=4096)
-def _wanted(shape: tuple[int, ...], dtype, device: Device) -> list[jax.ShapeDtypeStruct]:
+def _wanted(shape: tuple[int, ...], dtype: Any, device: Device) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))]
 
 
@@ -141,7 +141,7 @@ class PutWire:
             array = jax.device_put(array, SingleDeviceSharding(source))
         self._put(array, source, target, target)
 
-    def receive(self, number: int, shape: Sequence[int], dtype, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
         """Puts the source's array, of which this process has nothing, on the target."""
         self._check()
         return self._put(_away(tuple(shape), dtype, source), source, target, source)
@@ -169,5 +169,5 @@ class PutWire:
 
 
 @functools.lru_cache(maxsize=4096)
-def _away(shape: tuple[int, ...], dtype, device: Device) -> jax.Array:
+def _away(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, SingleDeviceSharding(device), [], dtype=dtype)

@@ -1,5 +1,7 @@
 """What crosses between groups outside of the loops, why, and at which line of the user's."""
 
+from collections.abc import Callable
+
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 from mpmd.partition.outline import Loop, Outline, Segment, Transfer
@@ -8,7 +10,7 @@ _SHOWN = 8
 _SMALL = 64  # elements; a smaller argument is worth no warning
 
 
-def crossing_lines(outline: Outline, nbytes_text) -> list[str]:
+def crossing_lines(outline: Outline, nbytes_text: Callable[[float], str]) -> list[str]:
     """A line for each of the largest values that cross outside of the loops, and a warning for each parameter.
 
     Args:

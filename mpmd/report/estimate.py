@@ -5,7 +5,7 @@ propagation; temporaries from the lifetimes of what fusion would not make disapp
 """
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -68,18 +68,18 @@ class _Reading:
         self.layouts = layouts
         self.batches = batches  # arguments that are data
 
-    def spec(self, v) -> PartitionSpec | None:
+    def spec(self, v: Any) -> PartitionSpec | None:
         if isinstance(v, compat.Literal) or v not in self.layouts:
             return None
         return self.layouts[v][0]
 
-    def nbytes(self, v, group: int) -> int:
+    def nbytes(self, v: Any, group: int) -> int:
         """Bytes on each device of a group."""
         if (spec := self.spec(v)) is None:
             return equations.nbytes(v.aval)
         return nbytes_on_a_device(v, fit((spec, None), self.mesh.groups[group], v.aval.shape))
 
-    def propagate(self, eqn, made) -> None:
+    def propagate(self, eqn: compat.JaxprEqn, made: Mapping[compat.Var, compat.JaxprEqn]) -> None:
         """Gives the results of an equation their specs, where they can be told, and operands that have none."""
         spec = self._told(eqn, eqn.outvars[0]) if eqn.outvars else None
         if spec is not None and any(spec.partitions):
@@ -94,7 +94,7 @@ class _Reading:
             if spec is not None and any(spec.partitions):
                 self.layouts[v] = spec, compat.memory_kind(v.aval)
 
-    def _back(self, v, spec: PartitionSpec, made) -> None:
+    def _back(self, v: Any, spec: PartitionSpec, made: Mapping[compat.Var, compat.JaxprEqn]) -> None:
         """An operand without a spec takes its reader's; so does the batch that it is a slice of."""
         if v in self.layouts:
             return
@@ -114,7 +114,7 @@ class _Reading:
             self.layouts[v] = spec, None
             self._back(eqn.invars[0], spec, made)
 
-    def _told(self, eqn, v) -> PartitionSpec | None:
+    def _told(self, eqn: compat.JaxprEqn, v: compat.Var) -> PartitionSpec | None:
         name, params = eqn.primitive.name, eqn.params
         if name == "sharding_constraint":
             return getattr(params["sharding"], "spec", None)
@@ -128,7 +128,7 @@ class _Reading:
             return None
         return _rearranged(name, params, eqn.invars, [self.spec(x) for x in eqn.invars])
 
-    def temporaries(self, eqns, results, group: int) -> int:
+    def temporaries(self, eqns: Sequence[compat.JaxprEqn], results: Sequence[Any], group: int) -> int:
         """The most bytes that an executable holds at once beside its arguments and results."""
         made = {v: eqn for eqn in eqns for v in equations.outputs(eqn)}
         for eqn in eqns:
@@ -142,7 +142,7 @@ class _Reading:
         kept = set(equations.variables(results))
         last: dict[compat.Var, int] = {}
 
-        def use(v, position):
+        def use(v: compat.Var, position: int) -> None:
             """A value that fusion makes disappear keeps alive what it is made of."""
             stack = [v]
             while stack:
@@ -169,23 +169,26 @@ class _Reading:
             alive -= sum(self.nbytes(v, group) for v in ends[position])
         return most
 
-    def inner(self, jaxpr, group: int) -> int:
+    def inner(self, jaxpr: compat.Jaxpr, group: int) -> int:
         """Temporaries of an inner jaxpr, its results among them."""
         return self.temporaries(jaxpr.eqns, (), group)
 
 
-def _is_stored(eqn) -> bool:
+def _is_stored(eqn: compat.JaxprEqn) -> bool:
     """Whether XLA writes the results of an equation to memory rather than fuse them into their readers."""
     if equations.changes_memory(eqn) or equations.is_layout(eqn):
         return False
     return equations.is_heavy(eqn) or eqn.primitive.name.startswith(("reduce", "arg", "gather", "random"))
 
 
-def _rearranged(name: str, params, invars, specs) -> PartitionSpec | None:
+def _rearranged(
+    name: str, params: Mapping[str, Any], invars: Sequence[Any], specs: Sequence[PartitionSpec | None]
+) -> PartitionSpec | None:
     """The spec of a result whose dimensions are those of an operand in another order."""
 
-    def entries(i):
-        found = list(specs[i].partitions) if specs[i] is not None else []
+    def entries(i: int) -> list[Any]:
+        spec = specs[i]
+        found = [] if spec is None else list(spec.partitions)
         return found + [None] * (invars[i].aval.ndim - len(found))
 
     if name == "dot_general":

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.job import Job
@@ -83,7 +83,7 @@ def _devices(mesh: Mesh) -> str:
     return f"{dict(mesh.shape)} {[(d.process_index, d.id) for d in mesh.devices.flat]}"
 
 
-def _value(x) -> str:
+def _value(x: Any) -> str:
     """A captured constant: its type and a hash of its value."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         data = keys.to_data(x)
@@ -124,7 +124,9 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
     return "\n".join(f"  rank {r}: {line}" for r, line in zip((rank_a, rank_b), shown, strict=True))
 
 
-def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[Any], ranks) -> None:
+def agree_on_values(
+    job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[MpmdSharding], ranks: Sequence[int]
+) -> None:
     """Makes sure that host arrays, which every process gives, are the same in those that use them.
 
     At the first call of a step: a seed that depends on the process would go unnoticed. A part is compared of arrays
@@ -167,7 +169,7 @@ def agree_on_values(job: Job, names: Sequence[str], values: Sequence[Any], shard
         )
 
 
-def _given(x) -> str | None:
+def _given(x: Any) -> str | None:
     """A hash of a host value; None for what lies in groups or over processes already."""
     if isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None

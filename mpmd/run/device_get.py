@@ -108,5 +108,5 @@ def _exchanged(job: Job, leaves: Sequence[Any], base: int) -> list[Any]:
     return arriving
 
 
-def _is_plain(x) -> bool:
+def _is_plain(x: jax.Array) -> bool:
     return not keys.is_key(x.dtype)

@@ -1,9 +1,11 @@
-"""Which donated arguments a step makes use of, and the deletion of those."""
+"""Which donated arguments a step uses the memory of, and the deletion of these."""
 
 import os
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -51,8 +53,15 @@ def _users_frame() -> int:
     return level
 
 
-def consume(leaf, placed, kept, shared: bool):
-    """Deletes a donated argument, as `jax.jit` does, but for buffers that the step returned as they came."""
+def consume(leaf: Any, placed: Mapping[int, jax.Array], kept: Mapping[int, jax.Array], shared: bool) -> None:
+    """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned as they came.
+
+    Args:
+      leaf: the argument.
+      placed: its array in each group that reads it.
+      kept: the step's results, by `id`.
+      shared: whether groups share devices.
+    """
     if isinstance(leaf, MpmdArray):
         leaf._consume()
         return
@@ -63,7 +72,7 @@ def consume(leaf, placed, kept, shared: bool):
     leaf.delete()
 
 
-def _buffers(arrays) -> set[int]:
+def _buffers(arrays: Iterable[jax.Array]) -> set[int]:
     """Addresses of the shards that arrays have here."""
     live = (a for a in arrays if not a.is_deleted() and not keys.is_key(a.dtype))
     return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}

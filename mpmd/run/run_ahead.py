@@ -50,7 +50,7 @@ class Tasks:
 
 
 @functools.partial(jax.jit, keep_unused=True)
-def _after(x):
+def _after(x: jax.Array) -> Any:
     """A value that is there as soon as `x` is; `x` may be donated meanwhile."""
     return False
 
