@@ -5,8 +5,9 @@ first use of an argument) chosen by XLA; its outputs tell the next program. The 
 as one. Equal programs are compiled once and loaded on the devices of each group that runs them.
 """
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -19,27 +20,20 @@ from mpmd.errors import StageError
 from mpmd.partition import equations
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
     """A program on one group's devices, perhaps still being compiled.
 
     Attributes:
       name: what it is to the step; an equal program may have been compiled under another name.
-      in_shardings, out_shardings: `NamedSharding`s on the group's mesh.
+      in_shardings, out_shardings: on the group's mesh.
     """
 
-    def __init__(
-        self,
-        name: str,
-        mesh: Mesh,
-        compiled: DistinctProgram,
-        in_shardings: Iterable[NamedSharding],
-        out_shardings: Iterable[NamedSharding],
-    ):
-        self.name = name
-        self.mesh = mesh
-        self.in_shardings: tuple[NamedSharding, ...] = tuple(in_shardings)
-        self.out_shardings: tuple[NamedSharding, ...] = tuple(out_shardings)
-        self.compiled = compiled
+    name: str
+    mesh: Mesh
+    compiled: DistinctProgram
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
 
     @property
     def call(self) -> Any:
@@ -133,7 +127,8 @@ class Compiler:
             self._waiting[distinct] = reuse
         if mesh in self._is_own and distinct not in self._waiting:
             distinct.start(mesh)
-        return Executable(name, mesh, distinct, (on_mesh(mesh, s) for s in ins), (on_mesh(mesh, s) for s in outs))
+        ins, outs = (tuple(on_mesh(mesh, s) for s in shardings) for shardings in (ins, outs))
+        return Executable(name, mesh, distinct, ins, outs)
 
     def fuse(self, name: str, first: Executable, second: Executable) -> Executable:
         """Two programs of a group as one: arguments and results of the first, then those of the second.
