@@ -1,4 +1,4 @@
-"""Reading files that others wrote: what is no plain file, too large or nested too deeply is an error, not a hang."""
+"""Reads files that others wrote. One that is no plain file, too large or nested too deeply is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_text(path: str | Path, most_nbytes: int = MOST_NBYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
         ValueError: It is not JSON, or nested too deeply.

@@ -1,4 +1,4 @@
-"""Orders of tasks, looked at before anything is made of them: are they complete, and can they run?"""
+"""Checks orders of tasks before anything is made of them: are they complete, and can they run?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expected_tasks(num_stages: int, num_microbatches: int, forward_only: bool = 
 def coverage_faults(
     runs: Iterable[tuple[int, Task]], placement: Sequence[int], expected: frozenset[Task], where: str = ""
 ) -> list[str]:
-    """What is missing, double or misplaced among (group, task) pairs, as sentences."""
+    """Missing, repeated and misplaced tasks among (group, task) pairs, as sentences."""
     faults = []
     found: Counter[Task] = Counter()
     wholes: set[tuple[int, int]] = set()
@@ -66,7 +66,7 @@ def coverage_faults(
 
 
 def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]) -> list[Task]:
-    """The tasks that ``task`` waits for in an ordinary pipeline, out of those that the orders have."""
+    """The tasks that ``task`` waits for in an ordinary pipeline; only those that the orders have."""
     stage, kind, microbatch = task
     if kind == "F":
         wanted = [Task(stage - 1, "F", microbatch)] if stage else []
@@ -82,9 +82,9 @@ def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]
 def start_times(
     orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], duration: Callable[[Unit], int]
 ) -> tuple[dict[Unit, int], list[int]]:
-    """When each unit starts if each group runs its order as fast as it can, and how far each group came.
+    """When each unit starts if each group runs its order as fast as it can, and how many units each group ran.
 
-    A group that came less far than its order is long is stuck: see :func:`find_cycle`.
+    A group that ran fewer units than its order has is stuck: see :func:`find_cycle`.
     """
     starts: dict[Unit, int] = {}
     ends: dict[Unit, int] = {}
@@ -116,7 +116,7 @@ def start_times(
 
 
 def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], position: Sequence[int]) -> str:
-    """Why the groups are stuck at ``position``, as one sentence: who waits for what, round the cycle."""
+    """Why the groups are stuck at ``position``, as one sentence: which unit waits for which, round the cycle."""
     group_of = {unit: group for group, order in enumerate(orders) for unit in order}
     done = {unit for group, order in enumerate(orders) for unit in order[: position[group]]}
     step: dict[int, tuple[Unit, Unit | None]] = {}
@@ -144,7 +144,7 @@ def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[U
 def order_faults(
     orders: Orders, placement: Sequence[int], num_microbatches: int, forward_only: bool = False
 ) -> list[str]:
-    """Every fault of the orders of an ordinary pipeline: missing, double or misplaced tasks, and deadlock."""
+    """Every fault of the orders of an ordinary pipeline: missing, repeated or misplaced tasks, and deadlock."""
     runs = [(group, task) for group, order in enumerate(orders) for task in order]
     faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}
@@ -157,7 +157,7 @@ def order_faults(
 
 
 def raise_faults(error: type[ScheduleError], subject: str, faults: Sequence[str], limit: int = 20) -> None:
-    """Raises one error that lists the faults, if there is any: the first ``limit`` in words, all as its ``faults``."""
+    """Raises one error if there are faults. Its message lists the first ``limit``, its ``faults`` all of them."""
     if not faults:
         return
     lines = [f"  {fault}." for fault in faults[:limit]]

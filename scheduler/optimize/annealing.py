@@ -1,4 +1,4 @@
-"""Improvement of finished orders by small random moves: the same code plain, or compiled where numba is installed."""
+"""Simulated annealing: improves finished orders by small random moves. Compiled where numba is installed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def improve(
 ) -> tuple[float, Orders]:
     """Orders at most as long as those given, and their makespan.
 
-    One step takes a task of one group a few places back or forth, and keeps that if the makespan falls, or with a
-    probability that falls with the loss and with time. Microbatches of a kind and stage stay in order and no group
-    goes over its memory limit.
+    One step moves a task of one group a few positions back or forth. The move stays if the makespan falls, and else
+    with a probability that falls with the loss and with time. Microbatches of a kind and stage stay in order, and no
+    group exceeds its memory limit.
 
     Args:
-        problem: What the orders are for.
+        problem: The problem that the orders solve.
         orders: Orders of F, I and W that keep to the limits.
         steps: How many moves to try. Each costs one simulation.
         hot: The loss of makespan that is easily accepted at first.
@@ -88,12 +88,12 @@ def _compiled() -> Callable[..., float]:
         except RuntimeError:  # there is no folder to keep it in for the next process
             return numba.njit(function)
 
-    # Compiled code calls just what is compiled; the plain functions stay as they are beside it.
+    # Compiled code calls only compiled code; the plain functions stay as they are beside it.
     parts = {part.__name__: compiled(part) for part in (_drawn, _proposed, _shift, _fits, _simulated, _score)}
     return compiled(FunctionType(_anneal.__code__, {**globals(), **parts}))
 
 
-# From here on plain loops and arrays, so that numba takes the functions as they are. The parts call none of each other.
+# From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each other.
 
 
 def _anneal(
@@ -140,7 +140,7 @@ def _drawn(random):
 
 
 def _proposed(begin, source, drawn):
-    """The group that a place in the sequence belongs to, and a place up to 12 before or behind it in that group."""
+    """The group that a position in the sequence belongs to, and a position of that group up to 12 before or behind."""
     reach = drawn + 1 if drawn < 12 else 11 - drawn
     group = 0
     for g in range(len(begin) - 1):
@@ -150,7 +150,7 @@ def _proposed(begin, source, drawn):
 
 
 def _shift(sequence, source, place, lane, local):
-    """Takes a task towards a place, as far as it may go past its neighbours; returns where it is then."""
+    """Moves a task towards a position, as far as it may pass its neighbours; returns where it is then."""
     task = sequence[source]
     direction = 1 if place > source else -1
     at = source
@@ -216,7 +216,7 @@ def _simulated(sequence, begin, time, across, lag, local, ends, position, clock)
 
 
 def _score(makespan, clock):
-    """The makespan, and a little for groups that end late: of equal makespans, the one with more slack is nearer."""
+    """The makespan, and a little for groups that end late: breaks ties in favour of more slack."""
     late = 0.0
     for end in clock:
         late += end

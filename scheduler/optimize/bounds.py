@@ -1,4 +1,4 @@
-"""How short a schedule can be at best, whatever the order: what a search may stop at."""
+"""Lower bounds of the makespan, whatever the order: a search that reaches one may stop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def lower_bound(problem: Problem) -> Bound:
     """The largest of four lower bounds of the makespan; none depends on the order.
 
     - One microbatch's way: every F down, every I back, and the last W.
-    - A group's work after the first microbatch has come to it.
-    - Before a group's first I there is just F, as much as memory takes; all other work comes after that I.
-    - After a group's last I there is just W, as much as memory held, and the I of all stages before still to come.
+    - A group's work after the first microbatch has reached it.
+    - Before its first I a group runs only F, as many as memory takes. All its other work comes after that I.
+    - After its last I a group runs only W, as many as memory held. The I of all stages before still follow.
     """
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
     forward, input_grad, weight_grad = costs.seconds(n).values()
@@ -63,7 +63,7 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def _most(num_microbatches: int, items: list[tuple[float, float]], limit: float) -> float:
-    """The most time that tasks of (time, bytes) can take whose bytes are held together."""
+    """The most time that tasks, given as (time, bytes), can take while their bytes are all held."""
     everything = num_microbatches * sum(time for time, _ in items)
     if math.isinf(limit) or any(nbytes <= 0 for _, nbytes in items):
         return everything

@@ -82,7 +82,7 @@ class _Ticks:
 
 
 def _add_tasks(model: Any, problem: Problem, ticks: _Ticks, horizon: int) -> dict[Task, Any]:
-    """A start for each task: one task of a group at a time, microbatches in order."""
+    """Adds a start for each task: a group runs one task at a time, and microbatches stay in order."""
     start: dict[Task, Any] = {}
     for stage in range(problem.num_stages):
         boxes = []
@@ -98,7 +98,7 @@ def _add_tasks(model: Any, problem: Problem, ticks: _Ticks, horizon: int) -> dic
 
 
 def _add_waits(model: Any, problem: Problem, ticks: _Ticks, start: dict[Task, Any], horizon: int) -> None:
-    """What tasks wait for: results of others, and memory. And what is to be small: the time at which all have ended."""
+    """Adds what tasks wait for, results of others and memory, and the objective: the time at which all have ended."""
     n, m, time, over = problem.num_stages, problem.num_microbatches, ticks.time, ticks.over
     held = problem.costs.per_stage("activation_bytes", n)
     makespan = model.new_int_var(0, horizon, "makespan")
@@ -123,7 +123,7 @@ def _add_waits(model: Any, problem: Problem, ticks: _Ticks, start: dict[Task, An
 
 
 def _orders_by(times: dict[Task, int], num_groups: int) -> Orders:
-    """Each group's tasks by their start; of those that take no time, first what the others may wait for."""
+    """Each group's tasks by their start. Ties, of tasks that take no time, go to the kind that others wait for."""
     orders: list[list[Task]] = [[] for _ in range(num_groups)]
     for task in sorted(times, key=lambda task: (times[task], KINDS.index(task.kind))):
         orders[task.stage].append(task)

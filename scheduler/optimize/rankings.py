@@ -13,7 +13,7 @@ _SWITCHES = frozenset({"weights_last", "interval", "burst", "patience"})
 
 
 def random_genes(rng: random.Random) -> Genes:
-    """Any ranking of the kind that has proved useful."""
+    """A random ranking of the kind that has proved useful."""
     return {
         "pace": rng.choice([0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.7]),
         "turn_up": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
@@ -32,7 +32,7 @@ def random_genes(rng: random.Random) -> Genes:
 
 
 def ranking_from(problem: Problem, genes: Genes) -> Ranking:
-    """A ranking from genes: what is due follows one microbatch's way on its own, stretched here and there."""
+    """A ranking from genes. Tasks are due as in one microbatch's way on its own, stretched here and there."""
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
     forward, input_grad, weight_grad = costs.seconds(n).values()
     over = costs.transfers(n)

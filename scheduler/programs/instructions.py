@@ -1,4 +1,4 @@
-"""What a group of devices executes: runs, sends, receives and frees, and the graph of values they come from."""
+"""The instructions of a group of devices, the program they make, and the graph of tasks it comes from."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """Which task hands what to which, for one microbatch of a pipelined loop.
+    """The values that tasks hand to each other, for one microbatch of a pipelined loop.
 
-    Stated in kinds F, I and W. Where a schedule has a whole backward ``B``, it stands for the I and the W of its
-    stage: it writes and reads what either does, and what passes between the two stays inside.
+    Stated in kinds F, I and W. A whole backward ``B`` of a schedule stands for the I and the W of its stage: it writes
+    and reads what either does, and the values that pass between the two stay inside.
 
     Args:
         num_stages: The number of pipeline stages.

@@ -159,7 +159,7 @@ class _Units:
     def uses(self, task_graph: TaskGraph) -> Iterable[tuple[str, int, int, set[int]]]:
         """Each edge, one microbatch after the other: its name, the microbatch, the unit that writes it, its readers.
 
-        Left out is what nobody else reads.
+        Values that no other unit reads are left out.
         """
         for edge in task_graph.edges:
             consumers = [self.unit_of.get(end, {}) for end in edge.consumers if end not in task_graph.empty]
@@ -187,7 +187,7 @@ class _Units:
 
 @dataclass
 class _Flow:
-    """Who reads, writes and last uses what."""
+    """The values that each unit reads and writes, and the last unit that uses each."""
 
     reads: list[tuple[Value, ...]]
     writes: list[tuple[Value, ...]]

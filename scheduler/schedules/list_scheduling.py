@@ -1,4 +1,4 @@
-"""List scheduling: orders made by letting each group, whenever it is free, take what is due first of what it can do."""
+"""List scheduling: whenever a group is free, it takes the task that is due first among those it can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be ordered: stages in their places, microbatches, what tasks cost, and the memory of each group."""
+    """The tasks to order: the group of each stage, the microbatches, the costs, and the memory of each group."""
 
     placement: tuple[int, ...]
     num_groups: int
@@ -58,13 +58,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What is due when: the task of kind k, stage s and microbatch j at ``due[k][s] + pace * j``, least first.
+    """When tasks are due: kind k, stage s and microbatch j at ``due[k][s] + pace * j``, least first.
 
     Args:
         due: For each kind, one number for each stage.
-        pace: What a microbatch adds.
-        weights_last: W goes only where neither F nor I can.
-        patience: How long a group waits for something that is due earlier and on its way.
+        pace: The time that each microbatch adds.
+        weights_last: W runs only where neither F nor I can.
+        patience: How long a group waits for a result that is on its way and due earlier.
         interval: The least time between two starts of the first stage's F, once ``burst`` of them have started.
             Where memory is tight, a microbatch that starts too early only occupies it for longer.
         burst: How many microbatches may start without an interval.
@@ -173,7 +173,7 @@ class _Listing:
         return chosen, wake
 
     def _take(self, lane: _Lane, group: int, now: float) -> None:
-        """Runs the next task of a lane, and tells those who wait for its result."""
+        """Runs the next task of a lane, and wakes the groups that wait for its result."""
         microbatch = lane.next
         start = max(now, lane.ready[microbatch])
         end = start + lane.seconds
@@ -193,7 +193,7 @@ class _Listing:
 
 
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
-    """For each stage its F, I and W, linked to those that wait for them."""
+    """For each stage the lanes of F, I and W, linked to the lanes that wait for them."""
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
     seconds, memory, need = costs.seconds(n), costs.memory(n), problem.needed_to_start()
     over = costs.transfers_between(problem.placement)

@@ -125,7 +125,7 @@ class Clock:
         group: int,
         todo: deque[int],
     ) -> None:
-        """The same where some neighbours are one unit: starts when both could, hands on its results at its end."""
+        """The same with fused pairs: a pair starts when both tasks could, and hands on its results at its end."""
         while len(ends) < len(order):
             task = order[len(ends)]
             unit = (task, second[task]) if task in second else (task,)
@@ -206,7 +206,7 @@ def _units(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterator[Seque
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Millions of tasks and no cycles among them: the cyclic collector would only read them all, again and again."""
+    """Turns the cyclic collector off: it would only scan millions of tasks again and again, which form no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

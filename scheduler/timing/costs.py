@@ -1,4 +1,4 @@
-"""What tasks take and hold: given, measured in a run, or read from a file."""
+"""The time and memory of tasks: given, measured in a run, or read from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """What tasks take and hold. Each is one number, or a tuple with one for each stage.
+    """The time and memory of tasks. Each cost is one number, or a tuple with one number for each stage.
 
     Any unit of time and of memory will do, if it is the same throughout.
 
@@ -130,7 +130,7 @@ class Costs:
 
     @classmethod
     def measured(cls, durations: Timeline | Iterable[tuple[Task, float]], **others: Any) -> Costs:
-        """Costs from what tasks took in a real run: the median for each kind and stage.
+        """Costs from the times of a real run: the median for each kind and stage.
 
         Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
 

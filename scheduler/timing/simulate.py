@@ -47,7 +47,7 @@ def simulate_orders(
     fused: Pairs = frozenset(),
     name: str = "schedule",
 ) -> Timeline:
-    """What :func:`simulate` does, for orders at hand."""
+    """The same as :func:`simulate`, for orders at hand."""
     costs = Costs() if costs is None else costs
     starts, ends = _clock(placement, num_microbatches, costs).run(orders, dict(fused))
     counts, nbytes = _memory(orders, len(placement), costs)

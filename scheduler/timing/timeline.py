@@ -14,7 +14,7 @@ from scheduler.timing.costs import Costs
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """When each task of a schedule starts and ends, and what follows from it. ``str()`` draws it.
+    """When each task of a schedule starts and ends, with the figures that follow. ``str()`` draws it.
 
     Attributes:
         orders: For each group, its tasks in order.
@@ -72,7 +72,7 @@ class Timeline:
     def idle_within_span(self) -> tuple[float, ...]:
         """For each group, the time it does nothing between its own first start and its own last end.
 
-        What counts where steps follow each other without a barrier.
+        This is the figure that counts where steps follow each other without a barrier.
         """
         spans = (
             ends[-1] - starts[0] if len(ends) else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -81,7 +81,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Task, ...]:
-        """A chain of tasks, each waiting for the one before, that is as long as the makespan."""
+        """A chain of tasks as long as the makespan. Each waits for the one before."""
         return _critical_path(self)
 
     def __str__(self) -> str:
