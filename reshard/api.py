@@ -50,7 +50,7 @@ def spmd_to_mpmd_reshard(
     """Brings arrays of any mesh, or numpy arrays, into groups.
 
     Every byte that a device lacks is brought to it once; what it has already stays where it is. On CPU devices the
-    result may lie in memory that XLA does not own: the first program that it is donated to makes a copy.
+    result may be in memory that XLA does not own: the first program that it is donated to makes a copy.
 
     Args:
         mpmd_mesh: the groups.

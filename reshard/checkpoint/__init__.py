@@ -77,7 +77,7 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
 def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = False) -> Any:
     """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
 
-    Each process reads just the bytes that its devices need, rounded up to whole chunks, once whatever the number of
+    Each process reads only the bytes that its devices need, rounded up to whole chunks, once whatever the number of
     its devices; of arrays in groups of other processes it reads nothing. Beyond the result it needs the memory of
     the reads in flight, 256 MiB or the largest shard.
 

@@ -1,4 +1,4 @@
-"""Arrays that are just described: shape, dtype and the groups they are to lie in."""
+"""Descriptions of arrays: shape, dtype and the groups that they go to."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
 class Part:
     """Stands in `like` for a leaf that the checkpoint has as a part of a larger array.
 
-    Layers that were saved as one stack are restored one by one, each process reading just its own.
+    Layers that were saved as one stack are restored one by one, each process reading only its own.
 
     Args:
         of: the name of the stored array: its keys with slashes between.

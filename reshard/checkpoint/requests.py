@@ -20,7 +20,7 @@ Index = tuple[int | slice, ...]
 
 
 def in_storage(box: Box, index: Index) -> Box:
-    """Where a box of a part lies in the whole array that it is a part of: `part = whole[index]`."""
+    """A box of a part as a box of the whole array: `part = whole[index]`."""
     start, stop = list(box.start), list(box.stop)
     for axis, entry in enumerate(index):
         if isinstance(entry, slice):

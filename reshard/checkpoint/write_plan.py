@@ -152,7 +152,7 @@ class HostCopy:
 def start_copies(array: MpmdArray, plan: Writing) -> list[HostCopy]:
     """Starts copying to the host what this process writes; nothing is waited for.
 
-    Of several devices that have a box, the one is taken that has given least so far. On a CPU device nothing is
+    Where several devices have a box, the one that has given least so far gives it. On a CPU device nothing is
     copied: the array's memory is read, and stays as it is until that has been done, even if it is donated.
     """
     shards = [(Box.from_slices(shard.index, array.shape), shard) for shard in array.addressable_shards]

@@ -251,7 +251,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
 
 
 def _fitting_chunk(parts: Iterable[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest chunks of which no part takes just a piece."""
+    """The largest chunks that every part takes whole."""
     sizes = []
     for axis, n in enumerate(shape):
         borders = {border for part in parts for border in (part.start[axis], part.stop[axis])} - {0, n}

@@ -79,7 +79,7 @@ class HostSink:
 
 
 class DeviceSink:
-    """A shard on a device that just its own programs can write to."""
+    """A shard on a device that only the device's own programs can write to."""
 
     def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype):
         self.place = SingleDeviceSharding(device)

@@ -40,7 +40,7 @@ _MOST_NBYTES = 256 << 20  # of a file of metadata
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf as it is stored; of what is no array (empty containers, None, text) just path and type are known.
+    """One leaf as it is stored. A leaf that is no array (empty container, None, text) has only a path and a type.
 
     `chunk` is the least that is read of it at once, `extra` what Orbax keeps beside it (the kind of a PRNG key).
     """
@@ -70,7 +70,7 @@ class Leaf:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of one whole chunk, as they lie in memory."""
+        """Bytes of one whole chunk in memory."""
         return math.prod(self.chunk) * self.itemsize
 
     @property
