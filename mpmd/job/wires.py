@@ -52,6 +52,15 @@ class Wire(Protocol):
         ...
 
 
+def receive_piece(
+    job: "Job", number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device, text: str
+) -> jax.Array:
+    """Receives a piece over the job's wire; the watchdog expects it from now on, under the name `text`."""
+    data = job.wire.receive(number, shape, dtype, source, target)
+    job.activity.expect(data, text, (source.process_index,), number)
+    return data
+
+
 def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
     """The fastest wire that the job's devices have; the same in every process."""
     if not compat.has_cross_host_put():

@@ -12,6 +12,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import Device
 from mpmd.job.job import Job
+from mpmd.job.wires import receive_piece
 from mpmd.run.pieces import Piece, is_mine, shards_of, share
 
 
@@ -97,8 +98,7 @@ class Route:
     def _receive(self, piece: Piece, base: int) -> jax.Array:
         shape, dtype = keys.data_shape(piece.box.shape, self._aval.dtype), keys.data_dtype(self._aval.dtype)
         number = base + self._first + piece.number
-        data = self._job.wire.receive(number, shape, dtype, piece.source, piece.target)
-        self._job.activity.expect(data, self.text, (piece.source.process_index,), number)
+        data = receive_piece(self._job, number, shape, dtype, piece.source, piece.target, self.text)
         return keys.from_data(data, self._aval.dtype)
 
     def _part(self, shard: jax.Array, piece: Piece) -> jax.Array:

@@ -4,6 +4,7 @@ All processes walk the same plan and number its pieces alike. What was sent must
 at every settling the receivers say that they have all, by a message to each sender.
 """
 
+import itertools
 import json
 import re
 import zlib
@@ -17,7 +18,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.arrays.mesh import Device
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
-from mpmd.job.wires import NUMBER_BITS
+from mpmd.job.wires import NUMBER_BITS, receive_piece
 from reshard.moving.local import Sink, aligned_empty, cut, is_host_memory
 from reshard.places import HostMemory
 
@@ -32,7 +33,8 @@ class WireCarrier:
         ranks = range(job.num_ranks)
         self.rank = job.rank
         self._job = job
-        self._next = job.new_number(ranks, "a reshard, which every process must call") << NUMBER_BITS
+        number = job.new_number(ranks, "a reshard, which every process must call")
+        self._numbers = itertools.count(number << NUMBER_BITS)
         self._coming: list[tuple[jax.Array, Sink, Box]] = []
         self._pairs: set[tuple[int, int]] = set()
 
@@ -57,8 +59,7 @@ class WireCarrier:
           The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
         """
         (sender, from_device), (receiver, to_device) = start, end
-        number = self._next
-        self._next += 1
+        number = next(self._numbers)
         self._pairs.add((sender, receiver))
         if sender == self.rank:
             shard, at = source()
@@ -68,8 +69,7 @@ class WireCarrier:
         if receiver == self.rank:
             shard, into = sink()
             away, home = _device(from_device, sender), _device(to_device, receiver)
-            data = self._job.wire.receive(number, into.shape, dtype, away, home)
-            self._job.activity.expect(data, "a piece of a reshard", (sender,))
+            data = receive_piece(self._job, number, into.shape, dtype, away, home, "a piece of a reshard")
             self._coming.append((data, shard, into))
             return 0, 0 if shard.takes(data) else into.nbytes(dtype.itemsize)
         return 0, 0
@@ -82,15 +82,13 @@ class WireCarrier:
         self._coming.clear()
         receipts = []
         for sender, receiver in sorted(self._pairs):
-            number = self._next
-            self._next += 1
+            number = next(self._numbers)
             giver, taker = _first_device(receiver), _first_device(sender)
             if receiver == self.rank:
                 self._job.wire.send(number, jax.device_put(_RECEIPT, giver), taker)
             elif sender == self.rank:
-                receipt = self._job.wire.receive(number, (1,), np.uint8, giver, taker)
-                self._job.activity.expect(receipt, "the receipt for pieces of a reshard", (receiver,))
-                receipts.append(receipt)
+                text = "the receipt for pieces of a reshard"
+                receipts.append(receive_piece(self._job, number, (1,), np.uint8, giver, taker, text))
         self._pairs.clear()
         jax.block_until_ready(receipts)
 
