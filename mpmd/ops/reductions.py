@@ -23,9 +23,9 @@ class Operation:
     Example:
       >>> import jax.numpy as jnp, mpmd
       >>> class Product(mpmd.Operation):
-      ...     def init(self, aval, num_microbatches):
+      ...     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
       ...         return self.full(aval, 1)
-      ...     def update(self, acc, x, index):
+      ...     def update(self, acc: Any, x: Any, index: Any) -> Any:
       ...         return acc * x
       >>> float(mpmd.treduce(lambda x: x, jnp.array([2.0, 3.0, 4.0]), schedule=None, operation=Product))
       24.0
@@ -70,20 +70,20 @@ class Add(Operation):
 
     reads_index = False
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         return acc + x if acc.dtype != np.bool_ else acc | x
 
 
 class Mean(Add):
     """The sum over microbatches divided by their number. Of booleans: the share of True."""
 
-    def init(self, aval, num_microbatches):
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         return acc + x
 
-    def finish(self, acc, num_microbatches):
+    def finish(self, acc: Any, num_microbatches: int) -> Any:
         sharding = explicit_sharding(jax.typeof(acc))
         if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
             share = jnp.asarray(1 / num_microbatches, acc.dtype)
@@ -96,10 +96,10 @@ class Max(Operation):
 
     reads_index = False
 
-    def init(self, aval, num_microbatches):
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=True))
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         return lax.max(acc, x)
 
 
@@ -108,10 +108,10 @@ class Min(Operation):
 
     reads_index = False
 
-    def init(self, aval, num_microbatches):
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=False))
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         return lax.min(acc, x)
 
 
@@ -125,11 +125,11 @@ class Concat(Operation):
     def __init__(self, axis: int = 0):
         self.axis = axis
 
-    def init(self, aval, num_microbatches):
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         axis = self._axis(len(aval.shape))
         return _full(aval, 0, (*aval.shape[:axis], num_microbatches, *aval.shape[axis:]), [axis])
 
-    def update(self, acc, x, index):
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
         axis = self._axis(acc.ndim - 1)
         x = lax.expand_dims(jnp.asarray(x, acc.dtype), (axis,))
         return lax.dynamic_update_slice(acc, x, [index if a == axis else np.int32(0) for a in range(x.ndim)])
