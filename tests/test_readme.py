@@ -46,12 +46,3 @@ def test_a_command_is_one_line_that_makes_its_own_environment(name):
     assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
     for word in re.findall(r"\S+\.py\b", command):
         assert (ROOT / word).exists()
-
-
-def test_the_architecture_page_names_no_file_that_is_gone():
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    for package in ("scheduler", "mpmd", "reshard"):
-        part = page.partition(f"\n## `{package}`")[2].partition("\n## ")[0]
-        files = set(re.findall(r"\*\*`(\w+\.py)`\*\*", part))
-        assert len(files) > 5
-        assert {file for file in files if not (ROOT / package / file).exists()} == set()
