@@ -238,7 +238,7 @@ class Jitted:
                     kwargs[where] = value
             return self._fun(*args, **kwargs)
 
-        fun.__wrapped__ = self._fun
+        fun.__wrapped__ = self._fun  # pyright: ignore[reportFunctionMemberAccess]
         known = _traces_of(self._fun)
         key = call.key, tuple(names), tuple(hints), shape_of(self._mesh), surroundings(self._fun)
         if (trace := known.get(key)) is None:

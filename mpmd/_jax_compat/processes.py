@@ -64,7 +64,7 @@ def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextM
     callback.emit_python_callback = emit_observed
 
 
-def _users_function(function: Callable) -> Callable:
+def _users_function(function: Any) -> Callable:
     """The function that JAX's own ones are wrapped around."""
     while True:
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())

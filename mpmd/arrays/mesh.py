@@ -385,7 +385,7 @@ class MpmdSharding(jax.sharding.Sharding):
             self.group_sharding(group).check_compatible_aval(tuple(aval_shape))
 
     @functools.cached_property
-    def device_set(self) -> set[Device]:
+    def device_set(self) -> set[Device]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The devices of all groups that hold the array, of other processes too."""
         return set().union(*(self.group_sharding(group).device_set for group in self.groups))
 
@@ -420,7 +420,7 @@ class MpmdSharding(jax.sharding.Sharding):
             "  JAX takes sharding.sharding, the NamedSharding over all devices of these groups."
         )
 
-    _device_assignment = _internal_device_list = property(_no_single_array)
+    _device_assignment = _internal_device_list = property(_no_single_array)  # pyright: ignore[reportIncompatibleMethodOverride]
     _to_xla_hlo_sharding = _to_sdy_sharding = _no_single_array
 
 

@@ -15,7 +15,7 @@ class PlacedShard(NamedTuple):
     """Which part of an array one device has in one group."""
 
     device: Device
-    index: Index
+    index: Index  # pyright: ignore[reportIncompatibleMethodOverride]
     replica_id: int
     group: int
 

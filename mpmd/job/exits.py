@@ -23,7 +23,7 @@ class _Exit(SystemExit):
         return code
 
     @code.setter
-    def code(self, value: Any) -> None:
+    def code(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.args = (value,)
 
 
