@@ -1,4 +1,4 @@
-"""What a step goes through on its way to running: `Traced`, `Lowered` and `Compiled`, as in `jax.stages`.
+"""`Traced`, `Lowered` and `Compiled`: what a step goes through on its way to running, as in `jax.stages`.
 
 Each can be printed and asked. A trace and a partition depend on shapes alone; devices come in with `Compiled`, which
 places the arguments and runs the program.

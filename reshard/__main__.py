@@ -1,4 +1,4 @@
-"""What is in a checkpoint, what a layout would read of it, and checkpoints made of others: ``python -m reshard``."""
+"""Inspects checkpoints, reports what a layout would read, and converts: ``python -m reshard``."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Where memory is: devices that need not exist, and the host.
+"""Describes where memory is: devices that need not exist, and the host.
 
 A layout for 1,024 GPUs is planned on a laptop: `describe_mesh` makes an ordinary `jax.sharding.Mesh` of devices
 that are only names, which `NamedSharding`, `MpmdMesh` and `MpmdSharding` take like any other mesh.

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Reads numbers of bytes as people write them."""
 
 import operator
 import re

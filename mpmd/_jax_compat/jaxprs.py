@@ -1,4 +1,4 @@
-"""Jaxprs, their variables and equations: what they say, and new ones made from them."""
+"""Reads jaxprs, their variables and equations, and makes new ones."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias

@@ -1,4 +1,4 @@
-"""What a process asks of JAX's runtime: the job it is in, its devices, its callbacks, its transfer server."""
+"""Asks JAX's runtime about the job, devices and callbacks, and starts its transfer server."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The context in which a step is traced: which mesh is the current one, and what JAX's own functions make of it."""
+"""Sets the mesh under which a step is traced, and how JAX's own functions see it."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""How an object that holds a `jax.Array` answers as that array does: operators, conversions, methods."""
+"""Makes an object that holds a `jax.Array` answer as that array: operators, conversions, methods."""
 
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 

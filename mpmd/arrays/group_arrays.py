@@ -1,4 +1,4 @@
-"""The arrays that an `MpmdArray` is made of: which group each belongs to, and whether it fits."""
+"""Finds the group of each array that an `MpmdArray` is made of, and checks that it fits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

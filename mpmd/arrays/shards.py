@@ -1,4 +1,4 @@
-"""Which part of an array each device has, numbered as a `jax.Array` over all of them would number it."""
+"""Tells which part of an array each device has, numbered as one `jax.Array` over all devices would number it."""
 
 import collections
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Specs: the ways to write them, and whether the meshes of groups can follow them."""
+"""Reads the ways to write a spec, and checks that the meshes of groups can follow it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Accelerators that programs are compiled for without having one: what XLA and a plan need to know of each.
+"""Data sheets of accelerators that programs are compiled for without having one.
 
 Figures are those of the public data sheets, dense (without sparsity), per device. A machine may have less: make a
 description of your own with `dataclasses.replace(mpmd.Target.named("h100"), memory_nbytes=...)`.

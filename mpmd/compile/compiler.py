@@ -1,4 +1,4 @@
-"""One executable per distinct task or segment, with shardings found in data-flow order.
+"""Finds programs that are equal (equal stages, say), and compiles each once, with shardings in data-flow order.
 
 What a program's inputs are sharded like is known from the user, from the program that made them, or (the
 first use of an argument) chosen by XLA; its outputs tell the next program. The whole step is never compiled

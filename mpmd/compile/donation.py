@@ -1,4 +1,4 @@
-"""Which values the segments of a step may take over the memory of: determined by the outline, nothing is compiled."""
+"""Decides whose memory a segment may reuse for its results (donation). Needs only the outline; compiles nothing."""
 
 from collections import Counter
 from collections.abc import Set

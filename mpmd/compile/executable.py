@@ -1,4 +1,4 @@
-"""One program, compiled once and loaded on the devices of every group that runs it; perhaps run as several."""
+"""Loads one compiled program on the devices of every group that runs it; a program may run as several."""
 
 import dataclasses
 import math

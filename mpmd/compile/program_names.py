@@ -1,4 +1,4 @@
-"""What programs are called in profiles and dumps.
+"""Names programs for profiles and dumps.
 
 A task's program is called after the step, the stage and the kind: `gpt_stage2_F`, or `gpt_stage2_decoder_F` where the
 mark at the stage's end has the name "decoder". Equal programs are compiled once, under the name of the first of them.

@@ -1,4 +1,4 @@
-"""All executables of a step, compiled in data-flow order so that each one's shardings tell the next.
+"""Compiles all segments and tasks of a step in data-flow order, so that the shardings of each tell the next.
 
 A variable of the step has one spec, the same in every group that holds it (what an `MpmdSharding` can say).
 The user's specs win, then those that state leaves came in with, then what XLA inferred.

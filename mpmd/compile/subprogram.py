@@ -1,4 +1,4 @@
-"""Finding a program inside of a larger one, so that what both do is compiled once.
+"""Finds one program inside of a larger one, such as a middle stage inside of the first one.
 
 The first stage of a model is a middle stage behind an embedding, the last one is a middle stage before a loss, and so
 are their backward tasks. A program that holds another one whole is cut into that one and what is left before and

@@ -1,4 +1,4 @@
-"""What this process is at: its phase, its instruction, what it waits for, and the user's function on the host.
+"""Keeps what this process is doing: phase, instruction, whom it waits for, the user's callback.
 
 The main thread says it; the watchdog's threads publish it as a `Board`.
 """

@@ -1,4 +1,4 @@
-"""Publishes what this rank is at, and reads what the others say, through the key-value store of the job."""
+"""Publishes what this rank is doing, and reads what the others publish, in the job's key-value store."""
 
 import contextlib
 import itertools

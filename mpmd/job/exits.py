@@ -1,4 +1,4 @@
-"""How a process ends: what `sys.exit` was told, where its threads are, and what an error or a function is called."""
+"""Finds out how a process ends: the status of `sys.exit`, the stacks of its threads, the text of an error."""
 
 import faulthandler
 import inspect

@@ -1,4 +1,4 @@
-"""Judges again and again which rank is to blame, where one look is not enough."""
+"""Asks `verdict.py` again until a suspicion is confirmed. Notices also that the key-value store is gone."""
 
 import time
 from collections.abc import Mapping

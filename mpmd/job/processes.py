@@ -1,4 +1,4 @@
-"""What the kernel says of the processes of this machine."""
+"""Asks the kernel about the processes of this machine."""
 
 import contextlib
 import os

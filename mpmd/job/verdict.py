@@ -1,4 +1,4 @@
-"""Which rank is to blame when the others wait: a pure function from what every rank last said.
+"""Finds the rank to blame when the others wait: a pure function of what every rank last published.
 
 Every rank publishes a `Board`; every rank reads all of them and comes to the same verdict. A rank that waits is
 not to blame, the one at the end of the chain is: it died, left, stopped, or does not move although others wait for it.

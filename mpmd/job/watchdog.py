@@ -1,4 +1,4 @@
-"""Ends this process when the job cannot go on: none waits for ever.
+"""Ends this process when the job cannot go on, so that no rank waits for ever.
 
 Two daemon threads: one publishes this rank's `Board` through the key-value store and reads the others', one
 judges (`judge.py`, `verdict.py`). They are apart because a call to the store hangs when its process is stopped. A

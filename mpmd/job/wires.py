@@ -1,6 +1,6 @@
-"""Wires: how arrays of one device get to a device of another process.
+"""Wires carry an array of one device to another process, by cross-host `device_put` or `jax.experimental.transfer`.
 
-JAX's cross-host `device_put` where the devices have it (GPUs), else pulls of `jax.experimental.transfer`.
+GPUs have cross-host `device_put`. CPU devices, and processes that share a GPU, pull.
 """
 
 import functools

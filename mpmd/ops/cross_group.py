@@ -1,4 +1,4 @@
-"""Values across groups, said by the user: where a value goes outside of the loops, and what several groups add up.
+"""What a user says about groups: where a value goes (`place`), and what several groups add up or stack.
 
 `mpmd.jit` finds by itself where everything runs; these are for a step that wants to say it. Like the marks they are
 primitives that lower to plain JAX, so a step that uses them gives the same under `jax.jit`.

@@ -1,4 +1,4 @@
-"""Programs that were not written here as functions to call inside a stage: exported ones, and StableHLO.
+"""Makes exported programs and StableHLO functions that a stage can call.
 
 A foreign program is one equation of the stage, a call that nothing can cut. It is read when its task is lowered for a
 group, so that it meets the group's own mesh and not the whole one that the step is traced on.

@@ -1,4 +1,4 @@
-"""What a loop returns: an accumulator for each output, inside the task that makes it.
+"""Gives each output of a loop an accumulator, inside the task that makes it.
 
 A gradient whose parts arise in several stages (a tied, stacked or shared parameter) is accumulated in parts:
 its sum is cut at the leaves, so that no gradient crosses groups once a microbatch.

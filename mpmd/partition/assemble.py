@@ -1,4 +1,4 @@
-"""From the levels of a placed step to its outline: segments, what crosses between them, and loops."""
+"""Makes the outline of a placed step: segments, transfers between them, and loops."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The stage of each backward equation of a loop's body: that of the forward equation which it transposes."""
+"""Puts each backward equation of a loop's body into the stage of its forward equation."""
 
 import bisect
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""A `cond`, `scan` or `while` outside of the loops whose operands live in several groups, cut by groups.
+"""Cuts a `cond`, `scan` or `while` outside of the loops into one for each group that holds its operands.
 
 Left whole, such an equation would run in one group and all its operands would be sent there: a `cond` around the
 optimizer would put all of its state into one group. Cut, each group has one with the part of the branches (or of the

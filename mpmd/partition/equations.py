@@ -1,4 +1,4 @@
-"""What an equation costs, roughly: enough to tell what is worth sending from what is cheaper to compute again."""
+"""Sizes of equations, and which are heavy: what the passes ask before they move an equation or copy it."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,7 @@
-"""What is left to place once forward and backward equations have their stages: what floats, and residuals."""
+"""Cheap work on the microbatch (masks, labels, positions) is computed again in every stage that reads it.
+
+What else has no stage of its own goes to its first reader, and residuals that only a backward reads are made there.
+"""
 
 import dataclasses
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The stage of each forward equation of a loop's body: where it was written, or where fewer bytes cross."""
+"""Puts each forward equation of a loop's body into the stage where it was written, or where fewer bytes cross."""
 
 import functools
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What is computed from several stages' gradients, such as each microbatch's norm of all of them, in a split backward.
+"""Moves work on the gradients of several stages (a norm per microbatch) behind the loop, if the backward is split.
 
 No stage needs it for its own gradients, and a weight half that waited for the others' would hold up its group: in
 ZB-H1, stage 0's runs long before stage 3's. So each stage keeps its part of every microbatch, if that is small, and

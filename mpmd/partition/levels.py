@@ -1,4 +1,4 @@
-"""When each equation of a placed step runs: levels, between which values cross from group to group."""
+"""Gives each equation of a placed step a level; values cross between groups after each level."""
 
 import dataclasses
 from collections import defaultdict

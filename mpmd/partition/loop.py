@@ -1,4 +1,4 @@
-"""Cuts a loop's body into tasks: forward and backward of each stage, by one place per equation.
+"""Cuts a loop's body into tasks, forward and backward of each stage. Lists the rules that the passes follow.
 
 The rules, in the order in which they are applied (each is a function of this file or of one that it imports):
 

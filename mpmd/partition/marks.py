@@ -1,4 +1,4 @@
-"""Where stages end: the marks of a loop's body, checked, numbered, and what depends on them."""
+"""Checks and numbers the marks of a loop's body, and finds what depends on them."""
 
 import dataclasses
 from collections import defaultdict

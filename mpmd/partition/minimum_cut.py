@@ -1,4 +1,4 @@
-"""Labels in order that cost least, by minimum cuts: which stage runs what, so that the fewest bytes cross.
+"""Finds the stages of equations that make the fewest bytes cross, by minimum cuts. Knows nothing of JAX.
 
 Nothing here knows of JAX. Nodes are numbers, labels are stages, costs are integers.
 """

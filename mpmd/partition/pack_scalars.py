@@ -1,4 +1,4 @@
-"""Scalars that cross between groups outside of the loops, packed: one transfer per pair of groups and level.
+"""Packs the scalars that cross outside of the loops: one transfer per pair of groups and level.
 
 Norms, metrics and counters are many (one per parameter, often) and small, and a transfer costs the same for four bytes
 as for a thousand. The group that makes them joins their bits in one vector of words; the group that reads them takes

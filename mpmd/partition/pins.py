@@ -1,4 +1,4 @@
-"""Where the equations outside of the loops are held: the forward half of placing.
+"""The groups that may run an equation outside of the loops, by where its operands are.
 
 An equation is pinned to the groups that hold its operands. Where these have no group in common, a heavy equation (a
 matrix product, a convolution) goes to its weights, and any other to the group that has the most bytes of its

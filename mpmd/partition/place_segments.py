@@ -1,4 +1,7 @@
-"""Decides which groups run what outside of the loops; the rules are in `outline`."""
+"""Decides which group runs each equation outside of the loops, the optimizer for instance.
+
+First by operands (`pins.py`), then by who wants the result. The rules are in `outline.py`.
+"""
 
 import dataclasses
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The backward of each stage in two halves, for schedules that order them apart."""
+"""Splits the backward of each stage into two halves, `I` and `W`, for schedules that order them apart."""
 
 import dataclasses
 from collections import defaultdict

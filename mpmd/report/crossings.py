@@ -1,4 +1,4 @@
-"""What crosses between groups outside of the loops, why, and at which line of the user's."""
+"""Lists the values that cross between groups outside of the loops, with the reason and the user's line."""
 
 from collections.abc import Callable
 

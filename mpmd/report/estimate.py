@@ -1,4 +1,4 @@
-"""How many bytes a step will need on each device, before anything is compiled.
+"""Estimates the bytes that a step will need on each device, before anything is compiled.
 
 The walk is that of `memory.py`. Shardings follow from the arguments, constraints, types on Explicit axes, and a simple
 propagation; temporaries from the lifetimes of what fusion would not make disappear.

@@ -1,4 +1,4 @@
-"""What a compiled step is, in words and numbers: what runs where, what is sent, what it costs."""
+"""Writes `explain()`: what runs where, what is sent, what it costs."""
 
 import re
 from collections import Counter, defaultdict

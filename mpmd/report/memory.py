@@ -1,4 +1,4 @@
-"""How many bytes a compiled step needs on each device, and how to add them up for any checked program.
+"""Adds up the bytes that a compiled step needs on each device, for any checked program.
 
 A walk over the program of each group adds up what is alive: arguments, accumulators, and the activations of the
 microbatches in flight, in the sharding that each has.

@@ -1,4 +1,4 @@
-"""What a program computes and reads, counted in its equations: for devices whose compiler reports nothing.
+"""Counts the operations and bytes of a program in its equations, for devices whose compiler reports nothing.
 
 Products and convolutions count two operations for each multiply-add, everything else one for each element that it
 makes or reduces. Bytes are those of large operations and of the program's own arguments and results: elementwise work

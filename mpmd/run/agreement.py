@@ -1,4 +1,4 @@
-"""Processes compare their plans before the first step: each builds its own, and all must be the same.
+"""Compares the plans of all processes before the first step: they must be the same.
 
 A difference would be a hang, or worse, wrong numbers: collectives in another order can pass unnoticed.
 """

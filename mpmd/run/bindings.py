@@ -1,4 +1,4 @@
-"""What each instruction of this process calls, and which slots of the step's memory it reads and writes.
+"""Binds each instruction of this process to what it calls and to the slots that it reads and writes.
 
 Worked out once, before the first step. A step's values stand in one list; each value of each group has a slot in it.
 """

@@ -1,4 +1,4 @@
-"""Which donated arguments a step uses the memory of, and the deletion of these."""
+"""Tells which donated arguments are used up (JAX's rule and warning), and deletes them after the call."""
 
 import os
 import sys

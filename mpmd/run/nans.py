@@ -1,4 +1,4 @@
-"""`jax_debug_nans` and `jax_debug_infs` for pipelined steps: an error that names the stage and the microbatch.
+"""Makes `jax_debug_nans` and `jax_debug_infs` name the stage and the microbatch of a pipelined step.
 
 JAX checks what a jitted function returns; here every task is one, so the first task that makes a NaN is named.
 """

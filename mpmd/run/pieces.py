@@ -1,4 +1,4 @@
-"""How an array goes from one sharding to another: a piece for each part of a target shard that a source shard has.
+"""Cuts an array into pieces: one for each part of a target shard that one source shard has.
 
 Planned from the shardings alone, alike in every process.
 """

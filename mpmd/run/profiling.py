@@ -1,4 +1,4 @@
-"""What a profile shows of a step: a span for each call and each transfer, while a profile is being taken."""
+"""Shows each call and transfer of a step in a profile, while one is being taken."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A step run under a clock: one thread a group, each task timed from the moment that its inputs are there.
+"""Runs a step under a clock: a thread per group, each task timed from the moment that its inputs are there.
 
 Slower than the ordinary executor (it waits for every task), so it is asked for. Groups run beside each other
 as they do otherwise, so starts and ends are those of a real pipeline.

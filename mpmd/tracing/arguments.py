@@ -1,4 +1,4 @@
-"""What a step is called with: names, types and layouts of its arguments, and the checks on them."""
+"""Names, types and layouts of the arguments of a call, and the checks on them."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Schedules by name: the groups of the mesh and the marks of the model say for how many stages."""
+"""Replaces the name of a schedule by the schedule, with the number of stages from the mesh and the marks."""
 
 import dataclasses
 from collections.abc import Sequence

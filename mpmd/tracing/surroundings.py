@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments: two traces of it are alike only where this is.
+"""The outside variables that a function reads. An earlier trace is used again only if these are the same.
 
 A step is traced once for all devices of one shape, however often it is given to `mpmd.jit`. A step that reads a
 variable of its surroundings (a schedule, a flag, a size), which has another value by then, is another step.

@@ -1,4 +1,4 @@
-"""The user's step, differentiated and traced once on an abstract mesh, as one flat jaxpr.
+"""Traces the user's step once, differentiated, on an abstract mesh: one flat jaxpr.
 
 Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so
 that what comes next can cut between any two equations. Marks must stand where a cut is possible: in a

@@ -1,4 +1,4 @@
-"""A checkpoint is written in a folder of its own and put in place by one rename: of two jobs with one path, one wins.
+"""Writes a checkpoint into a temporary folder and renames it at the end. If two jobs save to one path, one succeeds.
 
 Orbax names its temporary folder by the target, so two jobs would write into one and each remove the other's.
 """

@@ -1,4 +1,4 @@
-"""How Orbax writes and reads the arrays of a pipeline: the handler of their leaves.
+"""Makes Orbax save and restore `MpmdArray`s: the handler of their leaves.
 
 Orbax hands each leaf of a tree to the handler of its type. The handler for `jax.Array` is replaced by one that does
 the same for a `jax.Array` and knows an `MpmdArray` too, so that both are written in one go, under the same names, and

@@ -1,4 +1,4 @@
-"""Which stored leaf each leaf of a wanted tree stands for, and everything about the two that does not fit."""
+"""Finds the stored leaf of each leaf of a wanted tree, and everything about the two that does not fit."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

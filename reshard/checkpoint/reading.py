@@ -1,4 +1,4 @@
-"""Reads parts of stored arrays, only what this process's devices need; what is not asked for is not touched."""
+"""Reads the parts of stored arrays that the devices of this process need, and nothing else."""
 
 import asyncio
 import functools

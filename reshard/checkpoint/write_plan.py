@@ -1,4 +1,4 @@
-"""Who writes which part of each array of a checkpoint, in which chunks. Pure: every process derives the same answer.
+"""Decides which process writes which part of each array, in which chunks. Every process derives the same answer.
 
 A checkpoint is a set of arrays, each cut into chunks of one shape; a chunk is the smallest thing that can be read or
 written. So each chunk goes to exactly one of the processes that hold it, and chunks never cross the shards of any

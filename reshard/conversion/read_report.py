@@ -1,4 +1,4 @@
-"""What each process of a layout would read of a checkpoint, and why it is more than it needs.
+"""Reports what each process of a layout would read of a checkpoint, and why that is more than it needs.
 
 Chunks are read whole, so a process reads all chunks that its part touches, each once, however many of its devices
 want them. Index arithmetic alone: neither data nor devices are touched.

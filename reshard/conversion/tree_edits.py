@@ -1,4 +1,4 @@
-"""A tree of stored arrays made into another one, on paper: what each new array takes from which old ones.
+"""Plans a new tree of stored arrays: what each new array takes from which old ones.
 
 Every change is a function from entries to entries: selecting, renaming, cutting stacks into layers and back, other
 dtypes. An entry says which parts of stored arrays it consists of, so changes compose and no data is read.

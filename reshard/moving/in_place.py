@@ -1,4 +1,4 @@
-"""Shards that stay in place while their array goes away.
+"""Keeps shards in place while the array that they were part of goes away.
 
 Deleting an array takes its shards with it, wherever else they are used. A program that returns what is donated to
 it makes new arrays of them in the same memory, which are nobody else's: one program for each set of devices.

@@ -1,4 +1,4 @@
-"""How the bytes of one piece get from one shard into another.
+"""Moves the bytes of one piece from one shard into another, in this process.
 
 A `Sink` is a target shard while it is filled; a carrier brings a piece to it: `LocalCarrier` inside this process,
 `WireCarrier` (`remote.py`) between two. The executor knows nothing else about where memory is.

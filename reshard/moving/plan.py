@@ -1,4 +1,4 @@
-"""What a reshard will do: which bytes stay, which move from where to where, in which rounds.
+"""Plans a reshard: which bytes stay, which move from where to where, in which rounds.
 
 Planning is pure. It needs shapes, dtypes and shardings; no data, and no devices either (see `describe_mesh`).
 """

@@ -1,4 +1,4 @@
-"""How far a reshard is, and what it really did."""
+"""Counts the bytes that a reshard really moves, and tells the caller how far it is."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Pieces that go between processes: sent by one, received by another.
+"""Sends pieces to other processes and receives theirs.
 
 All processes walk the same plan and number its pieces alike. What was sent must stay until it has been taken, so
 at every settling the receivers say that they have all, by a message to each sender.

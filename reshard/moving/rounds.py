@@ -1,4 +1,4 @@
-"""Packing pieces into rounds, so that no device ever needs more working memory than the threshold.
+"""Packs pieces into rounds, so that no device ever needs more working memory than the threshold.
 
 A piece needs working memory where it is cut out of a shard and where it waits to be written into one: its bytes on
 the sender unless it is a whole source shard, and its bytes on the receiver unless it becomes a whole target shard.

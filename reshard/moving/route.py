@@ -1,4 +1,4 @@
-"""Who sends which box to whom, for one pair of layouts.
+"""Decides who sends which box to whom, for one pair of layouts.
 
 The source and target cuts together make a lattice of cells, each of which is wholly inside or outside of every
 shard. For each cell: the devices that want it, without those that have it, get it once each. A cell crosses to a

@@ -1,4 +1,4 @@
-"""Which shard of an array is where, as numbers: the form in which the planner does its set arithmetic.
+"""Turns a layout into numbers: which shard of an array is where. The planner computes with these.
 
 Shards depend on the shape only by a scale: an axis that 4 and 8 divide is cut at multiples of an eighth, however
 long it is. So layouts are worked out once on a small *unit shape* (the least common multiple of all cuts on each

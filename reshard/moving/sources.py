@@ -1,4 +1,4 @@
-"""The arrays of a reshard on their way: their source shards, which are freed as they leave, and their target shards."""
+"""Holds the arrays of a reshard on their way: source shards, freed as they leave, and target shards."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sums of what was written, so that a damaged file is an error and not a wrong number.
+"""Writes and compares checksums, so that a damaged file is an error and not a wrong number.
 
 Neither Zarr 2 nor OCDBT stores a checksum of the data, and a compressor notices only some of the bits that flip. So
 beside the arrays, in a folder that other readers of the checkpoint do not look into, each process leaves the sums of

@@ -1,4 +1,4 @@
-"""Event loops that are ended in peace: storage that is still at work when one is closed complains of it on stderr."""
+"""Ends event loops without the complaints of storage that is still at work on them."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""Paths of a checkpoint's leaves as text, and the patterns that pick some of them.
+"""Writes paths of leaves as text, and matches them with patterns.
 
 A path is written with slashes, `params/layers/3/w`. A pattern is matched against the whole path: `*` and `?` stay
 within one part of it, `**` stands for any number of parts, and `{layer}` for one part that is a number.

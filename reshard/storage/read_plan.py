@@ -1,4 +1,4 @@
-"""Which boxes of a stored array one process reads: for `restore`, and for the report of `python -m reshard plan`.
+"""Decides which boxes of a stored array one process reads, for `restore` and for the report.
 
 What is stored is cut into chunks, and a chunk is read as a whole. So the boxes that a process's devices want are
 joined where they share chunks: each chunk is read once for each process, not once for each device.

@@ -1,4 +1,4 @@
-"""What is in a stock Orbax checkpoint: its tree, and of each leaf shape, dtype and chunking.
+"""Reads what is in an Orbax checkpoint: its tree, and shape, dtype and chunking of each leaf.
 
 Read from what lies on disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and
 without touching a byte of the arrays: an inspection of a terabyte takes as long as that of a megabyte.

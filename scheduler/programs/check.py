@@ -1,4 +1,4 @@
-"""Proof that a program is right, before it runs: every fault at once, and the memory that it needs."""
+"""All proofs about a program in one call: every fault at once, and the memory that it needs."""
 
 from __future__ import annotations
 

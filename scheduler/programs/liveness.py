@@ -1,4 +1,4 @@
-"""Proof that every value is where it is used, when it is used, and how many bytes are alive at once."""
+"""Proves that every value is there when it is used, and counts the bytes that are alive at once."""
 
 from __future__ import annotations
 

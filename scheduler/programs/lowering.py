@@ -1,4 +1,4 @@
-"""From a task graph and a schedule to the instructions of each group."""
+"""Makes the instructions of each group from a task graph and a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One order for a process that owns several groups."""
+"""Merges the instructions of several groups into one order, for a process that owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that sends and receives match, and that no groups wait for each other in a circle."""
+"""Proves that sends and receives match, and that the program cannot deadlock."""
 
 from __future__ import annotations
 
