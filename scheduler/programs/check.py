@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.errors import ScheduleError
 from scheduler.ordering import coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value
 from scheduler.programs.liveness import Liveness, groups_that_write, located
+from scheduler.programs.streams import Stream, stream_faults
 from scheduler.programs.transfers import transfer_faults
 from scheduler.task import KINDS, Task
 
@@ -37,7 +39,7 @@ class Report:
         return "\n".join([f"right: {len(rows)} groups, {self.num_transfers} transfers", *rows])
 
 
-def check(program: Program) -> Report:
+def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Report:
     """Proves that each group can run its list in order, and that every value is where it is used, when it is used.
 
     Proved: each loop runs every task once, in the group of its stage, as B or as I and W; nothing is read before it
@@ -47,6 +49,9 @@ def check(program: Program) -> Report:
 
     Args:
         program: Any program, however broken.
+        streams: Devices that work in order, each with the groups that it runs (in the order of :func:`merge`) or with
+            its own order, pairs of group and instruction; a group may be on several. Then it is also proved that they
+            cannot deadlock where transfers block both sides and each run of a group is a collective of its streams.
 
     Returns:
         The peak of live bytes of each group, and how many instructions and transfers there are.
@@ -69,6 +74,8 @@ def check(program: Program) -> Report:
             faults += walk.run()
             peaks.append(walk.peak)
         faults += transfer_faults(program)
+        if streams is not None and not faults:
+            faults += stream_faults(program, streams)
     raise_faults(ScheduleError, "check: the program", faults)
     return Report(
         tuple(peaks),

@@ -1,0 +1,114 @@
+"""Proves that devices which work in order cannot deadlock, where transfers and collectives block both sides."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Sequence
+
+from scheduler.programs.instructions import TRANSFERS, WORK, Instruction, Program, Recv, Send, Transfer
+from scheduler.programs.merging import GroupInstruction, merge
+
+# What a stream may be given as: the groups that it runs, in the order of `merge`, or its instructions in its own order.
+Stream = Collection[int] | Sequence[GroupInstruction]
+Meeting = tuple[Hashable, frozenset[int]]
+
+
+def stream_faults(program: Program, streams: Sequence[Stream]) -> list[str]:
+    """What is wrong with devices (streams of instructions) that run a program.
+
+    A stream does one instruction after the other. A run or call of a group starts when all streams of the group have
+    come to it, since it may hold a collective. A transfer starts when the streams of both groups have come to it;
+    within one stream, it only has to be sent before it is received.
+    """
+    orders = [_order(program, stream) for stream in streams]
+    faults = _incomplete(program, orders)
+    return faults or _deadlock(orders)
+
+
+def meetings(orders: Sequence[Sequence[GroupInstruction]]) -> list[list[Meeting]]:
+    """For each stream, each thing that it does, in order: its name, and the streams that have to come to it."""
+    homes: dict[int, set[int]] = defaultdict(set)
+    for stream, order in enumerate(orders):
+        for group, _ in order:
+            homes[group].add(stream)
+    found: list[list[Meeting]] = []
+    for stream, order in enumerate(orders):
+        count: Counter[Hashable] = Counter()
+        found.append([])
+        for group, instruction in order:
+            key: Hashable = (group,)
+            where = homes[group]
+            if isinstance(instruction, TRANSFERS):
+                source, target = Transfer.of(group, instruction)[1:]
+                both = homes[source] & homes[target]
+                where = (homes[source] | homes[target]) - both
+                side = "" if stream not in both else "sent" if isinstance(instruction, Send) else "received"
+                key, where = (source, target, side), where if stream not in both else {stream}
+            elif not isinstance(instruction, WORK):
+                continue
+            count[key] += 1
+            found[-1].append(((key, count[key]), frozenset(where)))
+    return found
+
+
+def _order(program: Program, stream: Stream) -> Sequence[GroupInstruction]:
+    groups = [g for g in stream if isinstance(g, int)]
+    return merge(program, groups) if groups else [step for step in stream if not isinstance(step, int)]
+
+
+def _incomplete(program: Program, orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
+    """Groups that no stream runs, or whose instructions are not in a stream as the program has them."""
+    faults, seen = [], set()
+    for stream, order in enumerate(orders):
+        own: dict[int, list[Instruction]] = defaultdict(list)
+        sent: Counter[Transfer] = Counter()
+        for group, instruction in order:
+            own[group].append(instruction)
+            if isinstance(instruction, Send):
+                sent[Transfer.of(group, instruction)] += 1
+            elif isinstance(instruction, Recv) and any(g == instruction.from_group for g, _ in order):
+                transfer = Transfer.of(group, instruction)
+                sent[transfer] -= 1
+                if sent[transfer] < 0:
+                    faults.append(f"stream {stream}: group {group} at '{instruction}' comes before the send")
+        for group, instructions in own.items():
+            if tuple(instructions) != tuple(program.groups[group]):
+                faults.append(f"stream {stream} does not run the instructions of group {group} in their order")
+        seen.update(own)
+    missing = sorted(g for g in range(program.num_groups) if g not in seen and program.groups[g])
+    return faults + [f"no stream runs group {group}" for group in missing]
+
+
+def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
+    """The streams that never come to the end, and what each waits for."""
+    todo = meetings(orders)
+    position = [0] * len(todo)
+    arrived: dict[Hashable, set[int]] = defaultdict(set)
+    ready = list(range(len(todo)))
+    while ready:
+        stream = ready.pop()
+        if position[stream] == len(todo[stream]):
+            continue
+        name, wanted = todo[stream][position[stream]]
+        arrived[name].add(stream)
+        if arrived[name] >= wanted:
+            for other in wanted:
+                position[other] += 1
+                ready.append(other)
+    stuck = [s for s, at in enumerate(position) if at < len(todo[s])]
+    if not stuck:
+        return []
+    texts = []
+    for stream in stuck:
+        name, wanted = todo[stream][position[stream]]
+        absent = ", ".join(map(str, sorted(wanted - arrived[name])))
+        texts.append(f"stream {stream} at {_text(name)} waits for stream {absent}")
+    return [f"deadlock: {'; '.join(texts)}"]
+
+
+def _text(name: Hashable) -> str:
+    assert isinstance(name, tuple)
+    key, count = name
+    if len(key) == 1:
+        return f"run {count} of group {key[0]}"
+    return f"transfer {count} from group {key[0]} to group {key[1]}"
