@@ -20,7 +20,8 @@ ODD = ("turned", "uneven")
         (SEVERAL_IN_A_PROCESS, [TWO_EACH]),
         (DATA_PARALLEL, [ONE_EACH]),
         (("pairs", *ODD), [TWO_EACH]),
-        (("across",), [(2, 4)]),
+        (ODD, [ONE_EACH]),
+        (("across",), [(2, 4), (8, 1)]),
     ],
     ids=lambda x: "+".join(x) if isinstance(x[0], str) else ",".join(f"{p}x{d}" for p, d in x),
 )
