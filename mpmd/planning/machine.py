@@ -40,6 +40,19 @@ class Machine:
     launch_s: float = 10e-6
     reserved_nbytes: int = 2 << 30
 
+    def __post_init__(self) -> None:
+        t = self.target
+        above_zero = {
+            "memory": t.memory_nbytes, "link bandwidth": t.link_bandwidth, "network bandwidth": t.network_bandwidth,
+            "devices per host": self.devices_per_host, "matrix efficiency": self.matrix_efficiency,
+            "memory efficiency": self.memory_efficiency, "link efficiency": self.link_efficiency,
+        }  # fmt: skip
+        at_least_zero = {"latency": self.latency_s, "launch": self.launch_s, "reserved memory": self.reserved_nbytes}
+        faults = [f"{name} is {x}" for name, x in above_zero.items() if not x > 0]
+        faults += [f"{name} is {x}" for name, x in at_least_zero.items() if not x >= 0]
+        if faults:
+            raise ValueError(f"a machine cannot be like this: {', '.join(faults)}.")
+
     @property
     def usable_nbytes(self) -> int:
         """Device memory that a step may use."""

@@ -89,3 +89,19 @@ def test_the_text_and_the_document_say_the_same(compiled):
     text = str(plan)
     assert "It fits." in text
     assert "989 TFLOP/s" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matrix_efficiency": 0.0}, "a machine cannot be like this: matrix efficiency is 0.0."),
+        (
+            {"latency_s": -1.0, "devices_per_host": 0},
+            "a machine cannot be like this: devices per host is 0, latency is -1.0.",
+        ),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError) as caught:
+        Machine(TARGET, **changes)
+    assert str(caught.value) == message
