@@ -14,6 +14,11 @@ from mpmd.arrays.mesh import MpmdSharding, groups_text
 def arrays_by_group(
     arrays: Sequence[jax.Array] | Mapping[int, jax.Array], sharding: MpmdSharding
 ) -> dict[int, jax.Array]:
+    """The array of each group of this process, from a mapping by group or a sequence in any order.
+
+    Raises:
+      ValueError: the arrays are not one for each group of this process that `sharding` names.
+    """
     if not isinstance(sharding, MpmdSharding):
         raise ValueError(f"MpmdArray: mpmd_sharding is a {type(sharding).__name__}, not an MpmdSharding.")
     local = sharding.local_groups

@@ -1,23 +1,22 @@
 """A plan of a step on a machine: what each group holds, computes and sends, whether it fits, how long it takes."""
 
 import dataclasses
-import functools
 import json
 from collections import Counter, defaultdict
 from typing import Any
 
-from mpmd import _jax_compat as compat
-from mpmd.compile.program import edge_name, zeros_name
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
-from mpmd.partition.graph import Place
 from mpmd.planning.collectives import Collective, collectives_of
 from mpmd.planning.machine import Machine
 from mpmd.planning.simulation import SimulatedStep, simulate_program
-from mpmd.report.memory import measured
+from mpmd.report.explain import sent_by
+from mpmd.report.memory import KINDS, Sizes, executables_of, measured
 from mpmd.report.roles import Roles
+from mpmd.report.units import in_bytes, in_seconds
 from mpmd.report.work import Work, work_of
-from scheduler import Call, Program, Run, Send
+from scheduler import Call, Program, Run
+from scheduler.texts import table
 
 _ADVICE = {
     "activations": "Recompute them (jax.checkpoint), offload them, take smaller microbatches, or a schedule that holds"
@@ -25,7 +24,6 @@ _ADVICE = {
     "temporaries": "Take smaller microbatches, recompute, or divide the largest layer over the group's devices.",
     "data": "Divide the batch over the devices of the group.",
 }
-HELD = ("parameters", "state", "data", "gradients", "activations", "temporaries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +128,8 @@ class Plan:
         rate = f", {self.tokens / self.step.seconds:,.0f} tokens/s" if self.tokens else ""
         exposed = max(g.exposed_s for g in self.groups)
         lines.append(
-            f"step: {_seconds(self.step.seconds)}, of which devices idle {self.step.idle_fraction:.1%};"
-            f" at most {_seconds(exposed)} of a group wait for transfers;"
+            f"step: {in_seconds(self.step.seconds)}, of which devices idle {self.step.idle_fraction:.1%};"
+            f" at most {in_seconds(exposed)} of a group wait for transfers;"
             f" {self.utilization:.1%} of peak (MFU){rate}; {self.num_programs} programs"
         )
         lines.append(f"without a pipeline: {self.unpipelined}")
@@ -166,8 +164,8 @@ class Unpipelined:
 
     def __str__(self) -> str:
         text = (
-            f"at best {_seconds(self.seconds)} as one program (FSDP: computes {_seconds(self.compute_s)}, communicates"
-            f" {_seconds(self.communication_s)}, {_bytes(self.peak)} a device)"
+            f"at best {in_seconds(self.seconds)} as one program (FSDP: computes {in_seconds(self.compute_s)},"
+            f" communicates {in_seconds(self.communication_s)}, {in_bytes(self.peak)} a device)"
         )
         if self.rows < self.num_devices:
             text += f"; but {self.rows} rows a step cannot be divided among {self.num_devices} devices"
@@ -184,13 +182,6 @@ def plan_step(programs: StepPrograms, program: Program, machine: Machine, tokens
     costs = _Costs(programs, machine)
     step = simulate_program(program, costs.duration, costs.transfer)
     memory = measured(programs, program)
-    sent: list[dict[int, list[int]]] = [defaultdict(lambda: [0, 0]) for _ in program.groups]
-    for group, instructions in enumerate(program.groups):
-        for i in instructions:
-            if isinstance(i, Send):
-                entry = sent[group][i.to_group]
-                entry[0] += 1
-                entry[1] += program.nbytes.get(i.value.name, 0)
     groups = []
     for group, mesh in enumerate(programs.mesh.groups):
         groups.append(
@@ -200,7 +191,7 @@ def plan_step(programs: StepPrograms, program: Program, machine: Machine, tokens
                 tuple(s for s, g in enumerate(program.placement) if g == group),
                 memory[group],
                 costs.largest_arguments(group, roles),
-                {target: (n, nbytes) for target, (n, nbytes) in sorted(sent[group].items())},
+                {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group).items()},
                 costs.tasks(group),
                 step.busy[group],
                 step.exposed[group],
@@ -224,10 +215,7 @@ class _Costs:
 
     def __init__(self, programs: StepPrograms, machine: Machine):
         self.programs, self.machine = programs, machine
-        outline = programs.outline
-        self.vars = {name: v for v, name in outline.names.items()}
-        for loop in programs.loops:
-            self.vars.update((edge_name(loop.loop, v), v) for v in loop.loop.partition.names)
+        self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
         self._of_program: dict[Any, TaskCost] = {}
 
     def cost(self, executable: Any) -> TaskCost:
@@ -250,43 +238,21 @@ class _Costs:
             self._of_program[distinct] = TaskCost(work, collectives, seconds, waiting)
         return self._of_program[distinct]
 
-    def executables(self, instruction: Run | Call) -> list[Any]:
-        """Those that an instruction calls."""
-        programs = self.programs
-        if isinstance(instruction, Call):
-            if instruction.name in programs.segments:
-                return [programs.segments[instruction.name]]
-            zeros = {zeros_name(p.loop, g): z for p in programs.loops for g, z in p.zeros.items()}
-            return [zeros[instruction.name]]
-        loop = programs.loops[instruction.loop]
-        entries = [loop.tasks.get(Place(t.stage, t.kind)) for t in instruction.tasks]
-        return [e.executable for e in entries if e is not None and e.executable is not None]
-
     def duration(self, group: int, instruction: Run | Call) -> float:
-        return sum(self.cost(e).seconds for e in self.executables(instruction))
+        return sum(self.cost(e).seconds for e in executables_of(self.programs, instruction))
 
     def transfer(self, source: int, target: int, name: str) -> float:
-        nbytes = self._on_each_device(self.vars[name], target)
+        nbytes, _ = self.sizes.nbytes_of(name, target)
         return self.machine.transfer_s(nbytes, 1, self._are_near(source, target))
 
-    @functools.cache  # noqa: B019  (lives as long as one plan)
     def _are_near(self, source: int, target: int) -> bool:
         size = max(self.machine.devices_per_host, self.machine.target.devices_per_link_domain)
         meshes = [self.programs.mesh.groups[g] for g in (source, target)]
         return len({d.id // size for mesh in meshes for d in mesh.devices.flat}) == 1
 
-    def _on_each_device(self, v: compat.Var, group: int) -> int:
-        shape = tuple(getattr(v.aval, "shape", ()))
-        if not shape or not equations.size(v.aval):
-            return equations.nbytes(v.aval)
-        part = 1
-        for n in self.programs.sharding(v, group).shard_shape(shape):
-            part *= n
-        return equations.nbytes(v.aval) * part // equations.size(v.aval)
-
     def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
         found = [
-            (roles.names[v], self._on_each_device(v, group))
+            (roles.names[v], self.sizes.nbytes_of(roles.names[v], group)[0])
             for v, groups in zip(roles.args, roles.groups, strict=True)
             if group in groups
         ]
@@ -306,7 +272,7 @@ class _Costs:
         for instructions in program.groups:
             for i in instructions:
                 if isinstance(i, (Run, Call)):
-                    calls.update(self.executables(i))
+                    calls.update(executables_of(self.programs, i))
         return sum((self.cost(e).work.times(n) for e, n in calls.items()), Work())
 
 
@@ -317,7 +283,7 @@ def _tokens(roles: Roles) -> int | None:
 
 def _unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work) -> Unpipelined:
     count = sum(mesh.size for mesh in programs.mesh.groups)
-    held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in HELD[:3]}
+    held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in KINDS[:3]}
     kept, rows, largest = 0, 1, 0
     for loop in programs.loops:
         forward = {v for t in loop.loop.partition.tasks if t.place.kind == "F" for v in t.writes}
@@ -339,32 +305,34 @@ def _unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: 
 
 def _fault(g: GroupPlan, machine: Machine) -> str:
     over = g.memory["peak"] - machine.usable_nbytes
-    kind = max(HELD, key=lambda k: g.memory[k])
-    named = ", ".join(f"{name} ({_bytes(nbytes)})" for name, nbytes in g.largest)
+    kind = max(KINDS, key=lambda k: g.memory[k])
+    named = ", ".join(f"{name} ({in_bytes(nbytes)})" for name, nbytes in g.largest)
     advice = _ADVICE.get(kind, "Use more stages, or divide parameters and optimizer state over the group's devices.")
     return (
-        f"It does not fit: group {g.group} needs {_bytes(g.memory['peak'])} on each device, {_bytes(over)} more than"
-        f" the {_bytes(machine.usable_nbytes)} that are usable. Most of it: {kind} ({_bytes(g.memory[kind])});"
+        f"It does not fit: group {g.group} needs {in_bytes(g.memory['peak'])} on each device, {in_bytes(over)} more"
+        f" than the {in_bytes(machine.usable_nbytes)} that are usable. Most of it: {kind} ({in_bytes(g.memory[kind])});"
         f" largest arrays: {named}.\n  {advice}"
     )
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    rows = [["group", "stages", "devices", *HELD, "peak", "of usable"]]
+    rows = [["group", "stages", "devices", *KINDS, "peak", "of usable"]]
     for g in plan.groups:
         stages = ",".join(map(str, g.stages))
         part = f"{g.memory['peak'] / plan.machine.usable_nbytes:.0%}"
-        rows.append([str(g.group), stages, str(g.num_devices), *(_bytes(g.memory[k]) for k in (*HELD, "peak")), part])
-    return ["memory of each device:", *_aligned(rows)]
+        rows.append(
+            [str(g.group), stages, str(g.num_devices), *(in_bytes(g.memory[k]) for k in (*KINDS, "peak")), part]
+        )
+    return ["memory of each device:", *_table(rows)]
 
 
 def _cost_table(plan: Plan) -> list[str]:
     rows = [["group", "a task takes", "computes", "waits for transfers", "sends a step"]]
     for g in plan.groups:
-        tasks = ", ".join(f"{name} {_seconds(c.seconds)}" for name, c in sorted(g.tasks.items()))
-        sent = ", ".join(f"{_bytes(nbytes)} to {target}" for target, (_, nbytes) in g.sent.items() if nbytes >= 1000)
-        rows.append([str(g.group), tasks, _seconds(g.busy_s), _seconds(g.exposed_s), sent or "nothing large"])
-    return ["time and communication of each group:", *_aligned(rows)]
+        tasks = ", ".join(f"{name} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items()))
+        sent = ", ".join(f"{in_bytes(nbytes)} to {target}" for target, (_, nbytes) in g.sent.items() if nbytes >= 1000)
+        rows.append([str(g.group), tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent or "nothing large"])
+    return ["time and communication of each group:", *_table(rows)]
 
 
 def _collective_lines(plan: Plan) -> list[str]:
@@ -378,24 +346,11 @@ def _collective_lines(plan: Plan) -> list[str]:
                 for c in cost.collectives:
                     count[c.kind] += c.times
                     nbytes[c.kind] += c.nbytes * c.times
-                shown = ", ".join(f"{n} {kind} ({_bytes(nbytes[kind])})" for kind, n in count.items())
-                stages[name[0], f"{shown}, {_seconds(cost.collective_s)}"].append(name[1:])
+                shown = ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
+                stages[name[0], f"{shown}, {in_seconds(cost.collective_s)}"].append(name[1:])
     lines = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
     return ["collectives of each task:", *lines, ""] if lines else []
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(n) < 1000 or unit == "GB":
-            return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
-        n /= 1000
-    raise AssertionError
-
-
-def _seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in table(rows, "<" * len(rows[0]))]

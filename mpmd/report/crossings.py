@@ -1,29 +1,23 @@
 """Lists the values that cross between groups outside of the loops, with the reason and the user's line."""
 
-from collections.abc import Callable
-
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+from mpmd.report.units import in_bytes
 
 _SHOWN = 8
 _SMALL = 64  # elements; a smaller argument is worth no warning
 
 
-def crossing_lines(outline: Outline, nbytes_text: Callable[[float], str]) -> list[str]:
-    """A line for each of the largest values that cross outside of the loops, and a warning for each parameter.
-
-    Args:
-      outline: the placed step.
-      nbytes_text: shows a number of bytes.
-    """
+def crossing_lines(outline: Outline) -> list[str]:
+    """A line for each of the largest values that cross outside of the loops, and a warning for each parameter."""
     transfers = sorted(
         (i for i in outline.items if isinstance(i, Transfer)), key=lambda t: -equations.nbytes(t.var.aval)
     )
     if not transfers:
         return []
-    sizes = [nbytes_text(equations.nbytes(t.var.aval)) for t in transfers]
-    total = nbytes_text(sum(equations.nbytes(t.var.aval) for t in transfers))
+    sizes = [in_bytes(equations.nbytes(t.var.aval)) for t in transfers]
+    total = in_bytes(sum(equations.nbytes(t.var.aval) for t in transfers))
     lines = [f"outside of the loops {total} cross in {len(transfers)} transfers a step:"]
     for t, size in list(zip(transfers, sizes, strict=True))[:_SHOWN]:
         shown = f"{outline.names[t.var]} {t.var.aval.str_short(short_dtypes=True)} ({size})"

@@ -11,6 +11,7 @@ from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import flops_of, flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.roles import Roles
+from mpmd.report.units import in_bytes
 from scheduler import Call, Program, Run, Send
 from scheduler.timing.simulate import simulate_orders
 
@@ -66,16 +67,25 @@ def explain(programs: StepPrograms, program: Program, traffic: Traffic, transpor
             f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
             " other; a treduce over several batches keeps them busy (docs/inference.md)"
         )
-    lines += crossing_lines(programs.outline, _bytes)
+    lines += crossing_lines(programs.outline)
     lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = len(programs.segments) + sum(len(p.executables) + len(p.fused) + len(p.zeros) for p in programs.loops)
     lines.append(
         f"{in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
-        f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({_bytes(traffic.bytes_moved)}) a step;"
+        f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
         f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {transport}"
     )
     return "\n".join(lines)
+
+
+def sent_by(program: Program, group: int) -> dict[int, list[int]]:
+    """The bytes of each value that a group sends in a step, by the group that it goes to."""
+    sent: dict[int, list[int]] = defaultdict(list)
+    for i in program.groups[group]:
+        if isinstance(i, Send):
+            sent[i.to_group].append(program.nbytes.get(i.value.name, 0))
+    return dict(sorted(sent.items()))
 
 
 def _group_lines(
@@ -90,12 +100,8 @@ def _group_lines(
         for stage in range(len(placement)):
             if placement[stage] == group:
                 yield from _stage_lines(loop, stage, roles)
-    sent: dict[int, list[int]] = defaultdict(list)
-    for i in program.groups[group]:
-        if isinstance(i, Send):
-            sent[i.to_group].append(program.nbytes.get(i.value.name, 0))
-    for target, sizes in sorted(sent.items()):
-        yield f"  sends {_bytes(sum(sizes))} to group {target} in {len(sizes)} transfers a step"
+    for target, sizes in sent_by(program, group).items():
+        yield f"  sends {in_bytes(sum(sizes))} to group {target} in {len(sizes)} transfers a step"
 
 
 def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:
@@ -112,10 +118,10 @@ def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:
     label = loop.loop.partition.labels[stage]
     title = f"stage {stage} ({label})" if label else f"stage {stage}"
     held = f"{count:,} parameters," if roles.trains else "reads arguments of"
-    yield f"  {title}: {held} {_bytes(nbytes)}{named}; {', '.join(costs)}"
+    yield f"  {title}: {held} {in_bytes(nbytes)}{named}; {', '.join(costs)}"
     for t in tasks:
         if t.body.place.kind == "W":
-            yield f"    W keeps {_bytes(sum(equations.nbytes(v.aval) for v in t.body.reads))} a microbatch"
+            yield f"    W keeps {in_bytes(sum(equations.nbytes(v.aval) for v in t.body.reads))} a microbatch"
 
 
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -158,7 +164,7 @@ def _counted(count: Mapping[str, int]) -> str:
 
 
 def _held(group: int, roles: Roles) -> str:
-    held = {role: _bytes(nbytes) for role, nbytes in roles.bytes_in(group).items()}
+    held = {role: in_bytes(nbytes) for role, nbytes in roles.bytes_in(group).items()}
     if roles.trains:
         return f"parameters {held['parameters']}, optimizer and other state {held['state']}, data {held['data']}"
     return f"parameters and data {held['data']}, caches and other state {held['state']}"
@@ -166,17 +172,9 @@ def _held(group: int, roles: Roles) -> str:
 
 def _per_device(m: dict[str, int], roles: Roles) -> str:
     made = "gradients" if roles.trains else "results"
-    in_host = f", in host memory {_bytes(m['host'])}" if m["host"] else ""
+    in_host = f", in host memory {in_bytes(m['host'])}" if m["host"] else ""
     return (
-        f"; per device: arguments {_bytes(m['arguments'])}, {made} {_bytes(m['gradients'])}, activations in flight"
-        f" {_bytes(m['activations'])} (peak), temporaries {_bytes(m['temporaries'])}, at most {_bytes(m['peak'])}"
+        f"; per device: arguments {in_bytes(m['arguments'])}, {made} {in_bytes(m['gradients'])}, activations in flight"
+        f" {in_bytes(m['activations'])} (peak), temporaries {in_bytes(m['temporaries'])}, at most {in_bytes(m['peak'])}"
         f"{in_host}"
     )
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
-        n /= 1000
-    raise AssertionError

@@ -12,7 +12,7 @@ from mpmd.arrays.layouts import REPLICATED, Layout, fit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Executable
 from mpmd.compile.executable import nbytes_on_a_device
-from mpmd.compile.program import edge_name
+from mpmd.compile.program import edge_name, zeros_name
 from mpmd.compile.step import StepPrograms
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Outline
@@ -33,17 +33,20 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
     """
 
     def temporaries(instruction: Run | Call) -> int:
-        analyses = [e.call.memory_analysis() for e in _executables(programs, instruction)]
+        analyses = [e.call.memory_analysis() for e in executables_of(programs, instruction)]
         return max((getattr(a, "temp_size_in_bytes", 0) for a in analyses), default=0)
 
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
     return {g: peaks(program, g, sizes, functools.cache(temporaries)) for g in programs.mesh.local_groups}
 
 
-def _executables(programs: StepPrograms, instruction: Run | Call) -> list[Executable]:
+def executables_of(programs: StepPrograms, instruction: Run | Call) -> list[Executable]:
+    """The executables that an instruction calls: of a segment, of the zeros of a loop, or of tasks."""
     if isinstance(instruction, Call):
-        found = programs.segments.get(instruction.name)
-        return [] if found is None else [found]
+        if instruction.name in programs.segments:
+            return [programs.segments[instruction.name]]
+        made = (z for p in programs.loops for g, z in p.zeros.items() if zeros_name(p.loop, g) == instruction.name)
+        return list(made)
     loop = programs.loops[instruction.loop]
     places = tuple(Place(t.stage, t.kind) for t in instruction.tasks)
     if len(places) == 2 and places in loop.fused:
@@ -70,9 +73,13 @@ class Sizes:
 
     def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
         """Bytes on each device, and whether they are in host memory."""
-        key = value.name, group
+        return self.nbytes_of(value.name, group)
+
+    def nbytes_of(self, name: str, group: int) -> tuple[int, bool]:
+        """As `nbytes`, for a variable by its name."""
+        key = name, group
         if key not in self._known:
-            v = self._vars[value.name]
+            v = self._vars[name]
             layout = self._layouts.get(v, REPLICATED)
             nbytes = nbytes_on_a_device(v, fit(layout, self._mesh.groups[group], v.aval.shape))
             self._known[key] = nbytes, (layout[1] or compat.memory_kind(v.aval)) in ("pinned_host", "unpinned_host")
