@@ -100,7 +100,7 @@ def jit(
     Raises:
       StageError: at the first call (or at `.trace`, `.lower`) if the step cannot be cut; it says where and why.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mpmd, scheduler
       >>> mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 2)
       >>> def loss(w, x): return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)

@@ -69,7 +69,7 @@ def spmd_to_mpmd_reshard(
         ReshardError: names every array that cannot be moved; nothing was moved or deleted.
         RuntimeError: something failed on the way; says which sources are still valid.
 
-    Example:
+    Examples:
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> w = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh.jax_mesh, PartitionSpec("data")))
         >>> spmd_to_mpmd_reshard(mesh, {"w": w}, MpmdSharding(mesh, 2, PartitionSpec("data")))

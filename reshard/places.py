@@ -59,7 +59,7 @@ def describe_mesh(
         first_device: the number of the first device, so that two meshes may have different devices.
         axis_types: as in `jax.make_mesh`.
 
-    Example:
+    Examples:
         >>> mesh = describe_mesh({"stage": 8, "data": 128})
         >>> mesh.size, mesh.devices[7, 127].host
         (1024, 127)

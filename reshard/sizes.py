@@ -15,7 +15,7 @@ _UNITS = {"": 1, "B": 1} | {
 def nbytes_of(text: str | int) -> int:
     """A number of bytes as people write it.
 
-    Example:
+    Examples:
         >>> nbytes_of("64MiB"), nbytes_of("1.5kB"), nbytes_of(7)
         (67108864, 1500, 7)
 

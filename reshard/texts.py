@@ -8,7 +8,7 @@ from typing import Any
 def human(nbytes: float) -> str:
     """Bytes as a person reads them.
 
-    Example:
+    Examples:
         >>> human(1536), human(7)
         ('1.5 KiB', '7 B')
     """
@@ -21,7 +21,7 @@ def human(nbytes: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, in words.
 
-    Example:
+    Examples:
         >>> counted(1, "array"), counted(2, "array")
         ('1 array', '2 arrays')
     """

@@ -24,7 +24,7 @@ class Task(NamedTuple):
             the stage before waits for) and ``W`` the gradient of its weights (which nobody waits for).
         microbatch: The microbatch, from 0.
 
-    Example:
+    Examples:
         >>> str(Task(2, "F", 0)), Task.parse("1B3")
         ('2F0', Task(stage=1, kind='B', microbatch=3))
     """

@@ -10,7 +10,7 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
         rows: The cells of each line.
         align: For each column ``<`` or ``>``.
 
-    Example:
+    Examples:
         >>> table([("w", "7"), ("bias", "12")], "<>")
         ['w      7', 'bias  12']
     """

@@ -54,7 +54,7 @@ class MpmdArray(ReadableArray):
     Raises:
         ValueError: the arrays do not fit the sharding or each other.
 
-    Example:
+    Examples:
         >>> from mpmd import MpmdMesh
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> sharding = MpmdSharding(mesh, 1, PartitionSpec("data"))

@@ -25,7 +25,7 @@ class Box:
     A range that would end before it starts is empty, and so is the box. The box of a scalar has no axes and
     one element.
 
-    Example:
+    Examples:
         >>> Box((0, 0), (4, 4)) & Box((2, 1), (6, 3))
         Box[2:4, 1:3]
         >>> Box((2,), (3,)) in Box((0,), (4,))

@@ -43,7 +43,7 @@ class MpmdMesh:
     Raises:
         ValueError: `mpmd_axis_name` is not an axis of `jax_mesh`.
 
-    Example:
+    Examples:
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> mesh.num_groups
         4
@@ -263,7 +263,7 @@ class MpmdSharding(jax.sharding.Sharding):
         ValueError: a group that does not exist, a spec that names axes which a group lacks, or a memory kind
             that its devices lack.
 
-    Example:
+    Examples:
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
         >>> MpmdSharding(mesh, {0, 3}, PartitionSpec("data"))
         MpmdSharding(groups {0, 3} of 4, P('data',))

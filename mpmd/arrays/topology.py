@@ -41,7 +41,7 @@ def topology_mesh(
       ValueError: unknown target, or shapes that hosts do not fill.
       ModuleNotFoundError: the compiler for the target is not installed.
 
-    Example:
+    Examples:
       >>> import mpmd
       >>> mesh = mpmd.topology_mesh("h100", (16, 64), ("stage", "data"), "stage")  # doctest: +SKIP
     """

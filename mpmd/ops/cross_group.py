@@ -56,7 +56,7 @@ def place(x: PyTree, group: int | Iterable[int]) -> PyTree:
       StageError: no such group, or in a place where groups have no say (inside a `treduce` loop, whose stages are
         placed by its schedule, or inside `scan`, `cond` and the like).
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mpmd
       >>> mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 2)
       >>> step = mpmd.jit(lambda x: mpmd.place(2 * x, 1), mpmd_mesh=mesh)
@@ -148,7 +148,7 @@ def cross_mpmd_all_reduce(x: Any, *more: Any) -> Any:
     Raises:
       StageError: the parts differ in structure, shape or dtype, or it is called where `place` may not be.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> gradients = [jnp.ones(3), jnp.ones(4)]                        # of two stages
       >>> float(mpmd.cross_mpmd_all_reduce([jnp.vdot(g, g) for g in gradients]))
@@ -173,7 +173,7 @@ def cross_mpmd_stack(x: Any, *more: Any) -> Any:
     Raises:
       StageError: as `cross_mpmd_all_reduce`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> mpmd.cross_mpmd_stack([jnp.float32(1), jnp.float32(2)])
       Array([1., 2.], dtype=float32)

@@ -35,7 +35,7 @@ def from_exported(exported: jax.export.Exported) -> Callable[..., Any]:
       StageError: `exported` is something else; later, where the call does not fit it, where its derivative was not
         exported but is needed, or where a group has another number of devices.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mpmd
       >>> exported = jax.export.export(jax.jit(jnp.tanh))(jax.ShapeDtypeStruct((3,), jnp.float32))
       >>> stage = mpmd.from_exported(exported)
@@ -72,7 +72,7 @@ def from_stablehlo(program: str | bytes) -> Callable[..., Any]:
     Raises:
       StageError: it cannot be read; later, where the call does not fit it, or where it is differentiated.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> double = mpmd.from_stablehlo('''
       ...     func.func @main(%x: tensor<3xf32>) -> tensor<3xf32> {

@@ -20,7 +20,7 @@ class Operation:
     microbatches never leave their stage. They are accumulated in microbatch order; the accumulator is one array.
     Instances with equal attributes are equal, and attributes must be hashable.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> class Product(mpmd.Operation):
       ...     def init(self, aval: Any, num_microbatches: int) -> jax.Array:

@@ -45,7 +45,7 @@ def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
     Raises:
       TypeError: if `x` has no arrays, or `name` is not a string.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> h = jnp.tanh(jnp.ones(3))
       >>> h = mpmd.mark_stage_end(h, name="encoder")   # the next line is stage 1

@@ -72,7 +72,7 @@ def treduce(fun: Callable, xs: Any, *, schedule: Schedule | str | None, axis: in
     Raises:
       StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, mpmd
       >>> def loss(w, x): return jnp.mean((x @ w) ** 2)
       >>> w, xs = jnp.ones((3, 3)), jnp.ones((4, 2, 3))   # 4 microbatches of 2 rows
@@ -96,7 +96,7 @@ def treduce_i(fun: Callable, n: int, *, schedule: Schedule | str | None, operati
 
     Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> int(mpmd.treduce_i(lambda i: i * i, 4, schedule=None))
       14

@@ -4,7 +4,7 @@
 def in_bytes(n: float) -> str:
     """Bytes in decimal units.
 
-    Example:
+    Examples:
       >>> in_bytes(7), in_bytes(131072), in_bytes(2.5e12)
       ('7 B', '131 KB', '2,500 GB')
     """
@@ -18,7 +18,7 @@ def in_bytes(n: float) -> str:
 def in_seconds(s: float) -> str:
     """Seconds in the unit that suits them.
 
-    Example:
+    Examples:
       >>> in_seconds(2.5), in_seconds(0.0125), in_seconds(15e-6)
       ('2.5 s', '12.5 ms', '15 µs')
     """

@@ -35,7 +35,7 @@ def device_get(tree: Any) -> Any:
     Raises:
       RuntimeError: an array was deleted.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> mpmd.device_get({"loss": jnp.float32(2.0)})["loss"] + 1
       np.float32(3.0)

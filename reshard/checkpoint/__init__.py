@@ -50,7 +50,7 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
         OSError: it cannot be written there. What was saved before is untouched.
         TimeoutError: another process did not come.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp() + "/step7"
         >>> save(folder, {"w": np.arange(6.0), "step": 7})

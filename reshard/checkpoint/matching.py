@@ -31,7 +31,7 @@ class Part:
         index: an int or a slice, or a tuple of them for the leading axes.
         like: shape, dtype and perhaps sharding of the part.
 
-    Example:
+    Examples:
         >>> Part("layers/w", 3, jax.ShapeDtypeStruct((64, 64), np.float32)).shape
         (64, 64)
     """

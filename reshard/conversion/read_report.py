@@ -130,7 +130,7 @@ def _bytes(needed: int, read: int) -> tuple[str, str, str]:
 def _ranges(numbers: Sequence[int]) -> str:
     """Numbers in ascending order, runs of them shortened.
 
-    Example:
+    Examples:
         >>> _ranges([0, 1, 2, 5])
         '0-2,5'
     """

@@ -171,7 +171,7 @@ def plan(
     Raises:
         ReshardError: names every array that cannot be moved as asked.
 
-    Example:
+    Examples:
         >>> from jax.sharding import NamedSharding, PartitionSpec as P
         >>> from reshard import describe_mesh, plan
         >>> mesh = describe_mesh({"stage": 4, "data": 2}, devices_per_host=2)

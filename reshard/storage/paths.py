@@ -24,7 +24,7 @@ Path = tuple[Key, ...]
 def show(path: Iterable[Key]) -> str:
     """The path as text; a slash within a name is written %2F, and the root is a dot.
 
-    Example:
+    Examples:
         >>> show((Key("params"), Key("enc/w"), Key("0", sequence=True)))
         'params/enc%2Fw/0'
     """
@@ -69,7 +69,7 @@ def _part(part: str) -> str:
 def matches(pattern: str, path: Iterable[Key]) -> re.Match[str] | None:
     """Whether the pattern is that of this path, with its `{layer}` as group "layer".
 
-    Example:
+    Examples:
         >>> path = (Key("opt"), Key("mu"), Key("layers"), Key("3"), Key("w"))
         >>> [bool(matches(p, path)) for p in ("opt/**", "**/w", "opt/*", "**/layers/{layer}/*")]
         [True, True, False, True]
@@ -80,7 +80,7 @@ def matches(pattern: str, path: Iterable[Key]) -> re.Match[str] | None:
 def within(pattern: str, path: Path) -> bool:
     """Whether the pattern is that of this path or of a node above it.
 
-    Example:
+    Examples:
         >>> within("opt/*", (Key("opt"), Key("mu"), Key("w")))
         True
     """

@@ -123,7 +123,7 @@ def search(
         ScheduleError: No order keeps to the memory limit, or the time ran out before one was found.
         ValueError: An argument is not of the kind described.
 
-    Example:
+    Examples:
         >>> from scheduler import ZeroBubbleV, simulate
         >>> costs = Costs(forward=(1.0, 1.0, 1.0, 2.0))
         >>> found = search(4, 2, 4, costs, placement="v", seconds=0.2)

@@ -59,7 +59,7 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
     Raises:
         ScheduleError: With every fault that was found. For a deadlock it names the cycle.
 
-    Example:
+    Examples:
         >>> from scheduler import OneFOneB, TaskGraph, lower
         >>> check(lower(TaskGraph.chain(4, activation_bytes=10), OneFOneB(4), 8)).peak_bytes
         (50, 60, 50, 30)

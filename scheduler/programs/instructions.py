@@ -224,7 +224,7 @@ class Program:
         outputs: For each group, the values that must be alive at the end. Empty means none.
         nbytes: The size of each value by its name; a name that is missing counts as 0.
 
-    Example:
+    Examples:
         >>> from scheduler import GPipe, TaskGraph, lower
         >>> print(lower(TaskGraph.chain(2, forward_only=True), GPipe(2), 1))
         2 groups, 2 stages, 6 instructions

@@ -44,7 +44,7 @@ def lower(
         ScheduleError: The orders miss, repeat or misplace tasks, or deadlock (with the cycle), or a fused pair is not
             adjacent.
 
-    Example:
+    Examples:
         >>> from scheduler import OneFOneB
         >>> program = lower(TaskGraph.chain(2), OneFOneB(2), 4)
         >>> print(*program.groups[1][:3], sep="; ")

@@ -65,7 +65,7 @@ def make(name: str, num_stages: int | None = None, num_groups: int | None = None
     Raises:
         ValueError: There is no such schedule, or none for these numbers.
 
-    Example:
+    Examples:
         >>> make("1f1b", 4), make("zb-v", num_groups=2).num_stages
         (OneFOneB(num_stages=4), 4)
     """

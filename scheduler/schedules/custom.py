@@ -35,7 +35,7 @@ class CustomSchedule(Schedule):
     Raises:
         ScheduleError: With every fault of the orders.
 
-    Example:
+    Examples:
         >>> schedule = CustomSchedule((("0F0", "0F1", "0B0", "0B1"),), (0,))
         >>> schedule.num_microbatches, str(schedule.orders(2)[0][3])
         (2, '0B1')

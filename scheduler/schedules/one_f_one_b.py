@@ -57,7 +57,7 @@ class GPipe(ChainSchedule):
 
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 
-    Example:
+    Examples:
         >>> print(*GPipe(2).orders(2)[1])
         1F0 1F1 1B0 1B1
     """
@@ -80,7 +80,7 @@ class OneFOneB(ChainSchedule):
     Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (with a flush at the
     end: "Memory-Efficient Pipeline-Parallel DNN Training", 2021).
 
-    Example:
+    Examples:
         >>> print(*OneFOneB(2).orders(3)[0])
         0F0 0F1 0B0 0F2 0B1 0B2
     """
@@ -100,7 +100,7 @@ class EagerOneFOneB(ChainSchedule):
 
     Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
 
-    Example:
+    Examples:
         >>> print(*EagerOneFOneB(2).orders(4)[0])
         0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     """
@@ -143,7 +143,7 @@ class InterleavedOneFOneB(LoopSchedule):
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
-    Example:
+    Examples:
         >>> print(*InterleavedOneFOneB(4, 2).orders(2)[1])
         1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
@@ -170,7 +170,7 @@ class InterleavedGPipe(LoopSchedule):
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 
-    Example:
+    Examples:
         >>> print(*InterleavedGPipe(4, 2).orders(2)[1])
         1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
     """

@@ -112,7 +112,7 @@ class VHalf(_MemoryBound):
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 
-    Example:
+    Examples:
         >>> from scheduler import simulate
         >>> timeline = simulate(VHalf(4), 8)
         >>> timeline.makespan, max(timeline.peak_activations)
@@ -140,7 +140,7 @@ class VMin(_MemoryBound):
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 
-    Example:
+    Examples:
         >>> from scheduler import simulate
         >>> timeline = simulate(VMin(4), 16)
         >>> timeline.makespan, max(timeline.peak_activations)

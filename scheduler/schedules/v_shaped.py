@@ -91,7 +91,7 @@ class ZeroBubbleV(VSchedule):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 
-    Example:
+    Examples:
         >>> print(*ZeroBubbleV(1).orders(2)[0])
         0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1
     """
@@ -167,7 +167,7 @@ class DualPipeV(VSchedule):
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe); Qi et al., "DualPipe could be better without
     the Dual", 2025 (its V form).
 
-    Example:
+    Examples:
         >>> schedule = DualPipeV(1)
         >>> print(*schedule.orders(2)[0])
         0F0 1F0 0F1 1B0 1F1 0B0 1B1 0I1 0W1

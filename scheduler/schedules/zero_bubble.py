@@ -18,7 +18,7 @@ class ZeroBubbleH1(ChainSchedule):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 
-    Example:
+    Examples:
         >>> print(*ZeroBubbleH1(2).orders(3)[1])
         1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
@@ -39,7 +39,7 @@ class ZeroBubbleH2(ChainSchedule):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 
-    Example:
+    Examples:
         >>> print(*ZeroBubbleH2(2).orders(3)[0])
         0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     """
@@ -66,7 +66,7 @@ class InterleavedZeroBubble(LoopSchedule):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 
-    Example:
+    Examples:
         >>> print(*InterleavedZeroBubble(4, 2).orders(2)[1])
         1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
@@ -97,7 +97,7 @@ class KimiK2(LoopSchedule):
 
     Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section on training infrastructure.
 
-    Example:
+    Examples:
         >>> print(*KimiK2(2, 2).orders(2)[1])
         1F0 1F1 1I0 1W0 1I1 1W1
     """

@@ -36,7 +36,7 @@ class Costs:
         activation_bytes: What a stage holds of a microbatch from its F until its B or W.
         released_at_input_grad: The part of activation_bytes that is let go after I already.
 
-    Example:
+    Examples:
         >>> Costs(forward=(1.0, 2.0)).duration("F", 1)
         2.0
     """
@@ -142,7 +142,7 @@ class Costs:
         Raises:
             ValueError: There are no durations.
 
-        Example:
+        Examples:
             >>> seen = [("0F0", 1.0), ("0F1", 1.2), ("0F2", 5.0), ("0B0", 3.0)]
             >>> costs = Costs.measured((Task.parse(name), seconds) for name, seconds in seen)
             >>> costs.forward, costs.input_grad, costs.weight_grad

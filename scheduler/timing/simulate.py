@@ -26,7 +26,7 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         ScheduleError: The orders deadlock; the message has the cycle.
         ValueError: The schedule is not defined for this number of microbatches, or a cost has the wrong length.
 
-    Example:
+    Examples:
         >>> from scheduler import OneFOneB
         >>> timeline = simulate(OneFOneB(4), 8)
         >>> timeline.makespan, timeline.peak_activations
