@@ -105,8 +105,11 @@ class Costs:
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
         """For each of the kinds F, I and W, the seconds of each stage's task."""
-        names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
-        return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
+        return {
+            "F": self.per_stage("forward", num_stages),
+            "I": self.per_stage("input_grad", num_stages),
+            "W": self.per_stage("weight_grad", num_stages),
+        }
 
     def memory(self, num_stages: int) -> dict[Kind, list[float]]:
         """For each of the kinds F, I and W, what each stage's task adds to the memory that is held."""
