@@ -11,7 +11,7 @@ from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.ops.foreign import from_exported, from_stablehlo
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min, Operation
-from mpmd.ops.stage_end import mark_stage_end
+from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
@@ -41,6 +41,7 @@ __all__ = [
     "from_stablehlo",
     "initialize",
     "jit",
+    "mark_layer_end",
     "mark_stage_end",
     "place",
     "topology_mesh",

@@ -18,6 +18,7 @@ from mpmd.arrays.layouts import mpmd_sharding
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
+from mpmd.cutting.cut import cut_trace
 from mpmd.job import joining
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
@@ -104,6 +105,7 @@ class Traced:
             for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
+        trace = cut_trace(trace, mesh)
         outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
         return Lowered(outline, mesh, self._name, self._hints, tuple(outs), self._donated, self._options)
 
@@ -152,6 +154,15 @@ class Lowered:
 
     def __repr__(self):
         return f"Lowered({_items(self._outline, self._mesh)})"
+
+    @property
+    def cuts(self) -> Any:
+        """How many layers each stage gets, as `treduce(cuts=...)` takes it; None where `mark_stage_end` says it.
+
+        Of a step with several loops, a tuple with the cuts of each.
+        """
+        found = tuple(loop.partition.info.cuts for loop in self._outline.loops)
+        return found[0] if len(found) == 1 else found or None
 
     @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:

@@ -40,6 +40,7 @@ ROOMS = {
     "mpmd/compile": ("arrays", "tracing", "partition"),
     "mpmd/report": ("arrays", "partition", "compile"),
     "mpmd/planning": ("arrays", "partition", "compile", "report"),
+    "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "report", "planning"),
     "mpmd/job": ("arrays",),
     "mpmd/run": ("arrays", "tracing", "partition", "compile", "job"),
     "reshard/storage": (),

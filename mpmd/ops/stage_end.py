@@ -1,10 +1,11 @@
-"""Where a user says that stages end: a mark is a JAX primitive that lowers to an identity.
+"""Where a user says that stages end, or may end: a mark is a JAX primitive that lowers to an identity.
 
 So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds them in the traced step.
 """
 
-from collections.abc import Collection
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from mpmd.arrays.delegation import is_plain
 PyTree = TypeVar("PyTree")
 
 
-class _MarkId:
+class MarkId:
     """Ties a forward mark to the backward mark that its transposition makes. Compared by identity."""
 
     def __repr__(self):
@@ -51,18 +52,55 @@ def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
       >>> h = mpmd.mark_stage_end(h, name="encoder")   # the next line is stage 1
       >>> y = jnp.sum(h)
     """
+    return _mark(x, name, False)
+
+
+@compat.api_boundary
+def mark_layer_end(x: PyTree, name: str | None = None) -> PyTree:
+    """Says that a pipeline stage may end here, and returns `x`. Of all such marks of a loop, some become stage ends.
+
+    With more marks than stages, `mpmd.jit` chooses those that make a step fastest and fit the memory of the devices;
+    `treduce(..., cuts=(3, 4, 4, 1))` says it instead: how many layers each stage gets. In the body of a `lax.scan` over
+    stacked layers, a stage may end behind each of its iterations. Outside of a loop (inference) it does what
+    `mark_stage_end` does. Outside of `mpmd.jit` it is the identity.
+
+    Args:
+      x: a pytree of arrays, as for `mark_stage_end`: the values that the next layer reads.
+      name: what to call the stage that ends here, if one does.
+
+    Returns:
+      The same pytree. Use the returned values.
+
+    Raises:
+      TypeError: if `x` has no arrays, or `name` is not a string.
+
+    Example:
+      >>> import jax.numpy as jnp, mpmd
+      >>> h = jnp.ones(3)
+      >>> for w in (0.5, 2.0, 1.0):   # three layers; a schedule of two stages takes one of these marks
+      ...     h = mpmd.mark_layer_end(jnp.tanh(w * h))
+    """
+    return _mark(x, name, True)
+
+
+def mark_name(optional: bool) -> str:
+    """What a user wrote to make a mark."""
+    return "mark_layer_end" if optional else "mark_stage_end"
+
+
+def _mark(x: PyTree, name: str | None, optional: bool) -> PyTree:
+    function = mark_name(optional)
     if name is not None and not isinstance(name, str):
         raise TypeError(
-            f"mark_stage_end: name is of type {type(name).__name__}, {name!r:.40}, not a string."
-            " Pass all values that cross the boundary as one tuple: mark_stage_end((a, b))."
+            f"{function}: name is of type {type(name).__name__}, {name!r:.40}, not a string."
+            f" Pass all values that cross the boundary as one tuple: {function}((a, b))."
         )
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
-        raise TypeError(
-            f"mark_stage_end: got {treedef}, which holds no array. Pass the values that the next stage uses."
-        )
+        raise TypeError(f"{function}: got {treedef}, which holds no array. Pass the values that the next stage uses.")
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, mark_p.bind(*leaves, id=_MarkId(), kind="forward", label=name))
+    outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, optional=optional)
+    return jax.tree.unflatten(treedef, outs)
 
 
 mark_p.def_impl(lambda *xs, **_: list(xs))
@@ -71,26 +109,46 @@ compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))
 compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.bind(*xs, **params), dims)
 
 
-def _mark_jvp(primals, tangents, *, id, kind, label):
-    outs = mark_p.bind(*primals, id=id, kind=kind, label=label)
+def _mark_jvp(primals, tangents, *, kind, **params):
+    outs = mark_p.bind(*primals, kind=kind, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
     tangents_out = [compat.zero_like(t) if type(t) is not compat.ad.Zero else t for t in tangents]
     if moving:
-        marked = mark_p.bind(*(tangents[i] for i in moving), id=id, kind="tangent", label=label)
+        marked = mark_p.bind(*(tangents[i] for i in moving), kind="tangent", **params)
         for i, t in zip(moving, marked, strict=True):
             tangents_out[i] = t
     return outs, tangents_out
 
 
-def _mark_transpose(cts, *xs, id, kind, label):
+def _mark_transpose(cts, *xs, kind, **params):
     if all(type(ct) is compat.ad.Zero for ct in cts):
         return cts
     cts = [compat.ad.instantiate_zeros(ct) for ct in cts]
-    return mark_p.bind(*cts, id=id, kind="backward" if kind == "tangent" else "tangent", label=label)
+    return mark_p.bind(*cts, kind="backward" if kind == "tangent" else "tangent", **params)
 
 
 compat.ad.primitive_jvps[mark_p] = _mark_jvp
 compat.ad.primitive_transposes[mark_p] = _mark_transpose
+
+
+def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
+    """For each mark, by its parameters and in the order of the text, the number of the forward mark that it belongs to.
+
+    Marks from a cached inner jaxpr share an id: backward ones then pair with forward ones from the last to the first,
+    which is the order of a backward pass.
+    """
+    by_id: dict[object, list[int]] = defaultdict(list)
+    forward = [mark["id"] for mark in marks if mark["kind"] == "forward"]
+    for number, mark in enumerate(forward):
+        by_id[mark].append(number)
+    queues = {"forward": {}, "backward": {}, "tangent": {}}
+    for kind, step in (("forward", 1), ("backward", -1), ("tangent", 1)):
+        queues[kind] = {mark: numbers[::step] for mark, numbers in by_id.items()}
+    found = []
+    for mark in marks:
+        queue = queues[mark["kind"]][mark["id"]]
+        found.append(queue.pop(0) if len(queue) > 1 else queue[0])
+    return found
 
 
 def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> compat.Jaxpr:

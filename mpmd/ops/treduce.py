@@ -6,7 +6,7 @@ pipeline.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,21 +35,35 @@ treduce_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class LoopInfo:
-    """What a microbatch loop is, beside its body: the parameters of its equation."""
+    """What a microbatch loop is, beside its body: the parameters of its equation.
+
+    Attributes:
+      cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
+    """
 
     schedule: Any
     num_microbatches: int
     operations: tuple[Operation, ...]
+    cuts: tuple[int, ...] | None = None
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))
-        return f"LoopInfo({self.schedule}, {self.num_microbatches} microbatches, {operations})"
+        cuts = "" if self.cuts is None else f", cuts {self.cuts}"
+        return f"LoopInfo({self.schedule}, {self.num_microbatches} microbatches, {operations}{cuts})"
 
     __repr__ = __str__
 
 
 @compat.api_boundary
-def treduce(fun: Callable, xs: Any, *, schedule: Schedule | str | None, axis: int = 0, operation: Any = Add) -> Any:
+def treduce(
+    fun: Callable,
+    xs: Any,
+    *,
+    schedule: Schedule | str | None,
+    axis: int = 0,
+    operation: Any = Add,
+    cuts: Sequence[int] | None = None,
+) -> Any:
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
     Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
@@ -65,6 +79,10 @@ def treduce(fun: Callable, xs: Any, *, schedule: Schedule | str | None, axis: in
       axis: the microbatch axis of every leaf of `xs`.
       operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, an instance such as `Concat(axis=1)`, a
         subclass of `mpmd.Operation`, or a pytree prefix of those for the outputs of `fun`.
+      cuts: for a model with `mark_layer_end`, how many layers each stage gets, one number for each stage of the
+        schedule. Layer k ends with the k-th mark; what precedes the first layer belongs to the first stage, what
+        follows the last one to the last stage. With n marks the numbers add up to n (a last 0: the last stage begins
+        behind the last mark), or to n + 1 if the last layer has no mark. None: chosen by cost and memory.
 
     Returns:
       The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
@@ -87,11 +105,18 @@ def treduce(fun: Callable, xs: Any, *, schedule: Schedule | str | None, axis: in
         sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
         return fun(jax.tree.unflatten(treedef, sliced))
 
-    return _treduce(take, num_microbatches, schedule, operation, "treduce")
+    return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce")
 
 
 @compat.api_boundary
-def treduce_i(fun: Callable, n: int, *, schedule: Schedule | str | None, operation: Any = Add) -> Any:
+def treduce_i(
+    fun: Callable,
+    n: int,
+    *,
+    schedule: Schedule | str | None,
+    operation: Any = Add,
+    cuts: Sequence[int] | None = None,
+) -> Any:
     """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
 
     Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
@@ -103,7 +128,7 @@ def treduce_i(fun: Callable, n: int, *, schedule: Schedule | str | None, operati
     """
     if not isinstance(n, (int, np.integer)) or n < 1:
         raise StageError(f"treduce_i: n is {n!r}. Pass the number of microbatches, an int of at least 1.")
-    return _treduce(fun, int(n), schedule, operation, "treduce_i")
+    return _treduce(fun, int(n), schedule, operation, cuts, "treduce_i")
 
 
 def _check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int:
@@ -165,8 +190,11 @@ def _slice(x: Any, index: Any, axis: int) -> jax.Array:
     )
 
 
-def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: Any, name: str) -> Any:
+def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: Any, cuts: Any, name: str) -> Any:
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
+    if schedule is not None:
+        _check_schedule(schedule, name)
+    cuts = _checked_cuts(cuts, schedule, name)
     if jax.config.values["jax_disable_jit"]:
         return _eager_loop(take, num_microbatches, operation, name)
     out_tree: Any = None
@@ -183,11 +211,10 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
-    if schedule is not None:
-        _check_schedule(schedule, name)
     jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
     closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
-    reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=LoopInfo(schedule, num_microbatches, operations))
+    info = LoopInfo(schedule, num_microbatches, operations, cuts)
+    reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=info)
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
     return jax.tree.unflatten(out_tree, leaves)
@@ -232,6 +259,27 @@ def _check_schedule(schedule: Any, name: str) -> None:
             f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
             " '1f1b', or None."
         )
+
+
+def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None:
+    """The user's cuts as a tuple, if they can be cuts of a model at all; its marks are not known yet."""
+    if cuts is None:
+        return None
+    what = f"{name}: cuts is {cuts!r:.80}"
+    if not isinstance(cuts, (tuple, list)) or not cuts:
+        raise StageError(f"{what}. Pass how many layers each stage gets, as in cuts=(3, 4, 4, 1), or None.")
+    if wrong := [x for x in cuts if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 0]:
+        raise StageError(f"{what}, and {wrong[0]!r} is no number of layers. Pass whole numbers of at least 0.")
+    if 0 in cuts[:-1]:
+        raise StageError(
+            f"{what}: stage {list(cuts).index(0)} gets no layer. Only the last entry may be 0: then the last stage"
+            " has what follows the last mark alone, the head for instance."
+        )
+    if schedule is not None and not isinstance(schedule, str) and len(cuts) != schedule.num_stages:
+        raise StageError(
+            f"{what}, {len(cuts)} entries, and {schedule} has {schedule.num_stages} stages. Pass one number for each."
+        )
+    return tuple(map(int, cuts))
 
 
 def scan_loop(*consts: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:

@@ -1,11 +1,11 @@
 """Checks and numbers the marks of a loop's body, and finds what depends on them."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
+from mpmd.ops.stage_end import boundaries
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node
 from mpmd.tracing.trace import Atom
@@ -37,7 +37,7 @@ class Marks:
         nodes = [n for n in body.nodes if n.is_mark]
         forward = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")
         _check_number_of_marks(forward, info.schedule)
-        number = _number_marks(nodes, forward)
+        number = dict(zip(nodes, boundaries([n.eqn.params for n in nodes]), strict=True))
         _check_marks_follow_no_gradient(body, number)
         num_stages = info.schedule.num_stages
         labels = (*(n.eqn.params["label"] for n in forward), None)[:num_stages]
@@ -117,20 +117,3 @@ def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
         f" in a microbatch; found {found}{':' if found else '.'}{lines}{more}\n"
         "  Call mark_stage_end at the end of each stage (the last may be left out), on values that are used afterwards."
     )
-
-
-def _number_marks(nodes: Sequence[Node], forward: Sequence[Node]) -> dict[Node, int]:
-    """The boundary of every mark. Marks from a cached inner jaxpr share an id: backward ones then pair with
-    forward ones from the last to the first, which is the order of a backward pass.
-    """
-    number = {n: k for k, n in enumerate(forward)}
-    by_id: dict[object, list[int]] = defaultdict(list)
-    for node in forward:
-        by_id[node.eqn.params["id"]].append(number[node])
-    for kind, step in (("backward", -1), ("tangent", 1)):
-        queues = {mark: list(ks)[::step] for mark, ks in by_id.items()}
-        for node in nodes:
-            if node.eqn.params["kind"] == kind:
-                queue = queues[node.eqn.params["id"]]
-                number[node] = queue.pop(0) if len(queue) > 1 else queue[0]
-    return number

@@ -2,7 +2,7 @@
 
 Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so
 that what comes next can cut between any two equations. Marks must stand where a cut is possible: in a
-loop's body, not inside `scan`, `cond`, `shard_map` or a `checkpoint`.
+loop's body, or in that of a `scan` over layers there, not inside `cond`, `while`, `shard_map` or a `checkpoint`.
 """
 
 import dataclasses
@@ -23,9 +23,8 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_p
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.ops.stage_end import mark_p, without
+from mpmd.ops.stage_end import mark_name, mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
-from mpmd.tracing.named_schedules import with_schedules
 
 Atom = compat.Var | compat.Literal
 
@@ -103,7 +102,6 @@ def trace_step(
         closed, jaxpr = _traced(flat, avals)
     _check_axis(jaxpr, axis)
     jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
-    jaxpr = compat.new_jaxpr(jaxpr, eqns=with_schedules(jaxpr.eqns, mpmd_mesh.num_groups))
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
@@ -163,11 +161,15 @@ def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[Any]) -
             )
 
 
-def inline(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
-    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused."""
+def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
+    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused.
+
+    Args:
+      in_loop: whether this is the body of a `treduce`, where a scan over layers may hold marks.
+    """
     eqns: list[compat.JaxprEqn] = []
     env: dict = {}
-    _inline_into(eqns, env, jaxpr.eqns, None)
+    _inline_into(eqns, env, jaxpr.eqns, None, in_loop)
     return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[_read(env, v) for v in jaxpr.outvars])
 
 
@@ -176,7 +178,11 @@ def _read(env: Mapping[Atom, Atom], v: Atom) -> Atom:
 
 
 def _inline_into(
-    out: list[compat.JaxprEqn], env: dict[Atom, Atom], eqns: Iterable[compat.JaxprEqn], outer: compat.JaxprEqn | None
+    out: list[compat.JaxprEqn],
+    env: dict[Atom, Atom],
+    eqns: Iterable[compat.JaxprEqn],
+    outer: compat.JaxprEqn | None,
+    in_loop: bool,
 ) -> None:
     """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
     variables are made anew, since one cached jaxpr may be called many times).
@@ -188,7 +194,7 @@ def _inline_into(
         if outer is not None:
             eqn = compat.within(eqn, outer)
         if len(eqn.invars) > 1 and eqn.primitive.name in _SEVERAL_AT_ONCE:
-            _inline_into(out, env, _one_by_one(eqn), outer)
+            _inline_into(out, env, _one_by_one(eqn), outer, in_loop)
             continue
         called = compat.called_jaxpr(eqn)
         if (
@@ -200,17 +206,19 @@ def _inline_into(
         if called is not None:
             inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
             inner |= {v: _as_literal(v, c) for v, c in zip(called.jaxpr.constvars, called.consts, strict=True)}
-            _inline_into(out, inner, called.jaxpr.eqns, eqn)
+            _inline_into(out, inner, called.jaxpr.eqns, eqn, in_loop)
             env.update(zip(eqn.outvars, (_read(inner, v) for v in called.jaxpr.outvars), strict=True))
             continue
         if eqn.primitive is treduce_p:
             body = eqn.params["jaxpr"]
             _check_no_place_inside("treduce", body.jaxpr)
             _check_no_loop_inside("treduce", body.jaxpr)
-            flat = compat.ClosedJaxpr(inline(body.jaxpr), body.consts)
+            flat = compat.ClosedJaxpr(inline(body.jaxpr, in_loop=True), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
+        elif in_loop and eqn.primitive.name == "scan":
+            _check_marks_in_scan(eqn)
         else:
-            _check_no_marks_inside(eqn)
+            check_no_marks_inside(eqn)
         if outer is not None:
             fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
             env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
@@ -278,7 +286,28 @@ def _check_no_loop_inside(name: str, jaxpr: compat.Jaxpr) -> None:
         )
 
 
-def _check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
+# What a scan over layers may wrap its body's marks in.
+_AROUND_A_LAYER = {"scan", "jit", "checkpoint", "remat", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+
+
+def _check_marks_in_scan(eqn: compat.JaxprEqn) -> None:
+    """A scan over layers may hold marks, also within a checkpoint of its body, but not where a branch decides."""
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        _check_no_place_inside(str(eqn.primitive.name), jaxpr)
+        _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
+        for inner in jaxpr.eqns:
+            if inner.primitive.name in _AROUND_A_LAYER:
+                _check_marks_in_scan(inner)
+            else:
+                check_no_marks_inside(inner)
+
+
+def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
+    """Refuses an equation that holds marks, loops or placements where nothing can be cut.
+
+    Raises:
+      StageError: with the user's line and a remedy.
+    """
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_no_place_inside(str(eqn.primitive.name), jaxpr)
         _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
@@ -292,9 +321,10 @@ def _check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
             )
         name = str(eqn.primitive.name)
         name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
+        mark = _first(jaxpr, mark_p)
         raise StageError(
-            f"mark_stage_end inside {name}, at {compat.source_line(_first(jaxpr, mark_p))}: a stage cannot end there.\n"
-            f"  {_REMEDY.get(str(name), f'Mark the stage end outside of {name}.')}"
+            f"{mark_name(mark.params['optional'])} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
+            f" there.\n  {_REMEDY.get(str(name), f'Mark the stage end outside of {name}.')}"
         )
 
 

@@ -1,0 +1,106 @@
+"""Enumerates the places of a loop's body where a stage may end, in the order of the text.
+
+A mark outside of a scan is one candidate. A scan whose body holds a mark, however deep, has as many as iterations: a
+stage may end behind each of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import StageError
+from mpmd.ops.stage_end import mark_p
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Marked:
+    """An equation of the body behind which (or in which) stages may end.
+
+    Attributes:
+      count: how many candidates it is: 1 for a mark, the number of iterations for a scan.
+      marks: the forward marks in it.
+    """
+
+    eqn: compat.JaxprEqn
+    count: int
+    marks: tuple[compat.JaxprEqn, ...]
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the marks stand in the body of a scan."""
+        return self.eqn.primitive is not mark_p
+
+    @property
+    def label(self) -> str | None:
+        """The name that the user gave its marks, or None."""
+        return self.marks[0].params["label"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidates:
+    """All places of a loop's body where a stage may end, in order."""
+
+    marked: tuple[Marked, ...]
+
+    @classmethod
+    def of(cls, jaxpr: compat.Jaxpr) -> "Candidates":
+        """Those of a flat body. What belongs to a backward pass is not one of them."""
+        found = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is mark_p:
+                if eqn.params["kind"] == "forward":
+                    found.append(Marked(eqn, 1, (eqn,)))
+            elif eqn.primitive.name == "scan" and not compat.is_transposed(eqn):
+                marks = list(_marks_in(eqn))
+                forward = tuple(e for e in marks if e.params["kind"] == "forward")
+                if forward and all(e.params["kind"] != "backward" for e in marks):
+                    found.append(Marked(eqn, eqn.params["length"], forward))
+        return cls(tuple(found))
+
+    def __len__(self) -> int:
+        return sum(m.count for m in self.marked)
+
+    @functools.cached_property
+    def are_optional(self) -> bool:
+        """Whether they are layer ends, of which stage ends are chosen, and not stage ends all of them."""
+        return any(mark.params["optional"] for m in self.marked for mark in m.marks)
+
+    @property
+    def scans(self) -> tuple[Marked, ...]:
+        """The scans over layers."""
+        return tuple(m for m in self.marked if m.is_scan)
+
+    def check_are_of_one_kind(self) -> None:
+        """Stage ends and layer ends in one loop contradict each other.
+
+        Raises:
+          StageError: there are both; it names a line of each.
+        """
+        kinds: dict[bool, compat.JaxprEqn] = {}
+        for m in self.marked:
+            for mark in m.marks:
+                kinds.setdefault(mark.params["optional"], mark)
+        if len(kinds) > 1:
+            raise StageError(
+                f"mark_stage_end at {compat.source_line(kinds[False])} and mark_layer_end at"
+                f" {compat.source_line(kinds[True])} are in one loop: the first says where a stage ends, the second"
+                " leaves it open.\n"
+                "  Use mark_layer_end for all of them, and treduce(..., cuts=(...)) to say where stages end."
+            )
+
+    def lines(self) -> str:
+        """The first of them as lines of a message."""
+        lines = [f"\n    {compat.source_line(m.marks[0])}{f' ({m.count} iterations)' if m.is_scan else ''}"
+                 for m in self.marked[:8]]  # fmt: skip
+        more = len(self.marked) - 8
+        return "".join(lines) + (f"\n    … and {more} more" if more > 0 else "")
+
+
+def _marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        for inner in jaxpr.eqns:
+            if inner.primitive is mark_p:
+                yield inner
+            else:
+                yield from _marks_in(inner)

@@ -1,0 +1,130 @@
+"""Cuts the loops of a traced step: of the marks where a stage may end, those where one does remain as stage ends.
+
+What comes after sees stage ends only, as if the user had written `mark_stage_end` at these places.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.cutting.candidates import Candidates
+from mpmd.cutting.named_schedules import schedule_of
+from mpmd.errors import StageError
+from mpmd.ops.stage_end import MarkId, boundaries, mark_p
+from mpmd.ops.treduce import LoopInfo, treduce_p
+from mpmd.tracing.trace import Atom, Trace, check_no_marks_inside
+from scheduler import Schedule
+
+
+def cut_trace(trace: Trace, mesh: MpmdMesh) -> Trace:
+    """The step, in whose loops all schedules are known and all marks are stage ends.
+
+    Raises:
+      StageError: the marks, the schedule and the cuts of a loop do not fit each other.
+    """
+    eqns = [_cut_loop(eqn, mesh) if eqn.primitive is treduce_p else eqn for eqn in trace.jaxpr.eqns]
+    return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
+
+
+def _cut_loop(eqn: compat.JaxprEqn, mesh: MpmdMesh) -> compat.JaxprEqn:
+    info: LoopInfo = eqn.params["info"]
+    body: compat.ClosedJaxpr = eqn.params["jaxpr"]
+    candidates = Candidates.of(body.jaxpr)
+    candidates.check_are_of_one_kind()
+    schedule = schedule_of(eqn, candidates, mesh.num_groups)
+    info = dataclasses.replace(info, schedule=schedule)
+    if candidates.are_optional:
+        _check_candidates(eqn, candidates, schedule)
+        cuts = info.cuts or _even(len(candidates), schedule.num_stages)
+        ends = _stage_ends(eqn, candidates, cuts, schedule)
+        info = dataclasses.replace(info, cuts=cuts)
+        body = with_stage_ends(body, candidates, ends)
+    elif info.cuts is not None:
+        raise StageError(
+            f"treduce at {compat.source_line(eqn)}: cuts is {info.cuts}, and its body has no mark_layer_end.\n"
+            "  Call mark_layer_end at the end of each layer, or leave cuts out: mark_stage_end says where stages end."
+        )
+    elif candidates.scans and len(candidates) in (schedule.num_stages - 1, schedule.num_stages):
+        body = with_stage_ends(body, candidates, range(len(candidates)))
+    for inner in body.jaxpr.eqns:
+        check_no_marks_inside(inner)
+    return eqn.replace(params={**eqn.params, "info": info, "jaxpr": body})
+
+
+def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many layers for each stage as for any other; the later ones get one less where that does not come out even."""
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (s < more) for s in range(num_stages))
+
+
+def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Schedule) -> None:
+    if len(candidates) < schedule.num_stages - 1:
+        raise StageError(
+            f"treduce at {compat.source_line(eqn)}: {schedule} has {schedule.num_stages} stages, and a stage may end at"
+            f" {len(candidates)} places only:{candidates.lines()}\n"
+            "  Call mark_layer_end at the end of each layer, or use a schedule with fewer stages."
+        )
+
+
+def _stage_ends(
+    eqn: compat.JaxprEqn, candidates: Candidates, cuts: Sequence[int], schedule: Schedule
+) -> tuple[int, ...]:
+    """The candidates at which stages end: those behind the last layer of each stage but the last one."""
+    where, found = f"treduce at {compat.source_line(eqn)}: cuts is {tuple(cuts)}", len(candidates)
+    if len(cuts) != schedule.num_stages:
+        raise StageError(
+            f"{where}, {len(cuts)} entries, and {schedule} has {schedule.num_stages} stages.\n"
+            "  Pass how many layers each stage gets, one number for each stage."
+        )
+    if sum(cuts) != found and not (sum(cuts) == found + 1 and cuts[-1]):
+        raise StageError(
+            f"{where}, {sum(cuts)} layers together, and the loop has {found} layer ends:{candidates.lines()}\n"
+            f"  The numbers must add up to {found}, or to {found + 1} if the last layer has no mark."
+        )
+    return tuple(sum(cuts[: s + 1]) - 1 for s in range(len(cuts) - 1))
+
+
+def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
+    """The body of a loop with stage ends at some of its candidates, and no other marks.
+
+    Args:
+      ends: numbers of candidates.
+    """
+    chosen, lengths, first = set(ends), [], 0
+    new_ids: dict[int, MarkId] = {}  # per mark outside of scans that ends a stage, by its number among these
+    number = 0
+    for m in candidates.marked:
+        own = sorted(k - first for k in chosen if first <= k < first + m.count)
+        if m.is_scan:
+            starts = [0, *(k + 1 for k in own)]
+            lengths.append(tuple(b - a for a, b in zip(starts, [*starts[1:], m.count], strict=True)))
+        else:
+            if own:
+                new_ids[number] = MarkId()
+            number += 1
+        first += m.count
+    jaxpr = _with_marks(body.jaxpr, new_ids)
+    del lengths  # for the scans
+    return compat.ClosedJaxpr(jaxpr, body.consts)
+
+
+def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr:
+    """Of the marks that stand outside of scans, those with a new id become stage ends; the others vanish."""
+    marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is mark_p]
+    numbers = iter(boundaries([eqn.params for eqn in marks]))
+    alias: dict[compat.Var, Atom] = {}
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, compat.Literal) else alias.get(v, v)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        if eqn.primitive is not mark_p:
+            eqns.append(eqn)
+        elif (number := next(numbers)) in new_ids:
+            eqns.append(eqn.replace(params={**eqn.params, "id": new_ids[number], "optional": False}))
+        else:
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
