@@ -1,1 +1,1 @@
-"""Decides which of the places where a stage may end become stage ends, and makes marks of these."""
+"""Decides which of the places where a stage may end become stage ends, and cuts scans and stacked arrays there."""

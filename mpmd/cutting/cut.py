@@ -10,6 +10,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.named_schedules import schedule_of
+from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.ops.treduce import LoopInfo, treduce_p
@@ -104,9 +105,8 @@ def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequ
                 new_ids[number] = MarkId()
             number += 1
         first += m.count
-    jaxpr = _with_marks(body.jaxpr, new_ids)
-    del lengths  # for the scans
-    return compat.ClosedJaxpr(jaxpr, body.consts)
+    body = compat.ClosedJaxpr(_with_marks(body.jaxpr, new_ids), body.consts)
+    return split_scans(body, lengths) if lengths else body
 
 
 def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr:

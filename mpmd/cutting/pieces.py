@@ -1,0 +1,98 @@
+"""Rows: how an array is cut along one axis, and the two primitives that cut it and put it together again.
+
+`split_rows_p` makes pieces of an array, `join_rows_p` an array of its pieces. They stand in a step between the pass
+that makes them (`split_scans`) and the one that moves them to its arguments and results (`split_rows`). What is left of
+them is slices and concatenations.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How an array is cut along `axis`: piece k has the rows `bounds[k] … bounds[k + 1]`."""
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """`(start, stop)` of each piece."""
+        return tuple(itertools.pairwise(self.bounds))
+
+    def on(self, axis: int) -> "Rows":
+        """The same cut of another axis."""
+        return Rows(axis, self.bounds)
+
+    def fits(self, aval: Any) -> bool:
+        """Whether an array of this type can be cut so."""
+        shape = getattr(aval, "shape", ())
+        return self.axis < len(shape) and shape[self.axis] == self.bounds[-1]
+
+    def avals(self, aval: Any) -> list[Any]:
+        """The types of the pieces of an array."""
+        return [with_rows(aval, self.axis, stop - start) for start, stop in self.ranges]
+
+    def __str__(self):
+        return f"axis {self.axis} at {', '.join(map(str, self.bounds))}"
+
+
+def with_rows(aval: Any, axis: int, rows: int) -> Any:
+    """The type `aval` with another number of rows."""
+    return aval.update(shape=(*aval.shape[:axis], rows, *aval.shape[axis + 1 :]))
+
+
+def cut(x: Any, rows: Rows) -> list[Any]:
+    """The pieces of an array."""
+    return [jax.lax.slice_in_dim(x, start, stop, axis=rows.axis) for start, stop in rows.ranges]
+
+
+split_rows_p = compat.Primitive("split_rows")
+split_rows_p.multiple_results = True
+split_rows_p.def_impl(lambda x, *, rows: cut(x, rows))
+split_rows_p.def_abstract_eval(lambda x, *, rows: rows.avals(x))
+compat.mlir.register_lowering(
+    split_rows_p, compat.mlir.lower_fun(lambda x, *, rows: cut(x, rows), multiple_results=True)
+)
+
+
+def _joined(*pieces: Any, rows: Rows) -> jax.Array:
+    return jax.lax.concatenate(pieces, rows.axis)
+
+
+join_rows_p = compat.Primitive("join_rows")
+join_rows_p.def_impl(_joined)
+join_rows_p.def_abstract_eval(lambda *pieces, rows: with_rows(pieces[0], rows.axis, rows.bounds[-1]))
+compat.mlir.register_lowering(join_rows_p, compat.mlir.lower_fun(_joined, multiple_results=False))
+
+
+def split_eqn(like: compat.JaxprEqn, x: Any, rows: Rows) -> compat.JaxprEqn:
+    """The equation that cuts `x`; `like` says where in the user's code it belongs."""
+    return _eqn(like, split_rows_p, [x], [compat.Var(a) for a in rows.avals(x.aval)], {"rows": rows})
+
+
+def join_eqn(like: compat.JaxprEqn, pieces: Sequence[Any], rows: Rows, out: compat.Var) -> compat.JaxprEqn:
+    """The equation that makes `out` of its pieces."""
+    return _eqn(like, join_rows_p, list(pieces), [out], {"rows": rows})
+
+
+def _eqn(like: compat.JaxprEqn, primitive: Any, invars: list, outvars: list, params: dict) -> compat.JaxprEqn:
+    return like.replace(primitive=primitive, invars=invars, outvars=outvars, params=params, effects=frozenset())
+
+
+def plain(eqn: compat.JaxprEqn) -> tuple[Any, ...]:
+    """What a left-over `split_rows` or `join_rows` is: functions, one for each result."""
+    rows: Rows = eqn.params["rows"]
+    if eqn.primitive is join_rows_p:
+        return (functools.partial(_joined, rows=rows),)
+    return tuple(
+        functools.partial(jax.lax.slice_in_dim, start_index=a, limit_index=b, axis=rows.axis) for a, b in rows.ranges
+    )

@@ -1,0 +1,256 @@
+"""Cuts a `scan` over layers into shorter ones, with an ordinary mark between any two of them.
+
+The pieces run one after the other: their carries are chained, scanned inputs and outputs are cut along the layers, and
+constants are read by all. A carry that only sums (the gradient of a constant of the scan, in a backward pass) is summed
+by each piece for itself; the sums are added afterwards. So no such gradient crosses a stage end.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
+from mpmd.ops.stage_end import MarkId, mark_p, without
+from mpmd.tracing.trace import Atom, Equations, trace_equations
+
+
+class Mark(NamedTuple):
+    """A stage end between two pieces of a scan: the parameters of its forward mark and, with another kind, of the
+    backward one; and the equation that says where the user wrote it.
+    """
+
+    params: dict[str, Any]
+    eqn: compat.JaxprEqn
+
+
+class ScanCut(NamedTuple):
+    """Where a scan is cut.
+
+    Attributes:
+      rows: the layers of each piece.
+      marks: the stage end after each piece but the last; one more if a stage ends after the last layer.
+    """
+
+    rows: Rows
+    marks: tuple[Mark, ...]
+
+
+def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) -> compat.ClosedJaxpr:
+    """A loop's body in which no scan holds a mark: such scans are chains of shorter ones between ordinary marks.
+
+    Args:
+      body: the body, differentiated and flat.
+      lengths: for each forward scan with a mark in its body, in the order of the text: how many layers each stage
+        gets. The last number is of the layers after the last stage end in the scan, 0 if it ends the scan.
+    """
+    jaxpr = body.jaxpr
+    cuts = _cuts(jaxpr, lengths)
+    eqns: list[compat.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if id(eqn) in cuts:
+            cut, kind = cuts[id(eqn)]
+            eqns += _marked_chain(eqn, cut, kind)
+        else:
+            eqns.append(eqn)
+    return compat.ClosedJaxpr(compat.new_jaxpr(jaxpr, eqns=eqns), body.consts)
+
+
+def marked_kind(eqn: compat.JaxprEqn) -> str | None:
+    """Whether a scan's body holds a mark: `forward`, `backward` (also beside a forward mark that is computed again) or
+    `tangent`; None if it holds none, or a forward one in a backward pass.
+    """
+    if eqn.primitive.name != "scan":
+        return None
+    kinds = {m.params["kind"] for m in _marks(eqn.params["jaxpr"].jaxpr)}
+    kind = next((kind for kind in ("backward", "forward", "tangent") if kind in kinds), None)
+    return None if kind == "forward" and compat.is_transposed(eqn) else kind
+
+
+def _marks(jaxpr: compat.Jaxpr) -> Iterator[compat.JaxprEqn]:
+    """The marks of a jaxpr, however deep."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is mark_p:
+            yield eqn
+        for inner in compat.jaxprs_in(eqn.params):
+            yield from _marks(inner)
+
+
+def _last_mark(eqn: compat.JaxprEqn, kind: str) -> compat.JaxprEqn:
+    return [m for m in _marks(eqn.params["jaxpr"].jaxpr) if m.params["kind"] == kind][-1]
+
+
+def _cuts(jaxpr: compat.Jaxpr, lengths: Sequence[tuple[int, ...]]) -> dict[int, tuple[ScanCut, str]]:
+    """Per marked scan (by the id of its equation), where it is cut, and the kind of its marks.
+
+    Marks from a cached inner jaxpr share an id: backward scans then pair with forward ones from the last to the first.
+    """
+    found: dict[int, tuple[ScanCut, str]] = {}
+    of_mark: dict[object, list[ScanCut]] = defaultdict(list)
+    remaining = iter(lengths)
+    marked = [(eqn, kind) for eqn in jaxpr.eqns if (kind := marked_kind(eqn)) is not None]
+    for eqn, kind in marked:
+        if kind == "forward":
+            mark = _last_mark(eqn, kind)
+            cut = _scan_cut(mark, next(remaining), eqn.params["reverse"])
+            assert cut.rows.bounds[-1] == eqn.params["length"], (cut.rows, eqn.params["length"])
+            found[id(eqn)] = cut, kind
+            of_mark[mark.params["id"]].append(cut)
+    for wanted, step in (("backward", -1), ("tangent", 1)):
+        queues = {mark: cuts[::step] for mark, cuts in of_mark.items()}
+        for eqn, kind in marked:
+            if kind == wanted:
+                marks = [m for m in _marks(eqn.params["jaxpr"].jaxpr) if m.params["kind"] == kind]
+                queue = next(queues[i] for m in marks if (i := m.params["id"]) in queues)
+                found[id(eqn)] = queue.pop(0) if len(queue) > 1 else queue[0], kind
+    return found
+
+
+def _scan_cut(mark: compat.JaxprEqn, lengths: tuple[int, ...], is_reversed: bool) -> ScanCut:
+    pieces = [n for n in lengths if n]
+    bounds = itertools.accumulate(pieces[::-1] if is_reversed else pieces, initial=0)
+    params = {**mark.params, "optional": False}
+    marks = tuple(Mark({**params, "id": MarkId()}, mark) for _ in lengths[:-1])
+    return ScanCut(Rows(0, tuple(bounds)), marks)
+
+
+# --- the pieces of a scan -------------------------------------------------------------------------
+
+
+def _marked_chain(eqn: compat.JaxprEqn, cut: ScanCut, kind: str) -> list[compat.JaxprEqn]:
+    """A scan with marks in its body as a chain of scans, with marks between them on the carries."""
+    closed = eqn.params["jaxpr"]
+    bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
+    eqn = eqn.replace(params={**eqn.params, "jaxpr": bare})
+    return chain(eqn, cut.rows, cut.marks, kind)
+
+
+def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: str = "forward") -> list[compat.JaxprEqn]:
+    """A scan as a chain of shorter ones.
+
+    Args:
+      eqn: the scan; no mark stands in its body.
+      rows: its pieces, along its iterations.
+      marks: the stage ends behind its first pieces, in the order of the forward pass.
+      kind: what the marks are: `forward` ones stand behind the piece that they end, `backward` ones ahead of it.
+    """
+    scan = _Scan(eqn)
+    xs = [split_eqn(eqn, x, rows) for x in scan.xs]
+    eqns = list(xs)
+    sums = scan.sums() if len(rows.ranges) > 1 else frozenset()
+    carry, parts = list(scan.init), defaultdict(list)
+    ys: dict[int, list[compat.Var]] = {}
+    last = len(rows.ranges) - 1
+    for n in range(last + 1):
+        if kind == "backward" and last - n < len(marks):
+            carry = _mark(eqns, eqn, marks[last - n], kind, carry, sums)
+        if n:
+            carry = [_zeros(eqns, eqn, v) if i in sums else v for i, v in enumerate(carry)]
+        k = last - n if scan.is_reversed else n
+        start, stop = rows.ranges[k]
+        piece, carry, ys[k] = scan.piece([x.outvars[k] for x in xs], carry, stop - start)
+        eqns.append(piece)
+        for i in sums:
+            parts[i].append(carry[i])
+        if kind == "forward" and n < len(marks):
+            carry = _mark(eqns, eqn, marks[n], kind, carry, sums)
+    for i in sums:
+        carry[i] = _sum(eqns, eqn, parts[i])
+    names = {v: r for v, r in zip(carry, scan.results, strict=True) if not isinstance(r, compat.DropVar)}
+    eqns = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
+    eqns = [e.replace(invars=[v if isinstance(v, compat.Literal) else names.get(v, v) for v in e.invars]) for e in eqns]
+    for j, v in enumerate(scan.stacks):
+        if not isinstance(v, compat.DropVar):
+            eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, v))
+    return eqns
+
+
+class _Scan:
+    """The parts of a `scan` equation."""
+
+    def __init__(self, eqn: compat.JaxprEqn):
+        self.eqn = eqn
+        self.num_consts, self.num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        self.is_reversed = eqn.params["reverse"]
+        end = self.num_consts + self.num_carry
+        self.consts = eqn.invars[: self.num_consts]
+        self.init = eqn.invars[self.num_consts : end]
+        self.xs = eqn.invars[end:]
+        self.results = eqn.outvars[: self.num_carry]
+        self.stacks = eqn.outvars[self.num_carry :]
+
+    def piece(
+        self, xs: Sequence[Atom], carry: Sequence[Atom], length: int
+    ) -> tuple[compat.JaxprEqn, list[Atom], list[compat.Var]]:
+        """A scan over some of the iterations, its last carry and its stacked outputs."""
+        carried: list[Any] = [compat.Var(v.aval) for v in self.results]
+        stacked = [compat.Var(Rows(0, (0, length)).avals(v.aval)[0]) for v in self.stacks]
+        unroll = self.eqn.params["unroll"]
+        params = {**self.eqn.params, "length": length, "unroll": min(unroll, length) if length else unroll}
+        invars = [*self.consts, *carry, *xs]
+        return self.eqn.replace(invars=invars, outvars=[*carried, *stacked], params=params), carried, stacked
+
+    def sums(self) -> frozenset[int]:
+        """The carries that are only added to: what is added does not depend on them."""
+        jaxpr = self.eqn.params["jaxpr"].jaxpr
+        ins = jaxpr.invars[self.num_consts : self.num_consts + self.num_carry]
+        outs = jaxpr.outvars[: self.num_carry]
+        return frozenset(
+            i for i, (v, out) in enumerate(zip(ins, outs, strict=True)) if v is not out and _only_summed(jaxpr, v, out)
+        )
+
+
+def _only_summed(jaxpr: compat.Jaxpr, v: compat.Var, out: Atom) -> bool:
+    """Whether `v` is read once, by a chain of gradient sums that ends in `out`, each of which is read once."""
+    while v is not out:
+        readers = [e for e in jaxpr.eqns for x in e.invars if x is v]
+        if len(readers) != 1 or readers[0].primitive.name != "add_any" or any(v is o for o in jaxpr.outvars):
+            return False
+        (v,) = readers[0].outvars
+    return sum(o is out for o in jaxpr.outvars) == 1 and not any(x is out for e in jaxpr.eqns for x in e.invars)
+
+
+def _zeros(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, v: Atom) -> Atom:
+    """Zeros like `v`; the equations that make them are appended."""
+    return _append(eqns, eqn, trace_equations(jax.numpy.zeros_like, v))
+
+
+def _sum(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, parts: Sequence[Atom]) -> Atom:
+    """The sum of gradients, as differentiation would write it."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = _append(eqns, eqn, trace_equations(compat.ad.add_jaxvals, total, part))
+    return total
+
+
+def _append(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, found: Equations) -> Atom:
+    eqns += [e.replace(source_info=eqn.source_info) for e in found.eqns]
+    return found.outs[0]
+
+
+def _mark(
+    eqns: list[compat.JaxprEqn],
+    eqn: compat.JaxprEqn,
+    mark: Mark,
+    kind: str,
+    carry: Sequence[Any],
+    sums: frozenset[int],
+) -> list[Any]:
+    """The carries behind a mark; sums do not cross it."""
+    crossing = [i for i, v in enumerate(carry) if i not in sums and not isinstance(v, compat.Literal)]
+    found = list(carry)
+    for i in crossing:
+        found[i] = compat.Var(carry[i].aval)
+    if crossing:
+        eqns.append(
+            mark.eqn.replace(
+                invars=[carry[i] for i in crossing],
+                outvars=[found[i] for i in crossing],
+                params={**mark.params, "kind": kind},
+                source_info=mark.eqn.source_info.replace(name_stack=eqn.source_info.name_stack),
+            )
+        )
+    return found

@@ -1,0 +1,115 @@
+"""A scan over layers becomes a chain of shorter ones between ordinary marks, and computes the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpmd
+from mpmd import _jax_compat as compat
+from mpmd.cutting.split_scans import split_scans
+
+LAYERS = 6
+
+
+def _loss(w, bias, x, keys, *, checkpointed, reverse):
+    def layer(carry, w, key):
+        h, penalty = carry
+        noise = jax.random.normal(key, bias.shape)
+        carry = jnp.tanh(h @ w + bias + noise), penalty + jnp.sum(h * w[0])
+        return mpmd.mark_stage_end(carry)
+
+    layer = jax.checkpoint(layer) if checkpointed else layer
+
+    def body(carry, scanned):
+        carry = layer(carry, *scanned)
+        return carry, jnp.sum(carry[0])
+
+    (h, penalty), sums = lax.scan(body, (x, 0.0), (w, keys), reverse=reverse, unroll=4)
+    return jnp.sum(h**2) + jnp.sum(sums) + penalty
+
+
+def _arguments():
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+    return jax.random.normal(jax.random.key(0), (LAYERS, 3, 3)), jnp.arange(3.0) / 3, jnp.ones((2, 3)), keys
+
+
+def _flow(closed):
+    """The scans and marks of a jaxpr: lengths of scans, `>` for a forward mark, `<` for a backward one."""
+    found = []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            assert "mark_stage_end" not in str(eqn.params["jaxpr"])
+            found.append(str(eqn.params["length"]))
+        elif eqn.primitive.name == "mark_stage_end":
+            found.append({"forward": ">", "backward": "<"}[eqn.params["kind"]])
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "flow", "checkpointed", "reverse"),
+    [
+        ((6,), "6 6", False, False),
+        ((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", True, False),
+        ((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", False, True),
+        ((3, 3, 0), "3 > 3 > < 3 < 3", False, True),
+    ],
+)
+def test_a_scan_becomes_shorter_ones_with_marks_between_them(lengths, flow, checkpointed, reverse):
+    def step(*args):
+        loss = lambda *args: _loss(*args, checkpointed=checkpointed, reverse=reverse)  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1, 2))(*args)
+
+    whole = jax.make_jaxpr(step)(*_arguments())
+    pieces = split_scans(whole, [lengths])
+    assert _flow(pieces) == flow
+    args = jax.tree.leaves(_arguments())
+    wanted, got = jax.jit(compat.jaxpr_as_fun(whole))(*args), jax.jit(compat.jaxpr_as_fun(pieces))(*args)
+    for x, y in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_shared_constant_crosses_no_mark():
+    whole = jax.make_jaxpr(jax.grad(lambda *a: _loss(*a, checkpointed=False, reverse=False), 1))(*_arguments())
+    marks = [e for e in split_scans(whole, [(2, 2, 2)]).jaxpr.eqns if e.primitive.name == "mark_stage_end"]
+    crossing = [[v.aval.shape for v in e.invars] for e in marks if e.params["kind"] == "backward"]
+    assert crossing == [[(2, 3), ()], [(2, 3), ()]] or crossing == [[(2, 3)], [(2, 3)]]  # not the bias's (3,)
+
+
+def test_forward_and_backward_marks_are_tied_and_two_scans_of_one_body_pair_last_to_first():
+    w, *_ = _arguments()
+
+    @jax.jit
+    def layers(w, h):
+        return lax.scan(lambda h, w: (mpmd.mark_stage_end(jnp.tanh(h @ w)), None), h, w)[0]
+
+    def loss(w, v, h):
+        return jnp.sum(layers(v, layers(w, h)))
+
+    whole = jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, 2 * w, jnp.ones((2, 3)))
+    jaxpr = _inlined(whole)
+    pieces = split_scans(jaxpr, [(2, 4), (5, 1)])
+    assert _flow(pieces) == "2 > 4 5 > 1 1 < 5 4 < 2"
+    ids = [e.params["id"] for e in pieces.jaxpr.eqns if e.primitive.name == "mark_stage_end"]
+    assert ids[0] is ids[3] and ids[1] is ids[2] and ids[0] is not ids[1]
+
+
+def _inlined(closed):
+    """Calls of `jit` replaced by what they call."""
+    jaxpr = jax.make_jaxpr(lambda *args: _evaluated(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    return jaxpr
+
+
+def _evaluated(jaxpr, consts, args):
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda v: v.val if isinstance(v, compat.Literal) else values[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "jit":
+            outs = _evaluated(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, operands)
+        else:
+            outs = eqn.primitive.bind(*operands, **eqn.params)
+            outs = outs if eqn.primitive.multiple_results else [outs]
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
