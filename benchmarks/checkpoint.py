@@ -43,7 +43,8 @@ def measure(way: str, mib: int, folder: Path) -> dict[str, float]:
         everywhere = NamedSharding(mesh, PartitionSpec(("stage", "data")))
         places: list[Any] = [everywhere] * NUM_ARRAYS
     else:
-        from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+        from mpmd.arrays.mesh import MpmdMesh
+        from mpmd.arrays.sharding import MpmdSharding
 
         groups = MpmdMesh(mesh, "stage")
         places = [MpmdSharding(groups, i * 4 // NUM_ARRAYS, PartitionSpec("data")) for i in range(NUM_ARRAYS)]

@@ -35,7 +35,8 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
 
     reshard = library()
     from mpmd.arrays.array import MpmdArray
-    from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+    from mpmd.arrays.mesh import MpmdMesh
+    from mpmd.arrays.sharding import MpmdSharding
 
     whole = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     mesh = MpmdMesh(whole, "stage")
@@ -125,7 +126,8 @@ def measure_planning() -> None:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+    from mpmd.arrays.mesh import MpmdMesh
+    from mpmd.arrays.sharding import MpmdSharding
 
     reshard = library()
     rng = np.random.default_rng(0)

@@ -3,7 +3,8 @@
 from mpmd import _jax_version  # noqa: F401  before all that an older JAX lacks
 from mpmd.api import jit
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
 from mpmd.errors import HangError, ReshardError, ScheduleError, StageError

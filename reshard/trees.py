@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import EveryHost, HostMemory
 

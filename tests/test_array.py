@@ -12,7 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 AXIS_TYPES = {
     "explicit": (AxisType.Explicit,) * 2,

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 import mpmd
 import reshard
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 VALUE = np.arange(4, dtype=np.float32)
 

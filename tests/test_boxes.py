@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mpmd.arrays.boxes import Box, device_boxes, group_boxes
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.boxes import Box, device_boxes, part_boxes
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 
 def indices(box):
@@ -127,11 +128,11 @@ def test_each_group_holds_the_whole_array():
     devices = np.array(jax.devices())
     mesh = MpmdMesh(Mesh(devices.reshape(4, 2), ("stage", "data")), "stage")
     sharding = MpmdSharding(mesh, {0, 3}, P("data"))
-    by_group = group_boxes(sharding, (4,))
+    by_group = part_boxes(sharding, (4,))
     assert sorted(by_group) == [0, 3]
     assert by_group[0] == {devices[0]: Box((0,), (2,)), devices[1]: Box((2,), (4,))}
     assert by_group[3] == {devices[6]: Box((0,), (2,)), devices[7]: Box((2,), (4,))}
-    assert group_boxes(SingleDeviceSharding(devices[5]), ()) == {0: {devices[5]: Box((), ())}}
+    assert part_boxes(SingleDeviceSharding(devices[5]), ()) == {0: {devices[5]: Box((), ())}}
 
 
 def test_a_spec_that_does_not_divide_is_a_value_error():

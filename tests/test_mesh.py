@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 AXIS_TYPES = {
     "explicit": (AxisType.Explicit,) * 2,
@@ -118,7 +119,9 @@ def test_wrong_meshes_are_refused_with_what_was_expected():
 @axis_types
 def test_a_group_sharding_is_the_spec_on_the_groups_mesh_without_the_mpmd_axis(axis_types):
     mesh = MpmdMesh(whole_mesh(axis_types), "stage")
-    sharding = MpmdSharding(mesh, {1, 3}, P("stage", ("stage", "data")))
+    assert MpmdSharding(mesh, 1, P(None, ("stage", "data"))) == MpmdSharding(mesh, 1, P(None, "data"))
+    assert MpmdSharding(mesh, {1, 3}, P(None, ("stage", "data"))).spec == P(None, "data")
+    sharding = MpmdSharding(mesh, {1, 3}, P(None, "data"))
     assert sharding.spec == P(None, "data")
     assert sharding.groups == (1, 3)
     assert sharding.group_sharding(3) == NamedSharding(mesh.groups[3], P(None, "data"))

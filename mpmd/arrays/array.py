@@ -1,12 +1,13 @@
 """One logical array that exists in one or more groups.
 
-An `MpmdArray` is what a step takes and gives back: per group of this process one `jax.Array`, and for groups
-elsewhere only shape, dtype and sharding. Where this process can read it, it behaves like the array it holds.
+An `MpmdArray` is what a step takes and gives back: per group of this process one `jax.Array` (of an array that is split
+over groups, one for each range of rows), and for groups elsewhere only shape, dtype and sharding. Where this process
+can read it, it behaves like the array it holds.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,10 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd._jax_compat import Tracer, register_array_type, typed_as
-from mpmd.arrays.delegation import ReadableArray, is_plain
-from mpmd.arrays.group_arrays import arrays_by_group, check_arrays
-from mpmd.arrays.mesh import MpmdSharding, groups_text
+from mpmd._jax_compat import register_array_type, typed_as
+from mpmd.arrays import reading
+from mpmd.arrays.delegation import ReadableArray
+from mpmd.arrays.group_arrays import Arrays, arrays_by_key, check_arrays, whole_shape
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.shards import Device, PlacedShard
 
 
@@ -38,15 +40,17 @@ class MpmdShard:
 
 
 class MpmdArray(ReadableArray):
-    """One logical array that exists in one or more groups; each of them has all of it, sharded alike.
+    """One logical array that exists in one or more groups: each has all of it, or its own part, sharded alike.
 
     A leaf for `jax.tree`. In a process without a shard of it, it has shape, dtype and sharding, and reading it
-    raises a RuntimeError that says which groups have it.
+    raises a RuntimeError that says which groups have it. Reading an array that is split over groups puts its pieces
+    together, in the lowest group of this process or on the host; a row comes from the group that has it.
 
     Args:
         arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. Where groups share
             devices, equal meshes are filled in ascending order; or a mapping from group to array says it. Empty if this
-            process has none of `mpmd_sharding.mesh_ids`.
+            process has none of `mpmd_sharding.mesh_ids`. Of a split array: one array for each range, those of one
+            group in the order of their rows, or a mapping from (start, stop) to array.
         mpmd_sharding: where the array is.
         shape: needed if `arrays` is empty.
         dtype: needed if `arrays` is empty.
@@ -64,7 +68,7 @@ class MpmdArray(ReadableArray):
 
     __slots__ = ("_arrays", "_committed", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
 
-    _arrays: dict[int, jax.Array]
+    _arrays: dict[Any, jax.Array]  # by `Part.key`
     _mpmd_sharding: MpmdSharding
     _shape: tuple[int, ...]
     _dtype: Any
@@ -75,38 +79,39 @@ class MpmdArray(ReadableArray):
     @compat.api_boundary
     def __init__(
         self,
-        arrays: Sequence[jax.Array] | Mapping[int, jax.Array],
+        arrays: Arrays,
         mpmd_sharding: MpmdSharding,
         shape: Sequence[int] | None = None,
         dtype: Any = None,
     ):
-        by_group = arrays_by_group(arrays, mpmd_sharding)
-        first = next(iter(by_group.values()), None)
-        if first is None and (shape is None or dtype is None):
+        full_shape = whole_shape(arrays, mpmd_sharding, shape)
+        if full_shape is None or (dtype is None and not arrays):
             raise ValueError(
                 f"MpmdArray: this process holds no shard ({mpmd_sharding!r}), so shape and dtype must be given; "
                 f"received shape={shape}, dtype={dtype}."
             )
-        self._arrays = by_group
+        by_key = arrays_by_key(arrays, mpmd_sharding, full_shape)
+        first = next(iter(by_key.values()), None)
+        self._arrays = by_key
         self._mpmd_sharding = mpmd_sharding
-        self._shape = tuple(shape) if shape is not None else first.shape  # pyright: ignore[reportOptionalMemberAccess]
+        self._shape = full_shape
         self._dtype = _canonical_dtype(dtype) if dtype is not None else first.dtype  # pyright: ignore[reportOptionalMemberAccess]
         self._weak_type = getattr(first, "weak_type", False)
         self._gone = None
         self._committed = True
-        check_arrays(by_group, mpmd_sharding, self._shape, self._dtype)
+        check_arrays(by_key, mpmd_sharding, full_shape, self._dtype)
 
     @classmethod
     def _unchecked(
         cls,
-        arrays: dict[int, jax.Array],
+        arrays: dict[Any, jax.Array],
         mpmd_sharding: MpmdSharding,
         shape: tuple[int, ...],
         dtype: Any,
         weak_type: bool = False,
         committed: bool = True,
     ) -> Self:
-        """The executor's constructor. `arrays` has its groups in ascending order and is kept, not copied."""
+        """The executor's constructor. `arrays` has its keys (`Part.key`) in ascending order and is kept, not copied."""
         self = cls.__new__(cls)
         self._arrays = arrays
         self._mpmd_sharding = mpmd_sharding
@@ -182,8 +187,8 @@ class MpmdArray(ReadableArray):
 
     @property
     def is_mpmd_replicated(self) -> bool:
-        """Whether more than one group has it."""
-        return len(self._mpmd_sharding.mesh_ids) > 1
+        """Whether more than one group has all of it."""
+        return len(self._mpmd_sharding.mesh_ids) > 1 and not self._is_split
 
     @property
     def is_partially_addressable(self) -> bool:
@@ -193,7 +198,7 @@ class MpmdArray(ReadableArray):
     @property
     def is_fully_addressable(self) -> bool:
         """Whether this process has every shard of it, in every group."""
-        return len(self._arrays) == len(self._mpmd_sharding.groups) and all(
+        return len(self._arrays) == len(self._mpmd_sharding.parts(self._shape)) and all(
             array.is_fully_addressable for array in self._arrays.values()
         )
 
@@ -215,14 +220,33 @@ class MpmdArray(ReadableArray):
 
     # The arrays of this process.
 
+    @property
+    def _is_split(self) -> bool:
+        return self._mpmd_sharding.split_axis is not None
+
+    @property
+    def pieces(self) -> dict[tuple[int, int], jax.Array]:
+        """Of a split array the pieces of this process, by the range (start, stop) of their rows; else empty."""
+        self._check_not_gone()
+        return {key: array for key, array in self._arrays.items() if isinstance(key, tuple)}
+
     @compat.api_boundary
     def array_in(self, group: int) -> jax.Array:
         """The array of one group, which must be this process's.
 
         Raises:
-            RuntimeError: the array is not in that group, or not in this process, or deleted.
+            RuntimeError: the array is not in that group, or not in this process, or deleted, or a split array has
+                several ranges there (see `pieces`).
         """
-        array = self._arrays.get(group)
+        key: Any = group
+        if self._is_split:
+            mine = [part.key for part in self._mpmd_sharding.parts(self._shape) if part.group == group]
+            if len(mine) > 1:
+                raise RuntimeError(
+                    f"{self!r} has {len(mine)} ranges in group {group}; use .pieces, which has them all."
+                )
+            key = mine[0] if mine else None
+        array = self._arrays.get(key)
         if array is None or self._gone is not None:
             self._check_not_gone()
             raise RuntimeError(f"{self!r} has no shard of group {group} in process {jax.process_index()}.")
@@ -230,14 +254,17 @@ class MpmdArray(ReadableArray):
 
     @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
-        """This process's array, a list of them if it holds several groups', None if it holds none."""
+        """This process's array, a list of them if it holds several groups' or ranges, None if it holds none."""
         self._check_not_gone()
         arrays = list(self._arrays.values())
         return arrays[0] if len(arrays) == 1 else arrays or None
 
     @property
     def first_mpmd_replica(self) -> jax.Array | None:
-        """The array of the lowest group that holds it, if that group is this process's, else None."""
+        """The array of the lowest group that holds it, if that group is this process's, else None.
+
+        None too for a split array: no group has all of it.
+        """
         self._check_not_gone()
         return self._arrays.get(self._mpmd_sharding.groups[0])
 
@@ -245,8 +272,10 @@ class MpmdArray(ReadableArray):
     def global_shards(self) -> list[MpmdShard]:
         """The parts on all devices, in the same order in every process; those of other processes have no data."""
         self._check_not_gone()
-        data = {(g, s.device): s.data for g, array in self._arrays.items() for s in array.addressable_shards}
-        return [MpmdShard(*placed, data.get((placed.group, placed.device))) for placed in self._placed()]
+        data = {(key, s.device): s.data for key, array in self._arrays.items() for s in array.addressable_shards}
+        return [
+            MpmdShard(p.device, p.index, p.replica_id, p.group, data.get((p.key, p.device))) for p in self._placed()
+        ]
 
     @property
     def addressable_shards(self) -> list[MpmdShard]:
@@ -262,7 +291,12 @@ class MpmdArray(ReadableArray):
 
     def _group_sharding(self) -> NamedSharding:
         """The sharding in the group that is read here, or in the lowest if this process has none."""
-        return self._mpmd_sharding.group_sharding(next(iter(self._arrays), self._mpmd_sharding.groups[0]))
+        return self._mpmd_sharding.group_sharding(self._lowest_group())
+
+    def _lowest_group(self) -> int:
+        if not self._is_split:
+            return next(iter(self._arrays), self._mpmd_sharding.groups[0])  # pyright: ignore[reportReturnType]
+        return next(iter(self._mpmd_sharding.local_groups), self._mpmd_sharding.groups[0])
 
     # Waiting, deleting, copying.
 
@@ -295,11 +329,11 @@ class MpmdArray(ReadableArray):
     def copy(self) -> Self:
         """The same values in buffers of their own, in the same groups."""
         self._check_not_gone()
-        copies: dict[int, jax.Array] = {}
+        copies: dict[int, jax.Array] = {}  # groups on one mesh may share an array
         for array in self._arrays.values():
             if id(array) not in copies:
                 copies[id(array)] = jax.device_put(array, array.sharding, may_alias=False)
-        arrays = {group: copies[id(array)] for group, array in self._arrays.items()}
+        arrays = {key: copies[id(array)] for key, array in self._arrays.items()}
         return self._unchecked(arrays, self._mpmd_sharding, self._shape, self._dtype, self._weak_type, self._committed)
 
     def __copy__(self) -> Self:
@@ -325,98 +359,56 @@ class MpmdArray(ReadableArray):
         """The array of the lowest local group; the user's error where this process has none."""
         self._check_not_gone()
         if not self._arrays:
-            sharding = self._mpmd_sharding
-            processes = sorted({p for group in sharding.groups for p in sharding.mpmd_mesh.processes[group]})
-            raise RuntimeError(
-                f"{self!r} cannot be read in process {jax.process_index()}, which has no shard of it: it is in "
-                f"{groups_text(sharding.groups)}, on process{'es' if len(processes) > 1 else ''} "
-                f"{', '.join(map(str, processes))}.\n"
-                "  Call mpmd.device_get(x) in every process to get its values everywhere."
-            )
-        return next(iter(self._arrays.values()))
+            raise reading.unreadable(self, "no shard of it", self._mpmd_sharding.groups)
+        return next(iter(self._arrays.values())) if not self._is_split else reading.joined(self, self._lowest_group())
 
-    def _host_readable(self) -> jax.Array:
+    def _host_readable(self) -> Any:
         """An array whose every value is in this process."""
-        array = self._readable()
-        for array in self._arrays.values():
-            if array.is_fully_addressable or array.is_fully_replicated:
-                return array
-        raise RuntimeError(
-            f"{self!r} cannot be read in process {jax.process_index()}, which has just a part of it.\n"
-            "  Call mpmd.device_get(x) in every process to get its values everywhere."
-        )
+        self._check_not_gone()
+        return reading.on_host(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._is_split and (found := reading.row(self, index)) is not None:
+            return found
+        return self._readable()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.ndim and self._mpmd_sharding.split_axis == 0:
+            return (self[row] for row in range(self._shape[0]))
+        return iter(self._readable())
+
+    def copy_to_host_async(self) -> None:
+        """Starts the copy to the host of what this process reads."""
+        self._check_not_gone()
+        for array in self._arrays.values() if self._is_split else [self._readable()]:
+            array.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether what this process reads has been computed."""
+        self._check_not_gone()
+        arrays: Any = self._arrays.values() if self._is_split else [self._readable()]
+        return all(array.is_ready() for array in arrays)
 
     def _operands(self, other: Any) -> tuple[Any, Any]:
         """Both sides of an operator as arrays of one group, the lowest that has both."""
-        mine = self._readable()
-        if isinstance(other, MpmdArray):
-            theirs = [other._readable(), *other._arrays.values()]
-        elif is_plain(other) and not isinstance(other, Tracer) and other.committed:
-            theirs = [other]
-        else:
-            return mine, other
-        for array in self._arrays.values():
-            for one in theirs:
-                if array.sharding.device_set == one.sharding.device_set:
-                    return array, one
-        there = repr(other) if isinstance(other, MpmdArray) else f"an array in {_place(self, other.devices())}"
-        raise ValueError(
-            f"operands are in different groups: {self!r} and {there}.\n"
-            "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."
-        )
+        self._check_not_gone()
+        return reading.operands(self, other)
 
     def __str__(self) -> str:
-        return str(self._host_readable()) if self._is_here() else repr(self)
+        return str(self._host_readable()) if reading.is_here(self) else repr(self)
 
     def __repr__(self) -> str:
         sharding = self._mpmd_sharding
         name = self._dtype.name if hasattr(self._dtype, "name") else str(self._dtype)
-        where = f"{groups_text(sharding.mesh_ids)} of {sharding.mpmd_mesh.num_groups}"
-        memory = "" if sharding.memory_kind is None else f", {sharding.memory_kind}"
         if self.is_deleted():
             here = f", {self._gone or 'deleted'}"
         else:
             here = "" if self._arrays else ", not in this process"
         shape = ",".join(map(str, self._shape))
-        return f"MpmdArray({self._few_values()}{name}[{shape}], {where}, {sharding.spec}{memory}{here})"
-
-    def _few_values(self) -> str:
-        """A scalar's or a short vector's values, where they can be read; so that a tree of metrics prints them."""
-        if self.ndim > 1 or self.size > 16 or jnp.issubdtype(self._dtype, jax.dtypes.extended) or not self._is_here():
-            return ""
-        try:
-            values = np.asarray(self._host_readable())
-            return (np.array2string(values, separator=", ") if self.ndim else str(values)) + ", "
-        except Exception:  # its computation failed; reading the array raises the error
-            return ""
-
-    def _is_here(self) -> bool:
-        """Whether this process has every value."""
-        return not self.is_deleted() and any(
-            array.is_fully_addressable or array.is_fully_replicated for array in self._arrays.values()
-        )
+        return f"MpmdArray({reading.few_values(self)}{name}[{shape}], {sharding.text}{here})"
 
 
-def _mismatch(x: MpmdArray, devices: Any, other_devices: Any) -> str:
-    """The error where one function of JAX is called on arrays of several groups."""
-    return (
-        f"jax.jit: the arguments are on different devices: {_place(x, devices)} and {_place(x, other_devices)}.\n"
-        "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
-        " where its arguments are; or bring all values to the host first, mpmd.device_get(tree)."
-    )
-
-
-def _place(x: MpmdArray, devices: Any) -> str:
-    """The groups of some devices, for messages."""
-    if isinstance(devices, int):
-        return f"a mesh of {devices} devices"
-    try:
-        return groups_text({x.mpmd_sharding.mpmd_mesh.group_of(device) for device in devices})
-    except ValueError:  # a device of no group
-        return ", ".join(map(str, devices))
-
-
-register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, _mismatch)
+register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, reading.mismatch)
 
 
 def _canonical_dtype(dtype: Any) -> Any:

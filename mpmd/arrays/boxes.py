@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from mpmd.arrays.mesh import Device, MpmdSharding
+from mpmd.arrays.mesh import Device
+from mpmd.arrays.sharding import Key, MpmdSharding
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -206,9 +207,15 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
     return boxes
 
 
-def group_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[int, dict[Device, Box]]:
-    """The boxes on each device, for each group that holds the array; a JAX sharding counts as group 0."""
+def part_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Key, dict[Device, Box]]:
+    """The boxes on each device, for each part (`MpmdSharding.parts`) of an array; a JAX sharding counts as group 0."""
     shape = tuple(shape)
-    if isinstance(sharding, MpmdSharding):
-        return {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
-    return {0: device_boxes(sharding, shape)}
+    if not isinstance(sharding, MpmdSharding):
+        return {0: device_boxes(sharding, shape)}
+    found: dict[Key, dict[Device, Box]] = {}
+    for part in sharding.parts(shape):
+        boxes = device_boxes(sharding.group_sharding(part.group), part.shape)
+        if any(part.offset):
+            boxes = {device: box.shifted(part.offset) for device, box in boxes.items()}
+        found[part.key] = boxes
+    return found

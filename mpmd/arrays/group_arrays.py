@@ -1,6 +1,6 @@
-"""Finds the group of each array that an `MpmdArray` is made of, and checks that it fits."""
+"""Finds the place of each array that an `MpmdArray` is made of, and checks that it fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,47 +8,83 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mpmd.arrays.delegation import is_plain
-from mpmd.arrays.mesh import MpmdSharding, groups_text
+from mpmd.arrays.mesh import groups_text
+from mpmd.arrays.sharding import Key, MpmdSharding, Part
+
+Arrays = Sequence[jax.Array] | Mapping[Any, jax.Array]
 
 
-def arrays_by_group(
-    arrays: Sequence[jax.Array] | Mapping[int, jax.Array], sharding: MpmdSharding
-) -> dict[int, jax.Array]:
-    """The array of each group of this process, from a mapping by group or a sequence in any order.
-
-    Raises:
-      ValueError: the arrays are not one for each group of this process that `sharding` names.
-    """
+def whole_shape(arrays: Arrays, sharding: MpmdSharding, shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The shape of the whole array, if it was given or follows from the arrays; None if there are none."""
     if not isinstance(sharding, MpmdSharding):
         raise ValueError(f"MpmdArray: mpmd_sharding is a {type(sharding).__name__}, not an MpmdSharding.")
-    local = sharding.local_groups
-    if isinstance(arrays, Mapping):
-        if sorted(arrays) != local:
-            raise ValueError(
-                f"MpmdArray: arrays has {groups_text(arrays)}, but of {sharding!r} this process "
-                f"holds {groups_text(local)}."
-            )
-        return {group: arrays[group] for group in local}
     if isinstance(arrays, (jax.Array, np.ndarray)):
         raise ValueError("MpmdArray: arrays is one array; give a sequence with one array for each group: [array].")
+    if shape is not None:
+        return tuple(shape)
+    first: Any = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
+    axis = sharding.split_axis
+    if first is None or axis is None or axis >= np.ndim(first):
+        return None if first is None else np.shape(first)
+    given = sharding.split
+    if given is None:
+        rows = first.shape[axis] * len(sharding.groups)
+    else:
+        rows = max(stop for ranges in given.values() for _, stop in ranges)
+    return (*first.shape[:axis], rows, *first.shape[axis + 1 :])
+
+
+def arrays_by_key(arrays: Arrays, sharding: MpmdSharding, shape: tuple[int, ...]) -> dict[Key, jax.Array]:
+    """The array of each part that this process holds, from a mapping by key or a sequence in any order.
+
+    Raises:
+      ValueError: the arrays are not one for each part of this process that `sharding` names.
+    """
+    local = sharding.local_parts(shape)
+    keys = [part.key for part in local]
+    if isinstance(arrays, Mapping):
+        if set(arrays) != set(keys):
+            raise ValueError(
+                f"MpmdArray: arrays has {_keys_text(arrays)}, but of {sharding!r} this process "
+                f"holds {_keys_text(keys)}."
+            )
+        return {key: arrays[key] for key in keys}
     if len(arrays) != len(local):
         raise ValueError(
             f"MpmdArray: arrays has {len(arrays)} entries, but of {sharding!r} this process holds "
-            f"{groups_text(local)}; one array for each is needed."
+            f"{_keys_text(keys)}; one array for each is needed."
         )
-    return _in_their_groups(list(arrays), local, sharding)
+    return _in_their_places(list(arrays), local, sharding)
 
 
-def _in_their_groups(arrays: list[Any], local: list[int], sharding: MpmdSharding) -> dict[int, Any]:
-    """The array of each group: the first one on its mesh, else on its devices, else one that fits nowhere."""
-    found: dict[int, Any] = {}
-    for fits in (_is_on_mesh, _is_on_devices, lambda array, mesh: True):
-        for group in local:
-            mesh = sharding.mpmd_mesh.groups[group]
-            i = next((i for i, array in enumerate(arrays) if group not in found and fits(array, mesh)), None)
+def _keys_text(keys: Mapping[Key, Any] | Sequence[Key]) -> str:
+    ranges = [key for key in keys if isinstance(key, tuple)]
+    if not ranges:
+        return groups_text([key for key in keys if isinstance(key, int)])
+    return "the rows " + ", ".join(":".join(map(str, key)) for key in sorted(ranges))
+
+
+def _in_their_places(arrays: list[Any], local: list[Part], sharding: MpmdSharding) -> dict[Key, Any]:
+    """The array of each part: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
+    found: dict[Key, Any] = {}
+
+    def of_shape(is_there: Callable[[Any, Mesh], bool]) -> Callable[[Any, Mesh, Part], bool]:
+        return lambda array, mesh, part: is_there(array, mesh) and np.shape(array) == part.shape
+
+    for fits in (
+        of_shape(_is_on_mesh),
+        of_shape(_is_on_devices),
+        lambda array, mesh, part: _is_on_devices(array, mesh),
+        lambda array, mesh, part: True,
+    ):
+        for part in local:
+            mesh = sharding.mpmd_mesh.groups[part.group]
+            if part.key in found:
+                continue
+            i = next((i for i, array in enumerate(arrays) if fits(array, mesh, part)), None)
             if i is not None:
-                found[group] = arrays.pop(i)
-    return {group: found[group] for group in local}
+                found[part.key] = arrays.pop(i)
+    return {part.key: found[part.key] for part in local}
 
 
 def _is_on_mesh(array: Any, mesh: Mesh) -> bool:
@@ -60,30 +96,44 @@ def _is_on_devices(array: Any, mesh: Mesh) -> bool:
     return placed is not None and placed.device_set == set(mesh.devices.flat)
 
 
-def check_arrays(arrays: Mapping[int, Any], sharding: MpmdSharding, shape: tuple[int, ...], dtype: Any) -> None:
+def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple[int, ...], dtype: Any) -> None:
     """Raises one ValueError that names everything about the arrays that does not fit."""
     faults: list[str] = []
-    for group, part in arrays.items():
-        if not is_plain(part) or not hasattr(part, "addressable_shards"):
-            faults.append(f"group {group}: a {type(part).__name__}, not a concrete jax.Array")
-            continue
-        if part.shape != shape:
-            faults.append(f"group {group}: shape {part.shape}, expected {shape}")
-        if part.dtype != dtype:
-            faults.append(f"group {group}: dtype {part.dtype}, expected {dtype}")
-        if part.is_deleted():
-            faults.append(f"group {group}: the array has been deleted")
+    parts = sharding.parts(shape)
+    for part in parts:
+        if part.key in arrays:
+            faults += _faults_of_array(arrays[part.key], part, dtype)
     if len(sharding.spec) > len(shape):
         faults.append(f"spec {sharding.spec} has {len(sharding.spec)} entries, but the array has {len(shape)} axes")
-    for group in sharding.groups if len(sharding.spec) <= len(shape) else ():
-        expected = sharding.group_sharding(group)
+        parts = ()
+    for part in parts:
+        expected = sharding.group_sharding(part.group)
         try:
-            expected.shard_shape(shape)
+            expected.shard_shape(part.shape)
         except Exception as error:  # JAX's errors for specs share no base class
-            faults.append(f"group {group}: {error}")
+            faults.append(f"{_where(part)}: {error}")
             continue
-        part = arrays.get(group)
-        if part is not None and not faults and not part.sharding.is_equivalent_to(expected, len(shape)):
-            faults.append(f"group {group}: sharding {part.sharding}, expected one equivalent to {expected}")
+        array = arrays.get(part.key)
+        if array is not None and not faults and not array.sharding.is_equivalent_to(expected, len(shape)):
+            faults.append(f"{_where(part)}: sharding {array.sharding}, expected one equivalent to {expected}")
     if faults:
         raise ValueError(f"MpmdArray: the arrays do not fit {sharding!r}:\n" + "\n".join(f"  {f}" for f in faults))
+
+
+def _faults_of_array(array: Any, part: Part, dtype: Any) -> list[str]:
+    where = _where(part)
+    if not is_plain(array) or not hasattr(array, "addressable_shards"):
+        return [f"{where}: a {type(array).__name__}, not a concrete jax.Array"]
+    faults: list[str] = []
+    if array.shape != part.shape:
+        faults.append(f"{where}: shape {array.shape}, expected {part.shape}")
+    if array.dtype != dtype:
+        faults.append(f"{where}: dtype {array.dtype}, expected {dtype}")
+    if array.is_deleted():
+        faults.append(f"{where}: the array has been deleted")
+    return faults
+
+
+def _where(part: Part) -> str:
+    rows = f", rows {part.key[0]}:{part.key[1]}" if isinstance(part.key, tuple) else ""
+    return f"group {part.group}{rows}"

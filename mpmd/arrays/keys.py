@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 
 Shape = tuple[int, ...]
 

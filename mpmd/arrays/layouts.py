@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
 REPLICATED: Layout = (PartitionSpec(), None)

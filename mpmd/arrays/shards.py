@@ -1,7 +1,7 @@
 """Tells which part of an array each device has, numbered as one `jax.Array` over all devices would number it."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,33 +12,34 @@ Index = tuple[slice, ...]
 
 
 class PlacedShard(NamedTuple):
-    """Which part of an array one device has in one group."""
+    """Which part of an array one device has in one group. `key` is that of the `Part` which the group holds."""
 
     device: Device
     index: Index  # pyright: ignore[reportIncompatibleMethodOverride]
     replica_id: int
     group: int
+    key: Any
 
 
 def placed_shards(
-    indices: Mapping[int, Mapping[Device, Index]], order: Sequence[Device] | None
+    parts: Iterable[tuple[Device, Index, int, Any]], order: Sequence[Device] | None
 ) -> tuple[PlacedShard, ...]:
     """The parts on all devices of all groups. Those of one index have the replica ids 0, 1, 2, …
 
     Args:
-        indices: per group, ascending, the part that each of its devices has.
-        order: the devices in the order of one mesh over all groups; None is group after group.
+        parts: device, index, group and key of each, group after group.
+        order: the devices in the order of one mesh over all groups; None is the order of `parts`.
     """
-    placed = [(device, index, group) for group, parts in indices.items() for device, index in parts.items()]
+    placed = list(parts)
     if order is not None:
         position = {device: i for i, device in enumerate(order)}
         placed.sort(key=lambda part: position[part[0]])
     seen: collections.Counter[Any] = collections.Counter()
     shards: list[PlacedShard] = []
-    for device, index, group in placed:
-        key = tuple([(part.start, part.stop) for part in index])
-        shards.append(PlacedShard(device, index, seen[key], group))
-        seen[key] += 1
+    for device, index, group, key in placed:
+        box = tuple([(part.start, part.stop) for part in index])
+        shards.append(PlacedShard(device, index, seen[box], group, key))
+        seen[box] += 1
     return tuple(shards)
 
 

@@ -33,6 +33,15 @@ def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 
+def with_axis(spec: PartitionSpec, axis_name: str, array_axis: int) -> PartitionSpec:
+    """The spec with one mesh axis more, which cuts an array axis before the axes that are named there."""
+    entries: list[Any] = [*spec.partitions, *[None] * (array_axis + 1 - len(spec))]
+    entry = entries[array_axis]
+    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    entries[array_axis] = (axis_name, *names) if names else axis_name
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
 def group_shardings(
     meshes: Mapping[int, Mesh], spec: PartitionSpec, memory_kind: str | None
 ) -> dict[int, NamedSharding]:

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.job import Job

@@ -9,7 +9,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.run import device_put
 from mpmd.tracing.arguments import check_leaves

@@ -14,7 +14,8 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.layouts import fit, memory_kind, shortest
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import StageError
 
 

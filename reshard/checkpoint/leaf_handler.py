@@ -20,7 +20,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from mpmd.arrays.delegation import is_plain
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard._orbax_compat import (
     GLOBAL_TYPE_HANDLER_REGISTRY,

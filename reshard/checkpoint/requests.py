@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, device_boxes
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import is_local
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.boxes import Box, group_boxes
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.sharding import MpmdSharding
 
 Shape = tuple[int, ...]
 
@@ -88,13 +88,13 @@ def plan_writing(leaves: tuple[WrittenLeaf, ...]) -> tuple[Writing, ...]:
 
 
 def _plan_leaf(leaf: WrittenLeaf, load: dict[int, int]) -> Writing:
-    by_group = group_boxes(leaf.sharding, leaf.shape)
-    shards = {box: box.shape for boxes in by_group.values() for box in boxes.values()}
+    by_part = part_boxes(leaf.sharding, leaf.shape)
+    shards = {box: box.shape for boxes in by_part.values() for box in boxes.values()}
     cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
     chunk = chunk_shape(cell, leaf.itemsize, leaf.max_chunk_nbytes)
     holders: dict[Box, dict[int, None]] = {}
     cells_of = {box: list(box.grid(cell)) for box in shards}
-    for boxes in by_group.values():
+    for boxes in by_part.values():
         for device, box in boxes.items():
             for part in cells_of[box]:
                 holders.setdefault(part, {})[device.process_index] = None

@@ -12,7 +12,7 @@ import jax
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.job.job import Job
 from reshard.moving.local import LocalCarrier, Sink, open_sink
 from reshard.moving.plan import ReshardPlan

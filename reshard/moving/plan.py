@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.moving.rounds import Loads, Packer, Round
 from reshard.moving.route import Places, Route, build

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.places import EveryHost, HostMemory
 
 Shape = tuple[int, ...]

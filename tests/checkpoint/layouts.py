@@ -10,7 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from scenarios import random_values
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 
 __all__ = ["random_values"]
 

@@ -105,7 +105,7 @@ def mixed(path: str, groups: int) -> Any:
 
     import reshard.checkpoint
     from mpmd.arrays.array import MpmdArray
-    from mpmd.arrays.mesh import MpmdSharding
+    from mpmd.arrays.sharding import MpmdSharding
 
     mesh = mesh_of(groups)
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(5), 4)))
@@ -147,7 +147,7 @@ def save_local_array(path: str) -> Any:
     from layouts import mesh_of, place
 
     import reshard.checkpoint
-    from mpmd.arrays.mesh import MpmdSharding
+    from mpmd.arrays.sharding import MpmdSharding
     from mpmd.errors import ReshardError
 
     mesh = mesh_of(jax.process_count())
@@ -167,7 +167,7 @@ def save_without_last(path: str, timeout_s: int) -> Any:
     from layouts import mesh_of, place
 
     import reshard.checkpoint
-    from mpmd.arrays.mesh import MpmdSharding
+    from mpmd.arrays.sharding import MpmdSharding
 
     mesh = mesh_of(jax.process_count())
     if jax.process_index() == jax.process_count() - 1:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
 from processes import environment, run, start
 
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.checkpoint import Part, leaf_handler, restore, save
 

@@ -17,7 +17,7 @@ from processes import ROOT
 
 import mpmd
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.checkpoint import abstract, restore, save
 from scheduler import GPipe, InterleavedOneFOneB, OneFOneB
 

@@ -16,7 +16,8 @@ from layouts import bytes_read, check_equal, mesh_of, nbytes, place, place_all, 
 from processes import environment
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.checkpoint import Part, abstract, restore, save
 
 MESH = mesh_of(4)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from mpmd.arrays.boxes import Box, group_boxes
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.checkpoint.write_plan import (
     LARGEST_CHUNK_NBYTES,
     SMALLEST_CHUNK_NBYTES,
@@ -127,7 +128,7 @@ def test_every_chunk_is_written_once_by_a_process_that_holds_it(data):
     for leaf, plan in zip(leaves, plan_writing(tuple(leaves)), strict=True):
         assert (written(leaf, plan) == 1).all()
         held = {}
-        for boxes in group_boxes(leaf.sharding, leaf.shape).values():
+        for boxes in part_boxes(leaf.sharding, leaf.shape).values():
             for device, box in boxes.items():
                 held.setdefault(device.process_index, []).append(box)
         for process, boxes in plan.boxes.items():

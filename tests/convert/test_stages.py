@@ -8,7 +8,8 @@ from stored_states import save
 
 import reshard
 from mpmd.arrays.boxes import Box
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard import checkpoint
 from reshard.__main__ import main
 from reshard.conversion import copying

@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reshard
-from mpmd.arrays.boxes import group_boxes
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.boxes import part_boxes
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.moving.plan import Traffic
 
 F32 = np.float32
@@ -28,7 +29,7 @@ def described(stage=4, data=4, **options):
 def held(sharding, shape, domain):
     """The elements that each domain (device, process or host) has."""
     found = {}
-    for boxes in group_boxes(sharding, shape).values():
+    for boxes in part_boxes(sharding, shape).values():
         for device, box in boxes.items():
             found.setdefault(domain(device), np.zeros(shape, bool))[box.slices] = True
     return found

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.moving import execute, in_place, local
 from reshard.moving.remote import first_difference
 

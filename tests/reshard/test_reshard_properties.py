@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.boxes import Box, group_boxes
-from mpmd.arrays.mesh import MpmdMesh, MpmdSharding
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
 from reshard.moving import local
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.int8, np.bool_, ml_dtypes.int4, ml_dtypes.float8_e4m3fn, np.complex64]
@@ -112,7 +113,7 @@ def boxes_by_device(sharding, shape):
     if isinstance(sharding, reshard.HostMemory):
         return {sharding: [Box.whole(shape)]}
     found = {}
-    for boxes in group_boxes(sharding, shape).values():
+    for boxes in part_boxes(sharding, shape).values():
         for device, box in boxes.items():
             found.setdefault(device, []).append(box)
     return found
