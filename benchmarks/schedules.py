@@ -2,7 +2,7 @@
 
 python benchmarks/schedules.py peers     # with the packages that are installed: pip install torch dualpipe zbpp_light
 python benchmarks/schedules.py search    # faster and better with: pip install jax-mpmd[search]
-python benchmarks/schedules.py scale     # 1,024 groups, 4,096 microbatches
+python benchmarks/schedules.py scale --groups 256 --microbatches 1024     # what a plan costs
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler import Costs, OneFOneB, Task, investigate, simulate
+from scheduler import Costs, OneFOneB, Task, TaskGraph, check, investigate, lower, merge, simulate
 from scheduler.ordering import order_faults
 from scheduler.schedules.catalogue import make
 from scheduler.task import Orders
@@ -228,18 +228,33 @@ def search(seconds: float) -> None:
             )
 
 
-def scale() -> None:
-    """Times the largest simulation that the scheduler promises to run."""
-    begin = time.perf_counter()
-    timeline = simulate(OneFOneB(1024), 4096)
-    took = time.perf_counter() - begin
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"1,024 groups × 4,096 microbatches of 1F1B: makespan {timeline.makespan:g}, {took:.1f} s, {memory:.1f} GiB")
+def scale(num_groups: int, num_microbatches: int) -> None:
+    """Times the simulation of 1F1B, and its plan: orders, instructions, proof, and the merged list of one group."""
+
+    def timed(name: str, function: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = function()
+        took = time.perf_counter() - begin
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        each = took / (2 * num_groups * num_microbatches) * 1e6
+        print(f"  {name:9} {took:6.1f} s, {each:5.1f} µs a task, {memory:.1f} GiB at most so far", flush=True)
+        return result
+
+    print(f"{num_groups:,} groups × {num_microbatches:,} microbatches of 1F1B")
+    schedule = OneFOneB(num_groups)
+    timed("simulate", lambda: simulate(schedule, num_microbatches))
+    orders = timed("orders", lambda: schedule.orders(num_microbatches))
+    graph = TaskGraph.chain(num_groups)
+    program = timed("lower", lambda: lower(graph, schedule, num_microbatches, orders=orders))
+    timed("check", lambda: check(program))
+    timed("merge", lambda: merge(program, {num_groups // 2}))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["peers", "search", "scale"])
+    parser.add_argument("--groups", type=int, default=1024, help="for scale (default 1024)")
+    parser.add_argument("--microbatches", type=int, default=4096, help="for scale (default 4096)")
     parser.add_argument("--seconds", type=float, default=10, help="for each search (default 10)")
     options = parser.parse_args()
     if options.what == "peers":
@@ -247,7 +262,7 @@ def main() -> int:
     if options.what == "search":
         search(options.seconds)
     else:
-        scale()
+        scale(options.groups, options.microbatches)
     return 0
 
 

@@ -18,7 +18,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.job import joining
 from mpmd.run.device_get import device_get
-from mpmd.stages import Compiled, Lowered, Traced, shape_of, without_collection
+from mpmd.stages import Compiled, Lowered, Traced, shape_of
 from mpmd.tracing.arguments import (
     Call,
     argument_names,
@@ -33,6 +33,7 @@ from mpmd.tracing.arguments import (
 )
 from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
+from scheduler.collector import without_collection
 
 
 @overload

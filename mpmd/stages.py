@@ -4,10 +4,8 @@ Each can be printed and asked. A trace and a partition depend on shapes alone; d
 places the arguments and runs the program.
 """
 
-import contextlib
 import functools
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +41,7 @@ from mpmd.tracing.arguments import (
 )
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
+from scheduler.collector import without_collection
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
@@ -185,18 +184,6 @@ class Lowered:
             with without_collection():
                 program = step_program(self._outline, self._mesh.num_groups, programs.donated)
                 return Compiled(programs, program, self._donated)
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Pauses Python's garbage collector: plans are many small objects that stay; it would rescan them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Compiled:

@@ -55,7 +55,7 @@ ROOMS = {
 BELOW_ALL_ROOMS = {
     "mpmd": ("_jax_compat", "errors"),
     "reshard": ("_orbax_compat", "places", "sizes", "texts", "trees"),
-    "scheduler": ("errors", "files", "ordering", "task", "texts"),
+    "scheduler": ("collector", "errors", "files", "ordering", "task", "texts"),
 }
 
 

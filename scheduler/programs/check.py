@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.ordering import coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value
 from scheduler.programs.liveness import Liveness, groups_that_write, located
+from scheduler.programs.proof import peak_bytes
 from scheduler.programs.streams import Stream, stream_faults
 from scheduler.programs.transfers import transfer_faults
 from scheduler.task import KINDS, Task
@@ -64,6 +66,22 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
         >>> check(lower(TaskGraph.chain(4, activation_bytes=10), OneFOneB(4), 8)).peak_bytes
         (50, 60, 50, 30)
     """
+    with without_collection():
+        peaks = peak_bytes(program)
+        if peaks is None:
+            peaks, faults = _faults(program)
+            raise_faults(ScheduleError, "check: the program", faults)
+        if streams is not None:
+            raise_faults(ScheduleError, "check: the program", stream_faults(program, streams))
+        return Report(
+            tuple(peaks),
+            tuple(map(len, program.groups)),
+            sum(type(step) is Send for steps in program.groups for step in steps),
+        )
+
+
+def _faults(program: Program) -> tuple[list[int], list[str]]:
+    """The most bytes alive at once in each group, and all that is wrong."""
     faults, legible = _shape_faults(program)
     peaks: list[int] = []
     if legible:
@@ -74,14 +92,7 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
             faults += walk.run()
             peaks.append(walk.peak)
         faults += transfer_faults(program)
-        if streams is not None and not faults:
-            faults += stream_faults(program, streams)
-    raise_faults(ScheduleError, "check: the program", faults)
-    return Report(
-        tuple(peaks),
-        tuple(map(len, program.groups)),
-        sum(isinstance(step, Send) for steps in program.groups for step in steps),
-    )
+    return peaks, faults
 
 
 def _shape_faults(program: Program) -> tuple[list[str], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -240,7 +240,7 @@ class Program:
 
     groups: tuple[tuple[Instruction, ...], ...]
     placement: tuple[int, ...]
-    tasks: tuple[frozenset[Task], ...]
+    tasks: tuple[Set[Task], ...]
     inputs: tuple[frozenset[Value], ...] = ()
     outputs: tuple[frozenset[Value], ...] = ()
     nbytes: Mapping[str, int] = field(default_factory=dict)

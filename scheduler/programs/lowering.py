@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
+from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
-from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, raise_faults, start_times
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
+from scheduler.programs.units import Shape, Slot, Units
 from scheduler.schedules.catalogue import make
 from scheduler.task import Orders, Schedule, Task, check_schedule
-
-DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 def lower(
@@ -58,157 +58,136 @@ def lower(
             f"lower: the task graph has {task_graph.num_stages} stages and the schedule "
             f"{schedule.num_stages}; expected the same."
         )
-    plan = _Units.of(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
-    starts = plan.starts()
-    groups: list[list[Instruction]] = [[] for _ in range(schedule.num_groups)]
-    flow = _Flow.of(task_graph, plan)
-    for _, is_start, unit in _events(plan, starts):
-        tasks = plan.units[unit]
-        group = plan.group[unit]
+    with without_collection():
+        units = Units(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
+        return Program(
+            groups=_instructions(units),
+            placement=tuple(schedule.placement),
+            tasks=(units.tasks,),
+            nbytes={edge.name: edge.nbytes for edge in task_graph.edges},
+        )
+
+
+def _instructions(units: Units) -> tuple[tuple[Instruction, ...], ...]:
+    """For each group, its instructions."""
+    groups: list[list[Instruction]] = [[] for _ in units.first[1:]]
+    flows = _Flows(units)
+    for group, is_start, unit in _events(units):
+        tasks = units.units[unit]
+        flow, low, high = flows.of(tasks)
+        append = groups[group].append
         if is_start:
-            groups[group].append(Run(tasks[0], flow.reads[unit], flow.writes[unit], also=tasks[1:]))
-            groups[group].extend(Free(value) for value in flow.reads[unit] if flow.last_use[group, value] == unit)
+            reads = tuple([values[high if which else low] for values, which, _ in flow.reads])
+            writes = tuple([values[high if which else low] for values, which, _, _ in flow.writes])
+            append(Run(tasks[0], reads, writes, (), tasks[1:]))
+            for value, (_, which, others) in zip(reads, flow.reads, strict=True):
+                if not others or all(numbers[high if which else low] < unit for numbers in others):
+                    append(Free(value))
             continue
-        for value in flow.writes[unit]:
-            for reader in flow.destinations[value]:
-                if reader != group:
-                    groups[group].append(Send(value, reader))
-                    groups[reader].append(Recv(value, group))
-            if flow.last_use[group, value] == unit:
-                groups[group].append(Free(value))
-    return Program(
-        groups=tuple(map(tuple, groups)),
-        placement=tuple(schedule.placement),
-        tasks=(expected_tasks(schedule.num_stages, num_microbatches, task_graph.forward_only),),
-        nbytes={edge.name: edge.nbytes for edge in task_graph.edges},
-    )
-
-
-class _Event(NamedTuple):
-    time: int
-    is_start: bool
-    unit: int
-
-
-def _events(plan: _Units, starts: dict[int, int]) -> Iterable[_Event]:
-    """Starts and ends of units in order of time: ends first, then by group; a group's own events keep their order."""
-    events = []
-    for unit, start in starts.items():
-        events.append((start, 1, plan.group[unit], unit))
-        events.append((start + plan.duration(unit), 0, plan.group[unit], unit))
-    events.sort()
-    return [_Event(time, bool(phase), unit) for time, phase, _, unit in events]
-
-
-@dataclass
-class _Units:
-    """Tasks grouped into what runs as one executable, numbered so that each group's order ascends."""
-
-    units: list[tuple[Task, ...]]
-    group: list[int]
-    orders: list[range]
-    unit_of: dict[tuple[int, str], dict[int, int]]
-    """For stage and kind (F, I or W) and then microbatch, the unit that does the task."""
-    needs: dict[int, set[int]]
-
-    @classmethod
-    def of(cls, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int, orders: Orders) -> _Units:
-        pairs = schedule.fused(num_microbatches)
-        if task_graph.forward_only:
-            orders = tuple(tuple(task for task in order if task.kind == "F") for order in orders)
-            pairs = frozenset(pair for pair in pairs if pair[0].kind == pair[1].kind == "F")
-        expected = expected_tasks(schedule.num_stages, num_microbatches, task_graph.forward_only)
-        runs = [(group, task) for group, order in enumerate(orders) for task in order]
-        raise_faults(ScheduleError, "lower: the schedule's orders", coverage_faults(runs, schedule.placement, expected))
-        second = dict(pairs)
-        units: list[tuple[Task, ...]] = []
-        group_of: list[int] = []
-        ranges: list[range] = []
-        found = 0
-        for group, order in enumerate(orders):
-            begin = len(units)
-            previous = None
-            for task in order:
-                if previous is not None and second.get(previous) == task:
-                    units[-1] = (previous, task)
-                    found += 1
-                    previous = None
-                    continue
-                units.append((task,))
-                group_of.append(group)
-                previous = task
-            ranges.append(range(begin, len(units)))
-        unit_of: dict[tuple[int, str], dict[int, int]] = {}
-        for unit, tasks in enumerate(units):
-            for part in (part for task in tasks for part in task.parts):
-                unit_of.setdefault((part.stage, part.kind), {})[part.microbatch] = unit
-        if found < len(pairs):
-            together = {tasks for tasks in units if len(tasks) == 2}
-            apart = sorted(pair for pair in pairs if pair not in together)
-            raise_faults(
-                ScheduleError,
-                "lower: pairs to be fused",
-                [f"{first} and {then} are not neighbours in an order" for first, then in apart],
-            )
-        plan = cls(units, group_of, ranges, unit_of, {})
-        for _, _, source, readers in plan.uses(task_graph):
+        for values, which, readers, is_read_here in flow.writes:
+            value = values[high if which else low]
             for reader in readers:
-                plan.needs.setdefault(reader, set()).add(source)
-        return plan
-
-    def uses(self, task_graph: TaskGraph) -> Iterable[tuple[str, int, int, set[int]]]:
-        """Each edge, one microbatch after the other: its name, the microbatch, the unit that writes it, its readers.
-
-        Values that no other unit reads are left out.
-        """
-        for edge in task_graph.edges:
-            consumers = [self.unit_of.get(end, {}) for end in edge.consumers if end not in task_graph.empty]
-            written = {} if edge.producer in task_graph.empty else self.unit_of.get(edge.producer, {})
-            for microbatch, source in sorted(written.items()):
-                readers = {units[microbatch] for units in consumers if microbatch in units} - {source}
-                if readers:
-                    yield edge.name, microbatch, source, readers
-
-    def duration(self, unit: int) -> int:
-        return sum(DURATION[task.kind] for task in self.units[unit])
-
-    def starts(self) -> dict[int, int]:
-        starts, position = start_times(self.orders, self.needs, self.duration)
-        if len(starts) < len(self.units):
-            names = ["+".join(map(str, tasks)) for tasks in self.units]
-            cycle = find_cycle(
-                [[names[unit] for unit in order] for order in self.orders],
-                {names[unit]: [names[need] for need in sorted(needs)] for unit, needs in self.needs.items()},
-                position,
-            )
-            raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")
-        return starts
+                append(Send(value, reader))
+                groups[reader].append(Recv(value, group))
+            if not is_read_here:
+                append(Free(value))
+    return tuple(map(tuple, groups))
 
 
-@dataclass
-class _Flow:
-    """The values that each unit reads and writes, and the last unit that uses each."""
+def _events(units: Units) -> Iterator[tuple[int, bool, int]]:
+    """Group, whether it is a start, and unit: starts and ends in order of time.
 
-    reads: list[tuple[Value, ...]]
-    writes: list[tuple[Value, ...]]
-    destinations: dict[Value, list[int]]
-    """For each value, the groups that read it, in ascending order."""
-    last_use: dict[tuple[int, Value], int]
-    """For each group and value, the last unit that reads it there; in the writer's group the writer, if nobody does."""
+    Of events at one time ends come first, then the lower group; a group's own events keep their order.
+    """
+    starts, total = units.starts(), len(units.units)
+    group_of = array("q", [group for group, end in enumerate(units.first[1:]) for _ in range(units.first[group], end)])
+    # One number for each group's next event: time, then start or end, then unit; units ascend with their groups.
+    heap = [
+        (2 * starts[unit] + 1) * total + unit
+        for unit, end in zip(units.first, units.first[1:], strict=False)
+        if unit < end
+    ]
+    heapify(heap)
+    while heap:
+        time, unit = divmod(heap[0], total)
+        group = group_of[unit]
+        is_start = bool(time % 2)
+        yield group, is_start, unit
+        if is_start:
+            heapreplace(heap, (time - 1 + 2 * units.duration(unit)) * total + unit)
+        elif unit + 1 < units.first[group + 1]:
+            heapreplace(heap, (2 * starts[unit + 1] + 1) * total + unit + 1)
+        else:
+            heappop(heap)
 
-    @classmethod
-    def of(cls, task_graph: TaskGraph, plan: _Units) -> _Flow:
-        reads: list[dict[Value, None]] = [{} for _ in plan.units]
-        writes: list[list[Value]] = [[] for _ in plan.units]
-        destinations: dict[Value, list[int]] = {}
-        last_use: dict[tuple[int, Value], int] = {}
-        for name, microbatch, source, readers in plan.uses(task_graph):
-            value = Value(name, microbatch)
-            writes[source].append(value)
-            last_use[plan.group[source], value] = source
-            for reader in sorted(readers):
-                reads[reader][value] = None
-                group = plan.group[reader]
-                last_use[group, value] = max(reader, last_use.get((group, value), reader))
-            destinations[value] = sorted({plan.group[reader] for reader in readers})
-        return cls(list(map(tuple, reads)), list(map(tuple, writes)), destinations, last_use)
+
+class _Flow(NamedTuple):
+    """The values that units of one shape read and write.
+
+    Attributes:
+        reads: The values by microbatch, which of the unit's microbatches, and the units of the others that read it in
+            this group: the value is freed by the last one.
+        writes: The values by microbatch, which of the unit's microbatches, the other groups that read it, and whether
+            this one does.
+    """
+
+    reads: list[tuple[list[Value], int, list[array[int]]]]
+    writes: list[tuple[list[Value], int, list[int], bool]]
+
+
+class _Flows:
+    """What units read and write, found once for each shape."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.edges = units.graph.edges
+        self.values: dict[int, list[Value]] = {}
+        self.edges_at: dict[Slot, list[int]] = {}
+        for number, edge in enumerate(self.edges):
+            for end in {edge.producer, *edge.consumers}:
+                self.edges_at.setdefault(end, []).append(number)
+        self.single: dict[tuple[int, str], _Flow] = {}
+        self.paired: dict[Shape, _Flow] = {}
+
+    def of(self, tasks: tuple[Task, ...]) -> tuple[_Flow, int, int]:
+        """A unit's values, and its lower and higher microbatch."""
+        if len(tasks) == 1:
+            stage, kind, microbatch = tasks[0]
+            flow = self.single.get((stage, kind))
+            if flow is None:
+                flow = self.single[stage, kind] = self._find(Shape(((stage, kind, 0),)))
+            return flow, microbatch, microbatch
+        shape = Shape.of(tasks)
+        if shape not in self.paired:
+            self.paired[shape] = self._find(shape)
+        microbatches = [task.microbatch for task in tasks]
+        return self.paired[shape], min(microbatches), max(microbatches)
+
+    def _find(self, shape: Shape) -> _Flow:
+        placement = self.units.schedule.placement
+        group = placement[shape.tasks[0][0]]
+        flow = _Flow([], [])
+        touched = {(number, which) for slot, which in shape.slots for number in self.edges_at.get(slot, ())}
+        for number, which in sorted(touched):
+            edge = self.edges[number]
+            if not self._is_done(edge.producer):
+                continue
+            mine = {slot for slot, one in shape.slots if one == which}
+            others = [slot for slot in edge.consumers if slot not in mine and self._is_done(slot)]
+            here = [slot for slot in others if placement[slot[0]] == group]
+            if edge.producer in mine:
+                if others:
+                    away = {placement[slot[0]] for slot in others} - {group}
+                    flow.writes.append((self._values(number), which, sorted(away), bool(here)))
+            elif any(slot in mine and self._is_done(slot) for slot in edge.consumers):
+                flow.reads.append((self._values(number), which, [self.units.unit_of[slot] for slot in here]))
+        return flow
+
+    def _values(self, number: int) -> list[Value]:
+        if number not in self.values:
+            name = self.edges[number].name
+            self.values[number] = [Value(name, microbatch) for microbatch in range(self.units.num_microbatches)]
+        return self.values[number]
+
+    def _is_done(self, slot: Slot) -> bool:
+        return slot in self.units.unit_of and slot not in self.units.graph.empty

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from heapq import heappop, heappush
 
+from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
-from scheduler.programs.instructions import TRANSFERS, WORK, Free, Instruction, Program, Recv, Run, Send, Transfer
-from scheduler.programs.lowering import DURATION
+from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send
+from scheduler.programs.units import DURATION
 
 GroupInstruction = tuple[int, Instruction]
 
@@ -28,7 +29,8 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
     wanted = set(range(program.num_groups) if groups is None else groups)
-    return tuple(step for step in _Merge(program).run() if step[0] in wanted)
+    with without_collection():
+        return tuple(_Merge(program, wanted).run())
 
 
 class _Merge:
@@ -38,80 +40,95 @@ class _Merge:
     waits for the other; then both happen.
 
     Attributes:
-        steps: The instructions that have happened, each with its group.
+        wanted: The groups whose instructions are kept.
+        steps: Those that have happened, each with its group.
         position: For each group, its next instruction.
         issued: When the group started its last instruction.
         free_at: When the group's devices are done with it.
         received_at: When the group received last.
-        waiting: The transfers of which one side has come.
+        waiting: For each group that has come to a transfer whose other side has not, the transfer.
         heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, wanted: Collection[int]) -> None:
         self.groups = program.groups
+        self.wanted = wanted
         self.steps: list[GroupInstruction] = []
         self.position = [0] * program.num_groups
         self.issued = [0] * program.num_groups
         self.free_at = [0] * program.num_groups
         self.received_at = [-1] * program.num_groups
-        self.waiting: set[tuple[type, Transfer]] = set()
+        self.waiting: dict[int, Send | Recv] = {}
         self.heap: list[tuple[int, int, int]] = []
 
     def run(self) -> list[GroupInstruction]:
-        """All groups' instructions in the order in which they start."""
+        """The instructions in the order in which they start."""
         for group in range(len(self.groups)):
             self._queue(group)
-        while self.heap:
-            time, _, group = heappop(self.heap)
-            instruction = self.groups[group][self.position[group]]
+        heap, groups, position = self.heap, self.groups, self.position
+        while heap:
+            time, _, group = heappop(heap)
+            instruction = groups[group][position[group]]
             if isinstance(instruction, TRANSFERS):
-                self._meet(Transfer.of(group, instruction), type(instruction), time)
+                self._meet(group, instruction, time)
             else:
                 self._happen(group, time, _duration(instruction))
                 self._queue(group)
-        if any(at < len(instructions) for at, instructions in zip(self.position, self.groups, strict=True)):
+        if any(at < len(instructions) for at, instructions in zip(position, groups, strict=True)):
             raise ScheduleError("merge: the program deadlocks; check(program) says where.")
         return self.steps
 
     def _queue(self, group: int) -> None:
         """Queues the group's next instruction; frees happen at once."""
-        instructions = self.groups[group]
-        while self.position[group] < len(instructions):
-            instruction = instructions[self.position[group]]
-            if not isinstance(instruction, Free):
-                break
-            self.steps.append((group, instruction))
-            self.position[group] += 1
-        else:
+        instructions, at = self.groups[group], self.position[group]
+        while at < len(instructions) and type(instructions[at]) is Free:
+            if group in self.wanted:
+                self.steps.append((group, instructions[at]))
+            at += 1
+        self.position[group] = at
+        if at == len(instructions):
             return
-        if isinstance(instruction, WORK):
+        kind = type(instructions[at])
+        if kind is Recv:
+            heappush(self.heap, (self.issued[group], 0, group))
+        elif kind is Send:
+            heappush(self.heap, (self.free_at[group], 0, group))
+        else:
             waits = self.received_at[group] == self.free_at[group]
             heappush(self.heap, (self.free_at[group], 2 if waits else 1, group))
-        else:
-            times = self.free_at if isinstance(instruction, Send) else self.issued
-            heappush(self.heap, (times[group], 0, group))
 
-    def _meet(self, transfer: Transfer, side: type, time: int) -> None:
+    def _meet(self, group: int, mine: Send | Recv, time: int) -> None:
         """One side of a transfer has come: it waits for the other, or both happen."""
-        partner = (Recv if side is Send else Send, transfer)
-        if partner not in self.waiting:
-            self.waiting.add((side, transfer))
+        is_send = isinstance(mine, Send)
+        other = mine.to_group if isinstance(mine, Send) else mine.from_group
+        theirs = self.waiting.get(other)
+        if isinstance(theirs, Send):
+            meets = not is_send and theirs.to_group == group and theirs.value == mine.value
+        else:
+            meets = theirs is not None and is_send and theirs.from_group == group and theirs.value == mine.value
+        if not meets:
+            self.waiting[group] = mine
             return
-        self.waiting.remove(partner)
-        for group in (transfer.source, transfer.target):
-            self._happen(group, time)
-        self.received_at[transfer.target] = time
-        for group in (transfer.source, transfer.target):
-            self._queue(group)
+        del self.waiting[other]
+        source, target = (group, other) if is_send else (other, group)
+        for side in (source, target):
+            self._happen(side, time)
+        self.received_at[target] = time
+        for side in (source, target):
+            self._queue(side)
 
     def _happen(self, group: int, time: int, duration: int = 0) -> None:
-        self.steps.append((group, self.groups[group][self.position[group]]))
+        if group in self.wanted:
+            self.steps.append((group, self.groups[group][self.position[group]]))
         self.position[group] += 1
         self.issued[group] = time
-        self.free_at[group] = max(self.free_at[group], time + duration)
+        if time + duration > self.free_at[group]:
+            self.free_at[group] = time + duration
 
 
 def _duration(instruction: Instruction) -> int:
     if isinstance(instruction, Run):
-        return sum(DURATION.get(task.kind, 1) for task in instruction.tasks)
+        if instruction.also:
+            return sum(DURATION.get(task.kind, 1) for task in instruction.tasks)
+        return DURATION.get(instruction.task.kind, 1)
     return 1

@@ -111,4 +111,4 @@ def _table() -> str:
 def _description(kind: type) -> str:
     """The docstring up to its example."""
     text = inspect.getdoc(kind) or ""
-    return text.split("Example:")[0].rstrip()
+    return text.split("Examples:")[0].rstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -27,6 +26,7 @@ from scheduler import (
     check,
     lower,
 )
+from scheduler.ordering import LoopTasks
 
 SCHEDULES = (OneFOneB(3), ZeroBubbleH1(3), InterleavedOneFOneB(4, 2), ZeroBubbleV(2))
 
@@ -326,11 +326,14 @@ def test_all_faults_come_in_one_error():
         (Run("0F0"), Run(Task(0, "X", 0)), Run(Task("a", "F", None)), Run(Task(0, "F", 0), reads=("x",))),
         (Run(Task(-1, "F", -1)), Run(Task(9, "B", 0)), Run(Task(0, "F", 0), loop=-1), Run(Task(0, "F", 0), loop="x")),
         (Free(Value("x")), Free(Value("x")), Call("c", (), (Value("x"),), (Value("x"),))),
+        (Run(Task(0, "F", None)), Free([]), Run(Task(0, "F", 0), writes=([],))),
     ],
 )
-def test_nonsense_is_refused_and_never_crashes_the_checker(steps):
-    program = Program((steps, ()), (0, 5), (frozenset({Task(0, "F", 0), Task(7, "F", 0)}),), (frozenset(),))
+@pytest.mark.parametrize("tasks", [frozenset({Task(0, "F", 0), Task(7, "F", 0)}), LoopTasks(8, 1)], ids=["few", "all"])
+def test_nonsense_is_refused_and_never_crashes_the_checker(steps, tasks):
+    program = Program((steps, ()), (0, 5), (tasks,), (frozenset(),))
     assert "check: the program: " in faults(program)
+    assert "check: the program: " in faults(dataclasses.replace(program, inputs=()))
 
 
 @settings(max_examples=200, deadline=None)
@@ -338,5 +341,12 @@ def test_nonsense_is_refused_and_never_crashes_the_checker(steps):
 def test_no_shuffled_program_crashes_the_checker(data):
     program = data.draw(programs())
     groups = tuple(tuple(data.draw(st.permutations(steps))) for steps in program.groups)
-    with contextlib.suppress(ScheduleError):
-        check(dataclasses.replace(program, groups=groups))
+    shuffled = dataclasses.replace(program, groups=groups)
+    as_it_is = dataclasses.replace(shuffled, tasks=tuple(map(frozenset, program.tasks)))  # every fault is looked for
+    reports = []
+    for each in (shuffled, as_it_is):
+        try:
+            reports.append(check(each))
+        except ScheduleError as error:
+            reports.append(str(error))
+    assert reports[0] == reports[1]

@@ -1,0 +1,19 @@
+"""Pauses Python's garbage collector while a plan is made."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses Python's garbage collector: plans are many small objects that stay; it would rescan them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,199 @@
+"""What runs as one executable (tasks and fused pairs), numbered in the order of the groups, and what it waits for."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from scheduler.errors import ScheduleError
+from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, raise_faults
+from scheduler.programs.instructions import TaskGraph
+from scheduler.task import Orders, Pairs, Schedule, Task
+
+DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
+PARTS = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
+Slot = tuple[int, str]
+"""Stage and kind, F, I or W: the tasks of all microbatches."""
+
+
+class Shape(NamedTuple):
+    """All that a unit's values depend on but its microbatches: (stage, kind, which microbatch) for each task.
+
+    The lower of its microbatches is 0, the other one 1.
+    """
+
+    tasks: tuple[tuple[int, str, int], ...]
+
+    @classmethod
+    def of(cls, unit: tuple[Task, ...]) -> Shape:
+        """The shape of one task, or of a fused pair."""
+        low = min(task.microbatch for task in unit)
+        return cls(tuple((task.stage, task.kind, int(task.microbatch > low)) for task in unit))
+
+    @property
+    def slots(self) -> list[tuple[Slot, int]]:
+        """Its tasks in kinds F, I and W, each with which microbatch."""
+        return [((stage, part), which) for stage, kind, which in self.tasks for part in PARTS[kind]]
+
+
+class Units:
+    """Tasks grouped into what runs as one executable, numbered so that each group's order ascends.
+
+    Attributes:
+        schedule: The schedule, for its placement.
+        units: The tasks of each unit.
+        first: For each group, its first unit; and the number of units.
+        unit_of: For stage and kind (F, I or W) and then microbatch, the unit that does the task.
+    """
+
+    def __init__(self, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int, orders: Orders) -> None:
+        pairs = schedule.fused(num_microbatches)
+        if task_graph.forward_only:
+            orders = tuple(tuple(task for task in order if task.kind == "F") for order in orders)
+            pairs = frozenset(pair for pair in pairs if pair[0].kind == pair[1].kind == "F")
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.graph = task_graph
+        self.tasks = expected_tasks(schedule.num_stages, num_microbatches, task_graph.forward_only)
+        self.units: list[tuple[Task, ...]] = []
+        self.first = [0]
+        for order in orders:
+            self.units += _paired(order, pairs)
+            self.first.append(len(self.units))
+        self.unit_of = self._numbers() or self._refuse(orders)
+        if len(self.units) + len(pairs) > sum(map(len, orders)):
+            together = {tasks for tasks in self.units if len(tasks) == 2}
+            raise_faults(
+                ScheduleError,
+                "lower: pairs to be fused",
+                [f"{a} and {b} are not neighbours in an order" for a, b in sorted(set(pairs) - together)],
+            )
+        self.producers = self._producers()
+
+    def _numbers(self) -> dict[Slot, array[int]] | None:
+        """For each slot and microbatch its unit; None if tasks are missing, repeated or misplaced."""
+        kinds = ("F",) if self.graph.forward_only else ("F", "I", "W")
+        blank = array("q", [-1]) * self.num_microbatches
+        numbers = {(stage, kind): blank[:] for stage in range(self.schedule.num_stages) for kind in kinds}
+        left = len(self.tasks)
+        for group in range(len(self.first) - 1):
+            for unit in range(self.first[group], self.first[group + 1]):
+                for stage, kind, microbatch in self.units[unit]:
+                    for part in PARTS.get(kind, (kind,)):
+                        slot = numbers.get((stage, part))
+                        if slot is None or not 0 <= microbatch < self.num_microbatches or slot[microbatch] >= 0:
+                            return None
+                        slot[microbatch] = unit
+                        left -= 1
+                    if self.schedule.placement[stage] != group:
+                        return None
+        return numbers if left == 0 else None
+
+    def _refuse(self, orders: Orders) -> dict[Slot, array[int]]:
+        runs = [(group, task) for group, order in enumerate(orders) for task in order]
+        faults = coverage_faults(runs, self.schedule.placement, self.tasks)
+        raise_faults(ScheduleError, "lower: the schedule's orders", faults)
+        raise AssertionError("orders that miss, repeat or misplace a task have a fault")
+
+    def _producers(self) -> dict[Slot, list[Slot]]:
+        """For each slot, the slots whose values it reads."""
+        producers: dict[Slot, set[Slot]] = {}
+        for edge in self.graph.edges:
+            if edge.producer in self.unit_of and edge.producer not in self.graph.empty:
+                for end in edge.consumers:
+                    if end in self.unit_of and end not in self.graph.empty:
+                        producers.setdefault(end, set()).add(edge.producer)
+        return {slot: sorted(found) for slot, found in producers.items()}
+
+    def needs(self, unit: int) -> set[int]:
+        """The units that this one waits for."""
+        found = {
+            self.unit_of[producer][task.microbatch]
+            for task in self.units[unit]
+            for part in PARTS[task.kind]
+            for producer in self.producers.get((task.stage, part), ())
+        }
+        return found - {unit}
+
+    def duration(self, unit: int) -> int:
+        """How long a unit takes on the clock that puts instructions in order."""
+        return sum(DURATION[task.kind] for task in self.units[unit])
+
+    def starts(self) -> array[int]:
+        """When each unit starts if each group runs its order as fast as it can.
+
+        Raises:
+            ScheduleError: The orders deadlock.
+        """
+        starts, ends = array("q", [-1]) * len(self.units), array("q", [-1]) * len(self.units)
+        position, clock = list(self.first[:-1]), [0] * (len(self.first) - 1)
+        waiting: dict[int, list[int]] = {}
+        ready = deque(range(len(clock)))
+        needs = self._needs_by_shape()
+        while ready:
+            group = ready.popleft()
+            unit, start_of_next = position[group], clock[group]
+            while unit < self.first[group + 1]:
+                start, blocker = start_of_next, -1
+                for need in needs(unit):
+                    end = ends[need]
+                    if end < 0:
+                        blocker = need
+                        break
+                    start = max(start, end)
+                if blocker >= 0:
+                    waiting.setdefault(blocker, []).append(group)
+                    break
+                starts[unit] = start
+                ends[unit] = start_of_next = start + self.duration(unit)
+                ready.extend(waiting.pop(unit, ()))
+                unit += 1
+            position[group], clock[group] = unit, start_of_next
+        if any(position[group] < end for group, end in enumerate(self.first[1:])):
+            self._refuse_deadlock(position)
+        return starts
+
+    def _needs_by_shape(self) -> Callable[[int], Iterable[int]]:
+        """`needs`, where what a single task waits for is looked up by its stage and kind."""
+        known: dict[tuple[int, str], list[array[int]]] = {}
+        for stage, _ in enumerate(self.schedule.placement):
+            for kind, parts in PARTS.items():
+                own = {(stage, part) for part in parts}
+                slots = {p for part in parts for p in self.producers.get((stage, part), ())} - own
+                known[stage, kind] = [self.unit_of[slot] for slot in sorted(slots)]
+
+        def needs(unit: int) -> Iterable[int]:
+            task, *fused = self.units[unit]
+            if fused:
+                return self.needs(unit)
+            return [numbers[task.microbatch] for numbers in known[task.stage, task.kind]]
+
+        return needs
+
+    def _refuse_deadlock(self, position: Sequence[int]) -> None:
+        names = ["+".join(map(str, tasks)) for tasks in self.units]
+        cycle = find_cycle(
+            [names[begin:end] for begin, end in zip(self.first, self.first[1:], strict=False)],
+            {name: [names[need] for need in sorted(self.needs(unit))] for unit, name in enumerate(names)},
+            [at - begin for at, begin in zip(position, self.first, strict=False)],
+        )
+        raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")
+
+
+def _paired(order: Sequence[Task], pairs: Pairs) -> Iterable[tuple[Task, ...]]:
+    """The tasks of an order, each alone or with the one that it is fused with."""
+    if not pairs:
+        return zip(order)
+    second = dict(pairs)
+    units: list[tuple[Task, ...]] = []
+    previous = None
+    for task in order:
+        if previous is not None and second.get(previous) == task:
+            units[-1] = (previous, task)
+            previous = None
+        else:
+            units.append((task,))
+            previous = task
+    return units
