@@ -19,6 +19,7 @@ from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
+from scheduler import Costs
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
@@ -63,20 +64,24 @@ def _parser() -> argparse.ArgumentParser:
         if field.type in (float, int, "float", "int") and field.name != "devices_per_host":
             name = "--" + field.name.replace("_", "-")
             add(name, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
+    add(
+        "--costs", metavar="FILE", type=Path, help="measured times of tasks: scheduler.Costs or a Chrome trace, as JSON"
+    )
     add("--json", action="store_true", help="all figures as JSON")
     return parser
 
 
 def _planned(options: argparse.Namespace) -> Plan:
     target = Target.named(options.target)
+    costs = Costs.from_json(options.costs.read_text()) if options.costs else None
     changes = {"memory_nbytes": options.memory, "link_bandwidth": options.link, "network_bandwidth": options.network}
-    target = dataclasses.replace(target, **{k: v * 1e9 for k, v in changes.items() if v is not None})
+    target = dataclasses.replace(target, **{k: round(v * 1e9) for k, v in changes.items() if v is not None})
     constants = {f.name: getattr(options, f.name) for f in dataclasses.fields(Machine) if f.name != "target"}
     machine = Machine(target=target, **constants)
     names, sizes = _axes(options.axes, options.devices_per_group)
     kind = AxisType.Explicit if options.axis_types == "explicit" else AxisType.Auto
     mesh = topology_mesh(
-        dataclasses.replace(target, memory_nbytes=int(target.memory_nbytes)),
+        target,
         (options.groups, *sizes),
         ("stage", *names),
         "stage",
@@ -85,7 +90,7 @@ def _planned(options: argparse.Namespace) -> Plan:
     )
     step, arguments = _made(options, mesh)
     compiled = step.lower(*arguments).compile()
-    return plan_step(compiled._programs, compiled.program, machine, options.tokens)
+    return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
 
 
 def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:

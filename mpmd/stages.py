@@ -18,6 +18,7 @@ from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
 from mpmd.job import joining
+from mpmd.job.wires import PullWire, PutWire
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
@@ -276,8 +277,15 @@ class Compiled:
     def explain(self) -> str:
         """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
         if self._bound is None:
-            return explain(self._programs, self._program, WholeTraffic(self._program), "are not known")
+            return explain(self._programs, self._program, WholeTraffic(self._program), self._described_transport())
         return explain(self._programs, self._program, self._bound.bindings, self._bound.transport)
+
+    def _described_transport(self) -> str:
+        """How values would go between groups of the devices that this was compiled for."""
+        here = "by jax.device_put in a process, between processes by"
+        if self._programs.mesh.groups[0].devices.flat[0].platform == "gpu":
+            return f"{here} {PutWire.name} (by pulls where processes share a GPU)"
+        return f"{here} {PullWire.name}"
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),

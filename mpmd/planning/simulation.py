@@ -1,10 +1,11 @@
 """A whole step on a clock: every run, call and transfer of its program, with the time that each takes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from scheduler import Call, Program, Recv, Run, Send
+from scheduler import Call, Costs, Program, Recv, Run, Send, Task, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +99,31 @@ def simulate_program(
     assert all(p == len(i) for p, i in zip(position, program.groups, strict=True)), "the program was not checked"
     busy = tuple(sum(e.end - e.start for e in group) for group in events)
     return SimulatedStep(tuple(map(tuple, events)), max(clock, default=0.0), busy, tuple(exposed))
+
+
+def timeline(step: SimulatedStep, placement: Sequence[int]) -> Timeline | None:
+    """The tasks of the longest loop, from its first start on; None if there is no loop."""
+    loops: dict[int, list[tuple[Event, tuple[Task, ...]]]] = defaultdict(list)
+    for group in step.events:
+        for e in group:
+            if isinstance(e.instruction, Run):
+                loops[e.instruction.loop].append((e, e.instruction.tasks))
+    if not loops:
+        return None
+    events = max(loops.values(), key=lambda found: max(e.end for e, _ in found) - min(e.start for e, _ in found))
+    begin = min(e.start for e, _ in events)
+    orders: list[list[Task]] = [[] for _ in step.events]
+    starts: list[list[float]] = [[] for _ in step.events]
+    ends: list[list[float]] = [[] for _ in step.events]
+    for e, tasks in events:
+        share = (e.end - e.start) / len(tasks)
+        for k, task in enumerate(tasks):
+            orders[e.group].append(task)
+            starts[e.group].append(e.start - begin + k * share)
+            ends[e.group].append(e.start - begin + (k + 1) * share)
+    timed = [pair for group in zip(orders, starts, ends, strict=True) for pair in zip(*group, strict=True)]
+    costs = Costs.measured((task, end - start) for task, start, end in timed)
+    zeros = (0,) * len(orders)
+    return Timeline(
+        tuple(map(tuple, orders)), tuple(starts), tuple(ends), tuple(placement), costs, zeros, zeros, name="planned"
+    )

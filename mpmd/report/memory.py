@@ -27,17 +27,20 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
 
     Returns:
       For each group of this process: `parameters`, `state` (the optimizer's, and what else comes back), `data`, their
-      sum `arguments`; the peaks of `gradients` (accumulators, and what is made of them) and of `activations` (values of
-      microbatches); the largest `temporaries` of an executable; `peak`, the most of all of it at one time; and `host`,
-      the peak of what is kept in host memory.
+      sum `arguments` (new state takes the place of the donated argument); the peaks of `gradients` (accumulators, what
+      is made of them, and new state beside the old one) and of `activations` (values of microbatches); the largest
+      `temporaries` of an executable; `peak`, the most of all of it at one time; and `host`, the peak of what is kept in
+      host memory.
     """
-
-    def temporaries(instruction: Run | Call) -> int:
-        analyses = [e.call.memory_analysis() for e in executables_of(programs, instruction)]
-        return max((getattr(a, "temp_size_in_bytes", 0) for a in analyses), default=0)
-
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
-    return {g: peaks(program, g, sizes, functools.cache(temporaries)) for g in programs.mesh.local_groups}
+    temporaries = functools.cache(functools.partial(temporaries_of, programs))
+    return {g: peaks(program, g, sizes, temporaries) for g in programs.mesh.local_groups}
+
+
+def temporaries_of(programs: StepPrograms, instruction: Run | Call) -> int:
+    """The bytes on each device that XLA reports for an instruction's executables, beside arguments and results."""
+    analyses = [e.call.memory_analysis() for e in executables_of(programs, instruction)]
+    return max((getattr(a, "temp_size_in_bytes", 0) for a in analyses), default=0)
 
 
 def executables_of(programs: StepPrograms, instruction: Run | Call) -> list[Executable]:
@@ -60,15 +63,24 @@ class Sizes:
 
     Args:
       layouts: spec and memory kind of each variable of the step; replicated where nothing is said.
+
+    Attributes:
+      successors: for each new state leaf, the argument whose place it takes.
     """
 
     def __init__(self, outline: Outline, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]):
-        role = Roles(outline).role
+        roles = Roles(outline)
+        role, args = roles.role, roles.args
         self._mesh, self._layouts = mesh, layouts
         self._vars = {name: v for v, name in outline.names.items()}
         for loop in outline.loops:
             self._vars.update((edge_name(loop, v), v) for v in loop.partition.names)
         self._kinds = {outline.names[v]: role.get(v, "data") for v in outline.trace.jaxpr.invars}
+        self.successors = {
+            outline.names[v]: outline.names[args[donor]]
+            for (v, _), donor in zip(outline.outputs, outline.donors, strict=True)
+            if donor is not None and not isinstance(v, compat.Literal)
+        }
         self._known: dict[tuple[str, int], tuple[int, bool]] = {}
 
     def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
@@ -123,20 +135,22 @@ class _Account:
     def __init__(self, group: int, sizes: Sizes):
         self.most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
         self._group, self._sizes = group, sizes
-        self._live: set[Value] = set()
+        self._live: dict[Value, str] = {}  # with its kind
+        self._gone: set[str] = set()
         self._now: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
 
     def add(self, values: Iterable[Value]) -> None:
         for value in values:
             if value not in self._live:  # else an accumulator that a task takes over and gives back
-                self._live.add(value)
+                self._live[value] = self._kind(value)
                 self._count(value, 1)
 
     def remove(self, values: Iterable[Value]) -> None:
         for value in values:
             if value in self._live:
-                self._live.discard(value)
                 self._count(value, -1)
+                del self._live[value]
+                self._gone.add(value.name)
 
     def note(self, temporaries: int = 0) -> None:
         """Updates the most with what is alive now."""
@@ -145,6 +159,11 @@ class _Account:
         for kind, nbytes in now.items():
             self.most[kind] = max(self.most[kind], nbytes)
 
+    def _kind(self, value: Value) -> str:
+        """Of a new state leaf, the kind of the argument that it replaces, once that is gone."""
+        replaced = self._sizes.successors.get(value.name)
+        return self._sizes.kind(Value(replaced) if replaced in self._gone else value)
+
     def _count(self, value: Value, sign: int) -> None:
         nbytes, is_in_host = self._sizes.nbytes(value, self._group)
-        self._now["host" if is_in_host else self._sizes.kind(value)] += sign * nbytes
+        self._now["host" if is_in_host else self._live[value]] += sign * nbytes

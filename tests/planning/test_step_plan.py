@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpmd
+import scheduler
 from mpmd.arrays.targets import Target
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import plan_step
@@ -31,23 +32,28 @@ def step(state, xs):
     return ([w - 0.1 * m for w, m in zip(weights, momenta, strict=True)], momenta), value
 
 
-@pytest.fixture(scope="module")
-def compiled():
+def compiled_for(step, rows=ROWS):
     mesh = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2), "stage")
     weights = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * 4
-    rows = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
-    xs = jax.ShapeDtypeStruct((MICROBATCHES, ROWS, D), jnp.float32, sharding=rows)
+    sharding = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
+    xs = jax.ShapeDtypeStruct((MICROBATCHES, rows, D), jnp.float32, sharding=sharding)
     return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0).lower((weights, weights), xs).compile()
 
 
-def plan_of(compiled, **changes):
+@pytest.fixture(scope="module")
+def compiled():
+    return compiled_for(step)
+
+
+def plan_of(compiled, costs=None, **changes):
     machine = Machine(dataclasses.replace(TARGET, **changes), reserved_nbytes=0)
-    return plan_step(compiled._programs, compiled.program, machine)
+    return plan_step(compiled._programs, compiled.program, machine, costs=costs)
 
 
-def test_bytes_of_parameters_state_and_data_are_those_of_the_arrays(compiled):
+def test_bytes_of_parameters_state_gradients_and_data_are_those_of_the_arrays(compiled):
     for group in plan_of(compiled).groups:
         assert group.memory["parameters"] == group.memory["state"] == D * D * 4
+        assert group.memory["gradients"] == D * D * 4 + (4 if group.group == 3 else 0)  # and the loss
         assert group.memory["data"] == (MICROBATCHES * ROWS * D * 4 // 2 if group.group == 0 else 0)
         assert group.memory["peak"] == compiled.memory_analysis()[group.group]["peak"]
 
@@ -79,6 +85,66 @@ def test_slower_links_make_a_longer_step(compiled):
     fast, slow = (plan_of(compiled, link_bandwidth=b) for b in (450e9, 5e6))
     assert slow.step.seconds > fast.step.seconds
     assert slow.groups[1].exposed_s > fast.groups[1].exposed_s
+
+
+def test_measured_costs_give_the_step_that_the_scheduler_simulates(compiled):
+    costs = scheduler.Costs((1.0, 2.0, 1.0, 3.0), (0.0, 2.0, 1.0, 3.0), 2.0)
+    plan = plan_of(compiled, costs)
+    expected = scheduler.simulate(scheduler.OneFOneB(4), MICROBATCHES, costs)
+    assert plan.step.seconds == pytest.approx(expected.makespan, rel=1e-3)  # transfers take microseconds
+    assert plan.picture.orders == expected.orders
+    assert plan.picture.makespan == pytest.approx(expected.makespan, rel=1e-3)
+    assert {n: c.seconds for g in plan.groups for n, c in g.tasks.items()}["B3"] == 5.0
+    text = str(plan)
+    assert "The times of tasks were measured" in text
+    assert "     3 |" in text
+
+
+def test_costs_of_another_number_of_stages_are_refused(compiled):
+    with pytest.raises(ValueError) as caught:
+        plan_of(compiled, scheduler.Costs((1.0, 2.0, 1.0)))
+    assert str(caught.value) == (
+        "Costs: forward has 3 entries and the schedule 4 stages; give one number or one for each stage."
+    )
+
+
+def wide_step(state, xs, wrap=lambda f: f):
+    """Residuals of a stage are many times its input."""
+
+    def stage(w, x):
+        for k in range(6):
+            x = jnp.tanh(x @ w + k)
+        return x
+
+    def loss(weights, x):
+        for w in weights[:-1]:
+            x = mpmd.mark_stage_end(wrap(stage)(w, x))
+        return jnp.mean(wrap(stage)(weights[-1], x) ** 2)
+
+    weights, momenta = state
+    value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule="1f1b")
+    momenta = [0.9 * m + g for m, g in zip(momenta, grads, strict=True)]
+    return ([w - 0.1 * m for w, m in zip(weights, momenta, strict=True)], momenta), value
+
+
+@pytest.mark.slow
+def test_estimated_savings_are_close_to_those_of_the_changed_step():
+    rows = 512
+
+    def recomputing(state, xs):
+        return wide_step(state, xs, jax.checkpoint)
+
+    now, recomputed, halved = (
+        plan_of(compiled_for(s, n)).groups for s, n in ((wide_step, rows), (recomputing, rows), (wide_step, rows // 2))
+    )
+    for group in (0, 1):  # those that hold most microbatches
+        estimated = {saving.text.split()[0]: saving.nbytes for saving in now[group].savings}
+        # The data counts too: with half as many rows there would be twice as many microbatches of it.
+        less_data = now[group].memory["data"] - halved[group].memory["data"]
+        saved = now[group].memory["peak"] - halved[group].memory["peak"] - less_data
+        assert estimated["microbatches"] == pytest.approx(saved, rel=0.2)
+        saved = now[group].memory["peak"] - recomputed[group].memory["peak"]
+        assert 0.6 * saved < estimated["jax.checkpoint"] <= saved  # it promises no more than it keeps
 
 
 def test_the_text_and_the_document_say_the_same(compiled):

@@ -1,6 +1,5 @@
 """Programs for GPUs that are not here (needs the extra `topology`), and what is said without it."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,17 +10,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from plugins import HAS_CUDA, needs_libtpu, needs_plugin
 
 import mpmd
+from mpmd.planning.machine import Machine
+from mpmd.planning.plan import plan_step
 
 ROOT = Path(__file__).parents[2]
-HAS_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
-)
-needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin: pip install '.[topology]'")
 
 
-@pytest.mark.skipif(HAS_PLUGIN, reason="the compiler for GPUs is installed")
+@pytest.mark.skipif(HAS_CUDA, reason="the compiler for GPUs is installed")
 def test_without_the_compiler_the_error_says_what_to_install():
     with pytest.raises(ModuleNotFoundError) as caught:
         mpmd.topology_mesh("h100", (4, 8), ("stage", "data"), "stage")
@@ -58,8 +56,8 @@ def step(weights, xs):
     return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
 
 
-def compiled_for(groups, microbatches):
-    mesh = mpmd.topology_mesh("h100", (groups, 8), ("stage", "data"), "stage")
+def compiled_for(groups, microbatches, target="h100", devices=8):
+    mesh = mpmd.topology_mesh(target, (groups, devices), ("stage", "data"), "stage", devices_per_host=devices)
     rows = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
     weights = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * groups
     xs = jax.ShapeDtypeStruct((microbatches, 64, 512), jnp.bfloat16, sharding=rows)
@@ -76,7 +74,9 @@ def test_all_questions_to_a_step_for_gpus_are_answered(compiled):
     before = jax.devices()
     assert compiled.memory_analysis()[3]["parameters"] == 512 * 512 * 2
     assert compiled.cost_analysis()["flops"] >= 8 * 11 * 2 * 64 * 512 * 512
-    assert "group 3 on" in compiled.explain()
+    text = compiled.explain()
+    assert "group 3 on" in text
+    assert text.endswith("between processes by cross-host jax.device_put (by pulls where processes share a GPU)")
     assert len(compiled.program.groups) == 4
     assert jax.devices() == before
     assert jax.devices()[0].platform == "cpu"
@@ -123,6 +123,19 @@ def test_each_gpu_is_a_target(target):
         "bf16"
         in jax.jit(lambda x: x @ jnp.ones((256, 8), x.dtype), compiler_options=options).lower(x).compile().as_text()
     )
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v5p"])
+def test_each_tpu_is_a_target(target):
+    compiled = compiled_for(2, 4, target, 4)
+    assert compiled.memory_analysis()[1]["parameters"] == 512 * 512 * 2
+    assert "input_output_alias" in compiled.as_text(stage=1, kind="B")
+    assert "transfers by jax.device_put in a process" in compiled.explain()
+    plan = plan_step(compiled._programs, compiled.program, Machine(mpmd.Target.named(target), 4))
+    assert plan.faults == []
+    assert {c.kind for c in plan.groups[1].tasks["B1"].collectives} == {"all-reduce"}
 
 
 @needs_plugin

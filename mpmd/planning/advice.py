@@ -1,0 +1,139 @@
+"""Estimates how much less memory a group would need with recomputation, offloading, more stages or fewer rows.
+
+Most of them are the walk of `mpmd/report/memory.py` once more, with other sizes of values.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpmd.compile.program import edge_name
+from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.report.memory import Sizes, peaks
+from scheduler import Call, Program, Recv, Run, Value
+
+Sized = Callable[[Value, int, bool], tuple[int, bool]]
+
+
+class Saving(NamedTuple):
+    """One thing to do, and how many bytes fewer each device of the group would then need, roughly."""
+
+    text: str
+    nbytes: int
+
+
+def savings(
+    programs: StepPrograms,
+    program: Program,
+    sizes: Sizes,
+    group: int,
+    memory: dict[str, int],
+    temporaries: Callable[[Run | Call], int],
+) -> tuple[Saving, ...]:
+    """What would help in a group, the largest saving first.
+
+    Args:
+      memory: of the group, as `measured` returns it.
+      temporaries: of an instruction, as XLA reports them.
+    """
+
+    def peak(change: Sized, scaled: Callable[[Run | Call], int] = temporaries) -> int:
+        return peaks(program, group, _Changed(sizes, change), scaled)["peak"]
+
+    def offloaded(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
+        return nbytes, is_in_host or sizes.kind(value) == "state"
+
+    def halved(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
+        return nbytes // (1 if value.microbatch is None else 2), is_in_host
+
+    kept, again = _recomputed(programs, program, sizes, group)
+
+    def recomputed(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
+        return (nbytes if value.microbatch is None else kept.get(value.name, nbytes)), is_in_host
+
+    def with_recomputation(instruction: Run | Call) -> int:
+        stages = [t.stage for t in instruction.tasks if t.kind != "F"] if isinstance(instruction, Run) else []
+        return temporaries(instruction) + max((again[s] for s in stages), default=0)
+
+    held = sum(memory[kind] for kind in ("parameters", "state", "gradients"))
+    found = [
+        Saving("jax.checkpoint around each stage, which runs its forward pass once more",
+               memory["peak"] - peak(recomputed, with_recomputation)),
+        Saving("the optimizer's state in host memory, but for what its update reads", memory["peak"] - peak(offloaded)),
+        Saving("twice as many stages and groups (parameters, state and gradients halved)", held // 2),
+        Saving("microbatches of half as many rows, and twice as many of them",
+               memory["peak"] - peak(halved, lambda i: temporaries(i) // 2)),
+    ]  # fmt: skip
+    if (nbytes := _replicated(programs, sizes, group)) > 0:
+        found.append(Saving("parameters and state divided over the devices of the group", nbytes))
+    return tuple(sorted((s for s in found if s.nbytes > 0), key=lambda s: -s.nbytes))
+
+
+class _Changed(Sizes):
+    """Sizes of values, some of them otherwise than they are."""
+
+    def __init__(self, sizes: Sizes, change: Sized):
+        self._sizes, self._change = sizes, change
+        self.successors = sizes.successors
+
+    def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
+        return self._change(value, *self._sizes.nbytes(value, group))
+
+    def kind(self, value: Value) -> str:
+        return self._sizes.kind(value)
+
+
+def _recomputed(
+    programs: StepPrograms, program: Program, sizes: Sizes, group: int
+) -> tuple[dict[str, int], dict[int, int]]:
+    """What remains of residuals if a backward task computes them again from what the stage received.
+
+    Returns:
+      By name of a residual the bytes that remain: those of the stage's input for one of them, none for the others. And
+      by stage, the bytes of all residuals, which then are temporaries of the backward task.
+    """
+    received = {i.value.name for i in program.groups[group] if isinstance(i, Recv)}
+    remaining: dict[str, int] = {}
+    all_of_it: dict[int, int] = defaultdict(int)
+    for loop in programs.loops:
+        for stage, names in _residuals(loop, group).items():
+            nbytes = sum(sizes.nbytes_of(name, group)[0] for name in names)
+            inputs = sum(sizes.nbytes_of(n, group)[0] for n in _inputs(loop, stage) if n in received)  # not kept yet
+            if inputs < nbytes:
+                remaining.update(dict.fromkeys(names, 0))
+                remaining[names[0]] = inputs
+                all_of_it[stage] += nbytes
+    return remaining, all_of_it
+
+
+def _residuals(loop: LoopProgram, group: int) -> dict[int, list[str]]:
+    """By stage of a group, the values that its forward task makes for its backward tasks alone."""
+    tasks = loop.loop.partition.tasks
+    found: dict[int, list[str]] = {}
+    for t in tasks:
+        if t.place.kind == "F" and loop.loop.group(t.place) == group:
+            elsewhere = {v for u in tasks if u.place.stage != t.place.stage for v in u.reads}
+            here = {v for u in tasks if u.place.stage == t.place.stage and u.place.kind != "F" for v in u.reads}
+            found[t.place.stage] = [edge_name(loop.loop, v) for v in t.writes if v in here and v not in elsewhere]
+    return {stage: names for stage, names in found.items() if names}
+
+
+def _inputs(loop: LoopProgram, stage: int) -> list[str]:
+    """The values that the forward task of a stage reads and its backward tasks do not."""
+    tasks = [t for t in loop.loop.partition.tasks if t.place.stage == stage]
+    kept = {v for t in tasks if t.place.kind != "F" for v in t.reads}
+    return [edge_name(loop.loop, v) for t in tasks if t.place.kind == "F" for v in t.reads if v not in kept]
+
+
+def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:
+    """Bytes on each device of parameters and state that all devices of a group hold whole, but for a share of each."""
+    count = programs.mesh.groups[group].size
+    found = 0
+    outline = programs.outline
+    for v, groups in zip(outline.trace.jaxpr.invars, outline.inputs, strict=True):
+        name = outline.names[v]
+        nbytes, is_in_host = sizes.nbytes_of(name, group)
+        if group in groups and not is_in_host and sizes.kind(Value(name)) in ("parameters", "state"):
+            whole = v.aval.size * v.aval.dtype.itemsize
+            found += nbytes - nbytes // count if nbytes == whole and v.aval.size >= count else 0
+    return found

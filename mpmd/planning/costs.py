@@ -1,0 +1,115 @@
+"""Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
+
+import dataclasses
+from collections import Counter
+from typing import Any, cast
+
+from mpmd.compile.step import StepPrograms
+from mpmd.planning.collectives import Collective, collectives_of
+from mpmd.planning.machine import Machine
+from mpmd.report.memory import Sizes, executables_of
+from mpmd.report.roles import Roles
+from mpmd.report.work import Work, work_of
+from scheduler import Call, Costs, Program, Run
+from scheduler.task import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskCost:
+    """One call of a program.
+
+    Attributes:
+      seconds: compute and collectives, one after the other.
+      collective_s: the collectives' part of it.
+    """
+
+    work: Work
+    collectives: tuple[Collective, ...]
+    seconds: float
+    collective_s: float
+
+
+class StepCosts:
+    """Seconds of the instructions of a step.
+
+    Args:
+      measured: seconds of tasks, in place of the machine's.
+    """
+
+    def __init__(self, programs: StepPrograms, machine: Machine, measured: Costs | None = None):
+        self.programs, self.machine, self.measured = programs, machine, measured
+        self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
+        self._of_program: dict[Any, TaskCost] = {}
+        self._of_executable: dict[Any, TaskCost] = {}
+        if measured is not None:
+            for loop in programs.loops:
+                measured.seconds(loop.loop.schedule.num_stages)  # complains of another number of stages
+
+    def cost(self, executable: Any) -> TaskCost:
+        """Of a call of an executable, however many programs it runs."""
+        if executable not in self._of_executable:
+            found = [self._cost(d, executable.mesh) for d in executable.runs]
+            self._of_executable[executable] = TaskCost(
+                sum((c.work for c in found), Work()),
+                tuple(one for c in found for one in c.collectives),
+                sum(c.seconds for c in found),
+                sum(c.collective_s for c in found),
+            )
+        return self._of_executable[executable]
+
+    def _cost(self, distinct: Any, mesh: Any) -> TaskCost:
+        if distinct not in self._of_program:
+            work = work_of(distinct.closed.jaxpr)
+            text = distinct.compiled_on(mesh).as_text() if mesh.size > 1 else ""
+            collectives = tuple(collectives_of(text, mesh.size))
+            waiting = sum(map(self.machine.collective_s, collectives))
+            seconds = self.machine.compute_s(work, mesh.size) + waiting
+            self._of_program[distinct] = TaskCost(work, collectives, seconds, waiting)
+        return self._of_program[distinct]
+
+    def duration(self, group: int, instruction: Run | Call) -> float:
+        """Seconds of an instruction of a group."""
+        if self.measured is not None and isinstance(instruction, Run):
+            return sum(self.measured.duration(t.kind, t.stage) for t in instruction.tasks)
+        return sum(self.cost(e).seconds for e in executables_of(self.programs, instruction))
+
+    def transfer(self, source: int, target: int, name: str) -> float:
+        """Seconds of a value (its name) from one group to another."""
+        nbytes, _ = self.sizes.nbytes_of(name, target)
+        return self.machine.transfer_s(nbytes, 1, self._are_near(source, target))
+
+    def _are_near(self, source: int, target: int) -> bool:
+        size = max(self.machine.devices_per_host, self.machine.target.devices_per_link_domain)
+        meshes = [self.programs.mesh.groups[g] for g in (source, target)]
+        return len({d.id // size for mesh in meshes for d in mesh.devices.flat}) == 1
+
+    def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
+        """The three largest arguments in a group, with their bytes on each device."""
+        found = [
+            (roles.names[v], self.sizes.nbytes_of(roles.names[v], group)[0])
+            for v, groups in zip(roles.args, roles.groups, strict=True)
+            if group in groups
+        ]
+        return tuple(sorted(found, key=lambda entry: -entry[1])[:3])
+
+    def tasks(self, group: int) -> dict[str, TaskCost]:
+        """What one task of each stage and kind of a group costs."""
+        found = {}
+        for loop in self.programs.loops:
+            for place, task in loop.tasks.items():
+                if task.executable is not None and loop.loop.group(place) == group:
+                    cost = self.cost(task.executable)
+                    if self.measured is not None:
+                        seconds = self.measured.duration(cast(Kind, place.kind), place.stage)
+                        cost = dataclasses.replace(cost, seconds=seconds)
+                    found[str(place)] = cost
+        return found
+
+    def total(self, program: Program) -> Work:
+        """The work of a whole step, over all devices."""
+        calls = Counter()
+        for instructions in program.groups:
+            for i in instructions:
+                if isinstance(i, (Run, Call)):
+                    calls.update(executables_of(self.programs, i))
+        return sum((self.cost(e).work.times(n) for e, n in calls.items()), Work())

@@ -1,0 +1,102 @@
+"""A plan as text: tables of memory, time and communication, the picture of the schedule, and what does not fit."""
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from mpmd.planning.advice import Saving
+from mpmd.report.memory import KINDS
+from mpmd.report.units import in_bytes, in_seconds
+from scheduler.texts import table
+
+if TYPE_CHECKING:
+    from mpmd.planning.plan import GroupPlan, Plan
+
+
+def plan_text(plan: "Plan") -> str:
+    """All of a plan, for people."""
+    lines = [plan.title, str(plan.machine)]
+    if plan.costs_are_measured:
+        lines.append("The times of tasks were measured; all others follow from the figures above.")
+    lines += ["", *_memory_table(plan), "", *_cost_table(plan), "", *_collective_lines(plan), *_picture(plan)]
+    rate = f", {plan.tokens / plan.step.seconds:,.0f} tokens/s" if plan.tokens else ""
+    exposed = max(g.exposed_s for g in plan.groups)
+    lines.append(
+        f"step: {in_seconds(plan.step.seconds)}, of which devices idle {plan.step.idle_fraction:.1%};"
+        f" at most {in_seconds(exposed)} of a group wait for transfers;"
+        f" {plan.utilization:.1%} of peak (MFU){rate}; {plan.num_programs} programs"
+    )
+    lines.append(f"without a pipeline: {plan.unpipelined}")
+    lines.append("order: proved free of deadlock, also where devices do their transfers and collectives in order.")
+    faults = plan.faults
+    lines += faults[:2] or ["It fits."]
+    if len(faults) > 2:
+        lines.append(f"Nor do {len(faults) - 2} other groups fit.")
+    return "\n".join(lines)
+
+
+def fault_text(g: "GroupPlan", usable_nbytes: int) -> str:
+    """What does not fit in a group, and what would help."""
+    over = g.memory["peak"] - usable_nbytes
+    kind = max(KINDS, key=lambda k: g.memory[k])
+    named = ", ".join(f"{name} ({in_bytes(nbytes)})" for name, nbytes in g.largest)
+    first = (
+        f"It does not fit: group {g.group} needs {in_bytes(g.memory['peak'])} on each device ({g.memory['peak']:,} B),"
+        f" {in_bytes(over)} more than the {in_bytes(usable_nbytes)} that are usable. Most of it: {kind}"
+        f" ({in_bytes(g.memory[kind])}); largest arrays: {named}."
+    )
+    return "\n".join([first, *_savings(g.savings, over)])
+
+
+def _savings(savings: tuple[Saving, ...], over: int) -> list[str]:
+    rows = [[s.text, f"-{in_bytes(s.nbytes)}", "enough" if s.nbytes >= over else ""] for s in savings]
+    return ["  Estimates of what would help, on each device:", *(f"  {line}" for line in _table(rows))] if rows else []
+
+
+def _memory_table(plan: "Plan") -> list[str]:
+    rows = [["group", "stages", "devices", *KINDS, "peak", "of usable"]]
+    for g in plan.groups:
+        stages = ",".join(map(str, g.stages))
+        part = f"{g.memory['peak'] / plan.machine.usable_nbytes:.0%}"
+        rows.append(
+            [str(g.group), stages, str(g.num_devices), *(in_bytes(g.memory[k]) for k in (*KINDS, "peak")), part]
+        )
+    return ["memory of each device:", *_table(rows)]
+
+
+def _cost_table(plan: "Plan") -> list[str]:
+    rows = [["group", "a task takes", "computes", "waits for transfers", "sends a step"]]
+    for g in plan.groups:
+        tasks = ", ".join(f"{name} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items()))
+        sent = ", ".join(f"{in_bytes(nbytes)} to {target}" for target, (_, nbytes) in g.sent.items() if nbytes >= 1000)
+        rows.append([str(g.group), tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent or "nothing large"])
+    return ["time and communication of each group:", *_table(rows)]
+
+
+def _collective_lines(plan: "Plan") -> list[str]:
+    """Each kind of task once, with the stages that have the same collectives."""
+    stages: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for g in plan.groups:
+        for name, cost in sorted(g.tasks.items()):
+            if cost.collectives:
+                count: Counter[str] = Counter()
+                nbytes: Counter[str] = Counter()
+                for c in cost.collectives:
+                    count[c.kind] += c.times
+                    nbytes[c.kind] += c.nbytes * c.times
+                shown = ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
+                stages[name[0], f"{shown}, {in_seconds(cost.collective_s)}"].append(name[1:])
+    lines = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
+    return ["collectives of each task:", *lines, ""] if lines else []
+
+
+def _picture(plan: "Plan") -> list[str]:
+    """The schedule: a row for each group, time to the right. A long step is drawn by slices of time."""
+    if plan.picture is None:
+        return []
+    rows = [line.rpartition("| ")[0] or line for line in str(plan.picture).splitlines()[1:]]
+    legend = f"the loop, {in_seconds(plan.picture.makespan)} from left to right (a dot is idle):"
+    return [legend, *(f"  {row}" for row in rows), ""]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in table(rows, "<" * len(rows[0]))]

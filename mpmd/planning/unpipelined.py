@@ -1,0 +1,67 @@
+"""The same step without a pipeline: a bound for one program over all devices (FSDP)."""
+
+import dataclasses
+
+from mpmd.compile.step import StepPrograms
+from mpmd.partition import equations
+from mpmd.planning.machine import Machine
+from mpmd.report.memory import KINDS
+from mpmd.report.roles import Roles
+from mpmd.report.units import in_bytes, in_seconds
+from mpmd.report.work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpipelined:
+    """The same step on all devices as one program, with parameters, state and gradients divided among them (FSDP).
+
+    A bound from above on what it can reach: communication is hidden behind computation where there is enough of it.
+
+    Attributes:
+      compute_s, communication_s: of a step; the longer one is what it takes.
+      peak: bytes on each device.
+      rows: of the batch, which have to be divided among the devices.
+    """
+
+    num_devices: int
+    compute_s: float
+    communication_s: float
+    peak: int
+    rows: int
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.communication_s)
+
+    def __str__(self) -> str:
+        text = (
+            f"at best {in_seconds(self.seconds)} as one program (FSDP: computes {in_seconds(self.compute_s)},"
+            f" communicates {in_seconds(self.communication_s)}, {in_bytes(self.peak)} a device)"
+        )
+        if self.rows < self.num_devices:
+            text += f"; but {self.rows} rows a step cannot be divided among {self.num_devices} devices"
+        return text
+
+
+def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work) -> Unpipelined:
+    """The bound for a step.
+
+    Args:
+      total: the work of a whole step, over all devices.
+    """
+    count = sum(mesh.size for mesh in programs.mesh.groups)
+    held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in KINDS[:3]}
+    kept, rows, largest = 0, 1, 0
+    for loop in programs.loops:
+        forward = {v for t in loop.loop.partition.tasks if t.place.kind == "F" for v in t.writes}
+        read = {v for t in loop.loop.partition.tasks if t.place.kind != "F" for v in t.reads}
+        kept += sum(equations.nbytes(v.aval) for v in forward & read) * loop.loop.partition.info.num_microbatches
+        for t in loop.loop.partition.tasks:
+            mine = [v for v in roles.arguments(t.operands) if roles.role[v] == "parameters"]
+            largest = max(largest, sum(equations.nbytes(v.aval) for v in mine))
+    data = [v.aval.shape for v, role in roles.role.items() if role == "data" and len(v.aval.shape) >= 2]
+    rows = max((shape[0] * shape[1] for shape in data), default=1)
+    sent = 3 * held["parameters"] * (count - 1) / count  # gathered forward and backward, gradients reduced once
+    share = (sum(held.values()) + held["parameters"] + kept) // count
+    is_near = count <= max(machine.devices_per_host, machine.target.devices_per_link_domain)
+    return Unpipelined(count, machine.compute_s(total, count), sent / machine.bandwidth(is_near), share + largest, rows)
