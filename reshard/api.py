@@ -281,7 +281,8 @@ def logically_stacked(
     """Sees the arrays that groups have as one, with a new axis that is sharded over the groups; moves nothing.
 
     Args:
-        array: what this process's groups have: one `jax.Array`, a sequence of them, or an `MpmdArray`.
+        array: what this process's groups have: one `jax.Array`, a sequence of them, or an `MpmdArray`. Of an array that
+            is split evenly over its groups, the pieces are stacked.
         comm_mesh: a mesh over the devices of all groups.
         mesh_axis_name: its axis along which the groups lie.
         array_axis: where the new axis goes; a negative one counts from the end of the result's axes.
@@ -332,7 +333,10 @@ def _shards_of_stack(
     first, mesh = arrays[0], sharding.mesh
     if any((a.shape, a.dtype) != (first.shape, first.dtype) for a in arrays):
         raise ReshardError("logically_stacked: the arrays differ in shape or dtype.")
-    shards = {s.device: s for a in arrays for s in a.addressable_shards}
+    parts = [s for a in arrays for s in a.addressable_shards]
+    shards = {s.device: s for s in parts}
+    if len(shards) < len(parts):
+        raise ReshardError("logically_stacked: a device has shards of several of the arrays; give one for each group.")
     wanted = {d: box for d, box in device_boxes(sharding, shape).items() if is_local(d)}
     if set(wanted) != set(shards):
         raise ReshardError(

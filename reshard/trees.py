@@ -41,16 +41,19 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
         return None
     if not is_sharding(sharding):
         return f"{sharding!r} is a {type(sharding).__name__}, not a sharding"
-    shardings = [sharding]
+    shardings = [(sharding, shape)]
     if isinstance(sharding, MpmdSharding):
-        shardings = [sharding.group_sharding(group) for group in sharding.groups]
-    for one in shardings:
+        try:
+            shardings = [(sharding.group_sharding(part.group), part.shape) for part in sharding.parts(shape)]
+        except ValueError as error:
+            return str(error)
+    for one, part_shape in shardings:
         if isinstance(one, NamedSharding) and PartitionSpec.UNCONSTRAINED in tuple(one.spec):
             return f"spec {one.spec} is unconstrained; where the array goes must be said in full"
         if isinstance(one, NamedSharding) and len(one.spec) > len(shape):
             return f"spec {one.spec} has {len(one.spec)} entries, but the array has {len(shape)} axes"
         try:
-            one.shard_shape(shape)
+            one.shard_shape(part_shape)
         except Exception as error:  # JAX's errors for specs share no base class
             return str(error)
     return None

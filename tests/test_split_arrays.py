@@ -51,6 +51,8 @@ def test_a_spec_that_names_the_mpmd_axis_puts_each_part_where_one_jax_array_woul
     assert sharding.shard_shape((8, 4)) == whole.sharding.shard_shape((8, 4)) == (1, 4)
     assert (x.shape, x.nbytes, x.spec, x.mpmd_idxs) == ((8, 4), 128, P("data"), (0, 1, 2, 3))
     assert x.is_fully_addressable and not x.is_mpmd_replicated and not x.is_fully_replicated
+    back = reshard.mpmd_to_spmd_reshard(mesh, x, x.sharding, donate=False)
+    assert back.sharding == whole.sharding and reshard.last_stats().bytes_moved == 0
     for mine, its in zip(x.global_shards, whole.global_shards, strict=True):
         assert (mine.device, mine.index, mine.replica_id) == (its.device, its.index, its.replica_id)
         np.testing.assert_array_equal(mine.data, its.data)

@@ -405,7 +405,7 @@ class MpmdArray(ReadableArray):
         else:
             here = "" if self._arrays else ", not in this process"
         shape = ",".join(map(str, self._shape))
-        return f"MpmdArray({reading.few_values(self)}{name}[{shape}], {sharding.text}{here})"
+        return f"MpmdArray({reading.few_values(self)}{name}[{shape}], {sharding.summary}{here})"
 
 
 register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, reading.mismatch)

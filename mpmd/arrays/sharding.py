@@ -106,13 +106,21 @@ class MpmdSharding(jax.sharding.Sharding):
         return _from_fields, (self._fields(),)
 
     def __repr__(self) -> str:
-        return f"MpmdSharding({self.text})"
+        return f"MpmdSharding({self._text('' if self._split is None else str(self._split))})"
 
     @property
-    def text(self) -> str:
-        """`groups {0, 1} of 4, axis 0 split evenly, P('data',)`, for messages."""
-        split = "" if self._split is None else f", {self._split}"
+    def summary(self) -> str:
+        """`groups {0, 1} of 4, axis 0 split evenly, P('data',)`, for messages; of many ranges only their number."""
+        return self._text(self.split_summary)
+
+    @property
+    def split_summary(self) -> str:
+        """`axis 0 split evenly`, or nothing."""
+        return "" if self._split is None else self._split.summary
+
+    def _text(self, split: str) -> str:
         memory = "" if self.memory_kind is None else f", {self.memory_kind}"
+        split = split and f", {split}"
         return f"{groups_text(self.mesh_ids)} of {self.mpmd_mesh.num_groups}{split}, {self.spec}{memory}"
 
     @property

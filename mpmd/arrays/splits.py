@@ -58,11 +58,15 @@ class Split:
             return None
         return {g: tuple([(r.start, r.stop) for r in self.given if r.group == g]) for g in self.groups}
 
+    @property
+    def summary(self) -> str:
+        """As `str`, but of many ranges only their number."""
+        many = self.given is not None and len(self.given) > 8
+        return f"axis {self.axis} split into {len(self.given or ())} ranges" if many else str(self)
+
     def __str__(self) -> str:
         if self.given is None:
             return f"axis {self.axis} split evenly"
-        if len(self.given) > 8:
-            return f"axis {self.axis} split into {len(self.given)} ranges"
         texts = [f"{g}: " + " ".join(f"{a}:{b}" for a, b in ranges) for g, ranges in (self.by_group() or {}).items()]
         return f"axis {self.axis} split {{{', '.join(texts)}}}"
 

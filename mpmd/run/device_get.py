@@ -1,7 +1,7 @@
 """Host values of arrays, in every process, wherever the arrays are."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import Device
 from mpmd.job import joining
 from mpmd.job.job import Job
@@ -53,19 +52,19 @@ def device_get(tree: Any) -> Any:
 
 def _readers(x: MpmdArray | jax.Array) -> set[int]:
     """The processes that have all of an array; the same answer everywhere."""
-    shardings = (
-        [x.mpmd_sharding.group_sharding(g) for g in x.mpmd_sharding.groups]
-        if isinstance(x, MpmdArray)
-        else [x.sharding]
-    )
-    found: set[int] = set()
-    for sharding in shardings:
-        processes = {d.process_index for d in sharding.device_set}
-        if is_plain(x) and len(processes) == 1:
+    if not isinstance(x, MpmdArray):
+        if len({d.process_index for d in x.sharding.device_set}) == 1:
             return set(range(jax.process_count()))  # each process has one of its own
-        if len(processes) == 1 or sharding.is_fully_replicated:
-            found |= processes
-    return found
+        return _having_all(x.sharding)
+    sharding = x.mpmd_sharding
+    by_part = [_having_all(sharding.group_sharding(part.group)) for part in sharding.parts(x.shape)]
+    return set.union(*by_part) if sharding.split_axis is None else set.intersection(*by_part)
+
+
+def _having_all(sharding: jax.sharding.Sharding) -> set[int]:
+    """The processes that have all of what is under a JAX sharding."""
+    processes = {d.process_index for d in sharding.device_set}
+    return processes if len(processes) == 1 or sharding.is_fully_replicated else set()
 
 
 def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
@@ -89,23 +88,58 @@ def _exchanged(job: Job, leaves: Sequence[Any], base: int) -> list[Any]:
         first_device.setdefault(device.process_index, device)
     count, arriving = 0, []
     for x in leaves:
-        source = x.mpmd_sharding.group_sharding(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x.sharding
-        part = x._arrays.get(x.mpmd_sharding.groups[0]) if isinstance(x, MpmdArray) else x
-        readers, value = _readers(x), None
-        for rank in range(job.num_ranks):
-            if rank in readers:
-                continue
-            mesh = Mesh(np.array([first_device[rank]]), ("device",))
-            route = Route(
-                job, source, NamedSharding(mesh, PartitionSpec()), x, count, False, f"device_get of {x!r:.60}"
-            )
-            count += route.share.num_pieces
-            if rank == job.rank:
-                value = route.carry(part, base)
-            elif route.share.sends:
-                route.carry(part, base)
-        arriving.append(x if value is None else value)
+        arrived: list[Any] = []
+        for source in _sources(x):
+            value = source.array
+            for rank in range(job.num_ranks):
+                if rank in source.readers:
+                    continue
+                mesh = Mesh(np.array([first_device[rank]]), ("device",))
+                route = Route(
+                    job, source.sharding, NamedSharding(mesh, PartitionSpec()), source.aval, count, False,
+                    f"device_get of {x!r:.60}",
+                )  # fmt: skip
+                count += route.share.num_pieces
+                if rank == job.rank:
+                    value = route.carry(source.array, base)
+                elif route.share.sends:
+                    route.carry(source.array, base)
+            arrived.append(value)
+        arriving.append(x if job.rank in _readers(x) else _joined(x, arrived))
     return arriving
+
+
+class _Source(NamedTuple):
+    """An array that is brought to the processes which lack some of it."""
+
+    array: jax.Array | None  # None in a process that has no shard of it
+    sharding: jax.sharding.Sharding
+    aval: jax.ShapeDtypeStruct
+    readers: set[int]  # the processes that have all of it
+
+
+def _sources(x: Any) -> list[_Source]:
+    """What is sent of an array: the array of its lowest group, or each piece of a split one."""
+    if not isinstance(x, MpmdArray):
+        return [_Source(x, x.sharding, jax.ShapeDtypeStruct(x.shape, x.dtype), _readers(x))]
+    sharding, is_split = x.mpmd_sharding, x.mpmd_sharding.split_axis is not None
+    sources: list[_Source] = []
+    for part in sharding.parts(x.shape) if is_split else sharding.parts(x.shape)[:1]:
+        held = sharding.group_sharding(part.group)
+        aval = jax.ShapeDtypeStruct(part.shape, x.dtype)
+        sources.append(_Source(x._arrays.get(part.key), held, aval, _having_all(held) if is_split else _readers(x)))
+    return sources
+
+
+def _joined(x: Any, arrived: Sequence[Any]) -> Any:
+    """What has arrived of an array, as one."""
+    if len(arrived) == 1:
+        return arrived[0]
+    axis = x.mpmd_sharding.split_axis
+    if keys.is_key(x.dtype):
+        data = np.concatenate([np.asarray(keys.to_data(piece)) for piece in arrived], axis)
+        return keys.from_data(jax.numpy.asarray(data), x.dtype)
+    return np.concatenate([np.asarray(piece) for piece in arrived], axis)
 
 
 def _is_plain(x: jax.Array) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -69,13 +69,21 @@ class Request:
         )
 
 
+class _Part(NamedTuple):
+    """One `jax.Array` to make, and where it begins in what is asked for."""
+
+    sharding: Any
+    offset: Shape
+    shape: Shape
+
+
 class Target:
     """One request, as this process sees it: the box of each of its devices, and the shards made so far.
 
     Boxes count in the data that is stored, which for typed keys has the key data's axes behind those of the array.
 
     Attributes:
-        boxes: by (sharding, device), the box that is wanted there; groups on the same mesh share their arrays.
+        boxes: by (`_Part`, device), the box that is wanted there; groups on the same mesh share their arrays.
     """
 
     def __init__(self, name: str, request: Request, key_dtype: Any):
@@ -89,19 +97,20 @@ class Target:
             self.shape = keys.data_shape(request.shape, key_dtype)
             self.sharding = keys.data_sharding(request.sharding, request.shape, key_dtype)
         self.boxes: dict[Any, Box] = {}
-        for _, sharding in self._shardings():
-            for device, box in device_boxes(sharding, self.shape).items():
+        for _, part in self._parts():
+            for device, box in device_boxes(part.sharding, part.shape).items():
                 if is_local(device):
-                    self.boxes[sharding, device] = box
+                    self.boxes[part, device] = box.shifted(part.offset)
         if self.sharding is None:
             self.boxes[None] = Box.whole(self.shape)
         self._made: dict[Any, Any] = {}
 
-    def _shardings(self) -> list[tuple[int, Any]]:
+    def _parts(self) -> list[tuple[Any, "_Part"]]:
+        """The arrays to make, by the key that they have in an `MpmdArray`."""
         if isinstance(self.sharding, MpmdSharding):
-            local = self.sharding.mpmd_mesh.local_groups
-            return [(group, self.sharding.group_sharding(group)) for group in self.sharding.groups if group in local]
-        return [] if self.sharding is None else [(0, self.sharding)]
+            parts = self.sharding.local_parts(self.shape)
+            return [(p.key, _Part(self.sharding.group_sharding(p.group), p.offset, p.shape)) for p in parts]
+        return [] if self.sharding is None else [(0, _Part(self.sharding, (0,) * len(self.shape), self.shape))]
 
     def check(self, stored: Sequence[int]) -> None:
         """Raises a ReshardError if what is stored has another shape."""
@@ -127,8 +136,8 @@ class Target:
             if key is None:
                 self._made[key] = view
             else:
-                sharding, device = key
-                there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                part_of, device = key
+                there = SingleDeviceSharding(device, memory_kind=part_of.sharding.memory_kind)
                 self._made[key] = jax.device_put(view, there)
 
     def finish(self) -> Any:
@@ -136,14 +145,14 @@ class Target:
         if self.sharding is None:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
-        arrays: dict[int, jax.Array] = {}
-        made: dict[Any, jax.Array] = {}
-        for group, sharding in self._shardings():
-            if sharding not in made:
-                shards = [x for (where, _), x in self._made.items() if where == sharding]
-                array = jax.make_array_from_single_device_arrays(self.shape, sharding, shards)
-                made[sharding] = keys.from_data(array, self.key_dtype)
-            arrays[group] = made[sharding]
+        arrays: dict[Any, jax.Array] = {}
+        made: dict[_Part, jax.Array] = {}
+        for key, part in self._parts():
+            if part not in made:
+                shards = [x for (where, _), x in self._made.items() if where == part]
+                array = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+                made[part] = keys.from_data(array, self.key_dtype)
+            arrays[key] = made[part]
         if not isinstance(self.sharding, MpmdSharding):
             return arrays[0]
         shape, dtype, sharding = self.request.shape, self.request.dtype, self.request.sharding
@@ -151,5 +160,5 @@ class Target:
             shape, dtype = keys.shape_of_data(self.shape, self.key_dtype), self.key_dtype
             sharding = sharding.replace(spec=tuple(sharding.spec)[: len(shape)])
         if arrays:
-            return MpmdArray(arrays, sharding)
+            return MpmdArray(arrays, sharding, shape)
         return MpmdArray({}, sharding, shape, dtype if keys.is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype))

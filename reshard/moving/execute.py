@@ -12,7 +12,7 @@ import jax
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
-from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.sharding import MpmdSharding, Part
 from mpmd.job.job import Job
 from reshard.moving.local import LocalCarrier, Sink, open_sink
 from reshard.moving.plan import ReshardPlan
@@ -177,16 +177,17 @@ class _Run:
         if isinstance(leaf.target, HostMemory):
             return array.parts.get(0)
         is_mpmd = isinstance(leaf.target, MpmdSharding)
-        arrays: dict[int, jax.Array] = {}
+        held = leaf.target.parts(leaf.shape) if is_mpmd else [Part(0, 0, (), leaf.shape)]
+        arrays: dict[Any, jax.Array] = {}
         made: dict[Any, jax.Array] = {}
-        for group, shards in target.groups.items():
-            sharding = leaf.target.group_sharding(group) if is_mpmd else leaf.target
+        for part, shards in zip(held, target.parts, strict=True):
             parts = [array.parts[t] for t in shards if t in array.parts]
             if is_mpmd and not parts:
                 continue
+            sharding = leaf.target.group_sharding(part.group) if is_mpmd else leaf.target
             if (sharding, shards) not in made:
                 made[sharding, shards] = jax.make_array_from_single_device_arrays(
-                    leaf.shape, sharding, parts, dtype=leaf.dtype
+                    part.shape, sharding, parts, dtype=leaf.dtype
                 )
-            arrays[group] = made[sharding, shards]
+            arrays[part.key] = made[sharding, shards]
         return MpmdArray._unchecked(arrays, leaf.target, leaf.shape, leaf.dtype) if is_mpmd else arrays[0]

@@ -250,7 +250,7 @@ def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPl
 
 
 def _num_replicas(source: Layout) -> int:
-    return sum(grid.shards.shape[1] for grid in source.grids)
+    return sum(grid.shards.shape[1] for grid in source.grids if grid.has_first_element)
 
 
 def _kinds(leaves: Sequence[MovedLeaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
@@ -341,7 +341,8 @@ def _traffic(route: Route, places: Places) -> Traffic:
 def _where(sharding: Any) -> str:
     if isinstance(sharding, MpmdSharding):
         groups = ",".join(map(str, sharding.groups))
-        return f"group {groups} {sharding.spec}"
+        split = sharding.split_summary and f" {sharding.split_summary}"
+        return f"group {groups} {sharding.spec}{split}"
     if isinstance(sharding, jax.sharding.NamedSharding):
         return str(sharding.spec)
     return "host" if isinstance(sharding, HostMemory) else type(sharding).__name__

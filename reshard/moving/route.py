@@ -347,8 +347,12 @@ class _Lattice:
         cells: list[np.ndarray] = []
         shards: list[np.ndarray] = []
         for grid in grids:
-            rows = grid.at(self.starts)
-            cells.append(np.repeat(np.arange(len(rows)), rows.shape[1]))
+            within = grid.within(self.starts)
+            rows = grid.at([starts[mine] for starts, mine in zip(self.starts, within, strict=True)])
+            cell = np.zeros((), np.int64)
+            for mine, length in zip(within, self.shape, strict=True):
+                cell = cell[..., None] * length + mine
+            cells.append(np.repeat(cell.reshape(-1), rows.shape[1]))
             shards.append(rows.reshape(-1))
         pairs = np.unique(np.stack([np.concatenate(cells), np.concatenate(shards)]), axis=1) if len(grids) > 1 else None
         return (cells[0], shards[0]) if pairs is None else (pairs[0], pairs[1])

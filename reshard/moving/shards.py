@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.boxes import Box, part_boxes
 from mpmd.arrays.sharding import MpmdSharding
 from reshard.places import EveryHost, HostMemory
 
@@ -23,10 +23,26 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grid:
-    """One group's shards as a regular grid: `shards[cell]` are the replicas that hold that cell of the grid."""
+    """The shards of one part as a regular grid: `shards[cell]` are the replicas that hold that cell of the grid.
+
+    The grid of a part of a split array does not begin at 0 or ends before the array does.
+    """
 
     starts: tuple[np.ndarray, ...]
+    stop: tuple[int, ...]
     shards: np.ndarray
+
+    @property
+    def has_first_element(self) -> bool:
+        """Whether the first element of the array is in it."""
+        return all(starts[0] == 0 for starts in self.starts)
+
+    def within(self, points: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """On each axis, which of these points are in the grid."""
+        return [
+            np.flatnonzero((axis_points >= starts[0]) & (axis_points < max(stop, starts[0] + 1)))
+            for axis_points, starts, stop in zip(points, self.starts, self.stop, strict=True)
+        ]
 
     def at(self, points: Sequence[np.ndarray]) -> np.ndarray:
         """The shards that hold the cells whose lowest corners form this lattice, one row a cell."""
@@ -41,13 +57,14 @@ class Grid:
 class Layout:
     """All shards of an array; groups that share a device share the shard if they hold the same box there.
 
-    `devices[i]` and `boxes[i]` belong to shard i; `groups` lists, for each group, its shards in mesh order.
+    `devices[i]` and `boxes[i]` belong to shard i; `parts` lists, for each part (in the order of `MpmdSharding.parts`),
+    its shards in mesh order.
     """
 
     devices: tuple[Any, ...]
     boxes: tuple[Box, ...]
     grids: tuple[Grid, ...]
-    groups: dict[int, tuple[int, ...]]
+    parts: tuple[tuple[int, ...], ...]
     memory_kind: str | None
 
     @functools.cached_property
@@ -64,8 +81,13 @@ def cuts(sharding: Any, shape: Shape) -> Shape | None:
     if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
         return (1,) * len(shape)
     if isinstance(sharding, MpmdSharding):
+        if sharding.split is not None:
+            return None
         parts = [cuts(sharding.group_sharding(group), shape) for group in sharding.groups]
-        return tuple(math.lcm(*(p[axis] for p in parts if p)) for axis in range(len(shape)))
+        found = [math.lcm(*(p[axis] for p in parts if p)) for axis in range(len(shape))]
+        if sharding.split_axis is not None:
+            found[sharding.split_axis] *= len(sharding.groups)
+        return tuple(found)
     if isinstance(sharding, NamedSharding):
         return _named_cuts(sharding, len(shape))
     return None
@@ -95,22 +117,23 @@ def layout(sharding: Any, shape: Shape) -> Layout:
         ValueError: the sharding does not fit the shape.
     """
     if isinstance(sharding, HostMemory):
-        by_group, memory_kind = {0: {sharding: Box.whole(shape)}}, None
+        by_part, memory_kind = {0: {sharding: Box.whole(shape)}}, None
     elif isinstance(sharding, EveryHost):
-        by_group, memory_kind = {0: dict.fromkeys(sharding.memories, Box.whole(shape))}, None
-    elif isinstance(sharding, MpmdSharding):
-        by_group = {group: device_boxes(sharding.group_sharding(group), shape) for group in sharding.groups}
-        memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind
+        by_part, memory_kind = {0: dict.fromkeys(sharding.memories, Box.whole(shape))}, None
     else:
-        by_group, memory_kind = {0: device_boxes(sharding, shape)}, sharding.memory_kind
+        by_part, memory_kind = part_boxes(sharding, shape), sharding.memory_kind
+        if isinstance(sharding, MpmdSharding):
+            memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind
     shards: dict[tuple[Any, Box], int] = {}
-    groups = {
-        group: tuple([shards.setdefault((device, box), len(shards)) for device, box in boxes.items()])
-        for group, boxes in by_group.items()
-    }
+    parts = tuple(
+        [
+            tuple([shards.setdefault((device, box), len(shards)) for device, box in boxes.items()])
+            for boxes in by_part.values()
+        ]
+    )
     boxes = tuple([box for _, box in shards])
-    grids = tuple(_grid(indices, boxes) for indices in dict.fromkeys(groups.values()))
-    return Layout(tuple([device for device, _ in shards]), boxes, grids, groups, memory_kind)
+    grids = tuple(_grid(indices, boxes) for indices in dict.fromkeys(parts))
+    return Layout(tuple([device for device, _ in shards]), boxes, grids, parts, memory_kind)
 
 
 def _grid(indices: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:
@@ -124,4 +147,5 @@ def _grid(indices: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:
     num_replicas = len(rows[0])
     assert all(len(row) == num_replicas for row in rows), "a sharding with unequal numbers of replicas"
     assert len(rows) == math.prod(map(len, starts)), "a sharding whose shards do not form a grid"
-    return Grid(starts, np.array(rows, np.int64))
+    stop = Box.bounding([boxes[i] for i in indices]).stop
+    return Grid(starts, stop, np.array(rows, np.int64))

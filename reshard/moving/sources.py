@@ -169,8 +169,10 @@ def _shards(source: Any, planned: PlannedArray) -> list[Any]:
     if isinstance(source, np.ndarray):
         return [source if is_local(memory) else None for memory in layout.devices]
     shards: list[Any] = [None] * len(layout.devices)
-    for group, indices in layout.groups.items():
-        array = source._arrays.get(group) if isinstance(source, MpmdArray) else source
+    arrays = [source]
+    if isinstance(source, MpmdArray):
+        arrays = [source._arrays.get(part.key) for part in source.mpmd_sharding.parts(source.shape)]
+    for array, indices in zip(arrays, layout.parts, strict=True):
         by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
         for i in indices:
             if shards[i] is None:

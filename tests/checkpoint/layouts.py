@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scenarios import random_values
 
 from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 
@@ -27,13 +28,15 @@ def place(values: Any, sharding: Any) -> Any:
     values = np.asarray(values)
     values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
 
-    def made(one: Any) -> jax.Array:
-        return jax.make_array_from_callback(values.shape, one, lambda index: values[index])
+    def made(one: Any, part: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(part.shape, one, lambda index: part[index])
 
     if not isinstance(sharding, MpmdSharding):
-        return made(sharding)
-    local = [group for group in sharding.groups if group in sharding.mpmd_mesh.local_groups]
-    arrays = {group: made(sharding.group_sharding(group)) for group in local}
+        return made(sharding, values)
+    arrays = {
+        part.key: made(sharding.group_sharding(part.group), values[Box.whole(part.shape).shifted(part.offset).slices])
+        for part in sharding.local_parts(values.shape)
+    }
     return MpmdArray(arrays, sharding, values.shape, values.dtype)
 
 
@@ -62,9 +65,17 @@ def shardings_for(mesh: MpmdMesh, data: str | None = "data") -> dict[str, Any]:
             for i in range(4)
         ],
         "stack": MpmdSharding(mesh, last, PartitionSpec(None, data)),
+        "split": in_a_v(mesh, 16, PartitionSpec(None, data)),
         "tied": MpmdSharding(mesh, {0, last}, PartitionSpec(None, data)),
         "step": MpmdSharding(mesh, range(mesh.num_groups)),
     }
+
+
+def in_a_v(mesh: MpmdMesh, rows: int, spec: PartitionSpec) -> MpmdSharding:
+    """Stacked layers, folded like a V: each group has two ranges, the first group the first layers and the last."""
+    each = rows // (2 * mesh.num_groups)
+    ranges = {g: ((g * each, (g + 1) * each), (rows - (g + 1) * each, rows - g * each)) for g in range(mesh.num_groups)}
+    return MpmdSharding(mesh, range(mesh.num_groups), spec, split=ranges)
 
 
 def place_all(values: Any, shardings: Any) -> Any:

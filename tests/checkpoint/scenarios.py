@@ -193,6 +193,7 @@ def random_values(seed: int = 0, scale: int = 1) -> Any:
     return {
         "layers": [{"w": noise(64, 32 * scale), "b": noise(64)} for _ in range(4)],
         "stack": noise(8, 32, 64 * scale),
+        "split": noise(16, 32, 16 * scale),
         "tied": noise(128, 16 * scale),
         "step": np.int32(17),
     }

@@ -58,9 +58,10 @@ def save_sharded(folder: Path, zarr3: str) -> None:
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "x")
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    layers, (stack, step, tied) = leaves[:8], leaves[8:]
+    layers, (split, stack, step, tied) = leaves[:8], leaves[8:]
     tree = {
         "layers": [{"b": b, "w": w} for b, w in zip(layers[::2], layers[1::2], strict=True)],
+        "split": split,
         "stack": stack,
         "step": step,
         "tied": tied,

@@ -124,7 +124,13 @@ def test_every_chunk_is_written_once_by_a_process_that_holds_it(data):
             shape[axis] *= size
         spec = P(*["data" if i == axis else None for i in range(ndim)])
         bound = data.draw(st.sampled_from([None, 16, 64]))
-        leaves.append(WrittenLeaf(tuple(shape), 4, MpmdSharding(mesh, ids, spec), bound))
+        sharding, rows = MpmdSharding(mesh, ids, spec), (shape or [0])[0] // (size if axis == 0 else 1)
+        if len(ids) <= rows and data.draw(st.booleans()):
+            ends = [*sorted(data.draw(st.permutations(range(1, rows)))[: len(ids) - 1]), rows]
+            unit, starts = shape[0] // rows, [0, *ends[:-1]]
+            ranges = zip(data.draw(st.permutations(sorted(ids))), starts, ends, strict=True)
+            sharding = sharding.replace(split={g: ((a * unit, b * unit),) for g, a, b in ranges})
+        leaves.append(WrittenLeaf(tuple(shape), 4, sharding, bound))
     for leaf, plan in zip(leaves, plan_writing(tuple(leaves)), strict=True):
         assert (written(leaf, plan) == 1).all()
         held = {}

@@ -87,8 +87,29 @@ def shardings(draw, shape):
     cuts = [tuple(np.prod([g.shape[n] for n in (e if isinstance(e, tuple) else (e,)) if n], dtype=int) for e in spec)
             for g in (mesh.groups[i] for i in ids)]  # fmt: skip
     if any(size % c for group in cuts for size, c in zip(shape, group, strict=True)):
-        spec = P()
+        spec, cuts = P(), [(1,) * len(shape)]
+    if shape and draw(st.booleans()):
+        axis = draw(st.integers(0, len(shape) - 1))
+        unit = int(np.lcm.reduce([group[axis] for group in cuts]))
+        if shape[axis] % (unit * len(ids)) == 0 and shape[axis] and draw(st.booleans()):
+            return MpmdSharding(mesh, ids, spec, memory_kind, split_axis=axis)
+        if len(ids) <= shape[axis] // unit:
+            split = draw(splits(shape[axis] // unit, unit, sorted(ids)))
+            return MpmdSharding(mesh, ids, spec, memory_kind, split=split, split_axis=axis)
     return MpmdSharding(mesh, ids, spec, memory_kind)
+
+
+@st.composite
+def splits(draw, num_units, unit, ids):
+    """Ranges of whole units, each group with one at least, in any order."""
+    count = draw(st.integers(len(ids), num_units))
+    inner = draw(st.permutations(range(1, num_units)))[: count - 1]
+    ends = [0, *sorted(inner), num_units]
+    owners = draw(st.permutations(ids + [draw(st.sampled_from(ids)) for _ in range(count - len(ids))]))
+    split = {group: [] for group in ids}
+    for start, stop, group in zip(ends[:-1], ends[1:], owners, strict=True):
+        split[group].append((start * unit, stop * unit))
+    return split
 
 
 @st.composite
@@ -103,9 +124,14 @@ def put(value, sharding):
     if isinstance(sharding, reshard.HostMemory):
         return value.copy()
     if isinstance(sharding, MpmdSharding):
-        return MpmdArray(
-            [jax.device_put(value, sharding.group_sharding(g), may_alias=False) for g in sharding.groups], sharding
-        )
+        boxes = {p.key: Box.whole(p.shape).shifted(p.offset) for p in sharding.parts(value.shape)}
+        arrays = {
+            part.key: jax.device_put(
+                value[boxes[part.key].slices], sharding.group_sharding(part.group), may_alias=False
+            )
+            for part in sharding.parts(value.shape)
+        }
+        return MpmdArray(arrays, sharding, value.shape, value.dtype)
     return jax.device_put(value, sharding, may_alias=False)
 
 
@@ -146,6 +172,9 @@ def move(array, target, **options):
 
 
 def values_in_each_group(array):
+    if isinstance(array, MpmdArray) and array.pieces:
+        MpmdArray(array.pieces, array.mpmd_sharding)  # its checks: shape and sharding of each piece
+        return [np.asarray(array)]
     if isinstance(array, MpmdArray):
         return [np.asarray(array.array_in(g)) for g in array.mpmd_sharding.groups]
     return [np.asarray(array)]

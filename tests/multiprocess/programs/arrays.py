@@ -16,10 +16,13 @@ import mpmd
 VALUE = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
-def put(mesh, ids, spec):
-    sharding = mpmd.MpmdSharding(mesh, ids, spec)
-    arrays = {g: jax.device_put(VALUE, sharding.group_sharding(g)) for g in sharding.local_groups}
-    return mpmd.MpmdArray(list(arrays.values())[::-1], sharding, VALUE.shape, VALUE.dtype)
+def put(mesh, ids, spec, split=None):
+    sharding = mpmd.MpmdSharding(mesh, ids, spec, split=split)
+    arrays = [
+        jax.device_put(VALUE[part.offset[0] :][: part.shape[0]], sharding.group_sharding(part.group))
+        for part in sorted(sharding.local_parts(VALUE.shape), key=lambda part: -part.group)
+    ]
+    return mpmd.MpmdArray(arrays, sharding, VALUE.shape, VALUE.dtype)
 
 
 def said(x) -> list:
@@ -43,10 +46,29 @@ def said(x) -> list:
     return [str(x.sharding), sorted(d.id for d in x.devices()), shards, x.mpmd_idxs, x.is_mpmd_replicated]
 
 
+def check_split(x):
+    """Each process has its rows, and device_get brings all of them."""
+    np.testing.assert_array_equal(mpmd.device_get({"x": x})["x"], VALUE)
+    mine, theirs = ([1, 2], 0) if jax.process_index() == 0 else ([0, 3], 1)
+    assert sorted(row for start, stop in x.pieces for row in range(start, stop)) == mine
+    for row in mine:
+        np.testing.assert_array_equal(x[row], VALUE[row])
+    for read in (np.asarray, lambda x: x[theirs], lambda x: x + 1):
+        try:
+            read(x)
+        except RuntimeError as error:
+            assert "Call mpmd.device_get(x) in every process" in str(error)
+        else:
+            raise AssertionError("read of what is not here")
+
+
 def main():
     mpmd.initialize()
     mesh = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
     alike = [said(put(mesh, ids, spec)) for ids in ({0}, {1, 2}, {0, 1, 3}, {3}) for spec in (P(), P("data"))]
+
+    alike += [said(put(mesh, ids, P("stage"))) for ids in (range(4), {1, 2}, {2, 3})]
+    check_split(put(mesh, {0, 3}, P(), split={3: ((0, 1), (3, 4)), 0: ((1, 3),)}))
 
     # A loss that both processes have: each reads and computes with its own, without the other.
     loss = mpmd.jit(lambda x: jnp.sum(x), mpmd_mesh=mesh)(VALUE)

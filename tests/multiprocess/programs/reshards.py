@@ -45,6 +45,22 @@ def spec(mesh: Mesh, shape, names) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def grouped_sharding(grouped: mpmd.MpmdMesh, shape) -> mpmd.MpmdSharding:
+    """One or two groups with all of an array, or all groups with ranges of it, in any order."""
+    inner = spec(grouped.groups[0], shape, ("data",))
+    if shape and shape[0] >= 2 * grouped.num_groups and rng.integers(3):
+        inner = PartitionSpec(None, *inner[1:])
+        ends = sorted(rng.choice(np.arange(1, shape[0]), 2 * grouped.num_groups - 1, replace=False).tolist())
+        ranges = list(zip([0, *ends], [*ends, shape[0]], strict=True))
+        owners = rng.permutation([*range(grouped.num_groups)] * 2)
+        split = {
+            g: [r for r, owner in zip(ranges, owners, strict=True) if owner == g] for g in range(grouped.num_groups)
+        }
+        return mpmd.MpmdSharding(grouped, range(grouped.num_groups), inner, split=split)
+    ids = {int(i) for i in rng.integers(0, grouped.num_groups, 2)}
+    return mpmd.MpmdSharding(grouped, ids, inner)
+
+
 def total(value: int) -> int:
     """Summed over the ranks."""
     return sum(map(int, job.exchange("a test's sum", str(value), ranks).values()))
@@ -63,8 +79,7 @@ for _ in range(int(sys.argv[2])):
     dtype = jnp.dtype(rng.choice(["float32", "bfloat16", "int8", "bool", "complex64"]))
     x = np.asarray(rng.integers(0, 100, shape)).astype(dtype)
     source = NamedSharding(plain, spec(plain, shape, ("x", "y")))
-    ids = {int(i) for i in rng.integers(0, grouped.num_groups, 2)}
-    target = mpmd.MpmdSharding(grouped, ids, spec(grouped.groups[0], shape, ("data",)))
+    target, other = grouped_sharding(grouped, shape), grouped_sharding(grouped, shape)
     threshold = int(rng.choice([16, 100, 10_000]))
     a = jax.make_array_from_callback(shape, source, lambda index, x=x: x[index])
     donate = bool(rng.integers(2))
@@ -84,7 +99,10 @@ for _ in range(int(sys.argv[2])):
     assert np.array_equal(mpmd.device_get(c), x)
 
     h = reshard.spmd_to_mpmd_reshard(grouped, x, target)
-    d = reshard.mpmd_to_mpmd_reshard(h, target.replace(mesh_ids={0}))
+    planned = reshard.plan([h], None, [other], threshold)
+    d = reshard.mpmd_to_mpmd_reshard(h, other, threshold=threshold)
+    check_moved(planned, threshold)
+    assert d.mpmd_sharding == other
     assert np.array_equal(mpmd.device_get(d), x)
 
 key = reshard.spmd_to_mpmd_reshard(grouped, jax.random.key(3), mpmd.MpmdSharding(grouped, grouped.num_groups - 1))
