@@ -105,7 +105,7 @@ class Traced:
             for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
-        trace = cut_trace(trace, mesh)
+        trace = cut_trace(trace, mesh, [h.layout for h in self._hints])
         outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
         return Lowered(outline, mesh, self._name, self._hints, tuple(outs), self._donated, self._options)
 

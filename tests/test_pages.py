@@ -1,4 +1,4 @@
-"""What docs/tutorial.md and docs/inference.md print is true: their examples run as printed, one after the other."""
+"""What docs/tutorial.md, docs/inference.md and docs/stages.md print is true: their examples run as printed, in turn."""
 
 import os
 import re
@@ -13,16 +13,17 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "printed"),
+    ("name", "num_examples", "printed"),
     [
-        ("inference", ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
-        ("tutorial", ["step on MpmdMesh('stage': 4; 4 groups along 'stage')", "\n(2,)\n", "loss on unseen data: "]),
+        ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
+        ("stages", 3, ["layers of each stage: (4, 3, 3, 2)", "; no cut is faster"]),
+        ("tutorial", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')", "\n(2,)\n", "loss on unseen data: "]),
     ],
 )
-def test_the_examples_run_as_printed(name, printed):
+def test_the_examples_run_as_printed(name, num_examples, printed):
     page = (ROOT / "docs" / f"{name}.md").read_text()
     blocks = re.findall(rf"<!-- {name}: python -->\n+```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == page.count("```python") == 6
+    assert len(blocks) == page.count("```python") == num_examples
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     run = subprocess.run(

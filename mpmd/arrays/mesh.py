@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mpmd import _jax_compat as compat
 from mpmd.arrays.shards import Device, stacked
 from mpmd.arrays.specs import quoted
+from mpmd.arrays.targets import Target
 
 
 def _check_joined() -> None:
@@ -53,6 +54,7 @@ class MpmdMesh:
     jax_mesh: Mesh | None
     mpmd_axis_name: str | None
     groups: tuple[Mesh, ...]
+    target: Target | None = None  # what the devices are, if `topology_mesh` made them
 
     @compat.api_boundary
     def __init__(self, jax_mesh: Mesh, mpmd_axis_name: str):

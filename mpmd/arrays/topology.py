@@ -55,7 +55,9 @@ def topology_mesh(
         raise ValueError(f"topology_mesh: {count} devices do not fill hosts of {devices_per_host} (devices_per_host).")
     devices = _gpus(target, count // per_host, per_host) if target.platform == "cuda" else _tpus(target, count)
     types = tuple(axis_types or [AxisType.Explicit] * len(shape))
-    return MpmdMesh(Mesh(np.array(devices).reshape(shape), tuple(axis_names), axis_types=types), mpmd_axis_name)
+    mesh = MpmdMesh(Mesh(np.array(devices).reshape(shape), tuple(axis_names), axis_types=types), mpmd_axis_name)
+    mesh.target = target
+    return mesh
 
 
 def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Any]:

@@ -52,7 +52,7 @@ class Candidates:
                 if eqn.params["kind"] == "forward":
                     found.append(Marked(eqn, 1, (eqn,)))
             elif eqn.primitive.name == "scan" and not compat.is_transposed(eqn):
-                marks = list(_marks_in(eqn))
+                marks = list(marks_in(eqn))
                 forward = tuple(e for e in marks if e.params["kind"] == "forward")
                 if forward and all(e.params["kind"] != "backward" for e in marks):
                     found.append(Marked(eqn, eqn.params["length"], forward))
@@ -97,10 +97,11 @@ class Candidates:
         return "".join(lines) + (f"\n    … and {more} more" if more > 0 else "")
 
 
-def _marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
+def marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
+    """The marks in what an equation runs, however deep."""
     for jaxpr in compat.jaxprs_in(eqn.params):
         for inner in jaxpr.eqns:
             if inner.primitive is mark_p:
                 yield inner
             else:
-                yield from _marks_in(inner)
+                yield from marks_in(inner)

@@ -4,11 +4,13 @@ What comes after sees stage ends only, as if the user had written `mark_stage_en
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import Layout
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
+from mpmd.cutting.choose import choose
 from mpmd.cutting.named_schedules import schedule_of
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
@@ -18,17 +20,26 @@ from mpmd.tracing.trace import Atom, Trace, check_no_marks_inside
 from scheduler import Schedule
 
 
-def cut_trace(trace: Trace, mesh: MpmdMesh) -> Trace:
+def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None]) -> Trace:
     """The step, in whose loops all schedules are known and all marks are stage ends.
+
+    Args:
+      trace: the step.
+      mesh: the groups.
+      in_layouts: per flat argument, its layout or None.
 
     Raises:
       StageError: the marks, the schedule and the cuts of a loop do not fit each other.
     """
-    eqns = [_cut_loop(eqn, mesh) if eqn.primitive is treduce_p else eqn for eqn in trace.jaxpr.eqns]
+    args = trace.jaxpr.invars[len(trace.consts) :]
+    layouts = {v: layout for v, layout in zip(args, in_layouts, strict=True) if layout}
+    eqns = [_cut_loop(trace, e, mesh, layouts) if e.primitive is treduce_p else e for e in trace.jaxpr.eqns]
     return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
 
 
-def _cut_loop(eqn: compat.JaxprEqn, mesh: MpmdMesh) -> compat.JaxprEqn:
+def _cut_loop(
+    trace: Trace, eqn: compat.JaxprEqn, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
+) -> compat.JaxprEqn:
     info: LoopInfo = eqn.params["info"]
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
@@ -37,9 +48,11 @@ def _cut_loop(eqn: compat.JaxprEqn, mesh: MpmdMesh) -> compat.JaxprEqn:
     info = dataclasses.replace(info, schedule=schedule)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
-        cuts = info.cuts or _even(len(candidates), schedule.num_stages)
-        ends = _stage_ends(eqn, candidates, cuts, schedule)
-        info = dataclasses.replace(info, cuts=cuts)
+        if info.cuts is None:
+            choice = choose(trace, eqn, candidates, schedule, mesh, layouts)
+            info = dataclasses.replace(info, cuts=choice.layers, choice=choice)
+        assert info.cuts is not None
+        ends = _stage_ends(eqn, candidates, info.cuts, schedule)
         body = with_stage_ends(body, candidates, ends)
     elif info.cuts is not None:
         raise StageError(
@@ -51,12 +64,6 @@ def _cut_loop(eqn: compat.JaxprEqn, mesh: MpmdMesh) -> compat.JaxprEqn:
     for inner in body.jaxpr.eqns:
         check_no_marks_inside(inner)
     return eqn.replace(params={**eqn.params, "info": info, "jaxpr": body})
-
-
-def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many layers for each stage as for any other; the later ones get one less where that does not come out even."""
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (s < more) for s in range(num_stages))
 
 
 def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Schedule) -> None:

@@ -27,6 +27,7 @@ from mpmd.ops.reductions import (
 )
 from mpmd.ops.stage_end import mark_p, without
 from scheduler import Schedule
+from scheduler.optimize.cuts import Cut
 from scheduler.schedules import catalogue
 
 treduce_p = compat.Primitive("treduce")
@@ -39,12 +40,14 @@ class LoopInfo:
 
     Attributes:
       cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
+      choice: what the chosen cuts and others cost; None where nothing was chosen.
     """
 
     schedule: Any
     num_microbatches: int
     operations: tuple[Operation, ...]
     cuts: tuple[int, ...] | None = None
+    choice: Cut | None = dataclasses.field(default=None, compare=False)
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))

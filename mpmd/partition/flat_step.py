@@ -60,7 +60,7 @@ class FlatStep:
             tuple(outvars),
             (*[None] * num_consts, *(g if g is None else g or frozenset([0]) for g in in_groups)),
             tuple(g if g is None else g or frozenset([0]) for g in out_groups),
-            tuple(d if d is None else d + num_consts for d in _match_state(trace)),
+            tuple(d if d is None else d + num_consts for d in match_state(trace)),
             everywhere,
         )
 
@@ -169,7 +169,7 @@ def _live(items: Sequence[Item], outvars: Sequence[compat.Var]) -> list[Item]:
 # --- state that goes in and comes out -------------------------------------------------------------
 
 
-def _match_state(trace: Trace) -> tuple[int | None, ...]:
+def match_state(trace: Trace) -> tuple[int | None, ...]:
     """For each flat result, the flat argument whose position it takes, found by equal subtrees.
 
     The largest parts are matched first: a whole state, then what is left of it.

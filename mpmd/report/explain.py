@@ -11,8 +11,9 @@ from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import flops_of, flops_per_step
 from mpmd.report.memory import measured
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes
+from mpmd.report.units import in_bytes, in_seconds
 from scheduler import Call, Program, Run, Send
+from scheduler.optimize.cuts import Cut
 from scheduler.timing.simulate import simulate_orders
 
 
@@ -62,6 +63,8 @@ def explain(programs: StepPrograms, program: Program, traffic: Traffic, transpor
             f"loop {loop.number}: {info.schedule}, {info.num_microbatches} microbatches,"
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"
         )
+        if info.cuts is not None:
+            lines.append(_cut_line(info.cuts, info.choice))
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
             f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
@@ -77,6 +80,25 @@ def explain(programs: StepPrograms, program: Program, traffic: Traffic, transpor
         f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {transport}"
     )
     return "\n".join(lines)
+
+
+def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
+    """How many layers each stage gets, and what other cuts would cost."""
+    if cut is None:
+        return f"  layers of each stage: {layers}, as given by cuts="
+
+    def more(seconds: float, excess: float = 0.0) -> str:
+        return "does not fit" if excess and not cut.excess else f"{seconds / cut.makespan - 1:+.1%}"
+
+    text = (
+        f"  layers of each stage: {layers}, chosen: {in_seconds(cut.makespan)} by the operations and bytes of each"
+        f" layer; even {cut.even} {more(cut.even_makespan, cut.even_excess)}"
+    )
+    if cut.near not in (cut.layers, cut.even):
+        text += f", with one layer moved {cut.near} {more(cut.near_makespan)}"
+    if cut.excess:
+        return f"{text}; a device lacks {in_bytes(cut.excess)}, and no cut that was tried needs less"
+    return f"{text}; {'no cut is faster' if cut.is_best else f'at most {cut.gap:.1%} above the lower bound'}"
 
 
 def sent_by(program: Program, group: int) -> dict[int, list[int]]:

@@ -52,10 +52,11 @@ def work_of(jaxpr: compat.Jaxpr) -> Work:
 
 
 def _inner(jaxpr: compat.Jaxpr) -> Work:
-    return sum(map(_equation, jaxpr.eqns), Work())
+    return sum(map(work_of_equation, jaxpr.eqns), Work())
 
 
-def _equation(eqn: compat.JaxprEqn) -> Work:
+def work_of_equation(eqn: compat.JaxprEqn) -> Work:
+    """The work of one equation, with what it holds."""
     name = eqn.primitive.name
     if (count := _PRODUCTS.get(name)) is not None:
         products = count(eqn)

@@ -1,0 +1,261 @@
+"""What each unit of a loop's body costs, before anything is compiled: seconds by the roofline, bytes by types.
+
+Operations are counted in the equations. What a layer holds follows from the arrays that its equations read: parameters
+with their gradients and their part of the optimizer's state, and the values that its backward reads of its forward.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import Layout, fit
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.cutting.candidates import Candidates
+from mpmd.cutting.units import PlacedBody, Span, place_in_units
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.partition import equations
+from mpmd.partition.flat_step import match_state
+from mpmd.partition.graph import Node
+from mpmd.planning.machine import Machine
+from mpmd.report.work import Work, work_of_equation
+from mpmd.tracing.trace import Trace
+from scheduler.optimize.units import Units
+
+
+def unit_costs(
+    trace: Trace,
+    eqn: compat.JaxprEqn,
+    candidates: Candidates,
+    mesh: MpmdMesh,
+    machine: Machine,
+    layouts: Mapping[compat.Var, Layout],
+) -> Units:
+    """The costs of a loop, unit by unit.
+
+    Args:
+      trace: the step.
+      eqn: its `treduce` equation.
+      candidates: where its stages may end.
+      mesh: the groups.
+      machine: how fast they are.
+      layouts: of arguments of the step, where they are known.
+    """
+    placed = place_in_units(eqn, candidates)
+    sizes = _Sizes(trace, mesh, layouts)
+    forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)
+    held, shared = _Parameters(placed, sizes).held()
+    crossing = _crossing(placed, sizes)
+    is_near = sum(g.size for g in mesh.groups) <= max(machine.devices_per_host, machine.target.devices_per_link_domain)
+    transfer_s = tuple(machine.transfer_s(nbytes, 1, is_near) for nbytes in crossing)
+    activations = _activations(placed, sizes)
+    return Units(forward, input_grad, weight_grad, transfer_s, held, activations, shared, machine.launch_s)
+
+
+def _seconds(placed: PlacedBody, machine: Machine, num_devices: int) -> list[tuple[float, ...]]:
+    """Seconds of F, I and W of each unit."""
+    work: dict[tuple[int, int], Work] = defaultdict(Work)
+    for node in placed.body.nodes:
+        if node.place is None or not node.per_microbatch:
+            continue
+        which = 0
+        if node.place.kind == "B":
+            which = 1 if any(v in placed.input_grads for v in node.eqn.outvars) else 2
+        work[which, node.place.stage] += work_of_equation(node.eqn)
+    found = []
+    for which in range(3):
+        seconds = [0.0] * placed.num_units
+        for number, span in enumerate(placed.spans):
+            each = (machine.compute_s(work[which, number], num_devices) - machine.launch_s) / span.num_units
+            for unit in range(span.first, span.last + 1):
+                seconds[unit] += each
+        found.append(tuple(seconds))
+    return found
+
+
+class _Sizes:
+    """Bytes on each device of a group."""
+
+    def __init__(self, trace: Trace, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]):
+        self.trace, self.mesh, self._layouts = trace, mesh, layouts
+        self._root: dict[compat.Var, compat.Var] = {}
+        for eqn in trace.jaxpr.eqns:  # casts of parameters before the loop
+            read = equations.variables(eqn.invars)
+            if len(read) == 1 and len(eqn.outvars) == 1 and read[0].aval.shape == eqn.outvars[0].aval.shape:
+                self._root[eqn.outvars[0]] = self.root(read[0])
+
+    def root(self, v: compat.Var) -> compat.Var:
+        """The argument of the step that `v` is a cast of, or `v` itself."""
+        return self._root.get(v, v)
+
+    def nbytes(self, v: compat.Var) -> float:
+        """Bytes of a value on each device, by its type on Explicit axes or by its argument's layout."""
+        whole = equations.nbytes(v.aval)
+        shape = getattr(v.aval, "shape", ())
+        if (sharding := explicit_sharding(v.aval)) is not None:
+            part = sharding.shard_shape(shape)
+        elif (layout := self._layouts.get(self.root(v))) is not None:
+            part = fit(layout, self.mesh.groups[0], shape).shard_shape(shape)
+        else:
+            return float(whole)
+        return whole * functools.reduce(
+            lambda a, pair: a * pair[0] / max(1, pair[1]), zip(part, shape, strict=True), 1.0
+        )
+
+    def data_share(self, operands: Iterable[compat.Var]) -> float:
+        """The part of a batch that each device has: what values made of it are taken to have too."""
+        shares = [self.nbytes(v) / equations.nbytes(v.aval) for v in operands if equations.nbytes(v.aval)]
+        return min(shares, default=1.0)
+
+
+class _Parameters:
+    """What the units hold at all times: parameters, and what belongs to them."""
+
+    def __init__(self, placed: PlacedBody, sizes: _Sizes):
+        self.placed, self.sizes = placed, sizes
+        self.trains = any(n.place is not None and n.place.kind == "B" for n in placed.body.nodes)
+        self.units: dict[compat.Var, set[int]] = defaultdict(set)
+        self.layers: dict[compat.Var, Span] = {}  # stacked ones: an equal part for each layer of a scan
+        for node in placed.body.nodes:
+            if node.place is not None and node.per_microbatch:
+                self._read(node, placed.spans[node.place.stage])
+
+    def _read(self, node: Node, span: Span) -> None:
+        is_layers = span.scan is not None and node.eqn.primitive.name == "scan"
+        num_whole = node.eqn.params["num_consts"] + node.eqn.params["num_carry"] if is_layers else 0
+        for i, v in enumerate(node.eqn.invars):
+            if isinstance(v, compat.Literal) or (source := self._source(v)) is None:
+                continue
+            if node.eqn.primitive.name == "dynamic_slice" and v in self.placed.body.operands:
+                continue  # a microbatch of the data
+            if is_layers and i >= num_whole:
+                self.layers.setdefault(source, span)
+            else:
+                self.units[source].update(range(span.first, span.last + 1))
+
+    def _source(self, v: compat.Var) -> compat.Var | None:
+        """The operand that `v` is, or the part of one; None for what each microbatch makes anew."""
+        body = self.placed.body
+        while (node := body.source(v)) is not None:
+            if node.per_microbatch:
+                return None
+            read = equations.variables(node.eqn.invars)
+            if not read:
+                return None  # a constant
+            if len(read) != 1 or equations.shrinks(node.eqn):
+                return v if equations.size(v.aval) > 1 else None
+            v = read[0]
+        return v if v in body.operands and equations.size(v.aval) > 1 else None
+
+    def held(self) -> tuple[tuple[float, ...], tuple[tuple[float, tuple[int, ...]], ...]]:
+        """Bytes of each unit, and those that several units share."""
+        ratio = self._state_ratio()
+        held = [0.0] * self.placed.num_units
+        shared = []
+        for v in dict.fromkeys([*self.layers, *self.units]):
+            nbytes = self._nbytes(v, ratio)
+            units = sorted(self.units.get(v, ()))
+            if not units and (span := self.layers[v]):
+                for unit in range(span.first, span.last + 1):
+                    held[unit] += nbytes / span.num_units
+            elif len(units) == 1:
+                held[units[0]] += nbytes
+            else:
+                shared.append((nbytes, tuple(units)))
+        return tuple(held), tuple(shared)
+
+    def _nbytes(self, v: compat.Var, ratio: float) -> float:
+        """A parameter, the argument that it is a cast of, its gradient, and its part of the state."""
+        own, root = self.sizes.nbytes(v), self.sizes.root(v)
+        if not self.trains or not jax.dtypes.issubdtype(v.aval.dtype, np.inexact):
+            return own
+        of_argument = self.sizes.nbytes(root)
+        return of_argument * (1 + ratio) + own + (own if root is not v else 0.0)
+
+    def _state_ratio(self) -> float:
+        """Bytes of state that no loop reads (the optimizer's), by bytes of parameters."""
+        trace = self.sizes.trace
+        args = trace.jaxpr.invars[len(trace.consts) :]
+        state = {args[i] for i in match_state(trace) if i is not None}
+        read = {self.sizes.root(v) for v in (*self.layers, *self.units)}
+        parameters = sum(equations.nbytes(v.aval) for v in read)
+        other = sum(equations.nbytes(v.aval) for v in state - read)
+        return other / parameters if parameters else 0.0
+
+
+def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
+    """Bytes that each unit keeps of a microbatch for its backward."""
+    body = placed.body
+    share = sizes.data_share(_data(placed))
+    found = [0.0] * placed.num_units
+    kept: set[compat.Var] = set()
+    for node in body.nodes:
+        if node.place is None or node.place.kind != "B":
+            continue
+        for v in node.inputs:
+            v = _viewed(placed, v)
+            source = body.source_in_loop(v)
+            if source is None or source.place is None or source.place.kind != "F" or v in kept:
+                continue
+            kept.add(v)
+            span = placed.spans[source.place.stage]
+            nbytes = sizes.nbytes(v) if explicit_sharding(v.aval) is not None else equations.nbytes(v.aval) * share
+            is_stacked = span.scan is not None and source.eqn.outvars.index(v) >= source.eqn.params["num_carry"]
+            if is_stacked:
+                for unit in range(span.first, span.last + 1):
+                    found[unit] += nbytes / span.num_units
+            else:
+                found[span.last] += nbytes
+    return tuple(found)
+
+
+def _viewed(placed: PlacedBody, v: compat.Var) -> compat.Var:
+    """The value that `v` is a view of: a view is made again by its reader."""
+    while (source := placed.body.source_in_loop(v)) is not None and equations.is_free_view(source.eqn):
+        read = equations.variables(source.eqn.invars)
+        if len(read) != 1:
+            break
+        v = read[0]
+    return v
+
+
+def _data(placed: PlacedBody) -> list[compat.Var]:
+    """The operands of which each microbatch takes its part."""
+    slices = [n for n in placed.body.nodes if n.per_microbatch and n.eqn.primitive.name == "dynamic_slice"]
+    return [v for n in slices for v in n.inputs[:1] if v in placed.body.operands]
+
+
+def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
+    """Bytes that cross behind each unit in the forward pass, if a stage ends there."""
+    body = placed.body
+    share = sizes.data_share(_data(placed))
+    found = [0.0] * placed.num_units
+    until: dict[compat.Var, int] = {}  # the last unit that reads a value of another span
+    for node in body.nodes:
+        if node.place is None or node.place.kind != "F":
+            continue
+        span = placed.spans[node.place.stage]
+        is_layers = span.scan is not None and node.eqn.primitive.name == "scan"
+        for i, v in enumerate(node.eqn.invars):
+            if isinstance(v, compat.Literal):
+                continue
+            v = _viewed(placed, v)
+            source = body.source_in_loop(v)
+            if source is None or source.place is None:
+                continue
+            is_carried = is_layers and 0 <= i - node.eqn.params["num_consts"] < node.eqn.params["num_carry"]
+            until[v] = max(until.get(v, 0), span.first if is_carried else span.last)
+        if is_layers:
+            carried = node.eqn.outvars[: node.eqn.params["num_carry"]]
+            nbytes = sum(equations.nbytes(v.aval) for v in carried) * share
+            for unit in range(span.first, span.last):
+                found[unit] += nbytes
+    for v, reader in until.items():
+        source = body.source_in_loop(v)
+        assert source is not None and source.place is not None
+        for unit in range(placed.spans[source.place.stage].last, reader):
+            found[unit] += equations.nbytes(v.aval) * share
+    return tuple(found)

@@ -1,0 +1,31 @@
+"""How fast the devices of a mesh are and how much memory they have, for comparing cuts before anything has run."""
+
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.targets import GB, TB, Target
+from mpmd.planning.machine import Machine
+
+# A device without a data sheet (a CPU, say): operations and bytes in the proportion of a common processor. Only the
+# proportion matters for the choice of a cut.
+_UNKNOWN = Target(
+    "unknown", "a device without a data sheet", "cpu", 1 << 60, 20 * GB, 0.2 * TB, 0.2 * TB, 2 * GB, 1 * GB
+)
+
+
+def machine_of(mesh: MpmdMesh) -> Machine:
+    """The data sheet of the devices, or that of none in particular."""
+    device = mesh.groups[0].devices.flat[0]
+    target = mesh.target or next((t for t in Target.known.values() if t.description == device.device_kind), None)
+    return Machine(_UNKNOWN, reserved_nbytes=0) if target is None else Machine(target)
+
+
+def memory_limit(mesh: MpmdMesh, machine: Machine) -> float | None:
+    """Bytes that a step may use on each device; None where nobody knows."""
+    if mesh.is_described:
+        return None if machine.target is _UNKNOWN else float(machine.usable_nbytes)
+    local = [
+        d for g in mesh.local_groups for d in mesh.groups[g].devices.flat if d.process_index == d.client.process_index()
+    ]
+    limits = [stats["bytes_limit"] for d in local[:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
+    if limits:
+        return float(limits[0])
+    return None if machine.target is _UNKNOWN or not local else float(machine.usable_nbytes)

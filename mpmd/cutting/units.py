@@ -1,0 +1,151 @@
+"""Puts each equation of a loop's body into the unit in which it stands: what is between two candidates.
+
+Unit k ends with candidate k. A scan over layers is one span of as many units as it has iterations; the equations before
+it belong to its first unit, those behind it to the unit of the next candidate.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.candidates import Candidates, Marked, marks_in
+from mpmd.ops.stage_end import MarkId, boundaries, mark_p
+from mpmd.partition.backward_stages import backward_stages, find_backward
+from mpmd.partition.graph import Body, Node, Place, hoist
+from mpmd.partition.marks import Marks, forget_marks
+from mpmd.tracing.trace import Atom
+
+
+class Span(NamedTuple):
+    """Equations between two marks, or a scan over layers, and the units that they are."""
+
+    first: int
+    num_units: int
+    scan: Marked | None
+
+    @property
+    def last(self) -> int:
+        """The last of its units."""
+        return self.first + self.num_units - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedBody:
+    """The body of a loop, without its marks. The place of a node is the number of its span, `F` or `B`.
+
+    Attributes:
+      input_grads: the backward nodes that an earlier span waits for.
+    """
+
+    body: Body
+    spans: tuple[Span, ...]
+    input_grads: frozenset[compat.Var]
+
+    @property
+    def num_units(self) -> int:
+        """One more than candidates."""
+        return self.spans[-1].last + 1
+
+
+def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
+    """Places the equations of a `treduce` equation's body as if a stage ended at each candidate, by the text alone."""
+    closed = eqn.params["jaxpr"]
+    jaxpr, spans = _with_every_mark(closed.jaxpr, candidates)
+    inner = compat.ClosedJaxpr(jaxpr, closed.consts)
+    body = hoist(Body.of(eqn.replace(params={**eqn.params, "jaxpr": inner})))
+    nodes = [n for n in body.nodes if n.is_mark]
+    number = dict(zip(nodes, boundaries([n.eqn.params for n in nodes]), strict=True))
+    written = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")
+    marks = Marks(len(spans), number, written, (None,) * len(spans))
+    backward = find_backward(body, marks)
+    forward: dict[Node, int] = {}
+    here = 0
+    for node in body.nodes:
+        if node.per_microbatch and node not in backward:
+            here += node.is_mark and node.eqn.params["kind"] == "forward"
+            forward[node] = here
+    gradients = backward_stages(body, marks, backward, forward)
+    needed = body.ancestors(v for n in number if n.eqn.params["kind"] == "backward" for v in n.inputs)
+    places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
+    placed = [dataclasses.replace(n, backward=n in backward, place=places.get(n)) for n in body.nodes]
+    waited_for = frozenset(v for n in needed & backward for v in n.eqn.outvars)
+    return PlacedBody(forget_marks(body.with_nodes(placed)), tuple(spans), waited_for)
+
+
+def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compat.Jaxpr, list[Span]]:
+    """The body with a mark of its own for each candidate, and with marks before and behind each scan over layers."""
+    scans = {id(m.eqn): m for m in candidates.scans}
+    own = {id(m.eqn): (MarkId(), MarkId()) for m in candidates.scans}
+    numbers = iter(boundaries([e.params for e in jaxpr.eqns if e.primitive is mark_p]))
+    ids: dict[int, MarkId] = defaultdict(MarkId)
+    transposed = _Transposed(candidates.scans)
+    alias: dict[compat.Var, Atom] = {}
+    eqns: list[compat.JaxprEqn] = []
+    spans, unit = [], 0
+
+    def read(v: Atom) -> Atom:
+        return v if isinstance(v, compat.Literal) else alias.get(v, v)
+
+    def mark(like: compat.JaxprEqn, values: Sequence[Atom], mark_id: MarkId, kind: str) -> dict[compat.Var, Atom]:
+        found: dict[compat.Var, Atom] = {
+            v: compat.Var(v.aval) for v in values if not isinstance(v, (compat.Literal, compat.DropVar))
+        }
+        params = {"id": mark_id, "kind": kind, "label": None, "optional": False}
+        eqns.append(like.replace(primitive=mark_p, invars=list(found), outvars=list(found.values()), params=params,
+                                 effects=frozenset()))  # fmt: skip
+        return found
+
+    for eqn in jaxpr.eqns:
+        found = scans.get(id(eqn))
+        pair = own[id(found.eqn)] if found else transposed.pair_of(eqn, own)
+        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        if eqn.primitive is mark_p:
+            number = next(numbers)
+            eqns.append(eqn.replace(params={**eqn.params, "id": ids[number]}))
+            if eqn.params["kind"] == "forward":
+                spans.append(Span(unit, 1, None))
+                unit += 1
+        elif pair is None:
+            eqns.append(eqn)
+        else:
+            kind = "forward" if found else "backward"
+            num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+            carried = eqn.invars[num_consts : num_consts + num_carry]
+            before = mark(eqn, carried, pair[0] if found else pair[1], kind)
+            eqns.append(
+                eqn.replace(invars=[v if isinstance(v, compat.Literal) else before.get(v, v) for v in eqn.invars])
+            )
+            behind = mark(eqn, eqn.outvars[:num_carry], pair[1] if found else pair[0], kind)
+            alias.update(behind)
+            if found:
+                spans += [Span(unit, 1, None), Span(unit, found.count, found)]
+                unit += found.count
+    spans.append(Span(unit, 1, None))
+    outvars = [read(v) for v in jaxpr.outvars]
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=outvars), spans
+
+
+class _Transposed:
+    """Ties a scan of the backward pass to the one that it transposes: by their marks, the last of equal ones first."""
+
+    def __init__(self, scans: Sequence[Marked]):
+        self._by_id: dict[object, list[Marked]] = defaultdict(list)
+        for m in scans:
+            for mark_id in {mark.params["id"] for mark in m.marks}:
+                self._by_id[mark_id].append(m)
+
+    def pair_of(self, eqn: compat.JaxprEqn, own: dict[int, tuple[MarkId, MarkId]]) -> tuple[MarkId, MarkId] | None:
+        """The ids of the marks before and behind the scan that `eqn` transposes; None if it transposes none."""
+        if eqn.primitive.name != "scan":
+            return None
+        ids = {e.params["id"] for e in marks_in(eqn) if e.params["kind"] == "backward"}
+        for mark_id in ids:
+            if found := self._by_id.get(mark_id):
+                scan = found[-1]
+                for others in self._by_id.values():
+                    if len(others) > 1 and scan in others:
+                        others.remove(scan)
+                return own[id(scan.eqn)]
+        return None

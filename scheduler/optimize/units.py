@@ -1,0 +1,201 @@
+"""The parts of a model between the places where a stage may end: what each costs, and what a cut makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from scheduler.task import Schedule
+from scheduler.timing.costs import Costs
+from scheduler.timing.replay import Replay
+
+Layers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Costs of a model, unit by unit: unit k ends with the k-th place where a stage may end.
+
+    The last unit is what follows the last of these places (head, loss), so there is one unit more than places. What
+    precedes the first layer (an embedding) is part of the first unit.
+
+    Args:
+        forward: Seconds of F, for each unit.
+        input_grad: Seconds of I.
+        weight_grad: Seconds of W.
+        transfer_s: Seconds over the boundary behind each unit, if a stage ends there; the last one is not used.
+        held: Bytes that a unit needs at all times: parameters, their gradients, optimizer state.
+        activations: Bytes that a unit holds of a microbatch from its F until its B or W.
+        shared: What several units need and a group holds once: bytes, and the units.
+        task_s: Seconds that a task takes beside its units.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    transfer_s: tuple[float, ...] = ()
+    held: tuple[float, ...] = ()
+    activations: tuple[float, ...] = ()
+    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    task_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("transfer_s", "held", "activations"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * len(self.forward))
+        lengths = {len(getattr(self, name)) for name in _PER_UNIT}
+        if len(lengths) != 1 or not self.forward:
+            raise ValueError(f"Units: the costs have {sorted(lengths)} entries; expected one number for each unit.")
+
+    @property
+    def num_places(self) -> int:
+        """Places where a stage may end."""
+        return len(self.forward) - 1
+
+
+_PER_UNIT = ("forward", "input_grad", "weight_grad", "transfer_s", "held", "activations")
+
+
+def even_layers(num_layers: int, num_stages: int) -> Layers:
+    """As many layers for each stage as for any other; the later ones get one less where that does not come out even.
+
+    Example:
+        >>> even_layers(6, 4)
+        (2, 2, 1, 1)
+    """
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+@dataclass
+class CutProblem:
+    """What a cut costs under a schedule. A cut is the number of places in each stage; the last may be 0.
+
+    Args:
+        units: The costs of the units.
+        schedule: The schedule; it gives the number of stages.
+        num_microbatches: How often the loop body runs.
+        memory_limit: Bytes that each group may use, or None.
+    """
+
+    units: Units
+    schedule: Schedule
+    num_microbatches: int
+    memory_limit: Sequence[float] | None = None
+    num_evaluated: int = 0
+    """How many cuts have been put on the clock."""
+    _known: dict[Layers, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        orders = self.schedule.orders(self.num_microbatches)
+        self.placement = tuple(self.schedule.placement)
+        self.num_stages, self.num_groups = self.schedule.num_stages, self.schedule.num_groups
+        self.replay = Replay(orders, self.placement)
+        self.warmup, self.late = _positions(orders, self.num_stages)
+        """For each stage, how many F come before its first I or B, and how many W after its last I."""
+        self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)
+        u = self.units
+        self._sums = [tuple(accumulate(x, initial=0.0)) for x in (u.forward, u.input_grad, u.weight_grad)]
+        self._held, self._activations = (tuple(accumulate(x, initial=0.0)) for x in (u.held, u.activations))
+        if self.memory_limit is not None and len(self.memory_limit) != self.num_groups:
+            raise ValueError(
+                f"memory_limit has {len(self.memory_limit)} entries; expected one for each of {self.num_groups} groups."
+            )
+
+    def spans(self, layers: Layers) -> list[tuple[int, int]]:
+        """For each stage, its first unit and the one after its last."""
+        stops = [*accumulate(layers[:-1]), len(self.units.forward)]
+        return list(pairwise([0, *stops]))
+
+    def seconds(self, first: int, stop: int) -> tuple[float, float, float]:
+        """Seconds of F, I and W of a stage with these units."""
+        forward, input_grad, weight_grad = (sums[stop] - sums[first] for sums in self._sums)
+        task = self.units.task_s
+        return forward + task, input_grad + task, weight_grad + (0.0 if self.is_whole else task)
+
+    def costs(self, layers: Layers) -> Costs:
+        """The costs of a cut, as :func:`scheduler.simulate` takes them."""
+        spans = self.spans(layers)
+        forward, input_grad, weight_grad = zip(*(self.seconds(a, b) for a, b in spans), strict=True)
+        over = tuple(self.units.transfer_s[stop - 1] for _, stop in spans)
+        held = tuple(self._activations[b] - self._activations[a] for a, b in spans)
+        return Costs(forward, input_grad, weight_grad, transfer_s=over, activation_bytes=held)
+
+    def memory(self, layers: Layers) -> list[float]:
+        """For each group, the bytes that it needs."""
+        spans = self.spans(layers)
+        peaks = self.replay.peaks([self._activations[b] - self._activations[a] for a, b in spans])
+        for group in range(self.num_groups):
+            peaks[group] += self._kept([span for span, g in zip(spans, self.placement, strict=True) if g == group])
+        return peaks
+
+    def _kept(self, spans: Sequence[tuple[int, int]]) -> float:
+        """Bytes of parameters and what belongs to them in a group with these stages."""
+        total = sum(self._held[b] - self._held[a] for a, b in spans)
+        for nbytes, units in self.units.shared:
+            if any(a <= unit < b for unit in units for a, b in spans):
+                total += nbytes
+        return total
+
+    def evaluate(self, layers: Layers) -> tuple[float, float]:
+        """Bytes by which the worst group exceeds its memory (0: it fits), and the makespan. Smaller is better."""
+        if (known := self._known.get(layers)) is None:
+            over = 0.0
+            if self.memory_limit is not None:
+                needs = self.memory(layers)
+                over = max(0.0, *(n - limit for n, limit in zip(needs, self.memory_limit, strict=True)))
+            c = self.costs(layers)
+            self.num_evaluated += 1
+            makespan = self.replay.makespan(c.forward, c.input_grad, c.weight_grad, c.transfer_s)  # type: ignore[arg-type]
+            known = self._known[layers] = over, makespan
+        return known
+
+    def bound(self, stage: int, first: int, stop: int) -> float:
+        """A lower bound of the makespan of each cut in which a stage has these units; infinite if they do not fit.
+
+        The stage's first F comes after one F of all stages before. All its own work follows, and after its last
+        backward one of all stages before. Its first backward comes after one F and one backward of all stages behind;
+        before that it can only run as many F as the order says.
+        """
+        m, units = self.num_microbatches, self.units
+        forward, input_grad, weight_grad = self.seconds(first, stop)
+        if self.memory_limit is not None:
+            group = self.placement[stage]
+            held = self.replay.counts[stage] * (self._activations[stop] - self._activations[first])
+            if self._kept([(first, stop)]) + held > self.memory_limit[group]:
+                return math.inf
+        task, before, behind = units.task_s, stage, self.num_stages - 1 - stage
+        back = [0.0, 0.0]
+        for i, (a, b, count) in enumerate(((0, first, before), (stop, len(units.forward), behind))):
+            back[i] = self._sums[1][b] - self._sums[1][a] + count * task
+            if self.is_whole:
+                back[i] += self._sums[2][b] - self._sums[2][a]
+        head = self._sums[0][first] + before * task
+        down = self._sums[0][-1] - self._sums[0][stop] + behind * task
+        work = m * (forward + input_grad + weight_grad)
+        late = self.late[stage] * weight_grad
+        early = self.warmup[stage] * forward
+        way = head + forward + down + back[1]
+        return max(head + work, head + work - late + back[0], way + work - early, way + work - early - late + back[0])
+
+    def load_bound(self) -> float:
+        """A lower bound of the makespan of any cut: the mean work of a group, and the way of one microbatch."""
+        total = [sums[-1] + self.num_stages * self.units.task_s * (i < 2) for i, sums in enumerate(self._sums)]
+        one = total[0] + total[1] + (total[2] if self.is_whole else 0.0)
+        return max(self.num_microbatches * sum(total) / self.num_groups, one)
+
+
+def _positions(orders: Sequence[Sequence[tuple[int, str, int]]], num_stages: int) -> tuple[list[int], list[int]]:
+    warmup, late, started = [0] * num_stages, [0] * num_stages, [False] * num_stages
+    for order in orders:
+        for stage, kind, _ in order:
+            if kind == "F":
+                warmup[stage] += not started[stage]
+            elif kind == "W":
+                late[stage] += 1
+            else:
+                started[stage] = True
+                late[stage] = 0
+    return warmup, late

@@ -1,0 +1,116 @@
+"""Runs fixed orders on a clock again and again, for other durations each time: what a search over durations needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.task import Orders
+
+_KINDS = {"F": 0, "I": 1, "W": 2, "B": 3}
+
+
+class Replay:
+    """The makespan and the peaks of orders that do not change, for any durations.
+
+    The same clock as :func:`scheduler.simulate`, about ten times as fast: who waits for whom is found once.
+
+    Args:
+        orders: For each group, its tasks in order; they must not deadlock.
+        placement: For each stage, its group.
+    """
+
+    def __init__(self, orders: Orders, placement: Sequence[int]) -> None:
+        self.placement = tuple(placement)
+        self.num_tasks = sum(map(len, orders))
+        self._steps = _steps(orders, self.placement)
+        self._held = [_counts(order, self.placement, group) for group, order in enumerate(orders)]
+        self.counts = [max((c.get(s, 0) for c in self._held[g]), default=0) for s, g in enumerate(self.placement)]
+        """For each stage, the most microbatches that it holds at once."""
+
+    def makespan(self, forward: Sequence[float], input_grad: Sequence[float], weight_grad: Sequence[float],
+                 over: Sequence[float]) -> float:  # fmt: skip
+        """Seconds from the first start to the last end.
+
+        Args:
+            forward: Seconds of F of each stage.
+            input_grad: Those of I.
+            weight_grad: Those of W; B takes both.
+            over: Seconds over the boundary behind each stage, in either direction.
+        """
+        seconds = [0.0] * (4 * len(forward))
+        seconds[0::4], seconds[1::4], seconds[2::4] = forward, input_grad, weight_grad
+        seconds[3::4] = [one + other for one, other in zip(input_grad, weight_grad, strict=True)]
+        waits = [
+            0.0,
+            *(t if a != b else 0.0 for t, a, b in zip(over, self.placement, self.placement[1:], strict=False)),
+        ]
+        clock = [0.0] * (max(self.placement) + 1)
+        ends: list[float] = []
+        done = ends.append
+        for group, kind, needs, boundary in self._steps:
+            now = clock[group]
+            if needs >= 0:
+                there = ends[needs] + waits[boundary]
+                if there > now:
+                    now = there
+            now += seconds[kind]
+            clock[group] = now
+            done(now)
+        return max(clock)
+
+    def peaks(self, activations: Sequence[float]) -> list[float]:
+        """For each group, the most bytes of activations that it holds, from the bytes of a microbatch in each stage."""
+        return [
+            max((sum(n * activations[s] for s, n in counts.items()) for counts in held), default=0.0)
+            for held in self._held
+        ]
+
+
+def _steps(orders: Orders, placement: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """All tasks in an order in which each comes after what it waits for: its group, its kind and stage as a number, the
+    position of the task of another stage that it waits for (-1: none), and the boundary between them (0: none).
+    """
+    last = len(placement) - 1
+    at: dict[tuple[int, bool, int], int] = {}  # stage, whether it goes back, microbatch
+    position = [0] * len(orders)
+    steps: list[tuple[int, int, int, int]] = []
+    while True:
+        before = len(steps)
+        for group, order in enumerate(orders):
+            while position[group] < len(order):
+                stage, kind, microbatch = order[position[group]]
+                is_back = kind in "IB"
+                other = -1 if kind == "W" else stage + 1 if is_back else stage - 1
+                needs, boundary = -1, 0
+                if 0 <= other <= last:
+                    if (needs := at.get((other, is_back, microbatch), -1)) < 0:
+                        break
+                    boundary = max(stage, other)
+                if kind != "W":
+                    at[stage, is_back, microbatch] = len(steps)
+                steps.append((group, 4 * stage + _KINDS[kind], needs, boundary))
+                position[group] += 1
+        if len(steps) == before:
+            break
+    assert len(steps) == sum(map(len, orders)), "the orders deadlock"
+    return steps
+
+
+def _counts(order: Sequence[tuple[int, str, int]], placement: tuple[int, ...], group: int) -> list[dict[int, int]]:
+    """The largest sets of microbatches that a group holds at once, as numbers for each of its stages."""
+    stages = [s for s, g in enumerate(placement) if g == group]
+    now = dict.fromkeys(stages, 0)
+    found: list[dict[int, int]] = []
+    grown = False
+    for stage, kind, _ in order:
+        if kind == "F":
+            now[stage] += 1
+            grown = True
+        elif kind != "I":
+            if grown:
+                found.append(dict(now))
+                grown = False
+            now[stage] -= 1
+    found.append(dict(now))
+    unique = [dict(pairs) for pairs in {tuple(c.items()) for c in found}]
+    return [c for c in unique if not any(c is not o and all(o[s] >= c[s] for s in stages) for o in unique)]
