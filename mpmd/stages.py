@@ -199,6 +199,7 @@ class Compiled:
         self._program = program
         self._donated = usable(programs, donated)
         self._bound = None if programs.mesh.is_described else Executor(programs, program)
+        programs.compiler.close()
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
@@ -226,7 +227,7 @@ class Compiled:
 
     def __repr__(self):
         compiler = self._programs.compiler
-        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {compiler.num_compiled} programs)"
+        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {compiler.num_programs} programs)"
 
     # --- what it is -------------------------------------------------------------------------------
 

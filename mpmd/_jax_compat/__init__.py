@@ -1,8 +1,8 @@
 """Everything that JAX does not document, in one folder.
 
 Each function here stands on a private name. The rest of the package imports from this folder only, so that a new JAX
-release is met by reading it alone. The speed paths (`load_on`, `put`) have a documented way of doing the same beside
-them; correctness never depends on the private one.
+release is met by reading it alone. The speed paths (`load_on`, `stored`, `put`) have a documented way of doing the same
+beside them; correctness never depends on the private one.
 """
 # ruff: noqa: F401 (names to import from here)
 
@@ -24,7 +24,15 @@ from mpmd._jax_compat.described import (
     described_tpus,
     is_described,
 )
-from mpmd._jax_compat.executables import compile_one_of_many, load_on, named_sharding
+from mpmd._jax_compat.executables import (
+    Executable,
+    Program,
+    abstract,
+    compile_program,
+    load_stored,
+    named_sharding,
+)
+from mpmd._jax_compat.fingerprints import fingerprint
 from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key
 from mpmd._jax_compat.jaxprs import (
     ClosedJaxpr,

@@ -1,83 +1,207 @@
-"""Compiled programs: kept in JAX's cache folder, loaded on other devices, and their shardings."""
+"""Compiled programs: found in JAX's cache folder or compiled, loaded on other devices, and their shardings."""
 
 import contextlib
 import dataclasses
+import functools
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compilation_cache, compiler, config
+from jax._src import compiler, config, core, stages
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
-from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
 from jax.sharding import Mesh, NamedSharding
 
+from mpmd._jax_compat.fingerprints import fingerprint
+from mpmd._jax_compat.jaxprs import ClosedJaxpr
+from mpmd._jax_compat.stored_programs import Folder, entry_key
 
-def compile_one_of_many(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+# What a JAX or a backend that differs from those known here may raise where its insides are used.
+_OTHER_JAX = (AttributeError, TypeError, ValueError, NotImplementedError, AssertionError, jax.errors.JaxRuntimeError)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A program as it goes to XLA.
+
+    Attributes:
+      name: in profiles and dumps.
+      mesh: where it is compiled.
+      in_shardings, out_shardings: on `mesh`; None where XLA chooses.
+      options: for XLA, None for its defaults.
+    """
+
+    name: str
+    closed: ClosedJaxpr
+    mesh: Mesh
+    in_shardings: tuple[NamedSharding | None, ...]
+    out_shardings: tuple[NamedSharding | None, ...]
+    donate: tuple[int, ...]
+    options: Mapping[str, Any] | None
+
+    @functools.cached_property
+    def folder(self) -> Folder | None:
+        """JAX's cache folder, if there is one."""
+        return Folder.of(self.mesh.devices.flat[0].client)
+
+    @functools.cached_property
+    def fingerprint(self) -> str | None:
+        """What it is stored under; None if it is not stored. Groups in several processes compile together."""
+        if self.folder is None or len({d.process_index for d in self.mesh.devices.flat}) > 1:
+            return None
+        shardings = self.in_shardings, self.out_shardings
+        return fingerprint(self.name, self.closed, self.mesh, *shardings, self.donate, self.options)
+
+    def stored(self) -> bytes | None:
+        """The executable that an earlier process compiled, serialized."""
+        return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
+
+
+class Executable:
+    """A compiled program and, on demand, the bytes from which it is loaded on other devices."""
+
+    def __init__(self, compiled: jax.stages.Compiled, serialized: bytes | None = None):
+        self.compiled = compiled
+        self._serialized = serialized
+
+    def load_on(self, mesh: Mesh) -> jax.stages.Compiled | None:
+        """The same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
+
+        None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
+        """
+        compiled = self.compiled
+        try:
+            unloaded = _unloaded(compiled)
+            if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
+                return None
+            if self._serialized is None:
+                self._serialized = unloaded.backend.serialize_executable(unloaded.xla_executable)
+            loaded, devices = _loaded(self._serialized, mesh)
+            copy = dataclasses.replace(
+                unloaded,
+                xla_executable=loaded,
+                device_list=devices,
+                input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
+                output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
+            )
+            return jax.stages.Compiled(
+                copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree, compiled._no_kwargs
+            )
+        except _OTHER_JAX:
+            return None
+
+
+def compile_program(lowered: jax.stages.Lowered, program: Program) -> Executable:
     """Compiles; with a compilation cache folder, the program is kept there however quickly it was compiled.
 
     By default JAX keeps what took a second or more. A step as one program does, each of its many programs may not.
     """
     least = config.persistent_cache_min_compile_time_secs
     with least(0.0) if least.value == 1.0 else contextlib.nullcontext():
-        return lowered.compile()
+        began = time.monotonic()
+        compiled = lowered.compile()
+        seconds = time.monotonic() - began
+        if program.folder is None:
+            return Executable(compiled)
+        try:
+            known = program.fingerprint
+            if known is not None and not _same(_described(program, _unloaded(compiled).xla_executable), compiled):
+                known = None
+            # A CPU program that came out of the folder has lost its code when it is serialized again.
+            return Executable(compiled, program.folder.keep(known, entry_key(lowered._lowering), compiled, seconds))
+        except _OTHER_JAX:
+            return Executable(compiled)
 
 
-def load_on(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | None:
-    """The same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
-
-    None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
-    """
+def load_stored(serialized: bytes, program: Program) -> Executable | None:
+    """An executable from `Program.stored`, as if it had been compiled; None where this JAX cannot."""
     try:
-        executable: Any = compiled._executable
-        unloaded = executable._unloaded_executable
-        client = unloaded.backend
-        if unloaded.keepalive or unloaded.host_callbacks or unloaded.ordered_effects or unloaded.unordered_effects:
-            return None
-        devices = tuple(mesh.devices.flat)
-        options = compiler.get_compile_options(
-            num_replicas=1,
-            num_partitions=len(devices),
-            device_assignment=np.array([devices]),
-            backend=client,
-        )
-        device_list = xla_client.DeviceList(devices)
-        loaded = client.deserialize_executable(_serialized(lowered, unloaded), device_list, options)
-        copy = dataclasses.replace(
-            unloaded,
-            xla_executable=loaded,
-            device_list=device_list,
-            input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
-            output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
-        )
-        return jax.stages.Compiled(
-            copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree, compiled._no_kwargs
-        )
-    except (AttributeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return Executable(_described(program, _loaded(serialized, program.mesh)[0]), serialized)
+    except _OTHER_JAX:
         return None
 
 
-def _serialized(lowered: Any, unloaded: Any) -> bytes:
-    """A compiled program as bytes: those in JAX's cache folder, if there is one, or made now.
-
-    A CPU program that came out of the folder has lost its code when it is serialized again.
-    """
-    client = unloaded.backend
-    cache = compilation_cache._get_cache(client) if client.platform == "cpu" else None
-    entry = None if cache is None else cache.get(_cache_key(lowered._lowering))
-    if entry is None:
-        return client.serialize_executable(unloaded.xla_executable)
-    return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(entry))[0]
-
-
-def _cache_key(lowering: Any) -> str:
-    """The name under which JAX keeps a program in the folder."""
-    of, devices = lowering.compile_args, np.array(list(lowering._device_list))
-    inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
-    options = pxla.create_compile_options(
-        lowering._hlo, of["tuple_args"], *inferred, of["backend"], devices, dict(lowering._compiler_options_kvs)
+def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
+    """An executable of XLA on the devices of a mesh, and these."""
+    devices = tuple(mesh.devices.flat)
+    client = devices[0].client
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=len(devices), device_assignment=np.array([devices]), backend=client
     )
-    return compilation_cache.get_cache_key(lowering._hlo, devices, options, of["backend"])
+    device_list = xla_client.DeviceList(devices)
+    return client.deserialize_executable(serialized, device_list, options), device_list
+
+
+def _described(program: Program, executable: Any) -> jax.stages.Compiled:
+    """What JAX makes of an executable of XLA, from the program alone: without lowering it."""
+    devices = xla_client.DeviceList(tuple(program.mesh.devices.flat))
+    ins, outs = (
+        [UNSPECIFIED if s is None else s for s in shardings]
+        for shardings in (program.in_shardings, program.out_shardings)
+    )
+    arguments = zip(program.closed.jaxpr.invars, program.in_shardings, strict=True)
+    in_avals: list[Any] = [core.shaped_abstractify(abstract(v.aval, s)) for v, s in arguments]
+    out_avals = [v.aval for v in program.closed.jaxpr.outvars]
+    found_ins = pxla._maybe_get_and_check_in_shardings(executable, ins, devices, in_avals, 0)
+    found_outs = pxla._maybe_get_and_check_out_shardings(executable, outs, devices, out_avals, 0)
+    none = [None] * len(in_avals), [None] * len(out_avals)
+    in_layouts, out_layouts = pxla._get_layouts_from_executable(executable, *none, 0, in_avals, out_avals)
+    dispatch_layouts = pxla.get_dispatch_layouts(in_layouts, found_ins, in_avals)
+    found_outs = pxla.maybe_recover_user_shardings(found_ins, found_outs, in_avals, out_avals, None, program.mesh)
+    unloaded = pxla.UnloadedMeshExecutable(
+        xla_executable=executable,
+        device_list=devices,
+        backend=program.mesh.devices.flat[0].client,
+        input_avals=in_avals,
+        input_shardings=pxla.finalize_shardings(found_ins, devices),
+        output_avals=out_avals,
+        output_shardings=pxla.finalize_shardings(found_outs, devices),
+        committed=True,
+        name=f"jit({program.name})",
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(range(len(in_avals))),
+        mut=None,
+        xla_in_layouts=in_layouts,
+        dispatch_in_layouts=dispatch_layouts,
+        xla_out_layouts=out_layouts,
+        all_args_info=None,
+        pgle_profiler=None,
+    )
+    in_tree = jax.tree.structure((tuple(in_avals), {}))
+    args_info = stages.make_args_info(in_tree, in_avals, program.donate)
+    return jax.stages.Compiled(unloaded.load(), [], args_info, jax.tree.structure(out_avals), no_kwargs=False)
+
+
+def _unloaded(compiled: jax.stages.Compiled) -> Any:
+    """JAX's description of a compiled program."""
+    executable: Any = compiled._executable
+    return executable._unloaded_executable
+
+
+def _same(described: jax.stages.Compiled, compiled: jax.stages.Compiled) -> bool:
+    """Whether a description from the program alone is what JAX made while it lowered the program."""
+    if compiled._params.const_args or compiled._no_kwargs or described.out_tree != compiled.out_tree:
+        return False
+    if jax.tree.leaves(described.args_info) != jax.tree.leaves(compiled.args_info):
+        return False
+    ours, theirs = _unloaded(described), _unloaded(compiled)
+    names = {f.name for f in dataclasses.fields(ours)} - {"all_args_info", "backend", "pgle_profiler", "xla_executable"}
+    return theirs.pgle_profiler is None and all(_plain(getattr(ours, n)) == _plain(getattr(theirs, n)) for n in names)
+
+
+def _plain(x: Any) -> Any:
+    return tuple(x) if isinstance(x, (list, tuple)) else x
+
+
+def abstract(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """An argument of a program, for `jax.jit(...).lower`."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _moved(sharding: Any, mesh: Mesh) -> jax.sharding.Sharding:

@@ -40,6 +40,10 @@ class Executable:
         """Takes and returns flat arrays; waits for the compilation."""
         return self.compiled.on(self.mesh)
 
+    def start(self) -> None:
+        """Begins to load it on the group's devices."""
+        self.compiled.start(self.mesh)
+
     @property
     def runs(self) -> tuple[DistinctProgram, ...]:
         """The programs that a call runs, one after the other."""
@@ -72,8 +76,19 @@ class Compiler:
         self._kinds: dict[Hashable, int] = {}  # of equations
 
     @property
+    def num_programs(self) -> int:
+        """Distinct programs, and those that could not be loaded and were compiled once more."""
+        return self.num_compiled + self.num_stored
+
+    @property
     def num_compiled(self) -> int:
+        """Programs that were compiled, or found by JAX after they were lowered."""
         return self._threads.num_compiled
+
+    @property
+    def num_stored(self) -> int:
+        """Programs that an earlier process compiled; these were not even lowered."""
+        return self._threads.num_stored
 
     @property
     def num_loaded(self) -> int:
@@ -82,7 +97,6 @@ class Compiler:
 
     def close(self) -> None:
         """No more programs will come; those under way are finished."""
-        self.start()
         self._threads.close()
 
     def compile(

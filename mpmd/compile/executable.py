@@ -19,26 +19,44 @@ from mpmd.partition import equations
 
 
 class Threads:
-    """Where programs are compiled beside each other: XLA does not hold Python's lock. Counts them."""
+    """Where programs are compiled and loaded beside each other: XLA does not hold Python's lock. Counts them.
+
+    Attributes:
+      num_compiled: those that were lowered, and compiled or found by JAX.
+      num_stored: those that were found as they are, because an earlier process compiled them.
+      num_loaded: how often one was put on other devices.
+    """
 
     def __init__(self):
         self.num_compiled = 0
+        self.num_stored = 0
         self.num_loaded = 0
-        self._closed = False
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def close(self) -> None:
-        """No more programs will come; those under way are finished."""
+        """What comes from now on is done at once; what is under way is finished."""
         self._pool.shutdown(wait=False)
-        self._closed = True
 
-    def compile(self, lowered: jax.stages.Lowered) -> Future:
-        """Compiles in a thread; at once where none is left."""
-        self.num_compiled += 1
-        if not self._closed:
-            return self._pool.submit(compat.compile_one_of_many, lowered)
+    def submit(self, fun: Callable, *args) -> Future:
+        """`fun(*args)`, in a thread."""
+        try:
+            return self._pool.submit(fun, *args)
+        except RuntimeError:  # closed
+            done: Future = Future()
+            done.set_result(fun(*args))
+            return done
+
+    def after(self, first: Future, fun: Callable) -> Future:
+        """`fun` of what `first` gives, in a thread, as soon as that is there."""
         done: Future = Future()
-        done.set_result(compat.compile_one_of_many(lowered))
+
+        def work() -> None:
+            try:
+                done.set_result(fun(first.result()))
+            except BaseException as e:
+                done.set_exception(e)
+
+        first.add_done_callback(lambda _: self.submit(work))
         return done
 
 
@@ -65,13 +83,13 @@ class DistinctProgram:
     donate: tuple[int, ...]
     options: dict[str, Any] | None = None
     parts: "Parts | None" = None
-    loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future while it is compiled
-    lowered: jax.stages.Lowered | None = None  # what is compiled
+    loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is there
+    _first: Future | None = None  # an `Executable`, or None if what is stored cannot be loaded
 
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
         """The program on a mesh of its shape, under its own name or another one."""
         ins = [None if s is None else on_mesh(mesh, s) for s in self.in_shardings]
-        args = [_abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
+        args = [compat.abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
         with jax.set_mesh(mesh), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self.jitted(mesh, name).lower(*args)
@@ -96,35 +114,63 @@ class DistinctProgram:
             )
 
     def start(self, mesh: Mesh) -> None:
-        """Begins to compile, in a thread, unless it has begun."""
+        """Begins to compile it, or to load it, in a thread, unless that has begun."""
         if self.parts is not None:
             for part in self.parts.programs:
                 part.start(mesh)
-        elif not self.loaded:
-            self.lowered = self.lower(mesh)
-            self.loaded[mesh] = self.threads.compile(self.lowered)
+        elif self._first is None:
+            self.loaded[mesh] = self._first = self._begin(mesh)
+        elif mesh not in self.loaded and not compat.is_described(mesh.devices.flat[0]):
+            self.loaded[mesh] = self.threads.after(self._first, lambda first: first and first.load_on(mesh))
+
+    def _begin(self, mesh: Mesh) -> Future:
+        """Finds what an earlier process compiled, or compiles."""
+        program = self._program(mesh)
+        if (serialized := program.stored()) is not None:
+            self.threads.num_stored += 1
+            return self.threads.submit(compat.load_stored, serialized, program)
+        return self._compile(program)
+
+    def _compile(self, program: compat.Program) -> Future:
+        self.threads.num_compiled += 1
+        return self.threads.submit(compat.compile_program, self.lower(program.mesh), program)
+
+    def _program(self, mesh: Mesh) -> compat.Program:
+        ins, outs = (
+            tuple(None if s is None else on_mesh(mesh, s) for s in shardings)
+            for shardings in (self.in_shardings, self.out_shardings)
+        )
+        return compat.Program(self.name, self.closed, mesh, ins, outs, self.donate, self.options)
+
+    def _origin(self) -> compat.Executable:
+        """The program on the mesh that asked first; waits for it."""
+        assert self._first is not None  # by start
+        if self._first.result() is None:  # what is stored cannot be loaded
+            self._first = self._compile(self._program(next(iter(self.loaded))))
+        return self._first.result()
 
     def on(self, mesh: Mesh) -> Any:
         """What to call, with flat arrays; waits for the compilation."""
         self.start(mesh)
         found = self.loaded.get(mesh)
         if self.parts is not None:
-            self.loaded[mesh] = found = found or Chain(self, self.parts, mesh)
-        if isinstance(found, Future):
-            found = self._callable(found.result(), mesh)
-        if found is None:
-            assert self.lowered is not None  # by start
-            origin = next(iter(self.loaded))
-            if compat.is_described(mesh.devices.flat[0]):  # nothing to load: the program is the same for all groups
-                self.loaded[mesh] = self.compiled_on(origin)
-                return self.loaded[mesh]
-            found = compat.load_on(self.lowered, self.compiled_on(origin), mesh)
-            if found is None:
-                found = self.threads.compile(self.lower(mesh)).result()
-            else:
-                self.threads.num_loaded += 1
-            found = self._callable(found, mesh)
+            found = found or Chain(self, self.parts, mesh)
+        elif found is None:  # described: there is nothing to load, the program is the same for all groups
+            found = self._origin().compiled
+        elif isinstance(found, Future):
+            found = self._callable(self._waited(found, mesh), mesh)
+        self.loaded[mesh] = found
         return found
+
+    def _waited(self, found: Future, mesh: Mesh) -> jax.stages.Compiled:
+        origin = self._origin()
+        if next(iter(self.loaded)) == mesh:
+            return origin.compiled
+        compiled = found.result() or origin.load_on(mesh)
+        if compiled is None:
+            return self._compile(self._program(mesh)).result().compiled
+        self.threads.num_loaded += 1
+        return compiled
 
     def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
         """As `on`, for everything but calls."""
@@ -138,8 +184,7 @@ class DistinctProgram:
 
     def _callable(self, compiled: Any, mesh: Mesh) -> Any:
         if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
-            compiled = ByJit(compiled, self.jitted(mesh), mesh)
-        self.loaded[mesh] = compiled
+            return ByJit(compiled, self.jitted(mesh), mesh)
         return compiled
 
 
@@ -224,10 +269,6 @@ def _typed_as(aval: Any, x: Any) -> Any:
         return x
     with compat.use_abstract_mesh(typed.mesh):
         return jax.reshard(x, typed)
-
-
-def _abstract(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def nbytes_on_a_device(v: compat.Var, sharding: Any) -> int:

@@ -94,7 +94,7 @@ def compile_step(
     name: str,
     options: Mapping[str, Any] | None = None,
 ) -> StepPrograms:
-    """Compiles every segment and task of `outline`.
+    """Compiles every segment and task of `outline`, in threads that go on until the result's `compiler` is closed.
 
     Args:
       in_layouts, out_layouts: per flat argument (result), its layout or None.
@@ -112,7 +112,7 @@ def compile_step(
         elif isinstance(item, Loop):
             step.compiler.start()
             loops.append(step.loop(item))
-    step.compiler.close()
+    step.compiler.start()
     layouts = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **step.layouts.found}
     return StepPrograms(outline, mesh, step.compiler, segments, donated, tuple(loops), layouts, name)
 

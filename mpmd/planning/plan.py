@@ -154,7 +154,7 @@ def plan_step(
         machine,
         tuple(groups),
         step,
-        programs.compiler.num_compiled,
+        programs.compiler.num_programs,
         total.products,
         tokens or _tokens(roles),
         unpipelined(programs, roles, machine, total),

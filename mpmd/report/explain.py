@@ -74,8 +74,10 @@ def explain(programs: StepPrograms, program: Program, traffic: Traffic, transpor
     lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = len(programs.segments) + sum(len(p.executables) + len(p.fused) + len(p.zeros) for p in programs.loops)
+    stored = f", {compiler.num_stored} stored" if compiler.num_stored else ""
     lines.append(
-        f"{in_use} executables, {compiler.num_compiled} compiled ({compiler.num_loaded} loaded on other devices);"
+        f"{in_use} executables, {compiler.num_compiled} compiled{stored}"
+        f" ({compiler.num_loaded} loaded on other devices);"
         f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
         f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {transport}"
     )

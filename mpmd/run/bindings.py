@@ -119,9 +119,11 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
         found += bound
     if limits is not None:
         limits.close(transfers.num_pieces)
-    for b in found:  # last of all, since it waits for compilations
-        if b.code == RUN:
-            b.act = b.act.call if limits is None else limits.counted(b.group, b.act.call)
+    runs = [b for b in found if b.code == RUN]
+    for executable in {b.act: None for b in runs}:
+        executable.start()
+    for b in runs:  # last of all, since it waits for compilations
+        b.act = b.act.call if limits is None else limits.counted(b.group, b.act.call)
     outputs = slots.of_all(outline.outputs)
     return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved)
 

@@ -1,0 +1,137 @@
+"""Compiled programs in JAX's cache folder, found by fingerprint: what is found is neither lowered nor compiled.
+
+JAX finds a program by what it is lowered to. Beside each of JAX's entries stands a small file, named by the program's
+fingerprint, that names the entry and its checksum. Whatever does not fit is ignored, and then the program is compiled.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compilation_cache, config, distributed, monitoring
+from jax._src.interpreters import pxla
+
+_SUFFIX = "-mpmd"
+
+
+class Folder:
+    """JAX's cache folder, for the programs of one client.
+
+    Args:
+      cache: JAX's own object.
+    """
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    @classmethod
+    def of(cls, client: Any) -> "Folder | None":
+        """The folder that JAX uses now, if it uses one."""
+        if not compilation_cache.is_persistent_cache_enabled() or not compilation_cache.is_cache_used(client):
+            return None
+        cache = compilation_cache._get_cache(client)
+        return None if cache is None else cls(cache)
+
+    def find(self, fingerprint: str) -> bytes | None:
+        """The serialized executable of a program, if it is there and undamaged."""
+        try:
+            name = self._file(fingerprint)
+            if not name.exists():
+                return None
+            known = json.loads(name.read_bytes())
+            entry = self._cache.get(known["entry"])
+            if entry is None:  # removed by JAX, or to be verified
+                return None
+            if hashlib.sha256(entry).hexdigest() != known["sha256"]:
+                raise ValueError("the entry has another checksum")
+            found = _extracted(entry)
+        except Exception as e:
+            _warn_once(
+                f"A program in the compilation cache folder is ignored and compiled again: {type(e).__name__}: {e}"
+            )
+            return None
+        monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
+        monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return found
+
+    def executable(self, key: str) -> bytes | None:
+        """The serialized executable in one of JAX's entries."""
+        entry = self._cache.get(key)
+        return None if entry is None else _extracted(entry)
+
+    def keep(self, fingerprint: str | None, key: str, compiled: jax.stages.Compiled, seconds: float) -> bytes | None:
+        """Makes a program that has been compiled one that `find` finds, if JAX keeps it. Returns it serialized.
+
+        JAX keeps what the first process compiles. Where each process compiles other programs, each keeps its own.
+
+        Args:
+          key: of JAX's entry.
+          seconds: for which it was compiled.
+        """
+        try:
+            entry = self._cache.get(key)
+            if entry is None and distributed.global_state.process_id != 0:
+                entry = self._put(key, compiled, seconds)
+            if entry is None:
+                return None
+            found = _extracted(entry)  # raises if another process has not written all of it
+            if fingerprint is not None:
+                about = {"entry": key, "sha256": hashlib.sha256(entry).hexdigest()}
+                self._write(self._file(fingerprint), json.dumps(about).encode())
+            return found
+        except Exception as e:
+            _warn_once(f"A program was not kept in the compilation cache folder: {type(e).__name__}: {e}")
+            return None
+
+    def _put(self, key: str, compiled: Any, seconds: float) -> bytes | None:
+        if seconds < config.persistent_cache_min_compile_time_secs.value:
+            return None
+        executable = compiled._executable.xla_executable
+        entry = compilation_cache.compress_executable(
+            compilation_cache.combine_executable_and_time(executable.serialize(), int(seconds))
+        )
+        if len(entry) < config.persistent_cache_min_entry_size_bytes.value:
+            return None
+        if config.compilation_cache_max_size.value != -1:
+            self._cache.put(key, entry)  # which counts bytes, under a lock
+        else:
+            self._write(self._cache._path / f"{key}-cache", entry)
+        return entry
+
+    def _file(self, fingerprint: str) -> Any:
+        return self._cache._path / f"{fingerprint}{_SUFFIX}"
+
+    def _write(self, name: Any, content: bytes) -> None:
+        """All at once, also where several processes write the same file."""
+        temporary = name.parent / f"{name.name}.{os.getpid()}.{threading.get_ident()}.{time.time_ns()}"
+        temporary.write_bytes(content)
+        temporary.replace(name)
+
+
+def _extracted(entry: bytes) -> bytes:
+    return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(entry))[0]
+
+
+def entry_key(lowering: Any) -> str:
+    """The name under which JAX keeps a program in the folder."""
+    of, devices = lowering.compile_args, np.array(list(lowering._device_list))
+    inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
+    options = pxla.create_compile_options(
+        lowering._hlo, of["tuple_args"], *inferred, of["backend"], devices, dict(lowering._compiler_options_kvs)
+    )
+    return compilation_cache.get_cache_key(lowering._hlo, devices, options, of["backend"])
+
+
+_warned = threading.Event()
+
+
+def _warn_once(message: str) -> None:
+    if not _warned.is_set():
+        _warned.set()
+        warnings.warn(f"mpmd: {message}", stacklevel=2)
