@@ -41,13 +41,13 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
         return None
     if not is_sharding(sharding):
         return f"{sharding!r} is a {type(sharding).__name__}, not a sharding"
-    shardings = [(sharding, shape)]
+    shardings = [(sharding, shape, "")]
     if isinstance(sharding, MpmdSharding):
         try:
-            shardings = [(sharding.group_sharding(part.group), part.shape) for part in sharding.parts(shape)]
+            shardings = [(sharding.group_sharding(p.group), p.shape, p.rows_text) for p in sharding.parts(shape)]
         except ValueError as error:
             return str(error)
-    for one, part_shape in shardings:
+    for one, part_shape, rows in shardings:
         if isinstance(one, NamedSharding) and PartitionSpec.UNCONSTRAINED in tuple(one.spec):
             return f"spec {one.spec} is unconstrained; where the array goes must be said in full"
         if isinstance(one, NamedSharding) and len(one.spec) > len(shape):
@@ -55,5 +55,5 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
         try:
             one.shard_shape(part_shape)
         except Exception as error:  # JAX's errors for specs share no base class
-            return str(error)
+            return f"{rows}{error}"
     return None

@@ -368,6 +368,7 @@ class MpmdArray(ReadableArray):
         return reading.on_host(self)
 
     def __getitem__(self, index: Any) -> Any:
+        self._check_not_gone()
         if self._is_split and (found := reading.row(self, index)) is not None:
             return found
         return self._readable()[index]

@@ -36,6 +36,11 @@ class Part(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def rows_text(self) -> str:
+        """`rows 0:3 in group 2: ` of a split array, for messages; else nothing."""
+        return f"rows {self.key[0]}:{self.key[1]} in group {self.group}: " if isinstance(self.key, tuple) else ""
+
 
 class MpmdSharding(jax.sharding.Sharding):
     """Which groups hold an array, all of it or a part each, and how each of them shards what it has.

@@ -11,7 +11,9 @@
         spec: [null, model]
       - path: "**/layers/**"                # stacked: each group holds its layers of axis 0
         stacked_axis: 0
-        spec: [null, null, model]
+        spec: [null, null, model]           # the same: spec: [stage, null, model]
+      - path: "**/folded/**"                # stacked: each group holds these ranges of axis 0
+        split: {0: [[0, 2], [14, 16]], 1: [[2, 4], [12, 14]], 2: [[4, 6], [10, 12]], 3: [[6, 10]]}
       - path: "**/embed"
         groups: [0]
       - path: "**"                          # the rest, on all devices of all groups
@@ -30,6 +32,8 @@ import yaml
 from jax.sharding import Mesh, PartitionSpec
 
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.specs import without_axis
+from mpmd.arrays.splits import Split, as_split, named_axis
 from mpmd.errors import ReshardError
 from reshard.places import describe_mesh
 from reshard.sizes import nbytes_of
@@ -53,6 +57,7 @@ class Rule:
     by_layer: bool = False
     stacked_axis: int | None = None
     layers_per_group: tuple[int, ...] | None = None
+    split: Split | None = None
     spec: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
 
 
@@ -170,7 +175,7 @@ def _mapping(value: Any, name: str, known: set[str], faults: list[str]) -> Mappi
 def _rule(
     value: Any, name: str, num_groups: int, axes: Mapping[str, int], mpmd_axis: str | None, faults: list[str]
 ) -> Rule:
-    known = {"path", "groups", "spec", "stacked_axis", "layers_per_group"}
+    known = {"path", "groups", "spec", "stacked_axis", "layers_per_group", "split"}
     value = _mapping(value, name, known, faults)
     path = value.get("path")
     try:
@@ -187,9 +192,13 @@ def _rule(
     ):
         faults.append(f"{name}.groups is {groups!r}, but must be all, by_layer, or a list of 0 to {num_groups - 1}")
         groups = "all"
-    axis = value.get("stacked_axis")
+    spec = _spec(value.get("spec", []), f"{name}.spec", axes, faults)
+    axis, named = value.get("stacked_axis"), named_axis(spec, mpmd_axis)
     if axis is not None and not (isinstance(axis, int) and axis >= 0):
         faults.append(f"{name}.stacked_axis is {axis!r}, not an array axis")
+    elif None not in (axis, named) and axis != named:
+        faults.append(f"{name}.stacked_axis is {axis}, but its spec names {mpmd_axis} at axis {named}")
+    axis = named if axis is None else axis
     if axis is not None and by_layer:
         faults.append(f"{name} has both stacked_axis and by_layer; layers are either stacked or entries of their own")
     counts = value.get("layers_per_group")
@@ -200,12 +209,30 @@ def _rule(
         counts = None
     if counts is not None and axis is None and not by_layer:
         faults.append(f"{name} has layers_per_group, but neither stacked_axis nor by_layer")
-    spec = _spec(value.get("spec", []), f"{name}.spec", axes, mpmd_axis, faults)
     chosen = tuple(groups) if isinstance(groups, list) else None
-    return Rule(path, chosen, by_layer, axis, tuple(counts) if counts is not None else None, spec)
+    split = None
+    if "split" in value:
+        if by_layer or counts is not None:
+            faults.append(f"{name} has split, which says itself which layers each group has, beside others that do")
+        split = _split(value["split"], f"{name}.split", chosen or range(num_groups), axis, faults)
+    counts = tuple(counts) if counts is not None else None
+    return Rule(path, chosen, by_layer, axis, counts, split, without_axis(spec, mpmd_axis))
 
 
-def _spec(value: Any, name: str, axes: Mapping[str, int], mpmd_axis: str | None, faults: list[str]) -> PartitionSpec:
+def _split(value: Any, name: str, groups: Sequence[int], axis: int | None, faults: list[str]) -> Split | None:
+    """The ranges of each group, which JSON can only name by text."""
+    if not isinstance(value, Mapping) or not all(str(group).isdecimal() for group in value):
+        faults.append(f"{name} is {value!r}, but must be {{group: [[start, stop], ...]}}")
+        return None
+    try:
+        split = {int(group): ranges for group, ranges in value.items()}
+        return as_split(split, tuple(sorted(groups)), frozenset(groups), None, axis)
+    except ValueError as error:
+        faults += [f"{name}: {line.strip()}" for line in str(error).splitlines()[1:]]
+        return None
+
+
+def _spec(value: Any, name: str, axes: Mapping[str, int], faults: list[str]) -> PartitionSpec:
     entries = [tuple(e) if isinstance(e, list) else e for e in value] if isinstance(value, list) else [value]
     if len(entries) > _MOST_AXES:
         faults.append(f"{name} has {len(entries)} entries, more than an array has axes")
@@ -223,10 +250,5 @@ def _spec(value: Any, name: str, axes: Mapping[str, int], mpmd_axis: str | None,
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         faults.append(f"{name} names {', '.join(twice)} twice")
-        return PartitionSpec()
-    if mpmd_axis in names:
-        faults.append(
-            f"{name} names {mpmd_axis}, along which the groups lie; say which groups with groups or stacked_axis"
-        )
         return PartitionSpec()
     return PartitionSpec(*entries)

@@ -166,7 +166,7 @@ def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
             if rule is None:
                 raise ReshardError("no rule's path matches it")
             shares = _shares(leaf, rule, layer, num_layers.get(id(rule), 0), layout)
-            reads.append(_read(leaf, _wanted(leaf, rule, shares, layout), processes))
+            reads.append(_read(leaf, _wanted(rule, shares, layout), processes))
         except ReshardError as error:
             faults.append(f"  {show(leaf.path)} {list(leaf.shape)}: {error}.")
     if faults:
@@ -183,24 +183,26 @@ def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, Rule | None, int |
     return leaf, None, None
 
 
-def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: TargetLayout) -> dict[int, Box]:
-    """Which box of the leaf each group holds."""
+def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: TargetLayout) -> list[tuple[int, Box]]:
+    """The groups, each with a box of the leaf that it holds."""
     whole = Box.whole(leaf.shape)
     groups = rule.groups if rule.groups is not None else tuple(range(len(layout.groups)))
     if layer is not None:
         ends = _ends(num_layers, rule, len(layout.groups))
-        return {next(group for group, end in enumerate(ends) if layer < end): whole}
-    axis = rule.stacked_axis
+        return [(next(group for group, end in enumerate(ends) if layer < end), whole)]
+    axis = rule.stacked_axis if rule.split is None else rule.split.axis
     if axis is None:
-        return dict.fromkeys(groups, whole)
+        return [(group, whole) for group in groups]
     if axis >= len(leaf.shape):
         raise ReshardError(f"its rule {rule.path!r} has stacked_axis {axis}, which the array does not have")
-    shares = {}
-    ends = _ends(leaf.shape[axis], rule, len(layout.groups))
-    for group, (start, end) in enumerate(itertools.pairwise((0, *ends))):
-        if group in groups:
-            shares[group] = whole.with_range(axis, start, end)
-    return shares
+    if rule.split is not None:
+        try:
+            ranges = rule.split.ranges(leaf.shape[axis])
+        except ValueError as error:
+            raise ReshardError(f"rule {rule.path!r}: {error}") from None
+        return [(r.group, whole.with_range(axis, r.start, r.stop)) for r in ranges]
+    ends = enumerate(itertools.pairwise((0, *_ends(leaf.shape[axis], rule, len(layout.groups)))))
+    return [(group, whole.with_range(axis, start, end)) for group, (start, end) in ends if group in groups]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,9 +219,9 @@ def _ends(num_layers: int, rule: Rule, num_groups: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts))
 
 
-def _wanted(leaf: Leaf, rule: Rule, shares: dict[int, Box], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
+def _wanted(rule: Rule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
     """Each device and its box."""
-    for group, share in shares.items():
+    for group, share in shares:
         if not share.size:
             continue
         sharding = NamedSharding(layout.groups[group], rule.spec)

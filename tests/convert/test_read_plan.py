@@ -79,6 +79,21 @@ def test_the_chunks_that_are_proposed_fit_uneven_groups_too():
     ]
 
 
+def test_layers_may_be_split_in_any_order_and_by_the_name_of_the_axis():
+    array, spec = {"w": ((16, 4), (2, 4))}, [None, "model"]
+    for one, other in (
+        ({"spec": ["stage", "model"]}, {"stacked_axis": 0, "spec": spec}),
+        ({"split": {0: [[0, 4]], "1": [[4, 10]], 2: [[10, 12]], 3: [[12, 16]]}, "spec": spec},
+         {"stacked_axis": 0, "layers_per_group": [4, 6, 2, 4], "spec": spec}),
+    ):  # fmt: skip
+        made = [plan({"mesh": MESH, "rules": [{"path": "w"} | rule]}, **array) for rule in (one, other)]
+        assert needs_and_reads(made[0]) == needs_and_reads(made[1])
+    folded = {"path": "w", "split": {g: [[2 * g, 2 * g + 2], [14 - 2 * g, 16 - 2 * g]] for g in range(4)}}
+    assert needs_and_reads(plan({"mesh": MESH, "rules": [folded]}, **array)) == [(64, 64)] * 4
+    with pytest.raises(ReshardError, match=r"w \[8, 4\]: rule 'w': axis 0 has 8 rows, but split covers 16."):
+        plan({"mesh": MESH, "rules": [folded]}, w=((8, 4), (2, 4)))
+
+
 def test_a_layout_without_groups_is_one_of_all_devices():
     document = {"mesh": {"axes": {"x": 8}, "devices_per_process": 2}, "rules": [{"path": "**", "spec": ["x"]}]}
     assert needs_and_reads(plan(document, w=((16, 3), (16, 3)))) == [(48, 192)] * 4
@@ -255,7 +270,8 @@ rules:
   rules[7].spec is [{{'model': 1}}, [None, 'model']], but must be a list with a mesh axis, a list of them, or null \
 per array axis.
   rules[8].path is '{{layer}}/{{layer}}', but must be a pattern like '**/layers/{{layer}}/**'.
-  rules[9] is 'w', but must have the entries groups, layers_per_group, path, spec, stacked_axis.
+  rules[9] is 'w', but must have the entries groups, layers_per_group, path, spec, split, \
+stacked_axis.
   rules[9].path is None, but must be a pattern like '**/layers/{{layer}}/**'."""
     )
 
@@ -268,8 +284,16 @@ per array axis.
         (b"mesh: {axes: {4: 2}, mpmd_axis: [x]}", "is not a layout:\n  mesh.axes is {4: 2}, but must name the mesh"),
         (b"mesh: {axes: {x: 2}, mpmd_axis: [x]}", "is not a layout:\n  mesh.mpmd_axis is ['x'], which is not one of"),
         (b"", "is not a layout:\n  the layout is None, but must have the entries mesh, rules.\n"),
-        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, spec: [x]}]",
-         "is not a layout:\n  rules[0].spec names x, along which the groups lie; say which groups with groups or "),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, spec: [x], stacked_axis: 1}]",
+         "is not a layout:\n  rules[0].stacked_axis is 1, but its spec names x at axis 0"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, split: {0: [[0, 2]], 1: [[3, 4]]}}]",
+         "is not a layout:\n  rules[0].split: no group has the rows 2:3"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, split: {0: [[0, 2]], 2: [2, 4]}}]",
+         "is not a layout:\n  rules[0].split: group 2: [2, 4] is not a sequence of pairs of integers"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: w, split: [2, 4]}]",
+         "is not a layout:\n  rules[0].split is [2, 4], but must be {group: [[start, stop], ...]}"),
+        (b"mesh: {axes: {x: 2}, mpmd_axis: x}\nrules: [{path: '{layer}', split: {0: [[0, 2]]}, groups: by_layer}]",
+         "is not a layout:\n  rules[0] has split, which says itself which layers each group has, beside others that"),
     ],
 )  # fmt: skip
 def test_a_layout_file_that_is_none_is_told(tmp_path, capsys, text, said):
