@@ -1,5 +1,7 @@
 """Moves arrays between any two layouts, no byte too many and never over the memory it was given."""
 
+from typing import TYPE_CHECKING, Any
+
 from mpmd.errors import ReshardError
 from reshard.api import (
     last_stats,
@@ -11,6 +13,9 @@ from reshard.api import (
 from reshard.moving.plan import ReshardPlan, plan
 from reshard.moving.progress import Progress, Stats
 from reshard.places import HostMemory, describe_mesh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import restore, save
 
 __all__ = [
     "HostMemory",
@@ -24,5 +29,16 @@ __all__ = [
     "mpmd_to_mpmd_reshard",
     "mpmd_to_spmd_reshard",
     "plan",
+    "restore",
+    "save",
     "spmd_to_mpmd_reshard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`save` and `restore`; what they need, Orbax, is imported when they are used."""
+    if name in ("restore", "save"):
+        from reshard import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

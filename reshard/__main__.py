@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -17,19 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd.errors import ReshardError
-from reshard.conversion import inspection, tree_edits
+from reshard.conversion import inspection
 from reshard.conversion.convert import convert, plan_conversion
 from reshard.conversion.copying import CopyProgress, Stopped
 from reshard.conversion.layout_file import read_layout
 from reshard.conversion.read_report import plan_reading
+from reshard.conversion.tensor_target import TensorTarget
+from reshard.edits import tree_edits
+from reshard.edits.edited import edited
+from reshard.edits.mapped import exported, imported
+from reshard.edits.mapping import built_in, config_of, read_mapping
 from reshard.sizes import nbytes_of
 from reshard.storage.paths import compiled
-from reshard.storage.stored import find
+from reshard.storage.stored import Checkpoint, absolute, find, is_folder
+from reshard.storage.tensor_files import FILE_NBYTES
 from reshard.texts import counted, human
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\
-DIR is what was given to Orbax's `save`, a CheckpointManager's folder (its latest step, or --step), or one of its steps.
+DIR is what was given to Orbax's `save`, a CheckpointManager's folder (its latest step, or --step), or one of its steps;
+or a Hugging Face folder of safetensors, or one such file.
 """
 _PATTERNS = """\
 Paths are written params/layers/3/w. In a pattern, * stays within one part of a path, ** stands for any number of parts,
@@ -42,6 +50,8 @@ _EXAMPLES = {
 python -m reshard convert run/checkpoints/1000 layers --unstack '**/layers' --verify
   python -m reshard convert layers stacked --stack '**/layers' --chunk 'params/layers/w=1,-1,-1'
   python -m reshard convert run/checkpoints weights --only params --dtype bfloat16
+  python -m reshard convert Llama-3-8B ours --mapping llama --dtype float32
+  python -m reshard convert ours tuned --mapping llama --format safetensors --files-of Llama-3-8B --dtype bfloat16
   python -m reshard convert theirs ours --rename 'params/(.*)_(\\d+)/(.*)=params/\\1/\\2/\\3' --stack params/layers""",
 }
 
@@ -59,15 +69,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _opened(options: argparse.Namespace) -> Checkpoint:
+    """What `inspect` and `plan` look at: as it is stored, or as a mapping makes it."""
     checkpoint = find(options.folder, options.step, options.item)
+    if options.mapping is None:
+        return checkpoint
+    config = _folder_of(checkpoint.folder)
+    return edited(checkpoint, imported(read_mapping(options.mapping, config), config_of(config)))
+
+
+def _folder_of(path: File) -> File:
+    return path if path.is_dir() else path.parent
+
+
+def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
+    """All changes that `convert` makes to the tree, in order: a mapping comes first, or last on the way to a folder."""
+    changes = [tree_edits.select(options.only, options.drop), *(options.changes or [])]
+    if options.mapping is None:
+        return changes
+    from_tensors, to_tensors = is_folder(absolute(options.source)), options.format == "safetensors"
+    if from_tensors == to_tensors:
+        raise ReshardError(
+            "--mapping is for one side: from a Hugging Face folder to an Orbax checkpoint, or back with"
+            " --format safetensors."
+        )
+    if to_tensors:
+        mapping = read_mapping(options.mapping, options.files_of)
+        return [*changes, exported(mapping, config_of(options.files_of))]
+    folder = _folder_of(absolute(options.source))
+    return [changes[0], imported(read_mapping(options.mapping, folder), config_of(folder)), *changes[1:]]
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    checkpoint = _opened(options)
     print(json.dumps(inspection.to_json(checkpoint)) if options.json else inspection.to_text(checkpoint))
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
     layout = read_layout(options.to)
-    plan = plan_reading(find(options.folder, options.step, options.item), layout)
+    plan = plan_reading(_opened(options), layout)
     print(json.dumps(plan.to_json()) if options.json else plan)
     if not plan.too_large:
         return 0
@@ -85,13 +126,14 @@ def _convert(options: argparse.Namespace) -> int:
     conversion = plan_conversion(
         options.source,
         options.target,
-        [tree_edits.select(options.only, options.drop), *(options.changes or [])],
+        _mapped(options),
         step=options.step,
         item=options.item,
         dtypes=options.dtype,
         chunks=options.chunk,
         threshold=options.threshold,
         zarr3=options.format == "zarr3",
+        tensors=TensorTarget(options.files_of, options.file_size) if options.format == "safetensors" else None,
     )
     if options.dry_run:
         print(conversion)
@@ -193,6 +235,13 @@ def _nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _folder(text: str) -> File:
+    folder = File(text).expanduser().absolute()
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return folder
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m reshard",
@@ -212,6 +261,7 @@ def _add_inspect(commands: Any) -> None:
     command = _command(commands, "inspect", _inspect, text, _FOLDERS)
     command.add_argument("folder", metavar="DIR")
     _add_json(command)
+    _add_mapping(command)
     _add_step(command)
 
 
@@ -221,6 +271,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("folder", metavar="DIR")
     command.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
     _add_json(command)
+    _add_mapping(command)
     _add_step(command)
 
 
@@ -230,6 +281,7 @@ def _add_convert(commands: Any) -> None:
     command = _command(commands, "convert", _convert, text, _FOLDERS.replace("DIR", "SRC") + _PATTERNS + order)
     command.add_argument("source", metavar="SRC")
     command.add_argument("target", metavar="DST", help="the folder to make; it must not exist")
+    _add_mapping(command)
     _add_step(command)
     _add_changes(command)
     _add_storage(command)
@@ -263,6 +315,15 @@ def _add_step(command: argparse.ArgumentParser) -> None:
     """Which tree is meant, where a folder has several."""
     command.add_argument("--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest")
     command.add_argument("--item", metavar="NAME", help="which item of a step that has several trees")
+
+
+def _add_mapping(command: argparse.ArgumentParser) -> None:
+    """How a Hugging Face folder is read as a model."""
+    command.add_argument(
+        "--mapping",
+        metavar="NAME",
+        help=f"of a Hugging Face folder: {', '.join(built_in())}, auto (what config.json says), or a file",
+    )
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:
@@ -315,7 +376,26 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
         metavar="PATTERN=SIZES",
         help="chunk sizes, one an axis, -1 for all of it; default: as before, a layer of a stack, at most 64 MiB",
     )
-    add("--format", choices=("zarr", "zarr3"), default="zarr", help="default: zarr (version 2), Orbax's own default")
+    add(
+        "--format",
+        choices=("zarr", "zarr3", "safetensors"),
+        default="zarr",
+        help="default: zarr (version 2), Orbax's own default; safetensors makes a Hugging Face folder",
+    )
+    add(
+        "--files-of",
+        type=_folder,
+        metavar="DIR",
+        help="with --format safetensors: copy config.json, tokenizer and other files from this folder, and divide the"
+        " tensors among files as it does",
+    )
+    add(
+        "--file-size",
+        type=_nbytes,
+        default=FILE_NBYTES,
+        metavar="BYTES",
+        help="with --format safetensors: how large a file may be; default: 5 GB",
+    )
     add(
         "--threshold",
         type=_nbytes,

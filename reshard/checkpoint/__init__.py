@@ -20,17 +20,23 @@ from reshard.checkpoint.commit import Working
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, tree_path, wants_of
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, open_checkpoint, read_parts
 from reshard.checkpoint.requests import Request
+from reshard.checkpoint.tensor_reading import as_wanted
+from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
+from reshard.sizes import nbytes_of
+from reshard.storage.arrays import Reads
 from reshard.storage.stored import Leaf, absolute, said
 from reshard.texts import a
 
-__all__ = ["Part", "abstract", "restore", "save"]
+__all__ = ["Part", "Reads", "TensorFormat", "abstract", "restore", "save"]
 
 leaf_handler.register()
 
 
 @compat.api_boundary
-def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300) -> None:
-    """Saves a tree as an Orbax checkpoint. Returns when it is finished, and finished it is whole.
+def save(
+    path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300, tensors: TensorFormat | None = None
+) -> None:
+    """Saves a tree as an Orbax checkpoint, or a Hugging Face folder. Returns when it is finished; it is whole then.
 
     Every process calls it with the same tree; each byte is written once, by one of the processes that hold it, and
     those that hold the same share the work. Memory: on the host, what this process writes (on CPU devices nothing
@@ -43,6 +49,7 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
         tree: a pytree of `MpmdArray`, `jax.Array`, numpy arrays, numbers and strings.
         use_zarr3: writes the format Zarr 3 instead of 2.
         timeout_s: how long processes wait for the last one to call it.
+        tensors: makes a Hugging Face folder of safetensors, as it says.
 
     Raises:
         FileExistsError: something is at `path` already, or another job has put it there meanwhile.
@@ -63,8 +70,13 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
     working = Working(folder, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+        if tensors is None:
+            leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+        else:
+            save_tensors(working, tree, tensors, timeout_s)
     except ReshardError:
+        if jax.process_count() == 1:
+            working.remove()
         raise
     except Exception as error:
         if jax.process_count() == 1:
@@ -74,20 +86,34 @@ def save(path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300)
 
 
 @compat.api_boundary
-def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = False) -> Any:
+def restore(
+    path: Any,
+    like: Any,
+    shardings: Any = None,
+    *,
+    partial: bool = False,
+    mapping: Any = None,
+    reads: Reads | None = None,
+    threshold: int | str | None = None,
+) -> Any:
     """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
 
     Each process reads only the bytes that its devices need, rounded up to whole chunks, once whatever the number of
     its devices; of arrays in groups of other processes it reads nothing. Beyond the result it needs the memory of
-    the reads in flight, 256 MiB or the largest shard.
+    the reads in flight, `threshold` or the largest shard.
 
     Args:
-        path: the checkpoint's folder, or that of a step of a `CheckpointManager`.
+        path: the checkpoint's folder, or that of a step of a `CheckpointManager`; or a Hugging Face folder of
+            safetensors, whose floating-point arrays are cast to the dtypes of `like`.
         like: the tree that is wanted: descriptions (`jax.eval_shape(init, key)`), arrays, numbers and strings, and
             `Part`s of stored arrays.
         shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it. None takes those of the leaves of
             `like`; a leaf without any becomes a numpy array.
         partial: whether the checkpoint may have leaves that `like` has not.
+        mapping: how the tensors of a Hugging Face folder become the arrays of `like`: the name of a mapping that comes
+            along (`"llama"`), a file, or "auto" for what config.json says. None: the tensor `a.b.c` is `a/b/c`.
+        reads: counts the bytes that are read.
+        threshold: bytes of reads in flight; None is 256 MiB.
 
     Returns:
         The tree, of `MpmdArray`, `jax.Array`, numpy arrays, numbers and strings.
@@ -97,14 +123,16 @@ def restore(path: Any, like: Any, shardings: Any = None, *, partial: bool = Fals
         ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
     """
     wants, treedef = wants_of(like, shardings)
-    checkpoint = open_checkpoint(path)
+    checkpoint = as_wanted(open_checkpoint(path), mapping, wants)
     stored = leaves_by_name(checkpoint)
     check_fit(wants, checkpoint.folder, stored, partial)
     requests: dict[Leaf, list[Request]] = {}
     for want in wants:
         leaf = stored[want.source]
         requests.setdefault(leaf, []).append(want.request(leaf))
-    parts = {leaf.names: iter(found) for leaf, found in read_parts(checkpoint, requests).items()}
+    limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
+    found_of = read_parts(checkpoint, requests, reads or Reads(), limit)
+    parts = {leaf.names: iter(found) for leaf, found in found_of.items()}
     return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
 
 

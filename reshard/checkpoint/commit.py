@@ -49,7 +49,7 @@ class Working:
                 self._remove_left()
             if self._is_shared:
                 _store().key_value_set(self._key, suffix)
-        self._wait_for_all(timeout_s)
+        self.wait_for_all("come", timeout_s)
         if jax.process_index():
             suffix = _store().blocking_key_value_get(self._key, timeout_s * 1000)
         if not suffix:
@@ -93,8 +93,8 @@ class Working:
                 shutil.rmtree(str(left), ignore_errors=True)
             time.sleep(0.05)
 
-    def _wait_for_all(self, timeout_s: int) -> None:
-        """Returns when every process has come to save the same folder.
+    def wait_for_all(self, where: str, timeout_s: int) -> None:
+        """Returns when every process that saves this folder has come to the same point.
 
         Raises:
             TimeoutError: one has not, in time.
@@ -103,7 +103,7 @@ class Working:
             return
         come = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
         try:
-            come(key=f"{self._key}:{self.target}", timeout_ms=timeout_s * 1000)
+            come(key=f"{self._key}/{where}:{self.target}", timeout_ms=timeout_s * 1000)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
             raise TimeoutError(

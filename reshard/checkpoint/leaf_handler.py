@@ -38,6 +38,7 @@ from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
+from reshard.storage.arrays import ZarrArray
 from reshard.texts import type_text
 
 
@@ -126,15 +127,14 @@ class MpmdLeaves(ArrayHandler):
     async def _read(self, info: Any, request: Request, extra: str | None, sums: Sequence[tuple[Box, int]]) -> Any:
         await info.await_path_creation()
 
-        @functools.cache
-        def opened() -> Any:
+        async def opened() -> ZarrArray:
             spec = tensorstore_utils.build_array_read_spec(
                 info,
                 use_ocdbt=info.is_ocdbt_checkpoint,
                 metadata_key=self._metadata_key,
                 raise_array_data_missing_error=info.raise_array_data_missing_error,
             ).json
-            return ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+            return ZarrArray(await ts.open(ts.Spec(spec), open=True, context=info.ts_context))
 
         where = f"{info.parent_dir / info.name}"
         (value,) = await read_array(opened, info.name, where, [request], key_dtype(extra), sums, info.byte_limiter)

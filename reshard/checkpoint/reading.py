@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard._orbax_compat import RANDOM_KEY_IMPL, limits
 from reshard.checkpoint.requests import Request, Target, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
+from reshard.storage.arrays import Reads, StoredArray
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
 
@@ -32,15 +32,17 @@ def open_checkpoint(path: Any) -> Checkpoint:
         FileNotFoundError: there is no finished checkpoint at `path`; says what is there.
         ReshardError: its description cannot be read.
     """
-    folder = _find_item(path)
+    given = stored.absolute(path)
+    if stored.is_folder(given):
+        return stored.find(given)
+    folder = _find_item(given)
     try:
         return stored.open_tree(folder)
     except (ReshardError, OSError) as error:
         raise ReshardError(f"the checkpoint at {folder} is damaged: {stored.said(error)}") from error
 
 
-def _find_item(path: Any) -> Any:
-    folder = stored.absolute(path)
+def _find_item(folder: Any) -> Any:
     if stored.UNFINISHED in folder.name:
         raise FileNotFoundError(f"{folder} is what an unfinished save has left; it is not a checkpoint.")
     if not folder.exists():
@@ -74,12 +76,16 @@ def _hint_beside(folder: Any) -> str:
     return f"\n  {folder.parent} has the steps {', '.join(map(str, steps))}." if steps else ""
 
 
-def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]]) -> dict[Leaf, list[Any]]:
+def read_parts(
+    checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]], reads: Reads, in_flight_nbytes: int
+) -> dict[Leaf, list[Any]]:
     """Reads parts of stored arrays.
 
     Args:
         checkpoint: what `open_checkpoint` gave.
         requests: for each leaf that is wanted, its parts.
+        reads: counts what is read.
+        in_flight_nbytes: how much is read at a time.
 
     Returns:
         For each of them the list of its parts; the text of a leaf that is text is each of its parts.
@@ -90,13 +96,13 @@ def read_parts(checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]
 
     async def read() -> list[list[Any]]:
         sums = await checksums.read(checkpoint.folder)
-        context, limiter = stored.reading_context(0, _INDEX_NBYTES), limits.get_byte_limiter(IN_FLIGHT_NBYTES)
+        context, limiter = stored.reading_context(0, _INDEX_NBYTES), limits.get_byte_limiter(in_flight_nbytes)
 
         async def values_of(leaf: Leaf, asked: Sequence[Request]) -> list[Any]:
             if not leaf.is_array:
                 return [checkpoint.text(leaf.path)] * len(asked)
             name = stored.array_name(leaf.path)
-            opened = functools.partial(stored.open_array, checkpoint, leaf.path, context)
+            opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
             where = f"{checkpoint.folder / name}"
             return await read_array(opened, name, where, asked, key_dtype(leaf.extra), sums.get(name, ()), limiter)
 
@@ -120,7 +126,7 @@ def key_dtype(extra: str | None) -> Any:
 
 
 async def read_array(
-    open_array: Callable[[], Awaitable[ts.TensorStore]],
+    open_array: Callable[[], Awaitable[StoredArray]],
     name: str,
     where: str,
     requests: Sequence[Request],
@@ -131,7 +137,7 @@ async def read_array(
     """Reads the parts of one stored array that this process's devices want.
 
     Args:
-        open_array: opens it; not called if this process wants nothing of it.
+        open_array: opens it; not called if this process wants nothing of it, and at most once.
         name: what messages about the request call it.
         where: its path, for messages about what is stored.
         requests: the parts, and where each goes.
@@ -139,18 +145,19 @@ async def read_array(
         sums: the checksums of its boxes.
         limiter: bounds the bytes of reads in flight.
     """
+    array = None
     if any(request.shape is None or request.dtype is None for request in requests):
         array = await open_array()
-        requests = [request.completed(array.shape, array.dtype.numpy_dtype, keys) for request in requests]
+        requests = [request.completed(array.shape, array.dtype, keys) for request in requests]
     targets = [Target(name, request, keys) for request in requests]
     if not any(target.boxes for target in targets):
         return [target.finish() for target in targets]
-    array = await open_array()
+    array = array or await open_array()
     for target in targets:
         target.check(array.shape)
 
     async def read(box: Box, wanted: Sequence[Box]) -> None:
-        nbytes = box.nbytes(array.dtype.numpy_dtype.itemsize)
+        nbytes = box.nbytes(array.dtype.itemsize)
         async with limits.reserved_bytes(limiter, _reservable(limiter, nbytes)):
             data = await _read_box(array, box, where)
             puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
@@ -162,7 +169,7 @@ async def read_array(
                 )
 
     boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-    reads = plan_reads(boxes, array.chunk_layout.read_chunk_template.shape)
+    reads = plan_reads(boxes, array.chunk)
     await stored.all_of([read(one.box, one.wanted) for one in reads])
     return [target.finish() for target in targets]
 
@@ -173,15 +180,15 @@ def _reservable(limiter: Any, nbytes: int) -> int:
     return nbytes if most is None else min(nbytes, most - 1)
 
 
-async def _read_box(array: ts.TensorStore, box: Box, where: str) -> np.ndarray:
+async def _read_box(array: StoredArray, box: Box, where: str) -> np.ndarray:
     """A box of a stored array; zeros where the array ends before the box does."""
     there = box & Box.whole(array.shape)
     try:
         if there == box:
-            return await array[box.slices].read()
-        data = np.zeros(box.shape, array.dtype.numpy_dtype)
+            return await array.read(box)
+        data = np.zeros(box.shape, array.dtype)
         if there.size:
-            data[there.relative_to(box).slices] = await array[there.slices].read()
+            data[there.relative_to(box).slices] = await array.read(there)
         return data
     except Exception as error:  # whatever a damaged file makes the storage raise
         raise ReshardError(

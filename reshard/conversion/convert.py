@@ -1,4 +1,4 @@
-"""Makes one stock Orbax checkpoint out of another, never touching the source and never leaving half a target.
+"""Makes one checkpoint out of another, Orbax's or a Hugging Face folder, and never leaves half a target.
 
 First the new tree is planned from metadata alone (`tree_edits.py`), then the memory (`copying.py`); both are refused
 before a byte is written if they cannot be. The target is written beside its place, read again if asked, and moved
@@ -7,6 +7,7 @@ there by one rename.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import time
@@ -18,13 +19,17 @@ from typing import Any
 import numpy as np
 
 from mpmd.errors import ReshardError
-from reshard.conversion import copying, tree_edits
+from reshard.conversion import copying
 from reshard.conversion.copying import Copier, CopyPlan, CopyProgress, CopyStats
-from reshard.conversion.tree_edits import Change, Entry
+from reshard.conversion.tensor_target import TensorTarget, plan_tensors, write_tensors
+from reshard.edits import tree_edits
+from reshard.edits.entries import Entry, described
+from reshard.edits.tree_edits import Change
 from reshard.storage import event_loops
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
-from reshard.texts import human
+from reshard.storage.tensor_files import TensorFiles
+from reshard.texts import counted, human
 from scheduler.texts import table
 
 _WORKING = ".converting-"
@@ -41,6 +46,8 @@ class Conversion:
     copy: CopyPlan
     zarr3: bool
     notes: tuple[str, ...]
+    tensors: TensorFiles | None = None
+    beside: File | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,33 +59,31 @@ class Conversion:
         lines = table([_row(entry) for entry in self.entries], "<<<")
         lines += [f"left out: {show(leaf.path)}" for leaf in left]
         lines += [f"note: {note}" for note in self.notes]
+        how = f"{'zarr3' if self.zarr3 else 'zarr'} in OCDBT"
+        if self.tensors is not None:
+            how = f"safetensors, {counted(len(self.tensors.files), 'file')}"
         lines.append(
             f"{self.source.folder} ({human(self.source.nbytes)}) -> {self.target} ({human(self.nbytes)}), "
-            f"{'zarr3' if self.zarr3 else 'zarr'} in OCDBT, in {human(self.copy.threshold)} of memory"
+            f"{how}, in {human(self.copy.threshold)} of memory"
         )
         return "\n".join(lines)
 
 
 def _row(entry: Entry) -> tuple[str, str, str]:
-    first, index = entry.origins[0].leaf, entry.origins[0].source
+    origin = entry.origins[0]
+    first = origin.leaf
     if not entry.is_array:
-        return (
-            show(entry.path),
-            tree_edits.described(entry),
-            "" if first.path == entry.path else f"from {show(first.path)}",
-        )
+        return show(entry.path), described(entry), "" if first.path == entry.path else f"from {show(first.path)}"
     notes = []
     if len(entry.origins) > 1:
         notes.append(f"from {show(first.path)} and {len(entry.origins) - 1} more")
-    elif index:
-        notes.append(f"from {show(first.path)}[{', '.join(map(str, index))}]")
-    elif first.path != entry.path:
-        notes.append(f"from {show(first.path)}")
+    elif first.path != entry.path or not origin.is_whole:
+        notes.append(f"from {origin}")
     if first.dtype != entry.dtype:
         notes.append(f"cast from {first.dtype}")
     if entry.shape:
         notes.append(f"chunks {list(entry.chunk)}")
-    return show(entry.path), tree_edits.described(entry), ", ".join(notes)
+    return show(entry.path), described(entry), ", ".join(notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +108,20 @@ def plan_conversion(
     chunks: Sequence[tuple[str, Sequence[int]]] = (),
     threshold: int | None = None,
     zarr3: bool = False,
+    tensors: TensorTarget | None = None,
 ) -> Conversion:
     """Plans without reading or writing an array.
 
     Args:
         source: what `reshard.stored.find` takes, with `step` and `item`.
         target: the folder to make; it must not exist.
-        changes: from `reshard.retree`, in order.
+        changes: from `reshard.edits`, in order.
         dtypes: pattern (None: everything) and dtype, for floating-point arrays; the last that matches counts.
         chunks: pattern and sizes; other arrays keep their chunks, a stack has one layer a chunk, and what is larger
             than 64 MiB is cut.
         threshold: bytes of memory for array data; None takes as much as needed to read each chunk once.
         zarr3: whether to write zarr version 3.
+        tensors: makes a Hugging Face folder instead of an Orbax checkpoint.
 
     Raises:
         ReshardError: the source cannot be read, the target cannot be made, or the changes do not fit the tree.
@@ -129,7 +136,11 @@ def plan_conversion(
         entries = tree_edits.cast(pattern, dtype)(entries)
     for pattern, sizes in chunks:
         entries = tree_edits.rechunk(pattern, sizes)(entries)
-    entries, of_tree = tree_edits.checked_paths(entries)
+    files, of_tree = None, []
+    if tensors is None:
+        entries, of_tree = tree_edits.checked_paths(entries)
+    else:
+        entries, files = plan_tensors(entries, tensors, keep=[pattern for pattern, _ in chunks])
     _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.origins}.values())
     entries = copying.with_writable_chunks(
         entries, threshold, keep=lambda e: any(matches(pattern, e.path) for pattern, _ in chunks)
@@ -138,7 +149,8 @@ def plan_conversion(
     if checkpoint.other_items:
         notes.append(f"only the tree is converted, not {', '.join(checkpoint.other_items)}")
     plan = copying.plan_copy(entries, threshold)
-    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree))
+    beside = tensors.beside if tensors is not None else None
+    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree), files, beside)
 
 
 def _check_size(leaves: Iterable[Leaf]) -> None:
@@ -195,17 +207,13 @@ def convert(
         ReshardError: something could not be read or written, or is not what it should be. There is no target then.
         copying.Stopped: `should_stop` said so. There is no target then.
     """
-    from reshard.conversion import orbax_writer
-
     start = time.monotonic()
     working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
     if verify:
         event_loops.run(copier.check_source())
     with _write_errors(conversion), _removed_on_error(working):
-        orbax_writer.write(
-            working, tree_edits.nested(conversion.entries, _value(conversion)), copier.copy, zarr3=conversion.zarr3
-        )
+        _write(conversion, working, copier)
         copied = dataclasses.replace(copier.stats)
         if verify:
             _verify(conversion, working, copier)
@@ -214,6 +222,18 @@ def convert(
         _sync(conversion.target.parent)
     num_arrays = sum(entry.is_array for entry in conversion.entries)
     return Converted(num_arrays, conversion.nbytes, copied, verify, time.monotonic() - start)
+
+
+def _write(conversion: Conversion, working: File, copier: Copier) -> None:
+    if conversion.tensors is not None:
+        return write_tensors(working, conversion.tensors, copier, conversion.beside)
+    from reshard.conversion import orbax_writer
+
+    async def fill(targets: dict[Any, Any]) -> None:
+        await copier.copy(functools.partial(orbax_writer.write_boxes, targets))
+
+    tree = tree_edits.nested(conversion.entries, _value(conversion))
+    return orbax_writer.write(working, tree, fill, zarr3=conversion.zarr3)
 
 
 def _value(conversion: Conversion) -> Callable[[Entry], Any]:
@@ -237,6 +257,7 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
     expected = {}
     for entry in conversion.entries:
         value_type = "None" if entry.value_type == "NamedTuple" else entry.value_type
+        value_type = "jax.Array" if conversion.tensors is not None else value_type
         expected[entry.path] = (value_type, entry.shape, entry.dtype, entry.extra)
     for path in sorted(found.keys() | expected.keys()):
         if found.get(path) != expected.get(path):

@@ -8,10 +8,10 @@ cut out of it, and what checking a cast takes), and decoded source chunks that a
 
 import asyncio
 import dataclasses
+import itertools
 import math
-import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard.conversion.tree_edits import Entry
+from reshard.edits.edited import copy_cast
+from reshard.edits.entries import Entry, Origin
 from reshard.storage import checksums
+from reshard.storage.arrays import StoredArray
 from reshard.storage.paths import Path, show
 from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, open_array, reading_context, said
 from reshard.texts import bar, human
@@ -31,6 +33,8 @@ _READING = 4
 _LARGEST_BATCH = 256 << 20
 _LARGEST_CHUNK = 64 << 20
 _LARGEST_CACHE = 1 << 30
+
+Written = tuple[Entry, Box, np.ndarray]
 
 
 class Stopped(Exception):
@@ -48,16 +52,9 @@ class Task:
     def nbytes(self) -> int:
         return self.box.nbytes(self.entry.itemsize)
 
-    def pieces(self) -> Iterator[tuple[Leaf, Box, tuple[Any, ...]]]:
-        """What it takes: of which array, which box, and where that belongs in the chunk."""
-        for origin in self.entry.origins:
-            lead = len(origin.target)
-            if origin.target not in Box(self.box.start[:lead], self.box.stop[:lead]):
-                continue
-            rest_start, rest_stop = self.box.start[lead:], self.box.stop[lead:]
-            source = Box((*origin.source, *rest_start), (*[i + 1 for i in origin.source], *rest_stop))
-            at = tuple(map(operator.sub, origin.target, self.box.start))
-            yield origin.leaf, source, at
+    def pieces(self) -> Iterator[Origin]:
+        """What it takes of which array."""
+        return self.entry.parts(self.box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +113,14 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
     tasks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
     largest = max(tasks, key=lambda task: task.nbytes)
-    widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=lambda leaf: leaf.chunk_nbytes)
-    least = _WRITING * largest.nbytes + _READING * widest.chunk_nbytes
+    most_elements = max(task.box.size for task in tasks)
+
+    def read_nbytes(leaf: Leaf) -> int:
+        """What has to be read at once; of plain files no more than is written."""
+        return min(leaf.chunk_nbytes, most_elements * leaf.itemsize) if leaf.files else leaf.chunk_nbytes
+
+    widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=read_nbytes)
+    least = _WRITING * largest.nbytes + _READING * read_nbytes(widest)
     # A cache that is full to the last byte keeps nothing: its entries are a little larger than their data.
     shared = math.ceil(1.125 * _shared_nbytes(tasks))
     if threshold is None:
@@ -143,8 +146,9 @@ def _tasks(entry: Entry) -> Iterator[Task]:
 
 def _source_order(order: Mapping[int, int]) -> Callable[[Task], Any]:
     def key(task: Task) -> Any:
-        leaf, box, _ = next(task.pieces())
-        return order.get(id(leaf), 0), id(leaf), leaf.cells(box).start, task.box.start
+        first = next(task.pieces())
+        leaf = first.leaf
+        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, task.box.start
 
     return key
 
@@ -153,9 +157,10 @@ def _shared_nbytes(tasks: Sequence[Task]) -> int:
     """Bytes of the largest set of source chunks that one task reads and the next one reads again."""
     largest, previous = 0, set[tuple[int, Box]]()
     for task in tasks:
-        read = {(id(leaf), leaf.cells(box)) for leaf, box, _ in task.pieces()}
+        cells = [(piece.leaf, piece.leaf.cells(piece.source)) for piece in task.pieces() if not piece.leaf.files]
+        read = {(id(leaf), box) for leaf, box in cells}
         if read & previous:
-            nbytes = sum(leaf.cells(box).nbytes(leaf.itemsize) for leaf, box, _ in task.pieces())
+            nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box in cells)
             largest = max(largest, nbytes)
         previous = read
     return largest
@@ -210,19 +215,13 @@ class Copier:
     should_stop: Callable[[], bool] = lambda: False
     stats: CopyStats = dataclasses.field(default_factory=CopyStats)
 
-    async def copy(self, targets: Mapping[int, ts.TensorStore]) -> None:
-        """Fills the arrays, given by the `id` of their entry."""
+    async def copy(self, write: Callable[[list[Written]], Awaitable[None]]) -> None:
+        """Hands all data to `write`, in batches: what belongs in which box of which entry."""
 
         async def batch(tasks: list[Task]) -> None:
-            transaction = ts.Transaction()
-            writes = []
-            for task, data in zip(tasks, await self._gather(tasks), strict=True):
-                target = targets[id(task.entry)].with_transaction(transaction)
-                write = target[task.box.slices].write(data, can_reference_source_data_indefinitely=True)
-                writes.append(write.copy)
-                self.stats.bytes_written += task.nbytes
-            await all_of(writes)
-            await transaction.commit_async()
+            data = await self._gather(tasks)
+            await write([(task.entry, task.box, one) for task, one in zip(tasks, data, strict=True)])
+            self.stats.bytes_written += sum(task.nbytes for task in tasks)
             self.stats.num_commits += 1
 
         await self._run("copying", batch)
@@ -279,7 +278,7 @@ class Copier:
     async def _run(self, doing: str, batch: Callable[[list[Task]], Any]) -> None:
         self._budget = _Budget(self.plan.reading_nbytes)
         self._reader = self._context()
-        self._sources: dict[int, ts.TensorStore] = {}
+        self._sources: dict[int, StoredArray] = {}
         start, done = time.monotonic(), 0
         for tasks in _batches(self.plan):
             if self.should_stop():
@@ -304,34 +303,34 @@ class Copier:
         return buffers
 
     async def _fill(self, task: Task, buffer: np.ndarray) -> None:
-        for leaf, box, at in task.pieces():
-            whole = leaf.cells(box)
+        for piece in task.pieces():
+            leaf, whole = piece.leaf, piece.leaf.cells(piece.source)
             if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
-                boxes = [box]
+                parts = iter([piece])
             else:
-                boxes = [cell & box for cell in whole.grid(leaf.chunk)]
-            for one in boxes:
-                cost = _READING * leaf.cells(one).nbytes(leaf.itemsize)
+                cells = whole.grid(leaf.chunk)
+                parts = itertools.chain.from_iterable(piece.taking(cell) for cell in cells)
+            for part in parts:
+                cost = _READING * leaf.cells(part.source).nbytes(leaf.itemsize)
                 await self._budget.take(cost)
                 try:
-                    data = await _read(self.source, leaf.path, await self._open(leaf), one)
+                    data = await _read(self.source, leaf.path, await self._open(leaf), part.source)
                     self.stats.bytes_read += data.nbytes
-                    within = one.relative_to(box).slices[len(leaf.shape) - (len(task.entry.shape) - len(at)) :]
-                    view = buffer[(*at, *within, ...)]
-                    _cast(data.reshape(view.shape), view, task.entry)
+                    view = buffer[(*part.target.relative_to(task.box).slices, ...)]
+                    await asyncio.to_thread(copy_cast, part.arranged(data), view, show(task.entry.path))
                     del data
                 finally:
                     await self._budget.give(cost)
 
-    async def _open(self, leaf: Leaf) -> ts.TensorStore:
+    async def _open(self, leaf: Leaf) -> StoredArray:
         if id(leaf) not in self._sources:
             self._sources[id(leaf)] = await open_array(self.source, leaf.path, self._reader)
         return self._sources[id(leaf)]
 
 
-async def _read(checkpoint: Checkpoint, path: Path, array: ts.TensorStore, box: Box) -> np.ndarray:
+async def _read(checkpoint: Checkpoint, path: Path, array: StoredArray, box: Box) -> np.ndarray:
     try:
-        return await array[box.slices].read()
+        return await array.read(box)
     except (ValueError, OSError) as error:
         raise ReshardError(
             f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
@@ -371,17 +370,6 @@ def _batches(plan: CopyPlan) -> Iterator[list[Task]]:
         nbytes += task.nbytes
     if batch:
         yield batch
-
-
-def _cast(data: np.ndarray, view: np.ndarray, entry: Entry) -> None:
-    if data.dtype == view.dtype:
-        view[...] = data
-        return
-    with np.errstate(over="ignore"):
-        np.copyto(view, data, casting="unsafe")
-    lost = np.count_nonzero(np.isfinite(data)) - np.count_nonzero(np.isfinite(view))
-    if lost:
-        raise ReshardError(f"{show(entry.path)}: {lost} values of {data.dtype} are too large for {view.dtype}.")
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

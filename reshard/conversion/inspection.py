@@ -13,20 +13,21 @@ _CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that 
 
 def to_text(checkpoint: Checkpoint) -> str:
     """The tree as a table, with totals."""
-    rows = [("path", "dtype", "shape", "bytes", "chunks"), *map(_row, checkpoint.leaves)]
     arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
+    in_files = any(leaf.files for leaf in arrays)
+    rows = [("path", "dtype", "shape", "bytes", "files" if in_files else "chunks"), *map(_row, checkpoint.leaves)]
     lines = [f"{_title(checkpoint)}: {checkpoint.driver}", *table(rows, "<<<><")]
     others = len(checkpoint.leaves) - len(arrays)
-    chunks = counted(sum(leaf.num_chunks for leaf in arrays), "chunk")
+    chunks = "" if in_files else " in " + counted(sum(leaf.num_chunks for leaf in arrays), "chunk")
     lines.append(
-        f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)} in {chunks}, "
+        f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)}{chunks}, "
         f"{human(checkpoint.stored_nbytes())} on disk" + (f"; {others} without data" if others else "")
     )
     for dtype, nbytes in _by_dtype(arrays).items():
         lines.append(f"  {dtype}: {human(nbytes)}")
     if checkpoint.other_items:
         lines.append(f"beside it: {', '.join(checkpoint.other_items)}")
-    if any(leaf.num_chunks > 1 for leaf in arrays):
+    if any(leaf.num_chunks > 1 and not leaf.files for leaf in arrays):
         lines.append(_CHUNKS)
     return "\n".join(lines)
 
@@ -48,6 +49,9 @@ def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:
     if not leaf.is_array:
         return show(leaf.path), "", leaf.value_type, "", ""
     shape = "scalar" if leaf.value_type == "scalar" else str(list(leaf.shape))
+    if leaf.files:
+        more = f" and {len(leaf.files) - 1} more" if len(leaf.files) > 1 else ""
+        return show(leaf.path), str(leaf.dtype), shape, human(leaf.nbytes), "".join(leaf.files[:1]) + more
     whole = leaf.num_chunks == 1
     chunks = "1" if whole else f"{leaf.num_chunks} of {list(leaf.chunk)}, {human(leaf.chunk_nbytes)} each"
     extra = "".join(f", {what}: {value}" for what, value in json.loads(leaf.extra or "{}").items())
@@ -61,7 +65,7 @@ def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "item": checkpoint.item,
         "other_items": list(checkpoint.other_items),
-        "driver": "zarr3" if checkpoint.zarr3 else "zarr",
+        "driver": checkpoint.format,
         "ocdbt": checkpoint.ocdbt,
         "arrays": sum(leaf.is_array for leaf in checkpoint.leaves),
         "bytes": checkpoint.nbytes,
@@ -82,6 +86,8 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
             "chunk_bytes": leaf.chunk_nbytes,
             "chunks": leaf.num_chunks,
         }
+    if leaf.files:
+        document["files"] = list(leaf.files)
     if leaf.extra:
         document["extra"] = json.loads(leaf.extra)
     return document

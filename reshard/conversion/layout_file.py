@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
-import yaml
 from jax.sharding import Mesh, PartitionSpec
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -37,11 +36,9 @@ from mpmd.arrays.splits import Split, as_split, named_axis
 from mpmd.errors import ReshardError
 from reshard.places import describe_mesh
 from reshard.sizes import nbytes_of
+from reshard.storage.documents import read_document
 from reshard.storage.paths import compiled
-from scheduler.files import parse_json, read_text
 
-_MOST_NBYTES = 1 << 20
-_MOST_ENTRIES = 100_000
 _MOST_AXES = 32
 _MOST_DEVICES = 1 << 17
 _MOST_FAULTS = 20
@@ -85,30 +82,8 @@ def read_layout(file: str | File) -> TargetLayout:
     Raises:
         ReshardError: it cannot be read or is not a layout; lists every fault found.
     """
-    file = File(file)
-    try:
-        text = read_text(file, _MOST_NBYTES)
-        document = parse_json(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ReshardError(f"{file} cannot be read: {error.strerror}.") from None
-    except RecursionError:
-        raise ReshardError(f"{file} is neither YAML nor JSON: it is nested too deeply.") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ReshardError(f"{file} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
-    if _is_large(document):
-        raise ReshardError(f"{file} is not a layout: written out it has more than {_MOST_ENTRIES} entries.")
+    document = read_document(file, "a layout")
     return parse_layout(document, str(file))
-
-
-def _is_large(document: Any) -> bool:
-    """Whether it has too many entries when each alias is written out; YAML's aliases make a few lines endless."""
-    left, num_entries = [document], 0
-    while left and num_entries <= _MOST_ENTRIES:
-        value = left.pop()
-        entries = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-        num_entries += 1
-        left += entries
-    return bool(left)
 
 
 def parse_layout(document: Any, name: str = "layout") -> TargetLayout:

@@ -8,7 +8,7 @@ needs of Orbax's internals is in here.
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from mpmd.arrays.boxes import Box
 from reshard._orbax_compat import ArrayMetadata, Store
+from reshard.storage.stored import all_of
 
 # Small nodes, so that a commit that adds a few chunks does not write the index of all chunks again.
 _INDEX_NODE_NBYTES = 1 << 16
@@ -50,6 +52,17 @@ class _Scalar(Array): ...
 ARRAYS: dict[str, type[Array]] = {"jax.Array": _JaxArray, "np.ndarray": _NumpyArray, "scalar": _Scalar}
 
 Fill = Callable[[dict[Any, ts.TensorStore]], Awaitable[None]]
+
+
+async def write_boxes(targets: dict[Any, ts.TensorStore], written: Iterable[tuple[Any, Box, np.ndarray]]) -> None:
+    """Writes boxes of arrays, given by the `id` of what names them, in one commit."""
+    transaction = ts.Transaction()
+    writes = []
+    for entry, box, data in written:
+        target = targets[id(entry)].with_transaction(transaction)
+        writes.append(target[box.slices].write(data, can_reference_source_data_indefinitely=True).copy)
+    await all_of(writes)
+    await transaction.commit_async()
 
 
 def write(folder: File, tree: Any, fill: Fill, *, zarr3: bool) -> None:

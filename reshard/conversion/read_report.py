@@ -241,7 +241,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
     reads = LeafReads(leaf, (), num_processes=len(by_process))
     for index, boxes in by_process.items():
         needed = _union_nbytes(boxes, leaf)
-        read = sum(leaf.cells(one.box).nbytes(leaf.itemsize) for one in plan_reads(boxes, leaf.chunk))
+        read = sum(leaf.cells(one.box).nbytes(leaf.itemsize) for one in plan_reads(boxes, leaf.read_chunk))
         processes[index].needed_bytes += needed
         processes[index].read_bytes += read
         reads.needed_bytes += needed

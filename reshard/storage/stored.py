@@ -23,12 +23,14 @@ from etils import epath
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.storage import event_loops
+from reshard.storage.arrays import Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, show
 from scheduler.files import parse_json, read_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
 METADATA = "_METADATA"
+TENSORS_INDEX = "model.safetensors.index.json"
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
@@ -42,7 +44,8 @@ _MOST_NBYTES = 256 << 20  # of a file of metadata
 class Leaf:
     """One leaf as it is stored. A leaf that is no array (empty container, None, text) has only a path and a type.
 
-    `chunk` is the least that is read of it at once, `extra` what Orbax keeps beside it (the kind of a PRNG key).
+    `chunk` is the least that is read of it at once, `extra` what Orbax keeps beside it (the kind of a PRNG key). What
+    is in plain files, `files`, is read by its bytes: `chunk` is then a suggestion for how to cut it.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class Leaf:
     dtype: np.dtype | None = None
     chunk: tuple[int, ...] = ()
     extra: str | None = None
+    files: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,9 +81,14 @@ class Leaf:
     def num_chunks(self) -> int:
         return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)) if self.is_array else 0
 
+    @property
+    def read_chunk(self) -> tuple[int, ...]:
+        """What is read as a whole: of plain files, each element by itself."""
+        return (1,) * len(self.shape) if self.files else self.chunk
+
     def cells(self, box: Box) -> Box:
         """The part of the array that its chunks make of a box: what is really read when the box is wanted."""
-        return box.aligned(self.chunk) & Box.whole(self.shape)
+        return box.aligned(self.read_chunk) & Box.whole(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +105,13 @@ class Checkpoint:
     other_items: tuple[str, ...] = ()
 
     @property
+    def format(self) -> str:
+        """How the arrays are stored: zarr, zarr3 or safetensors."""
+        return "zarr3" if self.zarr3 else "zarr"
+
+    @property
     def driver(self) -> str:
-        return ("zarr3" if self.zarr3 else "zarr") + (" in OCDBT" if self.ocdbt else ", one folder an array")
+        return self.format + (" in OCDBT" if self.ocdbt else ", one folder an array")
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +140,11 @@ class Checkpoint:
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
         }
+
+    async def array(self, path: Path, context: ts.Context, reads: Reads) -> StoredArray:
+        """Opens one array; what is read of it is counted."""
+        opened = await ts.open(self.spec(path), read=True, open=True, context=context)
+        return ZarrArray(opened, show(path), reads)
 
     def text(self, path: Path) -> str:
         """The value of a leaf that is text.
@@ -162,6 +181,8 @@ def find(folder: str | File, step: int | None = None, item: str | None = None) -
         ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
     """
     path = absolute(folder)
+    if is_folder(path):
+        return _open_tensors(path, step, item)
     if not path.is_dir():
         what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
         raise ReshardError(f"{path} {what}.")
@@ -169,6 +190,23 @@ def find(folder: str | File, step: int | None = None, item: str | None = None) -
         return _find(path, step, item)
     except OSError as error:
         raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+
+
+def is_folder(path: File) -> bool:
+    """Whether it is a Hugging Face folder, or one safetensors file."""
+    if path.suffix == ".safetensors":
+        return path.is_file()
+    if not path.is_dir() or (path / METADATA).exists() or UNFINISHED in path.name:
+        return False
+    return (path / TENSORS_INDEX).exists() or any(path.glob("*.safetensors"))
+
+
+def _open_tensors(path: File, step: int | None, item: str | None) -> Checkpoint:
+    from reshard.storage.huggingface import open_folder
+
+    if step is not None or item is not None:
+        raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
+    return open_folder(path)
 
 
 def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
@@ -313,14 +351,16 @@ def reading_context(cache_nbytes: int, index_nbytes: int = _INDEX_NBYTES) -> ts.
     )
 
 
-async def open_array(checkpoint: Checkpoint, path: Path, context: ts.Context) -> ts.TensorStore:
+async def open_array(
+    checkpoint: Checkpoint, path: Path, context: ts.Context, reads: Reads | None = None
+) -> StoredArray:
     """Opens an array to read it.
 
     Raises:
         ReshardError: it cannot be opened.
     """
     try:
-        return await ts.open(checkpoint.spec(path), read=True, open=True, context=context)
+        return await checkpoint.array(path, context, reads or Reads())
     except (ValueError, OSError) as error:
         raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
 
@@ -335,9 +375,8 @@ async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
             return leaf
         async with slots:
             array = await open_array(checkpoint, leaf.path, context)
-        chunk = tuple([int(c or 1) for c in array.chunk_layout.read_chunk.shape or ()])
-        shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
-        return dataclasses.replace(leaf, shape=shape, dtype=dtype, chunk=chunk, extra=beside.get(array_name(leaf.path)))
+        extra = beside.get(array_name(leaf.path))
+        return dataclasses.replace(leaf, shape=array.shape, dtype=array.dtype, chunk=array.chunk, extra=extra)
 
     return await all_of(map(complete, checkpoint.leaves))
 

@@ -19,7 +19,7 @@ from stored_states import assert_same, bits, command, fingerprint, layered, rest
 from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
-from reshard.conversion.tree_edits import stack, unstack
+from reshard.edits.tree_edits import stack, unstack
 from reshard.storage import stored
 from reshard.storage.paths import show
 

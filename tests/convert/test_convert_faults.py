@@ -18,7 +18,7 @@ from stored_states import ROOT, assert_same, command, fingerprint, restore, save
 from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
-from reshard.conversion.tree_edits import unstack
+from reshard.edits.tree_edits import unstack
 
 
 def error_of(capsys, *arguments):

@@ -6,72 +6,19 @@ dtypes. An entry says which parts of stored arrays it consists of, so changes co
 
 import dataclasses
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
+from reshard.edits.entries import Entry, described
 from reshard.storage.paths import Key, Path, matches, parts_of, show, within
-from reshard.storage.stored import Leaf
-from reshard.texts import type_text
-
-Index = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """All of a stored array that has the leading indices `source`, as what has those of `target` in the new one."""
-
-    leaf: Leaf
-    source: Index = ()
-    target: Index = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A leaf of the new tree. What is no array (empty containers, text) has one part and is taken over whole."""
-
-    path: Path
-    value_type: str
-    shape: tuple[int, ...]
-    dtype: np.dtype | None
-    chunk: tuple[int, ...]
-    origins: tuple[Origin, ...]
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> "Entry":
-        return cls(leaf.path, leaf.value_type, leaf.shape, leaf.dtype, leaf.chunk, (Origin(leaf),))
-
-    @property
-    def is_array(self) -> bool:
-        return self.origins[0].leaf.is_array
-
-    @property
-    def extra(self) -> str | None:
-        return self.origins[0].leaf.extra
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize if self.is_array else 0
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize if self.dtype is not None else 0
-
-    def __str__(self) -> str:
-        return f"{show(self.path)}  {described(self)}"
-
 
 Entries = Sequence[Entry]
 Change = Callable[[Entries], list[Entry]]
-
-
-def described(entry: Entry) -> str:
-    """What an entry is, as messages show it: `float32[2,3]`, or the type of what is no array."""
-    return type_text(entry.shape, entry.dtype) if entry.is_array else entry.value_type
 
 
 def select(only: Sequence[str] = (), drop: Sequence[str] = ()) -> Change:
@@ -120,25 +67,25 @@ def rename(pattern: str, replacement: str) -> Change:
     return change
 
 
-def unstack(pattern: str, *, as_list: bool = True) -> Change:
+def unstack(pattern: str, *, as_list: bool = True, option: str = "") -> Change:
     """Cuts all arrays below the nodes that the pattern names along axis 0: `layers/w[L, …]` becomes `layers/3/w`.
 
     Args:
         pattern: the path of nodes, `**/layers`; each is cut on its own, so that optimizer states may mirror it.
         as_list: whether the layers become a list's items, otherwise entries of a dict that are named by numbers.
+        option: what messages call this change.
     """
+    option = option or f"--unstack {pattern}"
 
     def layers_of(node: str, entries: Entries) -> int:
         arrays = [e for e in entries if e.is_array]
         whole = [e for e in entries if not e.is_array and e.value_type == "string"] + [e for e in arrays if not e.shape]
         if whole:
-            raise ReshardError(
-                f"--unstack {pattern}: {node} cannot be cut into layers: it has no axis.\n{_list(whole)}"
-            )
+            raise ReshardError(f"{option}: {node} cannot be cut into layers: it has no axis.\n{_list(whole)}")
         sizes = {e.shape[0] for e in arrays}
         if len(sizes) != 1:
             raise ReshardError(
-                f"--unstack {pattern}: the arrays of {node} must have one number of layers on axis 0, "
+                f"{option}: the arrays of {node} must have one number of layers on axis 0, "
                 f"but have {sorted(sizes) or 'none'}.\n{_list(arrays)}"
             )
         return sizes.pop()
@@ -147,12 +94,13 @@ def unstack(pattern: str, *, as_list: bool = True) -> Change:
         path = (*entry.path[:depth], Key(str(index), as_list), *entry.path[depth:])
         if not entry.is_array:
             return dataclasses.replace(entry, path=path)
+        origins = [part.of_layer() for part in entry.parts(Box.whole(entry.shape).with_range(0, index, index + 1))]
         return dataclasses.replace(
-            entry, path=path, shape=entry.shape[1:], chunk=entry.chunk[1:], origins=tuple(_cut(entry.origins, index))
+            entry, path=path, shape=entry.shape[1:], chunk=entry.chunk[1:], origins=tuple(origins)
         )
 
     def change(entries: Entries) -> list[Entry]:
-        nodes = _nodes("--unstack", pattern, entries)
+        nodes = _nodes(option, pattern, entries)
         result = _outside(nodes, entries)
         for node, inside in nodes.items():
             for index in range(layers_of(show(node), inside)):
@@ -162,49 +110,42 @@ def unstack(pattern: str, *, as_list: bool = True) -> Change:
     return change
 
 
-def _cut(origins: Iterable[Origin], index: int) -> Iterable[Origin]:
-    for origin in origins:
-        if not origin.target:
-            yield dataclasses.replace(origin, source=(*origin.source, index))
-        elif origin.target[0] == index:
-            yield dataclasses.replace(origin, target=origin.target[1:])
-
-
-def stack(pattern: str) -> Change:
+def stack(pattern: str, option: str = "") -> Change:
     """Stacks the numbered layers below the nodes that the pattern names: `layers/3/w` becomes `layers/w[L, …]`.
 
     Lists and dicts whose entries are named by numbers are stacked alike. All layers must have the same tree, shapes
-    and dtypes, and no number may be missing.
+    and dtypes, and no number may be missing. Messages call the change `option`.
     """
+    option = option or f"--stack {pattern}"
 
     def change(entries: Entries) -> list[Entry]:
-        nodes = _nodes("--stack", pattern, entries)
+        nodes = _nodes(option, pattern, entries)
         result = _outside(nodes, entries)
         for node, inside in nodes.items():
-            by_rest = _layers_by_rest(node, inside, pattern)
-            num_layers = _num_layers(node, by_rest, pattern)
+            by_rest = _layers_by_rest(node, inside, option)
+            num_layers = _num_layers(node, by_rest, option)
             for rest, layers in by_rest.items():
-                result.append(_stacked(node + rest, [layers[i] for i in range(num_layers)], pattern))
+                result.append(_stacked(node + rest, [layers[i] for i in range(num_layers)], option))
         return result
 
     return change
 
 
-def _layers_by_rest(node: Path, inside: Entries, pattern: str) -> dict[Path, dict[int, Entry]]:
+def _layers_by_rest(node: Path, inside: Entries, option: str) -> dict[Path, dict[int, Entry]]:
     """The layers of each array below a node: by its path within its layer, and by the layer's number."""
     by_rest: dict[Path, dict[int, Entry]] = {}
     for e in inside:
         name = e.path[len(node)].name if len(e.path) > len(node) else ""
         if not re.fullmatch(r"0|[1-9]\d*", name):
             raise ReshardError(
-                f"--stack {pattern}: below {show(node)} all entries must be layer numbers 0, 1, 2 …, "
+                f"{option}: below {show(node)} all entries must be layer numbers 0, 1, 2 …, "
                 f"but there is {show(e.path)}."
             )
         by_rest.setdefault(e.path[len(node) + 1 :], {})[int(name)] = e
     return by_rest
 
 
-def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], pattern: str) -> int:
+def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], option: str) -> int:
     """How many layers a node has, of which each array has all."""
     found = {index for layers in by_rest.values() for index in layers}
     expected = range(max(found) + 1)
@@ -212,39 +153,35 @@ def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], pattern: str)
         gaps = [str(i) for i in itertools.islice((i for i in expected if i not in found), 9)]
         missing = ", ".join(gaps[:8]) + (" …" if len(gaps) > 8 else "")
         raise ReshardError(
-            f"--stack {pattern}: the layers of {show(node)} have gaps.\n"
+            f"{option}: the layers of {show(node)} have gaps.\n"
             f"  expected: 0 to {max(found)}\n  found: {', '.join(map(str, sorted(found)))}; missing: {missing}"
         )
     for rest, layers in by_rest.items():
         if len(layers) != len(expected):
             missing = next(i for i in expected if i not in layers)
             raise ReshardError(
-                f"--stack {pattern}: the layers of {show(node)} differ: "
+                f"{option}: the layers of {show(node)} differ: "
                 f"{show(layers[min(layers)].path)} exists, but not {show((*node, Key(str(missing)), *rest))}."
             )
     return len(expected)
 
 
-def _stacked(path: Path, layers: Sequence[Entry], pattern: str) -> Entry:
+def _stacked(path: Path, layers: Sequence[Entry], option: str) -> Entry:
     """The layers of one array as one."""
     first = layers[0]
     odd = [e for e in layers if (e.shape, e.dtype, e.extra) != (first.shape, first.dtype, first.extra)]
     odd += [e for e in layers if not e.is_array and e.value_type != first.value_type]
     if odd:
         raise ReshardError(
-            f"--stack {pattern}: layers differ in shape or dtype.\n"
+            f"{option}: layers differ in shape or dtype.\n"
             f"  expected, from {show(first.path)}: {described(first)}\n"
             + "\n".join(f"  found, at {show(e.path)}: {described(e)}" for e in odd[:5])
         )
     if first.value_type == "string":
-        raise ReshardError(f"--stack {pattern}: {show(first.path)} is text, which cannot be stacked.")
+        raise ReshardError(f"{option}: {show(first.path)} is text, which cannot be stacked.")
     if not first.is_array:
         return dataclasses.replace(first, path=path)
-    origins = [
-        dataclasses.replace(origin, target=(index, *origin.target))
-        for index, e in enumerate(layers)
-        for origin in e.origins
-    ]
+    origins = [origin.as_layer(index) for index, e in enumerate(layers) for origin in e.origins]
     value_type = "np.ndarray" if first.value_type == "scalar" else first.value_type
     shape, chunk = (len(layers), *first.shape), (1, *first.chunk)
     return dataclasses.replace(
@@ -261,7 +198,7 @@ def _nodes(option: str, pattern: str, entries: Entries) -> dict[Path, list[Entry
                 nodes.setdefault(tuple([Key(key.name) for key in e.path[:depth]]), []).append(e)
                 break
     if not nodes:
-        raise ReshardError(_nothing(option, pattern, entries))
+        raise ReshardError(_nothing(option, entries))
     return {inside[0].path[: len(node)]: inside for node, inside in nodes.items()}
 
 
@@ -381,12 +318,12 @@ def _built(node: Any) -> Any:
 
 def _some(option: str, pattern: str, entries: Entries, wanted: Callable[[Entry], object], what: str = "leaf") -> None:
     if not any(wanted(e) for e in entries):
-        raise ReshardError(_nothing(option, pattern, entries, what))
+        raise ReshardError(_nothing(f"{option} {pattern}", entries, what))
 
 
-def _nothing(option: str, pattern: str, entries: Entries, what: str = "") -> str:
+def _nothing(option: str, entries: Entries, what: str = "") -> str:
     of = f"no {what}" if what else "nothing"
-    return f"{option} {pattern} matches {of}.\n  The checkpoint has\n{_list(entries)}"
+    return f"{option} matches {of}.\n  The checkpoint has\n{_list(entries)}"
 
 
 def _list(entries: Entries, *, origins: bool = False) -> str:

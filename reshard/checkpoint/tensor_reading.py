@@ -1,0 +1,61 @@
+"""Reads a Hugging Face folder as the tree that is wanted: mapped, stacked or not, in the dtypes that are wanted."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path as File
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reshard.checkpoint.matching import Want
+from reshard.edits.edited import edited
+from reshard.edits.entries import Entry
+from reshard.edits.mapped import imported
+from reshard.edits.mapping import Mapping, config_of, read_mapping
+from reshard.edits.tree_edits import Entries
+from reshard.storage.huggingface import TensorFolder, name_of
+from reshard.storage.paths import Key, compiled, show
+from reshard.storage.stored import Checkpoint
+
+
+def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, wants: Sequence[Want]) -> Checkpoint:
+    """The checkpoint through a mapping. Entries that `mapping` stacks stay apart where the wanted tree has them so.
+
+    Of a Hugging Face folder floating-point arrays are cast to what is wanted; without a mapping its tensors are also
+    found under their names in one piece.
+    """
+    if mapping is None and not isinstance(checkpoint, TensorFolder):
+        return checkpoint
+    wanted = {want.source: want for want in wants}
+
+    def change(entries: Entries) -> list[Entry]:
+        if mapping is not None:
+            folder = checkpoint.folder if checkpoint.folder.is_dir() else checkpoint.folder.parent
+            read = read_mapping(mapping, folder)
+            entries = imported(read, config_of(folder), lambda node: _is_apart(node, wanted))(entries)
+        elif any("." in name for source in wanted for name in source):
+            entries = [dataclasses.replace(e, path=(Key(name_of(e.path)),)) for e in entries]
+        return [_cast(e, wanted.get(tuple([key.name for key in e.path]))) for e in entries]
+
+    return edited(checkpoint, change)
+
+
+def _is_apart(node: str, wanted: Any) -> bool:
+    """Whether a wanted tree has numbered entries below a node; nodes above it may be stacked there."""
+    patterns = [compiled(node), compiled(node.replace("/*", ""))]
+    for source in wanted:
+        for depth, name in enumerate(source):
+            text = show([Key(one) for one in source[:depth]])
+            if re.fullmatch("[0-9]+", name) and any(pattern.fullmatch(text) for pattern in patterns):
+                return True
+    return False
+
+
+def _cast(entry: Entry, want: Want | None) -> Entry:
+    if want is None or not want.is_array or entry.dtype is None:
+        return entry
+    if jnp.issubdtype(entry.dtype, jnp.floating) and jnp.issubdtype(want.leaf.dtype, jnp.floating):
+        return dataclasses.replace(entry, dtype=np.dtype(want.leaf.dtype))
+    return entry

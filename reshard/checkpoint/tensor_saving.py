@@ -1,0 +1,140 @@
+"""Saves a tree as a Hugging Face folder: each process writes the bytes that it owns into files that all share."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path as File
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard.checkpoint.commit import Working
+from reshard.checkpoint.matching import tree_path
+from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing, start_copies
+from reshard.edits.edited import copy_cast
+from reshard.edits.entries import Entry, Origin
+from reshard.edits.mapped import exported
+from reshard.edits.mapping import Mapping, config_of, read_mapping
+from reshard.edits.tree_edits import cast
+from reshard.sizes import nbytes_of
+from reshard.storage.huggingface import name_of
+from reshard.storage.paths import Key, Path, show
+from reshard.storage.stored import Leaf
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, described, file_of_each_tensor, plan_files
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFormat:
+    """How `save` writes a Hugging Face folder.
+
+    Args:
+        mapping: which array becomes which tensor: the name of a mapping that comes along (`"llama"`), a file, or
+            "auto" for what the config.json of `files_of` says. None: an array `a/b/c` becomes the tensor `a.b.c`.
+        files_of: a folder whose other files (config.json, the tokenizer) are copied. Tensors are divided among files as
+            there, if it has the same.
+        dtype: what floating-point arrays are cast to, such as `"bfloat16"`; None: as they are.
+        file_size: how large a file may be.
+    """
+
+    mapping: str | File | Mapping | None = None
+    files_of: str | File | None = None
+    dtype: Any = None
+    file_size: int | str = FILE_NBYTES
+
+
+def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int) -> None:
+    """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place."""
+    beside = None if how.files_of is None else File(how.files_of).expanduser().absolute()
+    if beside is not None and not beside.is_dir():
+        raise ReshardError(f"save: files_of is {beside}, which is no folder.")
+    arrays = dict(_arrays(tree))
+    entries = _entries(arrays, how, beside)
+    files = plan_files(
+        described([(e.path, e.dtype, e.shape, e.extra) for e in entries]),
+        nbytes_of(how.file_size),
+        None if beside is None else file_of_each_tensor(beside),
+    )
+    folder = File(working.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, files, arrays, entries)
+    working.wait_for_all("written", timeout_s)
+    if jax.process_index() == 0:
+        files.finish(folder, beside)
+
+
+def _arrays(tree: Any) -> Iterator[tuple[Path, Any]]:
+    for where, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = tuple([Key(name) for name in tree_path(where)])
+        yield path, leaf if isinstance(leaf, (jax.Array, str, bytes)) else np.asarray(leaf)
+
+
+def _entries(arrays: dict[Path, Any], how: TensorFormat, beside: File | None) -> list[Entry]:
+    entries = [Entry.of(_leaf(path, array)) for path, array in arrays.items()]
+    if how.dtype is not None:
+        entries = cast(None, np.dtype(jnp.dtype(how.dtype)))(entries)
+    if how.mapping is not None:
+        entries = exported(read_mapping(how.mapping, beside), config_of(beside))(entries)
+    return entries
+
+
+def _leaf(path: Path, array: Any) -> Leaf:
+    if isinstance(array, (str, bytes)):
+        return Leaf(path, "string")
+    if keys.is_key(array.dtype):
+        return Leaf(path, "jax.Array", tuple(array.shape), np.dtype(np.uint32), tuple(array.shape), "key")
+    return Leaf(path, "jax.Array", tuple(array.shape), np.dtype(array.dtype), tuple(array.shape))
+
+
+def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry]) -> None:
+    tensors_of = _tensors_of(entries)
+    writer = Writer(folder, files)
+    try:
+        for path, array in arrays.items():
+            if path in tensors_of:
+                for box, data in _owned(array):
+                    _write_box(writer, tensors_of[path], box, data)
+    except BaseException:
+        writer.close(sync=False)
+        raise
+    writer.close()
+
+
+def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:
+    """For each array, as an entry, what it takes from the tensors: the origins of the tensors the other way round."""
+    origins: dict[Path, list[Origin]] = {}
+    leaves: dict[Path, Leaf] = {}
+    for entry in entries:
+        tensor = Leaf(entry.path, entry.value_type, entry.shape, entry.dtype, entry.shape)
+        for origin in entry.origins:
+            leaves[origin.leaf.path] = origin.leaf
+            origins.setdefault(origin.leaf.path, []).append(dataclasses.replace(origin.inverse, leaf=tensor))
+    return {path: dataclasses.replace(Entry.of(leaves[path]), origins=tuple(o)) for path, o in origins.items()}
+
+
+def _write_box(writer: Writer, array: Entry, box: Box, data: np.ndarray) -> None:
+    for part in array.parts(box):
+        values = part.inverse.arranged(data[(*part.target.relative_to(box).slices, ...)])
+        if values.dtype != part.leaf.dtype:
+            wanted = np.empty(values.shape, part.leaf.dtype)
+            copy_cast(values, wanted, show(array.path))
+            values = wanted
+        writer.write(name_of(part.leaf.path), part.source, values)
+
+
+def _owned(array: Any) -> Iterator[tuple[Box, np.ndarray]]:
+    """The boxes of an array that this process writes, and their values."""
+    if isinstance(array, MpmdArray):
+        plan = plan_writing((WrittenLeaf(tuple(array.shape), array.dtype.itemsize, array.mpmd_sharding),))[0]
+        for copy in start_copies(array, plan):
+            yield copy.box, np.asarray(copy.data)[(*copy.box.relative_to(copy.held).slices, ...)]
+    elif isinstance(array, jax.Array):
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                yield Box.from_slices(shard.index, array.shape), np.asarray(shard.data)
+    elif jax.process_index() == 0:
+        yield Box.whole(array.shape), array

@@ -1,0 +1,130 @@
+"""How the axes of an array in a folder become those of ours: `(heads dim) model -> model heads dim`.
+
+The left side is the array in the folder, the right side ours. Axes in parentheses are one axis of the array, the
+outermost first. Both sides name the same axes; one that only one side has is an index (see `pieces`).
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from mpmd.arrays.boxes import Box
+from reshard.edits.entries import Origin
+from reshard.storage.stored import Leaf
+
+Named = tuple[tuple[str, ...], ...]
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxesRule:
+    """Both sides, each with the names that every axis is made of."""
+
+    left: Named
+    right: Named
+
+    @classmethod
+    def parse(cls, text: str) -> "AxesRule":
+        """Reads `(heads dim) model -> model heads dim`.
+
+        Raises:
+            ValueError: it is not written so.
+        """
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise ValueError(f"{text!r} has no ->; write it like '(heads dim) model -> model heads dim'")
+        return cls(_side(left, text), _side(right, text))
+
+    def check(self, along: str | None) -> None:
+        """Raises a ValueError if the sides do not name the same axes."""
+        left, right = _names(self.left), _names(self.right)
+        for name in sorted(left ^ right):
+            if name != along:
+                raise ValueError(f"{name!r} is on one side alone")
+
+
+def _side(text: str, whole: str) -> Named:
+    if not re.fullmatch(r"\s*((\w+|\(\s*\w+(\s+\w+)*\s*\))\s*)*", text):
+        raise ValueError(f"{whole!r} is not written like '(heads dim) model -> model heads dim'")
+    axes = tuple([tuple(axis.strip("()").split()) for axis in re.findall(r"\w+|\([^)]*\)", text)])
+    names = [name for axis in axes for name in axis]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{whole!r} has a name twice on one side")
+    return axes
+
+
+def _names(side: Named) -> set[str]:
+    return {name for axis in side for name in axis}
+
+
+def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, int]:
+    """The size of each name, from the shape of the array; what is `known` divides axes of several names.
+
+    Raises:
+        ValueError: the array has other axes, or a size is missing or does not fit.
+    """
+    if len(side) != len(shape):
+        raise ValueError(f"it has {len(shape)} axes, not {len(side)}")
+    sizes: dict[str, int] = {}
+    for names, size in zip(side, shape, strict=True):
+        if len(names) == 1:
+            sizes[names[0]] = size
+            continue
+        unknown = [name for name in names if name not in known]
+        if len(unknown) > 1:
+            raise ValueError(f"the sizes of {' and '.join(unknown)} are not known: {' '.join(names)} are {size}")
+        rest = math.prod(known[name] for name in names if name in known)
+        found = {name: known.get(name, size // max(1, rest)) for name in names}
+        if math.prod(found.values()) != size:
+            raise ValueError(f"its axis of {size} is not made of {', '.join(f'{n} {s}' for n, s in found.items())}")
+        sizes |= found
+    return sizes
+
+
+def shape_of(side: Named, sizes: Mapping[str, int]) -> Shape:
+    return tuple([math.prod(sizes[name] for name in axis) for axis in side])
+
+
+def moves(
+    leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None, joined: str | None,
+    total: int, first: int,
+) -> Iterator[Origin]:  # fmt: skip
+    """What one array of several is of the one that they are joined into, or the other way round.
+
+    Args:
+        leaf: stands for the array that is read.
+        source, target: its axes, and those of the new array.
+        sizes: of the smaller array; `along` has its part there.
+        along: the name along which they are joined; None where one array becomes one.
+        joined: which side is the one that has all: "source" or "target".
+        total: the size of `along` in it.
+        first: where the part begins.
+    """
+    names = sorted(_names(source) | _names(target))
+    ids = {name: i for i, name in enumerate(names)}
+    factors = tuple([sizes[name] for name in names])
+    source_axes = tuple([tuple([ids[name] for name in axis]) for axis in source])
+    target_axes = tuple([tuple([ids[name] for name in axis]) for axis in target])
+    whole = Origin(
+        leaf, Box.whole(shape_of(source, sizes)), Box.whole(shape_of(target, sizes)), factors, source_axes, target_axes
+    )
+    if along is None:
+        yield whole
+        return
+    side = source if joined == "source" else target
+    axis = next(i for i, names_of_axis in enumerate(side) if along in names_of_axis)
+    place = side[axis].index(along)
+    outer, inner = side[axis][:place], math.prod(sizes[name] for name in side[axis][place + 1 :])
+    for index, chosen in enumerate(itertools.product(*[range(sizes[name]) for name in outer])):
+        shift = (index * (total - sizes[along]) + first) * inner
+        for part in whole.with_ranges({ids[name]: (i, i + 1) for name, i in zip(outer, chosen, strict=True)}):
+            box = part.source if joined == "source" else part.target
+            box = box.shifted([shift if i == axis else 0 for i in range(box.ndim)])
+            yield dataclasses.replace(part, **{"source" if joined == "source" else "target": box})
+
+
+def offsets(parts: Sequence[int]) -> list[int]:
+    """Where each part begins."""
+    return [0, *itertools.accumulate(parts)][:-1]

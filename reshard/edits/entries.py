@@ -1,0 +1,317 @@
+"""What a new array takes from stored ones: index arithmetic, no data.
+
+An `Entry` is a leaf of a new tree. Its `Origin`s say which box of which stored array is which box of the new one. The
+axes may be in another order, and one axis of one side may be several of the other, as `(heads dim)` is.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+from reshard.storage.paths import Path, show
+from reshard.storage.stored import Leaf
+from reshard.texts import type_text
+
+Axes = tuple[tuple[int, ...], ...]
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """A box of a stored array that is a box of a new one.
+
+    Both have the same elements. They are an array with one axis for each factor, seen in two ways.
+
+    Attributes:
+        leaf: the stored array.
+        source: the box of it.
+        target: the box of the new array.
+        factors: sizes.
+        source_axes: for each axis of the stored array, which factors it is made of, outermost first.
+        target_axes: the same for the new array.
+    """
+
+    leaf: Leaf
+    source: Box
+    target: Box
+    factors: tuple[int, ...]
+    source_axes: Axes
+    target_axes: Axes
+
+    @classmethod
+    def whole(cls, leaf: Leaf) -> "Origin":
+        """The array as it is."""
+        axes = tuple([(axis,) for axis in range(len(leaf.shape))])
+        return cls(leaf, Box.whole(leaf.shape), Box.whole(leaf.shape), leaf.shape, axes, axes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the stored array with its axes in their order."""
+        return self.source == Box.whole(self.leaf.shape) and self.source_axes == self.target_axes
+
+    def within(self, box: Box) -> Iterator["Origin"]:
+        """The part that is in a box of the new array, as origins."""
+        return self._cut(self.target, self.target_axes, box)
+
+    def taking(self, box: Box) -> Iterator["Origin"]:
+        """The part that takes from a box of the stored array, as origins."""
+        return self._cut(self.source, self.source_axes, box)
+
+    def _cut(self, whole: Box, axes: Axes, box: Box) -> Iterator["Origin"]:
+        common = whole & box
+        if not common.size:
+            return
+        if common == whole:
+            yield self
+            return
+        inside = common.relative_to(whole)
+        choices = [
+            list(_boxes_of_run(start, stop, [self.factors[f] for f in factors]))
+            for start, stop, factors in zip(inside.start, inside.stop, axes, strict=True)
+        ]
+        for chosen in itertools.product(*choices):
+            ranges = itertools.chain(*[zip(f, r, strict=True) for f, r in zip(axes, chosen, strict=True)])
+            yield from self.with_ranges(dict(ranges))
+
+    def with_ranges(self, ranges: Mapping[int, Range]) -> Iterator["Origin"]:
+        """The part where some factors have only these indices, as origins: both sides of each are boxes."""
+        full = {f: ranges.get(f, (0, n)) for f, n in enumerate(self.factors)}
+        for factors in (*self.source_axes, *self.target_axes):
+            odd = self._between(factors, full)
+            if odd is not None:
+                for i in range(*full[odd]):
+                    yield from self.with_ranges({**full, odd: (i, i + 1)})
+                return
+        sizes = tuple([stop - start for start, stop in full.values()])
+        source = self._box(self.source, self.source_axes, full)
+        target = self._box(self.target, self.target_axes, full)
+        yield dataclasses.replace(self, source=source, target=target, factors=sizes)
+
+    def _between(self, factors: Sequence[int], ranges: Mapping[int, Range]) -> int | None:
+        """The factor of an axis that keeps these ranges from being one range of the axis; None if they are one."""
+        outer = next((k for k, f in enumerate(factors) if ranges[f][1] - ranges[f][0] > 1), None)
+        if outer is None or all(ranges[f] == (0, self.factors[f]) for f in factors[outer + 1 :]):
+            return None
+        return factors[outer]
+
+    def _box(self, whole: Box, axes: Axes, ranges: Mapping[int, Range]) -> Box:
+        start, stop = [], []
+        for first, factors in zip(whole.start, axes, strict=True):
+            index, size = 0, 1
+            for f in factors:
+                index = index * self.factors[f] + ranges[f][0]
+                size *= ranges[f][1] - ranges[f][0]
+            start.append(first + index)
+            stop.append(first + index + size)
+        return Box(tuple(start), tuple(stop))
+
+    def arranged(self, data: np.ndarray) -> np.ndarray:
+        """What the stored array has in `source`, as the new one has it in `target`."""
+        given = [f for factors in self.source_axes for f in factors]
+        wanted = [f for factors in self.target_axes for f in factors]
+        order = [given.index(f) for f in wanted if f in given]
+        order += [i for i, f in enumerate(given) if f not in wanted]  # of size 1, as is what is wanted but not given
+        return data.reshape([self.factors[f] for f in given]).transpose(order).reshape(self.target.shape)
+
+    def as_layer(self, index: int) -> "Origin":
+        """The same in a stack, as the layer of this index."""
+        target = Box((index, *self.target.start), (index + 1, *self.target.stop))
+        return dataclasses.replace(self, target=target, target_axes=((), *self.target_axes))
+
+    def of_layer(self) -> "Origin":
+        """The same in a layer of the stack, of which the target has one."""
+        gone = set(self.target_axes[0])
+        return dataclasses.replace(
+            self,
+            target=Box(self.target.start[1:], self.target.stop[1:]),
+            source_axes=tuple([tuple([f for f in factors if f not in gone]) for factors in self.source_axes]),
+            target_axes=self.target_axes[1:],
+        )
+
+    @property
+    def inverse(self) -> "Origin":
+        """The same with its sides exchanged; `leaf` says nothing then."""
+        return dataclasses.replace(
+            self,
+            source=self.target,
+            target=self.source,
+            source_axes=self.target_axes,
+            target_axes=self.source_axes,
+        )
+
+    def then(self, second: "Origin") -> Iterator["Origin"]:
+        """What this and a second one are together: this one's target is what the second one takes from.
+
+        Raises:
+            ValueError: an axis between them is made of other factors on either side.
+        """
+        for after in second.taking(self.target):
+            for before in self.within(after.source):
+                if before.target == after.source:
+                    yield before._joined(after)
+                else:
+                    yield from before.then(after)
+
+    def _joined(self, second: "Origin") -> "Origin":
+        """The same for two that meet in one box."""
+        sizes: list[int] = []
+        first_parts: dict[int, tuple[int, ...]] = {}
+        second_parts: dict[int, tuple[int, ...]] = {}
+        for mine, theirs in zip(self.target_axes, second.source_axes, strict=True):
+            a, b = [self.factors[f] for f in mine], [second.factors[f] for f in theirs]
+            for factors, parts, refined in ((mine, first_parts, 0), (theirs, second_parts, 1)):
+                first = len(sizes)
+                for f, n in zip(factors, _refined(a, b)[refined], strict=True):
+                    parts[f] = tuple(range(first, first + n))
+                    first += n
+            sizes += _common(a, b)
+        for f, n in enumerate(self.factors):  # what only one side has is of size 1
+            if f not in first_parts:
+                first_parts[f] = (len(sizes),)
+                sizes.append(n)
+        for f, n in enumerate(second.factors):
+            if f not in second_parts:
+                second_parts[f] = (len(sizes),)
+                sizes.append(n)
+
+        def axes(given: Axes, parts: Mapping[int, tuple[int, ...]]) -> Axes:
+            return tuple([tuple([p for f in factors for p in parts[f]]) for factors in given])
+
+        return Origin(
+            self.leaf,
+            self.source,
+            second.target,
+            tuple(sizes),
+            axes(self.source_axes, first_parts),
+            axes(second.target_axes, second_parts),
+        )
+
+    def __str__(self) -> str:
+        """The path of the stored array and, of a part, its indices: `params/w[3]`."""
+        indices = []
+        for axis, (start, stop) in enumerate(zip(self.source.start, self.source.stop, strict=True)):
+            whole = (start, stop) == (0, self.leaf.shape[axis]) and self.source_axes[axis]
+            indices.append(":" if whole else str(start) if not self.source_axes[axis] else f"{start}:{stop}")
+        while indices and indices[-1] == ":":
+            indices.pop()
+        return show(self.leaf.path) + (f"[{', '.join(indices)}]" if indices else "")
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """The fewest sizes whose runs make up both lists: [8, 128] and [1024] are both made of [8, 128]."""
+    sizes: list[int] = []
+    left, right = [n for n in a if n > 1], [n for n in b if n > 1]
+    while left and right:
+        small, large = (left, right) if left[-1] <= right[-1] else (right, left)
+        n = small.pop()
+        if large[-1] % n:
+            raise ValueError(f"an axis is {list(a)} on one side and {list(b)} on the other")
+        large[-1] //= n
+        if large[-1] == 1:
+            large.pop()
+        sizes.append(n)
+    return sizes[::-1]
+
+
+def _refined(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many of the common sizes each size of either list is made of."""
+
+    def counts(sizes: Sequence[int]) -> list[int]:
+        common = iter(_common(a, b))
+        found = []
+        for size in sizes:
+            count = 0
+            while size > 1:
+                size //= next(common)
+                count += 1
+            found.append(count)
+        return found
+
+    return counts(a), counts(b)
+
+
+def _boxes_of_run(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
+    """Boxes that together are the elements from `start` to `stop` of an array of these sizes, in C order."""
+    if len(sizes) <= 1:
+        yield ((start, stop),) if sizes else ()
+        return
+    inner = math.prod(sizes[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if start % inner == 0 and stop % inner == 0:
+        yield (first, last + 1), *[(0, n) for n in sizes[1:]]
+    elif first == last:
+        for rest in _boxes_of_run(start - first * inner, stop - first * inner, sizes[1:]):
+            yield (first, first + 1), *rest
+    else:
+        border = (first + 1) * inner if start % inner else last * inner
+        yield from _boxes_of_run(start, border, sizes)
+        yield from _boxes_of_run(border, stop, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A leaf of the new tree. What is no array (empty containers, text) has one part and is taken over whole."""
+
+    path: Path
+    value_type: str
+    shape: tuple[int, ...]
+    dtype: np.dtype | None
+    chunk: tuple[int, ...]
+    origins: tuple[Origin, ...]
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "Entry":
+        return cls(leaf.path, leaf.value_type, leaf.shape, leaf.dtype, leaf.chunk, (Origin.whole(leaf),))
+
+    @property
+    def is_array(self) -> bool:
+        return self.origins[0].leaf.is_array
+
+    @property
+    def extra(self) -> str | None:
+        return self.origins[0].leaf.extra
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize if self.is_array else 0
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize if self.dtype is not None else 0
+
+    def through(self, seconds: Iterable[Origin]) -> list[Origin]:
+        """The origins of what takes from this entry, as if it were stored, by `seconds`.
+
+        Raises:
+            ValueError: an axis is cut in two ways that do not fit.
+        """
+        return [joined for second in seconds for first in self.parts(second.source) for joined in first.then(second)]
+
+    def parts(self, box: Box) -> Iterator[Origin]:
+        """What a box of it takes from which stored arrays."""
+        if not box.ndim:
+            return iter(self.origins)
+        starts, stops, origins = self._ordered
+        near = slice(bisect.bisect_right(stops, box.start[0]), bisect.bisect_left(starts, box.stop[0]))
+        return itertools.chain.from_iterable(origin.within(box) for origin in origins[near])
+
+    @functools.cached_property
+    def _ordered(self) -> tuple[list[int], list[int], list[Origin]]:
+        """The origins by where they start on axis 0, and with each where it and those before it stop."""
+        origins = sorted(self.origins, key=lambda origin: origin.target.start)
+        stops = itertools.accumulate([origin.target.stop[0] for origin in origins], max)
+        return [origin.target.start[0] for origin in origins], list(stops), origins
+
+    def __str__(self) -> str:
+        return f"{show(self.path)}  {described(self)}"
+
+
+def described(entry: Entry) -> str:
+    """What an entry is, as messages show it: `float32[2,3]`, or the type of what is no array."""
+    return type_text(entry.shape, entry.dtype) if entry.is_array else entry.value_type

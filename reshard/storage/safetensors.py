@@ -1,0 +1,215 @@
+"""The safetensors file: eight bytes of length, a header in JSON that says where each tensor is, and the tensors.
+
+The format is read and written here. The package `safetensors` maps files into memory, so that one which shrinks ends
+the process, and writes whole tensors from memory. Here any box of a tensor is read by its byte ranges, which are
+counted, and files are filled piece by piece, by several processes at once.
+"""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as File
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from scheduler.files import parse_json
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "C64": np.dtype(np.complex64),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_HEADER_NBYTES = 32 << 20
+_MOST_AXES = 32
+_LONGEST_NAME = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file; `start` is where its bytes begin in the file."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: np.dtype) -> str | None:
+    """What the format calls a dtype; None if it has none for it."""
+    return _NAMES.get(dtype)
+
+
+def read_header(file: File) -> tuple[Tensor, ...]:
+    """The tensors of a file. Reads its header alone; all of it is checked.
+
+    Raises:
+        ReshardError: it is no plain file, cannot be read, or its header is not that of such a file; in one line.
+    """
+    try:
+        return tuple(_tensors(file))
+    except OSError as error:
+        raise ReshardError(f"{file} cannot be read: {error.strerror or error}.") from None
+    except RecursionError:
+        raise ReshardError(f"{file} is damaged: its header is nested too deeply.") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        said = " ".join(str(error).split())[:300].removesuffix(".")
+        raise ReshardError(f"{file} is damaged, or no safetensors file: {said}.") from None
+
+
+def _tensors(file: File) -> Iterator[Tensor]:
+    descriptor, size = _open(file)
+    try:
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"its header has {length} bytes, but the file has {size}")
+        if length > _MOST_HEADER_NBYTES:
+            raise ValueError(f"its header has {length >> 20} MiB; at most {_MOST_HEADER_NBYTES >> 20} are read")
+        header = os.pread(descriptor, length, 8)
+    finally:
+        os.close(descriptor)
+    entries = parse_json(header.decode("utf-8"))
+    if not isinstance(entries, dict):
+        raise ValueError("its header is not an object of JSON")
+    entries.pop("__metadata__", None)
+    end = 0
+    spans = sorted((_span(name, entry), name) for name, entry in entries.items())
+    for (start, stop), name in spans:
+        if start != end:
+            raise ValueError(f"the bytes of {name!r} {'overlap with' if start < end else 'do not follow'} others")
+        end = stop
+        entry = entries[name]
+        yield Tensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+    if 8 + length + end != size:
+        raise ValueError(f"it has {size} bytes, but its header says {8 + length + end}: it is cut off or too long")
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    if not name or not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise ValueError(f"{name[:80]!r} is no name of a tensor: it is empty, too long, or not printable")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+    numbers = [*shape, *offsets]
+    if len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers) or len(shape) > _MOST_AXES:
+        raise ValueError(f"shape and offsets of {name!r} are {str(shape)[:80]} and {str(offsets)[:80]}")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name!r} is {dtype}{shape}, which does not take the bytes from {start} to {stop}")
+    return start, stop
+
+
+def _open(file: File) -> tuple[int, int]:
+    """A descriptor and the size of a plain file; a pipe without a writer is not waited for."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", str(file))
+    return descriptor, state.st_size
+
+
+def _runs(box: Box, shape: Sequence[int], itemsize: int) -> tuple[np.ndarray, int]:
+    """Where the bytes of a box begin in an array in C order, and how many follow each other there."""
+    strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    axis, run = len(shape), itemsize
+    while axis and (axis == len(shape) or box.shape[axis] == shape[axis]):
+        axis -= 1
+        run *= box.shape[axis]
+    offsets = np.array([sum(a * s for a, s in zip(box.start, strides, strict=True))])
+    for k in range(axis):
+        offsets = (offsets[:, None] + np.arange(box.shape[k]) * strides[k]).reshape(-1)
+    return offsets, run
+
+
+def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
+    """The values of a box of a tensor: its bytes are read, and no others.
+
+    Raises:
+        OSError: they cannot be read, or the file has become shorter.
+    """
+    data = np.empty(box.shape, tensor.dtype)
+    if not box.size:
+        return data
+    view = data.reshape(-1).view(np.uint8).data
+    offsets, run = _runs(box, tensor.shape, tensor.dtype.itemsize)
+    descriptor, _ = _open(file)
+    try:
+        for i, offset in enumerate(offsets.tolist()):
+            _transfer(os.preadv, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, file)
+    finally:
+        os.close(descriptor)
+    return data
+
+
+def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> None:
+    """Writes the values of a box of a tensor into a file that is open for writing.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if not box.size:
+        return
+    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    offsets, run = _runs(box, tensor.shape, tensor.dtype.itemsize)
+    for i, offset in enumerate(offsets.tolist()):
+        _transfer(os.pwritev, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, None)
+
+
+def _transfer(call: Any, descriptor: int, view: memoryview, offset: int, file: File | None) -> None:
+    """Reads or writes all of it; the system may do less at a time."""
+    while view:
+        done = call(descriptor, [view], offset)
+        if not done:
+            raise OSError(errno.EIO, "it has become shorter while it was read", str(file))
+        view, offset = view[done:], offset + done
+
+
+def header_of(
+    tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, tuple[Tensor, ...]]:
+    """The first bytes of a file, length and header, and where its tensors go.
+
+    The order is that of the package `safetensors`: wide dtypes first, then by name. So what it wrote is written again
+    byte for byte.
+    """
+    order = list(_NAMES)
+    ordered = sorted(tensors, key=lambda t: (-order.index(t[1]), t[0]))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    placed, end = [], 0
+    for name, dtype, shape in ordered:
+        placed.append(Tensor(name, dtype, shape, end))
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + placed[-1].nbytes]}
+        end += placed[-1].nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    return first, tuple([dataclasses.replace(tensor, start=len(first) + tensor.start) for tensor in placed])

@@ -1,0 +1,163 @@
+"""Writes a Hugging Face folder piece by piece: files of full size first, then any box by anybody, the index last."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as File
+
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard.storage import safetensors
+from reshard.storage.huggingface import SINGLE, name_of, natural, open_folder, path_of
+from reshard.storage.paths import Path, show
+from reshard.storage.safetensors import Tensor
+from reshard.storage.stored import TENSORS_INDEX, is_folder
+
+FILE_NBYTES = 5_000_000_000
+_METADATA = {"format": "pt"}  # without it `transformers` does not load a file
+_WEIGHTS = re.compile(
+    r"\..*|.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json|lock)", re.IGNORECASE | re.DOTALL
+)
+
+Described = tuple[str, np.dtype, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFiles:
+    """Which tensor goes where: for each file its first bytes and its tensors."""
+
+    files: Mapping[str, tuple[bytes, tuple[Tensor, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensors in self.files.values() for tensor in tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for _, tensors in self.files.values() for tensor in tensors)
+
+    def finish(self, folder: File, beside: File | None) -> None:
+        """Adds what says that the folder is complete: the other files of a folder, then the index.
+
+        Raises:
+            OSError: something cannot be written.
+        """
+        if beside is not None:
+            for name in other_files(beside):
+                shutil.copyfile(beside / name, folder / name)
+        if len(self.files) > 1:
+            where = {tensor.name: file for file, (_, tensors) in self.files.items() for tensor in tensors}
+            totals = {"total_parameters": self.num_parameters, "total_size": self.nbytes}
+            index = {"metadata": totals, "weight_map": dict(sorted(where.items()))}
+            with open(folder / TENSORS_INDEX, "w") as file:
+                file.write(json.dumps(index, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+class Writer:
+    """The files of a folder, open for writing; several processes may have them open."""
+
+    def __init__(self, folder: File, plan: TensorFiles):
+        self._descriptors: list[int] = []
+        self._places: dict[str, tuple[int, Tensor]] = {}
+        for name, (first, tensors) in plan.files.items():
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptors.append(descriptor)
+            os.ftruncate(descriptor, len(first) + sum(tensor.nbytes for tensor in tensors))
+            os.pwrite(descriptor, first, 0)
+            self._places |= {tensor.name: (descriptor, tensor) for tensor in tensors}
+
+    def write(self, name: str, box: Box, data: np.ndarray) -> None:
+        """Writes a box of a tensor."""
+        safetensors.write_box(*self._places[name], box, data)
+
+    def close(self, sync: bool = True) -> None:
+        """Makes what was written last through a crash of the machine, and closes the files."""
+        for descriptor in self._descriptors:
+            try:
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self._descriptors = []
+
+
+def described(arrays: Iterable[tuple[Path, np.dtype | None, tuple[int, ...], str | None]]) -> list[Described]:
+    """The tensors that arrays become, given by path, dtype, shape and what Orbax keeps beside them.
+
+    Raises:
+        ReshardError: some cannot be tensors; lists them.
+    """
+    faults, found = [], dict[str, Described]()
+    for path, dtype, shape, extra in arrays:
+        name = name_of(path)
+        if dtype is None:
+            faults.append(f"{show(path)} is text")
+        elif extra is not None:
+            faults.append(f"{show(path)} has typed keys")
+        elif safetensors.dtype_name(dtype) is None:
+            faults.append(f"{show(path)} is of {dtype}, which the format does not have")
+        elif name in found:
+            faults.append(f"{show(path)} would be a second tensor {name}")
+        else:
+            found[name] = name, dtype, shape
+    if faults:
+        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
+        lines = [f"  {fault}" for fault in faults[:8]] + more
+        raise ReshardError("safetensors hold arrays of numbers alone; leave the others out:\n" + "\n".join(lines))
+    if not found:
+        raise ReshardError("nothing is left: there is no array to write.")
+    return list(found.values())
+
+
+def plan_files(
+    tensors: Iterable[Described], file_nbytes: int = FILE_NBYTES, like: Mapping[str, str] | None = None
+) -> TensorFiles:
+    """Divides tensors among files.
+
+    Args:
+        tensors: name, dtype and shape of each.
+        file_nbytes: how many bytes of tensors a file has at most, unless it has one tensor alone.
+        like: the file of each tensor in another folder; it is followed if it has the same tensors.
+    """
+    ordered = sorted(tensors, key=lambda tensor: natural(path_of(tensor[0])))
+    if like is not None and like.keys() == {name for name, _, _ in ordered}:
+        files: dict[str, list[Described]] = {}
+        for tensor in ordered:
+            files.setdefault(like[tensor[0]], []).append(tensor)
+        return TensorFiles({name: safetensors.header_of(files[name], _METADATA) for name in sorted(files)})
+    parts: list[list[Described]] = [[]]
+    nbytes = 0
+    for tensor in ordered:
+        size = Box.whole(tensor[2]).nbytes(tensor[1].itemsize)
+        if parts[-1] and nbytes + size > file_nbytes:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(tensor)
+        nbytes += size
+    n = len(parts)
+    names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    return TensorFiles({name: safetensors.header_of(part, _METADATA) for name, part in zip(names, parts, strict=True)})
+
+
+def other_files(folder: File) -> Sequence[str]:
+    """The files of a folder that hold no weights: configuration, tokenizer, licence."""
+    return sorted(file.name for file in folder.iterdir() if file.is_file() and not _WEIGHTS.fullmatch(file.name))
+
+
+def file_of_each_tensor(folder: File) -> dict[str, str] | None:
+    """Which file of a folder holds which tensor; None if it holds none.
+
+    Raises:
+        ReshardError: what it holds is damaged.
+    """
+    if not is_folder(folder):
+        return None
+    return {tensor.name: file.name for file, tensor in open_folder(folder).tensors.values()}
