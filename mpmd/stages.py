@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.layouts import mpmd_sharding
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
+from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
+from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.job import joining
 from mpmd.job.wires import PullWire, PutWire
 from mpmd.partition.outline import Outline
@@ -30,6 +30,7 @@ from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
+from mpmd.run.results import Results
 from mpmd.run.timing import Timed, timeline
 from mpmd.tracing.arguments import (
     Hint,
@@ -105,9 +106,19 @@ class Traced:
             for w, n, v in zip(wish, trace.out_names, trace.jaxpr.outvars, strict=True)
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
-        trace = cut_trace(trace, mesh, [h.layout for h in self._hints])
-        outline = outline_step(trace, mesh, [h.groups for h in self._hints], [h.groups for h in outs], forwarded)
-        return Lowered(outline, mesh, self._name, self._hints, tuple(outs), self._donated, self._options)
+        split = split_rows(
+            cut_trace(trace, mesh, [h.layout for h in self._hints]),
+            [rows_of(h) for h in self._hints],
+            [rows_of(h) for h in outs],
+            [h.groups is not None and not h.ranges for h in outs],
+        )
+        ins, outs = hints_of_pieces(self._hints, split.ins), hints_of_pieces(outs, split.outs)
+        donated, forwarded = split.pieces_of(self._donated), split.pieces_of(forwarded)
+        outline = outline_step(split.trace, mesh, [h.groups for h in ins], [h.groups for h in outs], forwarded)
+        if (single := in_one_group(ins, split, outline.inputs)) != ins:
+            ins = single
+            outline = outline_step(split.trace, mesh, [h.groups for h in ins], [h.groups for h in outs], forwarded)
+        return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options)
 
     def __str__(self):
         return str(self._trace)
@@ -131,6 +142,7 @@ class Lowered:
     def __init__(
         self,
         outline: Outline,
+        split: SplitStep,
         mesh: MpmdMesh,
         name: str,
         ins: Sequence[Hint],
@@ -139,6 +151,7 @@ class Lowered:
         options: Mapping[str, Any],
     ):
         self._outline = outline
+        self._split = split
         self._name = name
         self._options = options
         self._mesh = mesh
@@ -181,10 +194,12 @@ class Lowered:
         options = {**described, **self._options, **(compiler_options or {})}
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
-            programs = compile_step(self._outline, self._mesh, ins, outs, self._donated, self._name, options)
+            programs = compile_step(
+                self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks
+            )
             with without_collection():
                 program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                return Compiled(programs, program, self._donated)
+                return Compiled(programs, program, self._donated, self._split)
 
 
 class Compiled:
@@ -194,27 +209,19 @@ class Compiled:
       timing: set it to True to have calls measured for `.last_timeline()`.
     """
 
-    def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int]):
+    def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int], split: SplitStep):
         self._programs = programs
         self._program = program
         self._donated = usable(programs, donated)
+        self._consumed = [(i, ks) for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)]
         self._bound = None if programs.mesh.is_described else Executor(programs, program)
         programs.compiler.close()
         self._timed: list[Timed] | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
-        self._inputs = Inputs(programs)
-        outline = programs.outline
-        self._outs = [
-            (
-                mpmd_sharding(programs.mesh, groups, programs.layout(v)),
-                v.aval.shape,
-                v.aval.dtype,
-                getattr(v.aval, "weak_type", False),
-                committed,
-            )
-            for (v, groups), committed in zip(outline.outputs, outline.committed, strict=True)
-        ]
+        self._split = split
+        self._inputs = Inputs(programs, split)
+        self._results = Results(programs, split)
 
     @property
     def _executor(self) -> Executor:
@@ -244,17 +251,17 @@ class Compiled:
     @property
     def output_shardings(self) -> Any:
         """The result's tree of `MpmdSharding`."""
-        return jax.tree.unflatten(self.out_tree, [s for s, *_ in self._outs])
+        return jax.tree.unflatten(self.out_tree, self._results.shardings)
 
     @property
     def in_tree(self) -> Any:
         """The structure of `(args, kwargs)`."""
-        return self._programs.outline.trace.in_tree
+        return self._split.whole.in_tree
 
     @property
     def out_tree(self) -> Any:
         """The structure of the result."""
-        return self._programs.outline.trace.out_tree
+        return self._split.whole.out_tree
 
     @compat.api_boundary
     def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
@@ -277,9 +284,11 @@ class Compiled:
 
     def explain(self) -> str:
         """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
+        notes = list(dict.fromkeys(map(str, self._split.joins)))
         if self._bound is None:
-            return explain(self._programs, self._program, WholeTraffic(self._program), self._described_transport())
-        return explain(self._programs, self._program, self._bound.bindings, self._bound.transport)
+            traffic, transport = WholeTraffic(self._program), self._described_transport()
+            return explain(self._programs, self._program, traffic, transport, notes)
+        return explain(self._programs, self._program, self._bound.bindings, self._bound.transport, notes)
 
     def _described_transport(self) -> str:
         """How values would go between groups of the devices that this was compiled for."""
@@ -317,7 +326,7 @@ class Compiled:
                     for g in s.groups
                     if g in s.mpmd_mesh.local_groups
                 }
-                for aval, s in zip(self._inputs.avals, self._inputs.shardings, strict=True)
+                for aval, s in self._inputs.pieces
             ]
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
                 _, self._timed = self._executor.timed(
@@ -336,10 +345,10 @@ class Compiled:
                 "mpmd: the compiled step was called with another structure of arguments.\n"
                 f"  got      {tree}\n  expected {self.in_tree}"
             )
-        check_leaves(leaves, self._programs.outline.trace.in_names)
+        check_leaves(leaves, self._split.whole.in_names)
         faults = [
             f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
-            for name, x, aval in zip(self._programs.outline.trace.in_names, leaves, self._inputs.avals, strict=True)
+            for name, x, aval in zip(self._split.whole.in_names, leaves, self._inputs.avals, strict=True)
             if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
         ]
         if faults:
@@ -358,25 +367,23 @@ class Compiled:
         if len(self._executor.ranks) > 1:
             leaves = self._moved(leaves)
         if (job := self._executor.prepare()) is not None:
-            names = self._programs.outline.trace.in_names
-            agree_on_values(job, names, leaves, self._inputs.shardings, self._executor.ranks)
+            agree_on_values(job, self._split.whole.in_names, leaves, self._inputs.shardings, self._executor.ranks)
         constants, placed = self._inputs.constants, self._inputs.place(leaves)
         if self.timing:
             results, self._timed = self._executor.timed([*constants, *placed])
         else:
             results = self._executor([*constants, *placed])
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
-        for i in self._donated:
-            consume(given[i], placed[i], kept, self._programs.mesh.groups_share_devices)
-        out = [MpmdArray._unchecked(arrays, *about) for arrays, about in zip(results, self._outs, strict=True)]
-        return jax.tree.unflatten(self.out_tree, out)
+        for i, pieces in self._consumed if self._donated else ():
+            consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)
+        return jax.tree.unflatten(self.out_tree, self._results.arrays(results))
 
     def _moved(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""
         apart = self._inputs.misplaced(leaves)
         if not apart:
             return leaves
-        mesh, names = self._programs.mesh, self._programs.outline.trace.in_names
+        mesh, names = self._programs.mesh, self._split.whole.in_names
         xs = [leaves[i] for i in apart]
         key = tuple((i, x.mpmd_sharding) for i, x in zip(apart, xs, strict=True))
         if key not in self._movers:

@@ -42,7 +42,7 @@ ROOMS = {
     "mpmd/planning": ("arrays", "partition", "compile", "report"),
     "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "report", "planning"),
     "mpmd/job": ("arrays",),
-    "mpmd/run": ("arrays", "tracing", "partition", "compile", "job"),
+    "mpmd/run": ("arrays", "tracing", "cutting", "partition", "compile", "job"),
     "reshard/storage": (),
     "reshard/moving": (),
     "reshard/edits": ("storage",),

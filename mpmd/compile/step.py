@@ -93,6 +93,7 @@ def compile_step(
     donated_args: Set[int],
     name: str,
     options: Mapping[str, Any] | None = None,
+    alike: Iterable[Sequence[compat.Var]] = (),
 ) -> StepPrograms:
     """Compiles every segment and task of `outline`, in threads that go on until the result's `compiler` is closed.
 
@@ -101,9 +102,11 @@ def compile_step(
       donated_args: flat arguments whose memory may be taken over.
       name: of the step, with which those of its programs begin.
       options: for XLA.
+      alike: variables that are pieces of one array, which have one layout.
     """
     donated = donations(outline, mesh, donated_args)
-    step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts), name, options)
+    first_of = {v: pieces[0] for pieces in alike for v in pieces}
+    step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts, first_of), name, options)
     segments: dict[str, Executable] = {}
     loops: list[LoopProgram] = []
     for item in outline.items:
@@ -114,6 +117,7 @@ def compile_step(
             loops.append(step.loop(item))
     step.compiler.start()
     layouts = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **step.layouts.found}
+    layouts |= {v: layouts.get(first, REPLICATED) for v, first in first_of.items()}
     return StepPrograms(outline, mesh, step.compiler, segments, donated, tuple(loops), layouts, name)
 
 
@@ -124,10 +128,17 @@ class _Layouts:
       found: what arguments came in with, and what programs were compiled for.
     """
 
-    def __init__(self, outline: Outline, in_layouts: Sequence[Layout | None], out_layouts: Sequence[Layout | None]):
+    def __init__(
+        self,
+        outline: Outline,
+        in_layouts: Sequence[Layout | None],
+        out_layouts: Sequence[Layout | None],
+        first_of: Mapping[compat.Var, compat.Var],
+    ):
         args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
+        self._first_of = first_of
         self.found: dict[compat.Var, Layout] = {
-            v: layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
+            self._one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
         }
         self._wanted: dict[compat.Var, Layout] = {}
         self._donors: dict[compat.Var, compat.Var] = {}
@@ -139,24 +150,29 @@ class _Layouts:
             if donor is not None:
                 self._donors.setdefault(v, args[donor])
 
+    def _one(self, v: compat.Var) -> compat.Var:
+        """The variable that speaks for all pieces of an array."""
+        return self._first_of.get(v, v)
+
     def known(self, v: compat.Var, mesh: Mesh) -> NamedSharding | None:
         """The sharding that a variable has on a group's mesh; None lets XLA choose."""
-        return fit(self.found[v], mesh, v.aval.shape) if v in self.found else None
+        layout = self.found.get(self._one(v))
+        return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def asked(self, v: compat.Var | compat.Literal, mesh: Mesh) -> NamedSharding | None:
         """The sharding that a result must have: the user's, its twin's in another group, or its donor's."""
         if isinstance(v, compat.Literal):
             return NamedSharding(mesh, PartitionSpec())
-        layout = self._wanted.get(v) or self.found.get(v)
+        layout = self._wanted.get(v) or self.found.get(self._one(v))
         if layout is None and v in self._donors:
-            layout = self.found.get(self._donors[v])
+            layout = self.found.get(self._one(self._donors[v]))
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def record(self, atoms: Iterable[Any], shardings: Iterable[NamedSharding]) -> None:
         """What an executable takes or gives; the first word counts."""
         for v, s in zip(atoms, shardings, strict=True):
             if not isinstance(v, compat.Literal):
-                self.found.setdefault(v, (shortest(s.spec), memory_kind(s)))
+                self.found.setdefault(self._one(v), (shortest(s.spec), memory_kind(s)))
 
 
 class _StepCompiler:

@@ -18,10 +18,10 @@ from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.units import PlacedBody, Span, place_in_units
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
-from mpmd.partition.flat_step import match_state
 from mpmd.partition.graph import Node
 from mpmd.planning.machine import Machine
 from mpmd.report.work import Work, work_of_equation
+from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler.optimize.units import Units
 

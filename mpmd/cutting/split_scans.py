@@ -138,8 +138,8 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
       kind: what the marks are: `forward` ones stand behind the piece that they end, `backward` ones ahead of it.
     """
     scan = _Scan(eqn)
-    xs = [split_eqn(eqn, x, rows) for x in scan.xs]
-    eqns = list(xs)
+    eqns: list[compat.JaxprEqn] = [split_eqn(eqn, x, rows) for x in scan.xs] if len(rows.ranges) > 1 else []
+    xs = [e.outvars for e in eqns] or [[x] for x in scan.xs]
     sums = scan.sums() if len(rows.ranges) > 1 else frozenset()
     carry, parts = list(scan.init), defaultdict(list)
     ys: dict[int, list[compat.Var]] = {}
@@ -151,7 +151,7 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
             carry = [_zeros(eqns, eqn, v) if i in sums else v for i, v in enumerate(carry)]
         k = last - n if scan.is_reversed else n
         start, stop = rows.ranges[k]
-        piece, carry, ys[k] = scan.piece([x.outvars[k] for x in xs], carry, stop - start)
+        piece, carry, ys[k] = scan.piece([x[k] for x in xs], carry, stop - start)
         eqns.append(piece)
         for i in sums:
             parts[i].append(carry[i])
@@ -159,10 +159,11 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
             carry = _mark(eqns, eqn, marks[n], kind, carry, sums)
     for i in sums:
         carry[i] = _sum(eqns, eqn, parts[i])
-    names = {v: r for v, r in zip(carry, scan.results, strict=True) if not isinstance(r, compat.DropVar)}
+    renamed = [*zip(carry, scan.results, strict=True), *zip(ys[0] if last == 0 else (), scan.stacks, strict=False)]
+    names = {v: r for v, r in renamed if not isinstance(r, compat.DropVar)}
     eqns = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
     eqns = [e.replace(invars=[v if isinstance(v, compat.Literal) else names.get(v, v) for v in e.invars]) for e in eqns]
-    for j, v in enumerate(scan.stacks):
+    for j, v in enumerate(scan.stacks if last else ()):
         if not isinstance(v, compat.DropVar):
             eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, v))
     return eqns

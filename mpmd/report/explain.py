@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from mpmd.compile.step import LoopProgram, StepPrograms
@@ -46,11 +46,14 @@ class WholeTraffic:
         self.num_moves, self.bytes_moved = len(sent), sum(sent)
 
 
-def explain(programs: StepPrograms, program: Program, traffic: Traffic, transport: str) -> str:
+def explain(
+    programs: StepPrograms, program: Program, traffic: Traffic, transport: str, notes: Sequence[str] = ()
+) -> str:
     """A table per group and stage, and the step's totals.
 
     Args:
       transport: how values go between groups.
+      notes: lines on what crosses outside of the loops.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
@@ -70,7 +73,7 @@ def explain(programs: StepPrograms, program: Program, traffic: Traffic, transpor
             f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
             " other; a treduce over several batches keeps them busy (docs/inference.md)"
         )
-    lines += crossing_lines(programs.outline)
+    lines += [*crossing_lines(programs.outline), *notes]
     lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = len(programs.segments) + sum(len(p.executables) + len(p.fused) + len(p.zeros) for p in programs.loops)

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,19 +53,23 @@ def _users_frame() -> int:
     return level
 
 
-def consume(leaf: Any, placed: Mapping[int, jax.Array], kept: Mapping[int, jax.Array], shared: bool) -> None:
+def consume(leaf: Any, placed: Sequence[Mapping[int, jax.Array]], kept: Mapping[int, jax.Array], shared: bool) -> None:
     """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned as they came.
 
     Args:
       leaf: the argument.
-      placed: its array in each group that reads it.
+      placed: its array in each group that reads it; of an array that is cut, that of each piece.
       kept: the step's results, by `id`.
       shared: whether groups share devices.
     """
     if isinstance(leaf, MpmdArray):
         leaf._consume()
         return
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted() or any(id(a) in kept for a in placed.values()):
+    if (
+        not isinstance(leaf, jax.Array)
+        or leaf.is_deleted()
+        or any(id(a) in kept for piece in placed for a in piece.values())
+    ):
         return
     if shared and not _buffers([leaf]).isdisjoint(_buffers(kept.values())):
         return  # where groups share devices, a transfer may have made it part of a result

@@ -1,6 +1,7 @@
 """Brings the arguments of a call to the groups that read them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.step import StepPrograms
+from mpmd.cutting.pieces import Rows, cut
+from mpmd.cutting.split_rows import SplitStep
 from mpmd.run import device_put
 from mpmd.tracing.arguments import check_leaves
 
@@ -20,10 +23,11 @@ class Inputs:
 
     Attributes:
       shardings, avals: per flat argument.
+      pieces: type and sharding of each array that the programs take: of an argument, or of a piece of one.
       constants: the arrays that the step's function has captured, `{group: array}` each.
     """
 
-    def __init__(self, programs: StepPrograms):
+    def __init__(self, programs: StepPrograms, split: SplitStep):
         mesh, trace = programs.mesh, programs.outline.trace
         invars, num_constants = trace.jaxpr.invars, len(trace.consts)
         shardings = [
@@ -35,8 +39,14 @@ class Inputs:
             {g: device_put.put(c, s.group_sharding(g)) for g in s.groups if g in here}
             for c, s in zip(trace.consts, shardings, strict=False)
         ]
-        self.shardings = shardings[num_constants:]
-        self.avals: list[Any] = [v.aval for v in invars[num_constants:]]
+        self.avals: list[Any] = [v.aval for v in split.whole.jaxpr.invars[len(split.whole.consts) :]]
+        self.pieces = [(v.aval, s) for v, s in zip(invars[num_constants:], shardings[num_constants:], strict=True)]
+        self._rows = split.ins
+        self._of_pieces = [[self.pieces[k][1] for k in ks] for ks in split.in_positions]
+        self.shardings = [
+            of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, [s.groups[0] for s in of_pieces])
+            for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
+        ]
 
     def fit(self, leaves: Sequence[Any]) -> bool:
         """Whether every MpmdArray is where the step reads it, or may be put there."""
@@ -45,6 +55,7 @@ class Inputs:
                 type(x) is MpmdArray
                 and x._mpmd_sharding is not sharding
                 and x._committed
+                and sharding.split_axis is None
                 and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
             ):
                 return False
@@ -55,36 +66,76 @@ class Inputs:
         return [
             i
             for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
-            if type(x) is MpmdArray and not x._committed and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
+            if type(x) is MpmdArray
+            and not (x._committed and sharding.split_axis is None)
+            and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
         ]
 
     def place(self, leaves: Sequence[Any]) -> list[dict[int, jax.Array]]:
-        """Per leaf, its array in each group that reads it. Those that are not there are put there in one batch."""
+        """Per array that the programs take, that array in each group that reads it.
+
+        Those that are not there are put there in one batch.
+        """
         arguments: list[dict[int, jax.Array]] = []
         pending: list[tuple[dict[int, jax.Array], int]] = []
-        values, shardings = [], []
-        for x, sharding, aval in zip(leaves, self.shardings, self.avals, strict=True):
+        values, targets = [], []
+        for i, x in enumerate(leaves):
+            sharding, rows, aval = self.shardings[i], self._rows[i], self.avals[i]
             if type(x) is MpmdArray:
                 x._check_not_gone()
                 if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
-                    arguments.append(x._arrays)
+                    arguments += [x._arrays] if rows is None else _pieces_in_place(x, rows, self._of_pieces[i])
                     continue
-                x = x._readable()
-            if isinstance(x, jax.Array):
-                _check_movable(x, sharding)
-            else:
-                x = np.array(x, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
-            placed: dict[int, jax.Array] = {}
-            arguments.append(placed)
-            for group in sharding.groups:
-                if group in sharding.mpmd_mesh.local_groups:
-                    pending.append((placed, group))
-                    values.append(x)
-                    shardings.append(sharding.group_sharding(group))
+            for piece, where in zip(_pieces(x, rows), self._of_pieces[i], strict=True):
+                if isinstance(piece, jax.Array):
+                    _check_movable(piece, where)
+                else:
+                    piece = np.array(piece, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
+                placed: dict[int, jax.Array] = {}
+                arguments.append(placed)
+                for group in where.groups:
+                    if group in where.mpmd_mesh.local_groups:
+                        pending.append((placed, group))
+                        values.append(piece)
+                        targets.append(where.group_sharding(group))
         if pending:
-            for (placed, group), array in zip(pending, device_put.place_all(values, shardings), strict=True):
+            for (placed, group), array in zip(pending, device_put.place_all(values, targets), strict=True):
                 placed[group] = array
         return arguments
+
+
+@functools.lru_cache(maxsize=4096)
+def _split_sharding(like: MpmdSharding, axis: int, parts: tuple[tuple[int, tuple[int, int]], ...]) -> MpmdSharding:
+    split: dict[int, list[tuple[int, int]]] = {}
+    for group, ends in parts:
+        split.setdefault(group, []).append(ends)
+    return MpmdSharding(like.mpmd_mesh, split, like.spec, like.memory_kind, split=split, split_axis=axis)
+
+
+def split_sharding(like: MpmdSharding, rows: Rows, groups: Sequence[int]) -> MpmdSharding:
+    """The sharding of an array whose pieces are in `groups`, each laid out there as `like` says. Equal ones are one
+    object, so that state which comes back is recognised at a glance.
+    """
+    return _split_sharding(like, rows.axis, tuple(zip(groups, rows.ranges, strict=True)))
+
+
+def _pieces_in_place(x: MpmdArray, rows: Rows, shardings: Sequence[MpmdSharding]) -> Iterator[dict[int, jax.Array]]:
+    """The pieces of an array that is split just so."""
+    arrays: dict[Any, jax.Array] = x._arrays
+    for ends, sharding in zip(rows.ranges, shardings, strict=True):
+        yield {sharding.groups[0]: arrays[ends]} if ends in arrays else {}
+
+
+def _pieces(x: Any, rows: Rows | None) -> Sequence[Any]:
+    """The pieces of any array that can be read here."""
+    if isinstance(x, MpmdArray):
+        x = x._readable()
+    if rows is None:
+        return [x]
+    if isinstance(x, jax.Array):
+        return cut(x, rows)
+    before = (slice(None),) * rows.axis
+    return [np.asarray(x)[(*before, slice(start, stop))] for start, stop in rows.ranges]
 
 
 def _check_movable(x: jax.Array, sharding: MpmdSharding) -> None:

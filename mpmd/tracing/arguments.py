@@ -16,6 +16,7 @@ from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.layouts import fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
 
 
@@ -38,10 +39,16 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Hint:
-    """What is known of an argument's (or result's) layout before the step is placed."""
+    """What is known of an argument's (or result's) layout before the step is placed.
+
+    Attributes:
+      split_axis, ranges: of a split array, the rows that each group has.
+    """
 
     groups: frozenset[int] | None = None
     layout: tuple[PartitionSpec, str | None] | None = None
+    split_axis: int | None = None
+    ranges: tuple[Range, ...] = ()
 
 
 def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, bool, tuple]:
@@ -92,8 +99,13 @@ def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: Any = None) -> H
         wish = x.sharding if isinstance(x.sharding, MpmdSharding) else None
     if wish is None:
         return Hint()
+    array = x if aval is None else aval
     hint = _wished(wish, mesh, name)
-    _check_layout_fits(hint, x if aval is None else aval, mesh, name)
+    _check_layout_fits(hint, array, mesh, name)
+    if isinstance(wish, MpmdSharding) and wish.split_axis is not None:
+        wish.check_compatible_aval(array.shape)
+        ranges = wish.ranges(array.shape[wish.split_axis])
+        return dataclasses.replace(hint, split_axis=wish.split_axis, ranges=ranges)
     return hint
 
 

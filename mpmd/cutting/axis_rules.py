@@ -1,0 +1,290 @@
+"""Along which axes an equation can be done piece by piece: a table by primitive.
+
+A *factor* of an equation is an axis of its result together with the axes of its operands that it comes from. Done on
+rows `a … b` of these operands, the equation gives the rows `a … b` of its result; operands that have no such axis are
+taken as they are. Where the result has no such axis either, it is the sum (maximum, …) of what the pieces give.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from mpmd import _jax_compat as compat
+
+
+class Factor(NamedTuple):
+    """One axis along which an equation can be done piece by piece.
+
+    Attributes:
+      ins: per operand, the axis that is cut, or None.
+      outs: per result, the axis that is cut, or None.
+      combine: what makes the result of those of the pieces, where no result is cut.
+    """
+
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+    combine: Callable[[Any, Any], Any] | None = None
+
+
+def factors(eqn: compat.JaxprEqn) -> list[Factor]:
+    """The factors of an equation; none where it has to be done as a whole."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or eqn.effects:
+        return []
+    return list(rule(eqn))
+
+
+def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+    """The parameters of an equation on a piece of so many rows."""
+    params = dict(eqn.params)
+    for key in ("sharding", "out_sharding", "dst_sharding"):
+        if isinstance(params.get(key), NamedSharding) and factor.outs[0] is not None:
+            params[key] = _on_rows(params[key], factor.outs[0], rows)
+    change = _PARAMS.get(eqn.primitive.name)
+    return params if change is None else params | change(eqn, factor, rows)
+
+
+def _on_rows(sharding: NamedSharding, axis: int, rows: int) -> NamedSharding:
+    """A sharding that does not shard `axis` if its devices do not divide the rows."""
+    entries = list(sharding.spec.partitions) if hasattr(sharding.spec, "partitions") else list(sharding.spec)
+    if axis >= len(entries) or entries[axis] is None:
+        return sharding
+    names = entries[axis] if isinstance(entries[axis], tuple) else (entries[axis],)
+    if rows % math.prod(sharding.mesh.shape[n] for n in names) == 0:
+        return sharding
+    entries[axis] = None
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(entries)))
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+Factors = Iterator[Factor]
+
+
+def _shapes(atoms: Any) -> list[tuple[int, ...]]:
+    return [tuple(getattr(v.aval, "shape", ())) for v in atoms]
+
+
+def _elementwise(eqn: compat.JaxprEqn) -> Factors:
+    """All of one shape; scalars are taken as they are."""
+    ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
+    if any(s not in (outs[0], ()) for s in ins) or any(s != outs[0] for s in outs):
+        return
+    for a in range(len(outs[0])):
+        yield Factor(tuple(a if s else None for s in ins), (a,) * len(outs))
+
+
+def _along_other_axes(*names: str) -> Callable[[compat.JaxprEqn], Factors]:
+    """All operands and results have the same axes; the axes that the parameters `names` list are done as a whole."""
+
+    def rule(eqn: compat.JaxprEqn) -> Factors:
+        own = set()
+        for name in names:
+            value = eqn.params[name]
+            own.update(value if isinstance(value, (tuple, list)) else (value,))
+        ranks = {len(s) for s in (*_shapes(eqn.invars), *_shapes(eqn.outvars))}
+        for a in range(min(ranks)):
+            if len(ranks) == 1 and a not in own:
+                yield Factor((a,) * len(eqn.invars), (a,) * len(eqn.outvars))
+
+    return rule
+
+
+def _leading(*, own: int) -> Callable[[compat.JaxprEqn], Factors]:
+    """The leading axes that all operands and results share are a batch; the last `own` axes of each operand are not."""
+
+    def rule(eqn: compat.JaxprEqn) -> Factors:
+        ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
+        for a in range(min(len(s) for s in ins) - own):
+            if len({s[: a + 1] for s in (*ins, *outs)}) == 1:
+                yield Factor((a,) * len(ins), (a,) * len(outs))
+
+    return rule
+
+
+def _broadcast_in_dim(eqn: compat.JaxprEqn) -> Factors:
+    x, out, axes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    for b, n in enumerate(out):
+        a = axes.index(b) if b in axes else None
+        if len(eqn.invars) == 1:
+            yield Factor((a if a is not None and x[a] == n else None,), (b,))
+
+
+def _reshape(eqn: compat.JaxprEqn) -> Factors:
+    x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    for a in range(len(x)):
+        for b in range(len(out)):
+            before = math.prod(x[:a]) == math.prod(out[:b])
+            if before and x[a] == out[b] and x[a] > 1 and eqn.params["dimensions"] is None:
+                yield Factor((a,), (b,))
+
+
+def _transpose(eqn: compat.JaxprEqn) -> Factors:
+    for b, a in enumerate(eqn.params["permutation"]):
+        yield Factor((a,), (b,))
+
+
+def _squeeze(eqn: compat.JaxprEqn) -> Factors:
+    kept = [a for a in range(eqn.invars[0].aval.ndim) if a not in eqn.params["dimensions"]]
+    for b, a in enumerate(kept):
+        yield Factor((a,), (b,))
+
+
+def _reduce(combine: Callable[[Any, Any], Any] | None) -> Callable[[compat.JaxprEqn], Factors]:
+    def rule(eqn: compat.JaxprEqn) -> Factors:
+        axes = eqn.params["axes"]
+        kept = [a for a in range(eqn.invars[0].aval.ndim) if a not in axes]
+        for b, a in enumerate(kept):
+            yield Factor((a,), (b,))
+        for a in axes if combine else ():
+            yield Factor((a,), (None,), combine)
+
+    return rule
+
+
+def _dot_general(eqn: compat.JaxprEqn) -> Factors:
+    (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    x, y = (range(v.aval.ndim) for v in eqn.invars)
+    axis = 0
+    for a, b in zip(batch_x, batch_y, strict=True):
+        yield Factor((a, b), (axis,))
+        axis += 1
+    for a in x:
+        if a not in batch_x and a not in contract_x:
+            yield Factor((a, None), (axis,))
+            axis += 1
+    for b in y:
+        if b not in batch_y and b not in contract_y:
+            yield Factor((None, b), (axis,))
+            axis += 1
+    for a, b in zip(contract_x, contract_y, strict=True):
+        yield Factor((a, b), (None,), jax.lax.add)
+
+
+def _pad(eqn: compat.JaxprEqn) -> Factors:
+    for a, config in enumerate(eqn.params["padding_config"]):
+        if not any(config):
+            yield Factor((a, None), (a,))
+
+
+def _slice(eqn: compat.JaxprEqn) -> Factors:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    for a, n in enumerate(shape):
+        if p["start_indices"][a] == 0 and p["limit_indices"][a] == n and (p["strides"] is None or p["strides"][a] == 1):
+            yield Factor((a,), (a,))
+
+
+def _dynamic_slice(eqn: compat.JaxprEqn) -> Factors:
+    for a, n in enumerate(eqn.params["slice_sizes"]):
+        if eqn.invars[0].aval.shape[a] == n:
+            yield Factor((a, *[None] * (len(eqn.invars) - 1)), (a,))
+
+
+def _dynamic_update_slice(eqn: compat.JaxprEqn) -> Factors:
+    x, update = _shapes(eqn.invars[:2])
+    for a, n in enumerate(x):
+        if update[a] == n:
+            yield Factor((a, a, *[None] * (len(eqn.invars) - 2)), (a,))
+
+
+def _gather(eqn: compat.JaxprEqn) -> Factors:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    x, indices = _shapes(eqn.invars)
+    out_batch = [b for b in range(eqn.outvars[0].aval.ndim) if b not in numbers.offset_dims]
+    for i, b in enumerate(out_batch):
+        if i in numbers.start_indices_batching_dims:
+            at = numbers.start_indices_batching_dims.index(i)
+            yield Factor((numbers.operand_batching_dims[at], i), (b,))
+        elif i < len(indices) - 1:
+            yield Factor((None, i), (b,))
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    for a, b in zip((a for a in range(len(x)) if a not in gone), numbers.offset_dims, strict=True):
+        if sizes[a] == x[a]:
+            yield Factor((a, None), (b,))
+
+
+def _iota(eqn: compat.JaxprEqn) -> Factors:
+    for b in range(len(eqn.params["shape"])):
+        if b != eqn.params["dimension"]:
+            yield Factor((), (b,))
+
+
+def _keys(eqn: compat.JaxprEqn) -> Factors:
+    """Each key for itself: the axes of the array of keys are the first ones of the result."""
+    shape = eqn.invars[0].aval.shape
+    rank = eqn.outvars[0].aval.ndim if eqn.primitive.name == "random_wrap" else len(shape)
+    for a in range(rank):
+        yield Factor((a,), (a,))
+
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1
+floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
+optimization_barrier or place polygamma population_count pow random_fold_in random_seed real reduce_precision rem
+reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
+sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype from_edtype xor zeta pvary
+""".split()
+
+_RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _keys),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along_other_axes("axis")),
+    **dict.fromkeys(("cholesky", "eigh", "qr", "svd", "lu", "triangular_solve", "schur", "eig"), _leading(own=2)),
+    **dict.fromkeys(("householder_product", "geqrf"), _leading(own=2)),
+    "argmax": _reduce(None),
+    "argmin": _reduce(None),
+    "reduce_sum": _reduce(jax.lax.add),
+    "reduce_prod": _reduce(jax.lax.mul),
+    "reduce_max": _reduce(jax.lax.max),
+    "reduce_min": _reduce(jax.lax.min),
+    "reduce_and": _reduce(jax.lax.bitwise_and),
+    "reduce_or": _reduce(jax.lax.bitwise_or),
+    "reduce_xor": _reduce(jax.lax.bitwise_xor),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": _along_other_axes("dimension"),
+    "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "iota": _iota,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _along_other_axes("dimensions"),
+    "slice": _slice,
+    "sort": _along_other_axes("dimension"),
+    "split": _along_other_axes("axis"),
+    "squeeze": _squeeze,
+    "top_k": _leading(own=1),
+    "transpose": _transpose,
+}
+
+
+# --- parameters of a piece ------------------------------------------------------------------------
+
+
+def _resized(key: str, of_result: bool = True) -> Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]:
+    """The parameter `key` is a shape, that of the result or that of a slice of the first operand."""
+
+    def change(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+        axis = factor.outs[0] if of_result else factor.ins[0]
+        if axis is None:
+            return {}
+        shape = list(eqn.params[key])
+        shape[axis] = rows
+        return {key: tuple(shape)}
+
+    return change
+
+
+_PARAMS: dict[str, Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]] = {
+    "broadcast_in_dim": _resized("shape"),
+    "reshape": _resized("new_sizes"),
+    "iota": _resized("shape"),
+    "slice": _resized("limit_indices"),
+    "dynamic_slice": _resized("slice_sizes"),
+    "gather": _resized("slice_sizes", of_result=False),
+}

@@ -1,0 +1,437 @@
+"""Cuts the stacked arrays of a step where its scans are cut: parameters, gradients, optimizer state, caches.
+
+`split_scans` leaves a step whose loops slice their stacked operands and join their stacked results. This pass takes the
+slices back to the arguments and the joins on to the results: every equation on the way is done piece by piece
+(`axis_rules`; which ones: `spread`). What cannot be done so reads the whole array, and is listed (`SplitStep.joins`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.axis_rules import Factor, piece_params
+from mpmd.cutting.pieces import Rows, cut, join_eqn, join_rows_p, plain, split_eqn, split_rows_p, with_rows
+from mpmd.cutting.split_scans import chain
+from mpmd.cutting.spread import Opened, Spread
+from mpmd.ops.stage_end import mark_p
+from mpmd.ops.treduce import treduce_p
+from mpmd.tracing.state import match_state
+from mpmd.tracing.trace import Atom, Trace, copy_equations, trace_equations
+
+Cut = Sequence[Rows | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """A stacked value that an equation needs as a whole, from all groups that have rows of it.
+
+    Attributes:
+      aval: its type.
+      reader: the equation that needs it; None of a result.
+    """
+
+    aval: Any
+    reader: compat.JaxprEqn | None
+
+    def __str__(self):
+        who = (
+            "a result" if self.reader is None else f"{self.reader.primitive.name} at {compat.source_line(self.reader)}"
+        )
+        return f"{who} needs all layers of {self.aval.str_short(short_dtypes=True)} in one place"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitStep:
+    """A step on pieces of arrays.
+
+    Attributes:
+      whole: the user's step.
+      trace: the step; each piece is an argument (a result) of its own, in a tuple where the array was.
+      ins, outs: per argument and result of the user's step, how it is cut; None for whole ones.
+      joins: the stacked values that are needed as a whole.
+    """
+
+    whole: Trace
+    trace: Trace
+    ins: tuple[Rows | None, ...]
+    outs: tuple[Rows | None, ...]
+    joins: tuple[Join, ...] = ()
+
+    @functools.cached_property
+    def in_positions(self) -> tuple[range, ...]:
+        """Per argument, which arguments of `trace` are its pieces."""
+        return _positions(self.ins)
+
+    @functools.cached_property
+    def out_positions(self) -> tuple[range, ...]:
+        """Per result, which results of `trace` are its pieces."""
+        return _positions(self.outs)
+
+    def pieces_of(self, arguments: Iterable[int]) -> frozenset[int]:
+        """The arguments of `trace` that are pieces of some arguments."""
+        return frozenset(k for i in arguments for k in self.in_positions[i])
+
+    @functools.cached_property
+    def stacks(self) -> list[list[compat.Var]]:
+        """The pieces of each array that is cut, as variables of `trace`."""
+        ins, outs = self.trace.jaxpr.invars[len(self.trace.consts) :], self.trace.jaxpr.outvars
+        found = [[ins[k] for k in ks] for ks in self.in_positions] + [
+            [outs[k] for k in ks] for ks in self.out_positions
+        ]
+        return [pieces for pieces in found if len(pieces) > 1]
+
+
+def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequence[bool]) -> SplitStep:
+    """Cuts the stacked arrays of a step.
+
+    Args:
+      trace: the step, with scans that are cut (`split_scans`).
+      in_rows, out_rows: per argument and result, how it shall be cut, where the user says it.
+      whole_results: per result, whether the user wants it whole.
+    """
+    jaxpr, num_consts = trace.jaxpr, len(trace.consts)
+    ins, outs = (None,) * len(in_rows), (None,) * len(out_rows)
+    if not any(in_rows) and not any(out_rows) and not _has_pieces(jaxpr):
+        return SplitStep(trace, trace, ins, outs)
+    spread = Spread()
+    arguments = jaxpr.invars[num_consts:]
+    state = [(arguments[i], jaxpr.outvars[j]) for j, i in enumerate(match_state(trace)) if i is not None]
+    spread.run(jaxpr.eqns, state)  # the scans first: what the user says of other arrays must not change their layers
+    for v, rows in [*zip(arguments, in_rows, strict=True), *zip(jaxpr.outvars, out_rows, strict=True)]:
+        spread.add(v, rows)
+    spread.run(jaxpr.eqns, state)
+    rewriter = _Rewriter(spread)
+    cut_ins = [spread.of(v) for v in jaxpr.invars]
+    cut_outs = [_wanted(spread, v, state, whole) for v, whole in zip(jaxpr.outvars, whole_results, strict=True)]
+    done = rewriter.rewrite(jaxpr, cut_ins, cut_outs)
+    consts = [
+        p for c, r in zip(trace.consts, cut_ins, strict=False) for p in ([c] if r is None else _cut_constant(c, r))
+    ]
+    cut_ins = cut_ins[num_consts:]
+    return SplitStep(
+        trace,
+        Trace(
+            done,
+            tuple(consts),
+            _tree(trace.in_tree, cut_ins),
+            _tree(trace.out_tree, cut_outs),
+            _names(trace.in_names, cut_ins),
+            _names(trace.out_names, cut_outs),
+        ),
+        tuple(cut_ins),
+        tuple(cut_outs),
+        tuple(rewriter.joins),
+    )
+
+
+def _positions(rows: Cut) -> tuple[range, ...]:
+    found, first = [], 0
+    for r in rows:
+        found.append(range(first, first + (1 if r is None else len(r.ranges))))
+        first = found[-1].stop
+    return tuple(found)
+
+
+def _has_pieces(jaxpr: compat.Jaxpr) -> bool:
+    loops = [e.params["jaxpr"].jaxpr for e in jaxpr.eqns if e.primitive is treduce_p]
+    return any(e.primitive in (split_rows_p, join_rows_p) for j in (jaxpr, *loops) for e in j.eqns)
+
+
+def _wanted(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]], whole: bool) -> Rows | None:
+    """How a result is cut; state is cut like the argument whose place it takes."""
+    if whole:
+        return None
+    argument = next((a for a, out in state if out is v), v)
+    return spread.of(argument)
+
+
+def _cut_constant(value: Any, rows: Rows | None) -> list[Any]:
+    if rows is None:
+        return [value]
+    if isinstance(value, np.ndarray):
+        return [np.take(value, range(start, stop), rows.axis) for start, stop in rows.ranges]
+    return cut(value, rows)
+
+
+def _tree(tree: Any, rows: Cut) -> Any:
+    """The tree with a tuple of pieces in the place of each leaf that is cut."""
+    leaves = [0 if r is None else (0,) * len(r.ranges) for r in rows]
+    return jax.tree.structure(jax.tree.unflatten(tree, leaves))
+
+
+def _names(names: Sequence[str], rows: Cut) -> tuple[str, ...]:
+    found = []
+    for name, r in zip(names, rows, strict=True):
+        found += [name] if r is None else [f"{name}[{':, ' * r.axis}{start}:{stop}]" for start, stop in r.ranges]
+    return tuple(found)
+
+
+class _Rewriter:
+    """Writes a jaxpr anew, on pieces of the values that are cut."""
+
+    def __init__(self, spread: Spread, joins: list[Join] | None = None):
+        self.joins: list[Join] = [] if joins is None else joins
+        self._spread = spread
+        self._reader: compat.JaxprEqn | None = None
+        self._eqns: list[compat.JaxprEqn] = []
+        self._whole: dict[compat.Var, Atom] = {}
+        self._pieces: dict[tuple[compat.Var, Rows], list[Any]] = {}
+        self._readers: dict[compat.Var, compat.JaxprEqn | None] = {}  # of the joins
+        self._rows: dict[compat.Var, Rows] = {}  # how a value is cut that is not there as a whole
+
+    def rewrite(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
+        """The jaxpr on pieces: `in_rows` and `out_rows` say how its inputs and results are cut."""
+        invars = [v for x, rows in zip(jaxpr.invars, in_rows, strict=True) for v in self._bind(x, rows)]
+        for eqn in jaxpr.eqns:
+            self._add(eqn)
+        self._reader = None
+        last = (jaxpr.eqns or (copy_equations(jaxpr.invars[0]).eqns if jaxpr.invars else [None]))[-1]
+        outvars = [v for x, rows in zip(jaxpr.outvars, out_rows, strict=True) for v in self._read(last, x, rows)]
+        eqns = [e for eqn in _live(self._eqns, outvars) for e in self._plain(eqn)]
+        return compat.new_jaxpr(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
+
+    # --- values ---
+
+    def _bind(self, v: compat.Var, rows: Rows | None) -> list[Any]:
+        """New variables for a value (the old one, if it is whole)."""
+        if rows is None or isinstance(v, compat.DropVar):
+            self._whole[v] = v
+            return [v]
+        pieces = [compat.Var(a) for a in rows.avals(v.aval)]
+        self._set(v, rows, pieces)
+        return pieces
+
+    def _set(self, v: compat.Var, rows: Rows, pieces: Sequence[Any]) -> None:
+        self._rows[v] = rows
+        self._pieces[v, rows] = list(pieces)
+
+    def _read(self, eqn: Any, v: Atom, rows: Rows | None) -> list[Any]:
+        """A value for the equation `eqn`: its pieces, or itself."""
+        return [self._read_whole(eqn, v)] if rows is None else self._read_pieces(eqn, v, rows)
+
+    def _read_whole(self, eqn: compat.JaxprEqn, v: Atom) -> Atom:
+        if isinstance(v, compat.Literal):
+            return v
+        if v not in self._whole:
+            rows = self._rows[v]
+            self._whole[v] = joined = compat.Var(v.aval)
+            self._eqns.append(join_eqn(eqn, self._pieces[v, rows], rows, joined))
+            self._readers[joined] = self._reader
+        return self._whole[v]
+
+    def _read_pieces(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows) -> list[Any]:
+        if isinstance(v, compat.Literal) or (v, rows) not in self._pieces:
+            new = split_eqn(eqn, self._read_whole(eqn, v), rows)
+            self._eqns.append(new)
+            if isinstance(v, compat.Literal):
+                return new.outvars
+            self._pieces[v, rows] = new.outvars
+        return self._pieces[v, rows]
+
+    # --- equations ---
+
+    def _add(self, eqn: compat.JaxprEqn) -> None:
+        """Writes one equation."""
+        self._reader = eqn
+        if eqn.primitive is split_rows_p:
+            pieces = self._read_pieces(eqn, eqn.invars[0], eqn.params["rows"])
+            self._whole.update(zip(eqn.outvars, pieces, strict=True))
+        elif eqn.primitive is join_rows_p and self._spread.of(eqn.outvars[0]) == eqn.params["rows"]:
+            self._set(eqn.outvars[0], eqn.params["rows"], [self._read_whole(eqn, v) for v in eqn.invars])
+        elif eqn.primitive is mark_p:
+            self._expanded(eqn, [self._spread.of(v) for v in eqn.invars])
+        elif (rows := self._spread.chopped.get(id(eqn))) is not None:
+            for piece in chain(eqn, rows):
+                self._add(piece)
+        elif (opened := self._spread.opened.get(id(eqn))) is not None:
+            _INSIDE[eqn.primitive.name](self, eqn, opened)
+        elif (found := self._factor(eqn)) is not None:
+            self._by_pieces(eqn, *found)
+        else:
+            invars = [self._read_whole(eqn, v) for v in eqn.invars]
+            self._whole.update((v, v) for v in eqn.outvars)
+            self._eqns.append(eqn.replace(invars=invars))
+
+    def _expanded(self, eqn: compat.JaxprEqn, rows: Cut) -> None:
+        """An equation that does the same to all its operands, on their pieces."""
+        invars = [x for v, r in zip(eqn.invars, rows, strict=True) for x in self._read(eqn, v, r)]
+        outvars = [x for v, r in zip(eqn.outvars, rows, strict=True) for x in self._bind(v, r)]
+        self._eqns.append(eqn.replace(invars=invars, outvars=outvars))
+
+    def _factor(self, eqn: compat.JaxprEqn) -> tuple[Factor, Rows] | None:
+        """The factor by which an equation is done, and its rows (on no particular axis): by an operand that is there in
+        pieces, or else by a result that is wanted so.
+        """
+        if not any(self._spread.of(v) for v in (*eqn.invars, *eqn.outvars)):
+            return None
+        for factor in self._spread.factors(eqn):
+            for v, axis in zip(eqn.invars, factor.ins, strict=True):
+                rows = None if isinstance(v, compat.Literal) else self._rows.get(v)
+                if rows is not None and rows.axis == axis:
+                    return factor, rows
+        for factor in self._spread.factors(eqn):
+            for v, axis in zip(eqn.outvars, factor.outs, strict=True):
+                if (rows := self._spread.of(v)) is not None and rows.axis == axis:
+                    return factor, rows
+        return None
+
+    def _by_pieces(self, eqn: compat.JaxprEqn, factor: Factor, rows: Rows) -> None:
+        operands = [
+            self._read_pieces(eqn, v, rows.on(axis))
+            if axis is not None
+            else [self._read_whole(eqn, v)] * len(rows.ranges)
+            for v, axis in zip(eqn.invars, factor.ins, strict=True)
+        ]
+        made = []
+        for k, (start, stop) in enumerate(rows.ranges):
+            outvars = [
+                compat.Var(v.aval if axis is None else with_rows(v.aval, axis, stop - start))
+                for v, axis in zip(eqn.outvars, factor.outs, strict=True)
+            ]
+            params = piece_params(eqn, factor, stop - start)
+            self._eqns.append(eqn.replace(invars=[x[k] for x in operands], outvars=outvars, params=params))
+            made.append(outvars)
+        for v, axis, *pieces in zip(eqn.outvars, factor.outs, *made, strict=True):
+            if axis is None:
+                self._whole[v] = self._combined(eqn, factor, pieces)
+            else:
+                self._set(v, rows.on(axis), pieces)
+
+    def _combined(self, eqn: compat.JaxprEqn, factor: Factor, pieces: Sequence[Atom]) -> Atom:
+        assert factor.combine is not None
+        total = pieces[0]
+        for piece in pieces[1:]:
+            eqns, (total,) = trace_equations(factor.combine, total, piece)
+            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
+        return total
+
+    # --- equations with jaxprs inside ---
+
+    def inside(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
+        """The jaxpr of an equation, on pieces."""
+        return _Rewriter(self._spread, self.joins).rewrite(jaxpr, in_rows, out_rows)
+
+    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, params: dict[str, Any]) -> None:
+        """Writes an equation with pieces of its operands and results, and other parameters."""
+        invars = [x for v, r in zip(eqn.invars, in_rows, strict=True) for x in self._read(eqn, v, r)]
+        outvars = []
+        for v, r in zip(eqn.outvars, out_rows, strict=True):
+            if r is not None and isinstance(v, compat.DropVar):
+                outvars += [compat.DropVar(a) for a in r.avals(v.aval)]
+            else:
+                outvars += self._bind(v, r)
+        self._eqns.append(eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params}))
+
+    def of(self, atoms: Sequence[Atom]) -> list[Rows | None]:
+        """How atoms are cut."""
+        return [self._spread.of(v) for v in atoms]
+
+    # --- what is left ---
+
+    def _plain(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
+        """A cut or a join that is still there as slices, or a concatenation."""
+        if eqn.primitive is join_rows_p:
+            (out,) = eqn.outvars
+            self.joins.append(Join(out.aval, self._readers.get(out)))
+        elif eqn.primitive is not split_rows_p:
+            return [eqn]
+        found = []
+        for fun, out in zip(plain(eqn), eqn.outvars, strict=True):
+            new = trace_equations(fun, *eqn.invars).named([out])
+            found += [e.replace(source_info=eqn.source_info) for e in new]
+        return found
+
+
+def _live(eqns: Sequence[compat.JaxprEqn], outs: Sequence[Atom]) -> list[compat.JaxprEqn]:
+    """The equations that the results, an effect or a stage end need, in order."""
+    needed = {v for v in outs if not isinstance(v, compat.Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or eqn.primitive in (mark_p, treduce_p) or any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, compat.Literal))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+# --- how the jaxprs of an equation are put together again -----------------------------------------
+
+
+def _count(rows: Cut) -> int:
+    return sum(1 if r is None else len(r.ranges) for r in rows)
+
+
+def _closed(jaxpr: compat.Jaxpr) -> compat.ClosedJaxpr:
+    return compat.ClosedJaxpr(jaxpr, ())
+
+
+def _treduce(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    info = eqn.params["info"]
+    ins, inner_outs = rewriter.of(jaxpr.invars), rewriter.of(jaxpr.outvars)
+    outs: list[Rows | None] = []
+    for j, (v, inner) in enumerate(zip(eqn.outvars, jaxpr.outvars, strict=True)):
+        link = next((k for k in opened.links if k.first is inner and k.second is v), None)
+        rows = inner_outs[j]
+        axis = None if link is None or rows is None else link.moved(rows.axis)
+        if rows is None or axis is None:
+            inner_outs[j] = None
+        outs.append(rows.on(axis) if rows is not None and axis is not None else None)
+    operations = tuple(op for op, r in zip(info.operations, outs, strict=True) for _ in range(_count([r])))
+    body = rewriter.inside(jaxpr, ins, inner_outs)
+    info = dataclasses.replace(info, operations=operations)
+    rewriter.on_pieces(eqn, ins[:-1], outs, {"jaxpr": _closed(body), "info": info})
+
+
+def _scan(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    m, n = eqn.params["num_consts"], eqn.params["num_carry"]
+    ins = rewriter.of(jaxpr.invars)
+    carry, stacks = ins[m : m + n], rewriter.of(jaxpr.outvars[n:])
+    body = rewriter.inside(jaxpr, ins, [*carry, *stacks])
+    above = lambda rows: [None if r is None else r.on(r.axis + 1) for r in rows]  # noqa: E731
+    params: dict[str, Any] = {"jaxpr": _closed(body), "num_consts": _count(ins[:m]), "num_carry": _count(carry)}
+    if "linear" in eqn.params:
+        params["linear"] = (False,) * _count(ins)
+    rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], params)
+
+
+def _while(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    test, body = opened.inner
+    m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_test, of_body, carry = (rewriter.of(v) for v in (test.invars[:m], body.invars[:n], body.invars[n:]))
+    params = {
+        "cond_jaxpr": _closed(rewriter.inside(test, [*of_test, *carry], [None])),
+        "body_jaxpr": _closed(rewriter.inside(body, [*of_body, *carry], carry)),
+        "cond_nconsts": _count(of_test),
+        "body_nconsts": _count(of_body),
+    }
+    rewriter.on_pieces(eqn, [*of_test, *of_body, *carry], carry, params)
+
+
+def _cond(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    ins = rewriter.of(eqn.invars[1:])
+    outs = [
+        None if isinstance(v, compat.DropVar) else r for v, r in zip(eqn.outvars, rewriter.of(eqn.outvars), strict=True)
+    ]
+    branches = tuple(_closed(rewriter.inside(jaxpr, ins, outs)) for jaxpr in opened.inner)
+    rewriter.on_pieces(eqn, [None, *ins], outs, {"branches": branches})
+
+
+def _checkpoint(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    ins, outs = rewriter.of(jaxpr.invars), rewriter.of(jaxpr.outvars)
+    rewriter.on_pieces(eqn, ins, outs, {"jaxpr": rewriter.inside(jaxpr, ins, outs)})
+
+
+_INSIDE = {
+    "treduce": _treduce,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _checkpoint),
+}

@@ -1,0 +1,246 @@
+"""Finds which values of a step are cut into rows: those that are cut somewhere, and all that go with them.
+
+A value that a chain of scans reads or makes piece by piece says so of the values that it is made of, and of those that
+are made of it: forward and backward through each equation that can be done piece by piece (`axis_rules`), into the
+bodies of loops and branches and out of them. Nothing is changed here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.axis_rules import Factor, factors
+from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
+from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
+from mpmd.ops.stage_end import mark_p
+from mpmd.ops.treduce import treduce_p
+from mpmd.tracing.trace import Atom, equations_on, inline
+
+
+class Link(NamedTuple):
+    """Two values that are cut alike. The axis of the second is `moved(axis of the first)`, None where it has none."""
+
+    first: Atom
+    second: Atom
+    moved: Callable[[int], int | None] = lambda axis: axis
+    back: Callable[[int], int | None] = lambda axis: axis
+
+
+@dataclasses.dataclass(eq=False)
+class Opened:
+    """An equation with jaxprs inside, which have variables of their own, and the values that are cut alike."""
+
+    eqn: compat.JaxprEqn
+    inner: tuple[compat.Jaxpr, ...]
+    links: tuple[Link, ...]
+
+
+class Spread:
+    """Which variables are cut into rows.
+
+    Attributes:
+      rows: per variable that is cut, where.
+      opened: per equation (by its id) that is cut inside, its jaxprs.
+      chopped: per `scan` (by its id) that is done as several shorter ones, where.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[compat.Var, Rows] = {}
+        self.opened: dict[int, Opened] = {}
+        self.chopped: dict[int, Rows] = {}
+        self._kept: list[Any] = []  # an id is one's own only while its object lives
+        self._factors: dict[int, list[Factor]] = {}
+        self._has_grown = False
+
+    def add(self, atom: Atom, rows: Rows | None) -> None:
+        """Cuts a variable, if it is not cut yet and can be."""
+        if rows is None or isinstance(atom, (compat.Literal, compat.DropVar)) or atom in self.rows:
+            return
+        if rows.fits(atom.aval):
+            self.rows[atom] = rows
+            self._has_grown = True
+
+    def of(self, atom: Atom) -> Rows | None:
+        """Where an atom is cut, None if it is not."""
+        return None if isinstance(atom, compat.Literal) else self.rows.get(atom)
+
+    def run(self, eqns: Sequence[compat.JaxprEqn], alike: Iterable[tuple[Atom, Atom]] = ()) -> None:
+        """Follows the equations forward and backward until nothing more is cut; `alike` are pairs that are cut alike.
+
+        Every round but the last cuts a variable that was whole, and there are finitely many.
+        """
+        links = [Link(a, b) for a, b in alike]
+        self._seed(eqns)
+        self._has_grown = True
+        while self._has_grown:
+            self._has_grown = False
+            for link in links:
+                self._follow(link)
+            for order in (eqns, eqns[::-1]):
+                for eqn in order:
+                    self._through(eqn)
+
+    def _seed(self, eqns: Sequence[compat.JaxprEqn]) -> None:
+        """What is cut or joined by an equation, in loops too."""
+        for eqn in eqns:
+            if eqn.primitive is split_rows_p:
+                self.add(eqn.invars[0], eqn.params["rows"])
+            elif eqn.primitive is join_rows_p:
+                self.add(eqn.outvars[0], eqn.params["rows"])
+            elif eqn.primitive is treduce_p:
+                self._seed(self._open(eqn).inner[0].eqns)
+
+    def _through(self, eqn: compat.JaxprEqn) -> None:
+        """What the operands and results of an equation say of each other."""
+        name = eqn.primitive.name
+        is_open = eqn.primitive is treduce_p or id(eqn) in self.opened
+        if not is_open and not any(self.of(v) for v in (*eqn.invars, *eqn.outvars)):
+            return
+        if name == "scan" and self._chop(eqn):
+            return
+        if eqn.primitive is mark_p:
+            for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+                self._follow(Link(v, out))
+        elif is_open or (name in _LINKS and not eqn.effects):
+            self._inside(self._open(eqn))
+        else:
+            self._by_factor(eqn)
+
+    def _by_factor(self, eqn: compat.JaxprEqn) -> None:
+        for factor in self.factors(eqn):
+            pairs = list(_axes(eqn, factor))
+            cut = next((r for v, a in pairs if (r := self.of(v)) and r.axis == a), None)
+            if cut is not None:
+                for v, axis in pairs:
+                    self.add(v, cut.on(axis))
+
+    def factors(self, eqn: compat.JaxprEqn) -> list[Factor]:
+        """The factors of an equation, found once."""
+        if id(eqn) not in self._factors:
+            self._kept.append(eqn)
+            self._factors[id(eqn)] = factors(eqn)
+        return self._factors[id(eqn)]
+
+    def _chop(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether a scan is done as several ones, since it goes over rows that are cut."""
+        start, end = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["num_carry"]
+        scanned = [*eqn.invars[start:], *eqn.outvars[end:]]
+        found = next((r for v in scanned if (r := self.of(v)) and r.axis == 0), None)
+        if found is None:
+            return False
+        self._kept.append(eqn)
+        self.chopped.setdefault(id(eqn), found)
+        for v in scanned:
+            self.add(v, found)
+        return True
+
+    def _open(self, eqn: compat.JaxprEqn) -> Opened:
+        if id(eqn) not in self.opened:
+            self._kept.append(eqn)
+            self.opened[id(eqn)] = _LINKS[eqn.primitive.name](eqn)
+        return self.opened[id(eqn)]
+
+    def _inside(self, opened: Opened) -> None:
+        for link in opened.links:
+            self._follow(link)
+        for jaxpr in opened.inner:
+            for order in (jaxpr.eqns, jaxpr.eqns[::-1]):
+                for eqn in order:
+                    self._through(eqn)
+        for link in opened.links:
+            self._follow(link)
+
+    def _follow(self, link: Link) -> None:
+        if (r := self.of(link.first)) and (axis := link.moved(r.axis)) is not None:
+            self.add(link.second, r.on(axis))
+        if (r := self.of(link.second)) and (axis := link.back(r.axis)) is not None:
+            self.add(link.first, r.on(axis))
+
+
+def _axes(eqn: compat.JaxprEqn, factor: Factor) -> Iterator[tuple[Atom, int]]:
+    for v, axis in zip((*eqn.invars, *eqn.outvars), (*factor.ins, *factor.outs), strict=True):
+        if axis is not None:
+            yield v, axis
+
+
+# --- what is inside of equations ------------------------------------------------------------------
+
+
+def _fresh(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
+    """An inner jaxpr, flat, with variables of its own; its constants are literals."""
+    invars = [compat.Var(v.aval) for v in closed.jaxpr.invars]
+    flat = compat.ClosedJaxpr(inline(closed.jaxpr, in_loop=True), closed.consts)
+    eqns, outs = equations_on(flat, invars)
+    return compat.make_jaxpr(invars, outs, eqns, "rows").jaxpr
+
+
+def _open_loop(eqn: compat.JaxprEqn) -> Opened:
+    """A microbatch loop: what it reads is cut as in its body, and what it gives, by how that is reduced."""
+    jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
+    links = [Link(v, inner) for v, inner in zip(eqn.invars, jaxpr.invars[:-1], strict=True)]
+    for inner, operation, v in zip(jaxpr.outvars, eqn.params["info"].operations, eqn.outvars, strict=True):
+        if type(operation) in (Add, Mean, Max, Min):
+            links.append(Link(inner, v))
+        elif type(operation) is Concat:
+            links.append(Link(inner, v, *_around(range(inner.aval.ndim + 1)[operation.axis])))
+    return Opened(eqn, (jaxpr,), tuple(links))
+
+
+def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int | None]]:
+    """Axes without and with a new one."""
+    return (
+        lambda axis: axis + (axis >= new),
+        lambda axis: None if axis == new else axis - (axis > new),
+    )
+
+
+def _open_scan(eqn: compat.JaxprEqn) -> Opened:
+    jaxpr = _fresh(eqn.params["jaxpr"])
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    start, below = num_consts + num_carry, _around(0)
+    links = [Link(v, inner) for v, inner in zip(eqn.invars[:start], jaxpr.invars[:start], strict=True)]
+    links += [Link(v, inner) for v, inner in zip(eqn.outvars[:num_carry], jaxpr.outvars[:num_carry], strict=True)]
+    links += [Link(a, b) for a, b in zip(jaxpr.invars[num_consts:start], jaxpr.outvars[:num_carry], strict=True)]
+    links += [Link(v, inner) for v, inner in zip(jaxpr.outvars[:num_carry], eqn.outvars[:num_carry], strict=True)]
+    links += [Link(inner, v, *below) for v, inner in zip(eqn.invars[start:], jaxpr.invars[start:], strict=True)]
+    links += [
+        Link(inner, v, *below) for v, inner in zip(eqn.outvars[num_carry:], jaxpr.outvars[num_carry:], strict=True)
+    ]
+    return Opened(eqn, (jaxpr,), tuple(links))
+
+
+def _open_while(eqn: compat.JaxprEqn) -> Opened:
+    test, body = (_fresh(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = eqn.invars[m + n :]
+    links = [Link(v, inner) for v, inner in zip(eqn.invars[:m], test.invars[:m], strict=True)]
+    links += [Link(v, inner) for v, inner in zip(eqn.invars[m : m + n], body.invars[:n], strict=True)]
+    for v, a, b, c, out in zip(carry, test.invars[m:], body.invars[n:], body.outvars, eqn.outvars, strict=True):
+        links += [Link(v, a), Link(v, b), Link(b, c), Link(v, out)]
+    return Opened(eqn, (test, body), tuple(links))
+
+
+def _open_cond(eqn: compat.JaxprEqn) -> Opened:
+    inner = tuple(map(_fresh, eqn.params["branches"]))
+    links = []
+    for jaxpr in inner:
+        links += [Link(v, i) for v, i in zip(eqn.invars[1:], jaxpr.invars, strict=True)]
+        links += [Link(i, v) for v, i in zip(eqn.outvars, jaxpr.outvars, strict=True)]
+    return Opened(eqn, inner, tuple(links))
+
+
+def _open_checkpoint(eqn: compat.JaxprEqn) -> Opened:
+    jaxpr = _fresh(compat.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    links = [Link(v, i) for v, i in zip(eqn.invars, jaxpr.invars, strict=True)]
+    links += [Link(i, v) for v, i in zip(eqn.outvars, jaxpr.outvars, strict=True)]
+    return Opened(eqn, (jaxpr,), tuple(links))
+
+
+_LINKS: dict[str, Callable[[compat.JaxprEqn], Opened]] = {
+    "treduce": _open_loop,
+    "scan": _open_scan,
+    "while": _open_while,
+    "cond": _open_cond,
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _open_checkpoint),
+}

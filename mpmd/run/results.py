@@ -1,0 +1,55 @@
+"""Makes the results of a step of the arrays that its programs give."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.layouts import mpmd_sharding
+from mpmd.arrays.sharding import MpmdSharding
+from mpmd.compile.step import StepPrograms
+from mpmd.cutting.split_rows import SplitStep
+from mpmd.run.inputs import split_sharding
+
+
+class Results:
+    """What a compiled step gives.
+
+    Attributes:
+      shardings: per flat result.
+    """
+
+    def __init__(self, programs: StepPrograms, split: SplitStep):
+        outline, mesh = programs.outline, programs.mesh
+        self.shardings: list[MpmdSharding] = []
+        self._about: list[tuple[Any, ...]] = []
+        self._pieces: list[list[tuple[int, int, tuple[int, int]]] | None] = []  # position, group and range of each
+        for v, ks, rows in zip(split.whole.jaxpr.outvars, split.out_positions, split.outs, strict=True):
+            made, groups = outline.outputs[ks[0]]
+            sharding = mpmd_sharding(mesh, groups, programs.layout(made))
+            if rows is None:
+                self._pieces.append(None)
+            else:
+                homes = [min(outline.outputs[k][1]) for k in ks]
+                sharding = split_sharding(sharding, rows, homes)
+                self._pieces.append(list(zip(ks, homes, rows.ranges, strict=True)))
+            self.shardings.append(sharding)
+            committed = all(outline.committed[k] for k in ks)
+            weak = getattr(v.aval, "weak_type", False)
+            self._about.append((sharding, v.aval.shape, v.aval.dtype, weak, committed))
+        self._first = [ks[0] for ks in split.out_positions]
+
+    def arrays(self, results: Sequence[Mapping[int, jax.Array]]) -> list[MpmdArray]:
+        """The results of one call.
+
+        Args:
+          results: per result of the programs, its array in each group of this process.
+        """
+        found = []
+        for k, pieces, about in zip(self._first, self._pieces, self._about, strict=True):
+            arrays: Any = results[k]
+            if pieces is not None:
+                arrays = {ends: results[i][group] for i, group, ends in pieces if group in results[i]}
+            found.append(MpmdArray._unchecked(arrays, *about))
+        return found
