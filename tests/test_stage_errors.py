@@ -153,13 +153,6 @@ def _mark_in_while(params, microbatch):
     return jnp.sum(jax.lax.while_loop(lambda carried: carried[0] < 3, body, (0, microbatch["x"]))[1])
 
 
-def _mark_in_fori_loop(params, microbatch):
-    def body(_, x):
-        return mpmd.mark_stage_end(residual(params[0], x))  # here
-
-    return jnp.sum(jax.lax.fori_loop(0, 4, body, microbatch["x"]))
-
-
 def _mark_in_checkpoint(params, microbatch):
     @jax.checkpoint
     def model(params, x):
@@ -201,13 +194,7 @@ def _mark_in_shard_map(params, microbatch):
 @pytest.mark.parametrize(
     ("loss", "inside", "remedy"),
     [
-        (
-            _mark_in_scan,
-            "scan",
-            "Write the stages as a Python loop, and use lax.scan for the layers inside each",
-        ),
         (_mark_in_cond, "cond", "Mark the stage end after the cond, so that both branches belong to one stage."),
-        (_mark_in_fori_loop, "scan", "Write the stages as a Python loop"),
         (_mark_in_checkpoint, "checkpoint", "Put jax.checkpoint around each stage, between the marks"),
         (_mark_in_shard_map, "shard_map", "Call shard_map once per stage, and mark the stage end outside of it."),
     ],
@@ -219,6 +206,20 @@ def test_a_mark_where_no_cut_is_possible_is_refused_with_its_line_and_a_remedy(l
     where = _here(loss)
     assert message.startswith(f"mark_stage_end inside {inside}, at {where}"), message
     assert remedy in message
+
+
+def test_more_stage_ends_in_a_scan_than_stages_are_refused():
+    def step(params, xs):
+        return mpmd.treduce(lambda x: _mark_in_scan(params, x), xs, schedule=scheduler.GPipe(2))
+
+    params, xs = stages_params(jax.random.key(0), 4), regression_batch(jax.random.key(1))
+    with pytest.raises(mpmd.StageError) as error:
+        mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(params, xs)
+    assert _without_columns(str(error.value)) == (
+        "mark_stage_end inside scan: GPipe(num_stages=2) has 2 stages, and a stage would end 4 times in a microbatch:\n"
+        f"    {_here(_mark_in_scan)} (_mark_in_scan.<locals>.layer) (4 iterations)\n"
+        "  Use mark_layer_end there: the library chooses, or cuts= says, behind which layers stages end."
+    )
 
 
 def test_a_mark_in_a_while_loop_is_refused():

@@ -61,6 +61,12 @@ def _cut_loop(
         )
     elif candidates.scans and len(candidates) in (schedule.num_stages - 1, schedule.num_stages):
         body = with_stage_ends(body, candidates, range(len(candidates)))
+    elif candidates.scans:
+        raise StageError(
+            f"mark_stage_end inside scan: {schedule} has {schedule.num_stages} stages, and a stage would end"
+            f" {len(candidates)} times in a microbatch:{candidates.lines()}\n"
+            "  Use mark_layer_end there: the library chooses, or cuts= says, behind which layers stages end."
+        )
     for inner in body.jaxpr.eqns:
         check_no_marks_inside(inner)
     return eqn.replace(params={**eqn.params, "info": info, "jaxpr": body})
