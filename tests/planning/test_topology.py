@@ -126,7 +126,6 @@ def test_each_gpu_is_a_target(target):
 
 
 @needs_libtpu
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_each_tpu_is_a_target(target):
     compiled = compiled_for(2, 4, target, 4)
