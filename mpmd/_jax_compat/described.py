@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -42,6 +43,10 @@ def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[A
     if plugin is None:
         raise ModuleNotFoundError("JAX's CUDA plugin is not installed.")
     jax.devices()  # before the plugin is asked, so that JAX does not look for a GPU
+    # With a compilation cache folder, JAX finds what it stored, cannot load it, warns, and compiles.
+    warnings.filterwarnings(
+        "ignore", "Error reading persistent compilation cache entry.*must be constructed with a Client"
+    )
     wanted = {"platform": "cuda", "target_config": config, "topology": f"1x{num_hosts}x{devices_per_host}"}
     try:
         return list(topologies.get_topology_desc(**wanted).devices)

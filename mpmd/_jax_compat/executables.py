@@ -15,6 +15,7 @@ from jax._src.lib import xla_client
 from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
 from jax.sharding import Mesh, NamedSharding
 
+from mpmd._jax_compat.described import is_described
 from mpmd._jax_compat.fingerprints import fingerprint
 from mpmd._jax_compat.jaxprs import ClosedJaxpr
 from mpmd._jax_compat.stored_programs import Folder, entry_key
@@ -56,7 +57,9 @@ class Program:
         return fingerprint(self.name, self.closed, self.mesh, *shardings, self.donate, self.options)
 
     def stored(self) -> bytes | None:
-        """The executable that an earlier process compiled, serialized."""
+        """The executable that an earlier process compiled, serialized. Those for described devices cannot be loaded."""
+        if is_described(self.mesh.devices.flat[0]):
+            return None
         return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
 
 
