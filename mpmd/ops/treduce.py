@@ -61,8 +61,8 @@ class LoopInfo:
 def treduce(
     fun: Callable,
     xs: Any,
-    *,
     schedule: Schedule | str | None,
+    *,
     axis: int = 0,
     operation: Any = Add,
     cuts: Sequence[int] | None = None,
@@ -115,8 +115,8 @@ def treduce(
 def treduce_i(
     fun: Callable,
     n: int,
-    *,
     schedule: Schedule | str | None,
+    *,
     operation: Any = Add,
     cuts: Sequence[int] | None = None,
 ) -> Any:
