@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
+from mpmd.compile.progress import Progress
 from mpmd.partition import equations
 
 
@@ -31,11 +32,24 @@ class Threads:
         self.num_compiled = 0
         self.num_stored = 0
         self.num_loaded = 0
+        self._progress = Progress()
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def close(self) -> None:
         """What comes from now on is done at once; what is under way is finished."""
         self._pool.shutdown(wait=False)
+        self._progress.close()
+
+    def compile(self, lowered: jax.stages.Lowered, program: compat.Program) -> Future:
+        """Compiles a program, in a thread."""
+
+        def work() -> compat.Executable:
+            with self._progress.compiling(program.name):
+                return compat.compile_program(lowered, program)
+
+        self.num_compiled += 1
+        self._progress.expect()
+        return self.submit(work)
 
     def submit(self, fun: Callable, *args) -> Future:
         """`fun(*args)`, in a thread."""
@@ -132,8 +146,7 @@ class DistinctProgram:
         return self._compile(program)
 
     def _compile(self, program: compat.Program) -> Future:
-        self.threads.num_compiled += 1
-        return self.threads.submit(compat.compile_program, self.lower(program.mesh), program)
+        return self.threads.compile(self.lower(program.mesh), program)
 
     def _program(self, mesh: Mesh) -> compat.Program:
         ins, outs = (
