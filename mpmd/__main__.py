@@ -1,4 +1,4 @@
-"""What a step will need and take on devices that are not here: ``python -m mpmd plan FILE.py:FUNCTION``."""
+"""Plans a step for devices that are not here, and says why a job hung: ``python -m mpmd plan`` and ``replay``."""
 
 import argparse
 import dataclasses
@@ -17,8 +17,10 @@ from mpmd.api import jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
+from mpmd.observe import flight_files
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
+from mpmd.report.replay import replay
 from scheduler import Costs
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
@@ -28,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0 if the step fits, 3 if it does not, 2 for wrong arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "replay":
+        return _replayed(options.folder)
     try:
         plan = _planned(options)
     except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
@@ -38,8 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpmd", description="Plans a pipelined step before it is run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mpmd", description="Plans a step before it is run; explains jobs that ended badly."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
+    again = commands.add_parser(
+        "replay",
+        help="why a job hung or was slow, from the records that its ranks left",
+        description="Reads what the flight recorder of each rank left in a folder, runs the program of the step through"
+        " the checker and the simulator, and says which rank waited for which value from whom, and which was slow.",
+    )
+    again.add_argument("folder", type=Path, metavar="DIR", help="of the launcher's --log-dir, or of MPMD_FLIGHT_DIR")
     plan = commands.add_parser(
         "plan",
         help="what a step needs and takes on devices that are not here",
@@ -69,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="all figures as JSON")
     return parser
+
+
+def _replayed(folder: Path) -> int:
+    try:
+        print(replay(*flight_files.read(folder)))
+    except (OSError, ValueError) as e:
+        print(f"python -m mpmd replay: {e}", file=sys.stderr)
+        return BAD_INPUT
+    return FITS
 
 
 def _planned(options: argparse.Namespace) -> Plan:

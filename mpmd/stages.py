@@ -13,25 +13,26 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
-from mpmd.compile.step import StepPrograms, compile_step
+from mpmd.compile.step import LoopProgram, StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
-from mpmd.job import joining
+from mpmd.job import clocks, joining
 from mpmd.job.wires import PullWire, PutWire
+from mpmd.observe.records import Rows, joined
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
 from mpmd.report.explain import WholeTraffic, explain
-from mpmd.report.flops import flops_per_step
+from mpmd.report.flops import flops_of, flops_per_step
 from mpmd.report.memory import measured
+from mpmd.report.profile import LoopFacts, Profile, steps_of
 from mpmd.report.texts import texts
 from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
-from mpmd.run.timing import Timed, timeline
 from mpmd.tracing.arguments import (
     Hint,
     broadcast,
@@ -202,11 +203,28 @@ class Lowered:
                 return Compiled(programs, program, self._donated, self._split)
 
 
+def _copied(x: Any) -> Any:
+    """An argument that may be donated while the caller's stays."""
+    if not isinstance(x, MpmdArray):
+        return jax.numpy.copy(x)
+    arrays = {key: a.copy() for key, a in x._arrays.items()}
+    return MpmdArray._unchecked(arrays, x.mpmd_sharding, x.shape, x.dtype, x.weak_type, x._committed)
+
+
+def _loop_facts(loop: LoopProgram) -> LoopFacts:
+    partition, schedule = loop.loop.partition, loop.loop.schedule
+    flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
+    return LoopFacts(
+        loop.loop.number, type(schedule).__name__, tuple(schedule.placement), loop.loop.orders,
+        partition.info.num_microbatches, flops, tuple(partition.labels[s] or "" for s in range(schedule.num_stages)),
+    )  # fmt: skip
+
+
 class Compiled:
     """A compiled step: call it with arguments of the shapes that it was compiled for.
 
     Attributes:
-      timing: set it to True to have calls measured for `.last_timeline()`.
+      timing: set it to True to have calls measured for `.last_timeline()`. Each call then waits for its result.
     """
 
     def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int], split: SplitStep):
@@ -216,7 +234,7 @@ class Compiled:
         self._consumed = [(i, ks) for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)]
         self._bound = None if programs.mesh.is_described else Executor(programs, program)
         programs.compiler.close()
-        self._timed: list[Timed] | None = None
+        self._timed: Profile | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
         self._split = split
@@ -308,11 +326,51 @@ class Compiled:
         return {"flops": flops_per_step(self._programs, self._program)}
 
     @compat.api_boundary
+    def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, steps: int = 3) -> Profile:
+        """Runs some steps as in training, and measures when everything of them ran on every rank.
+
+        Nothing of a step waits that would not wait otherwise; a step begins when this process has the results of the
+        one before. One step more runs first, which is not measured. Every process calls this together, as a step.
+
+        Args:
+          args, kwargs: as of a call. Donated ones are used up, as by a call. Each next step takes in place of a donated
+            argument the result that takes its place; if there is none, the argument is copied for each step.
+          steps: how many are measured.
+
+        Returns:
+          The profile; `.result` is the result of the last step, to go on with.
+
+        Raises:
+          ValueError: `steps` is less than 1.
+          TypeError: the arguments have other shapes or another structure.
+        """
+        if steps < 1:
+            raise ValueError(f"profile: steps={steps}, expected at least 1.")
+        leaves = self._checked(tuple(args), dict(kwargs or {}))
+        consumed, next_of = {i for i, _ in self._consumed}, self._successors()
+        rows: list[Rows] = []
+        result = None
+        for number in range(steps + 1):
+            lent = [_copied(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
+            result, found = self._timed_run(lent, number)
+            results = jax.tree.leaves(result)
+            leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
+            rows += [found] if number else []
+        self._timed = self._profile_of(rows, result)
+        return self._timed
+
+    def _successors(self) -> dict[int, int]:
+        """Per donated argument, the result that takes its place, if there is one."""
+        donors = self._programs.outline.donors
+        result_of = {donors[ks[0]]: k for k, ks in enumerate(self._split.out_positions)}
+        return {i: result_of[ks[0]] for i, ks in self._consumed if ks[0] in result_of}
+
+    @compat.api_boundary
     def last_timeline(self) -> Timeline:
         """When each task of the (last) loop ran, measured.
 
-        Of the last call while `.timing` was True (each task is then waited for, so calls are slower); if there was
-        none, of one call on zeros that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
+        Of the last `profile`, or of the last call while `.timing` was True; if there was none, of one call on zeros
+        that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
 
         Raises:
           ValueError: the step has no pipelined loop.
@@ -328,17 +386,39 @@ class Compiled:
                 }
                 for aval, s in self._inputs.pieces
             ]
+            rows = Rows()
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
-                _, self._timed = self._executor.timed(
-                    [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
-                )
-        assert self._timed is not None
-        return timeline(self._timed, self._programs.loops[-1].loop.schedule.placement)
+                copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
+                _, rows = self._executor.timed(copies, 1)
+            self._timed = self._profile_of([rows], None)
+        return self._timed.timeline()
+
+    def _profile_of(self, rows: Sequence[Rows], result: Any) -> Profile:
+        """The rows of all processes, put together."""
+        executor, mesh, error = self._executor, self._programs.mesh, 0.0
+        parts = list(rows)
+        if (job := executor.job) is not None:
+            found = clocks.offset(job, executor.ranks)
+            told = job.exchange("comparing clocks", repr(found.error), executor.ranks)
+            error = max(map(float, told.values()))
+            texts_of = [
+                job.exchange("gathering a timed step", part.shifted(found.seconds).as_text(), executor.ranks)
+                for part in parts
+            ]
+            parts = [Rows.of_text(text) for told in texts_of for text in told.values()]
+        facts = tuple(map(_loop_facts, self._programs.loops))
+        return Profile(
+            self._programs.name, steps_of(joined(parts), mesh.num_groups), mesh.processes, facts, error, result
+        )
 
     # --- running ----------------------------------------------------------------------------------
 
     @compat.api_boundary
     def __call__(self, *args, **kwargs):
+        return self._run(self._checked(args, kwargs))
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat arguments, if they are those that the step was compiled for."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.in_tree:
             raise TypeError(
@@ -356,23 +436,36 @@ class Compiled:
                 "mpmd: the compiled step was called with other shapes or dtypes;"
                 " call the jitted step to compile again.\n" + "\n".join(faults)
             )
-        return self._run(leaves)
+        return leaves
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it can be called with these arrays."""
         return self._inputs.fit(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
-        given = leaves
+        if self.timing:
+            result, rows = self._timed_run(leaves, 1)
+            self._timed = self._profile_of([rows], None)
+            return result
+        placed = self._placed(leaves)
+        return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
+
+    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Rows]:
+        """A call, and when everything of this process ran."""
+        placed = self._placed(leaves)
+        results, rows = self._executor.timed([*self._inputs.constants, *placed], number)
+        return self._result(leaves, placed, results), rows
+
+    def _placed(self, leaves: Sequence[Any]) -> list[dict[int, jax.Array]]:
+        """Per flat argument, its array in each group that reads it."""
         if len(self._executor.ranks) > 1:
             leaves = self._moved(leaves)
         if (job := self._executor.prepare()) is not None:
             agree_on_values(job, self._split.whole.in_names, leaves, self._inputs.shardings, self._executor.ranks)
-        constants, placed = self._inputs.constants, self._inputs.place(leaves)
-        if self.timing:
-            results, self._timed = self._executor.timed([*constants, *placed])
-        else:
-            results = self._executor([*constants, *placed])
+        return self._inputs.place(leaves)
+
+    def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
+        """What the user gets; donated arguments are used up."""
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i, pieces in self._consumed if self._donated else ():
             consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)

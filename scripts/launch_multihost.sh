@@ -46,7 +46,7 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --port P              port of the coordination service (default: a free one)
       --hang-timeout S      seconds without progress after which the watchdog ends the job (0: never)
       --restarts R          start over after a failure, up to R times
-      --log-dir DIR         also write each rank's output to DIR/rank-N.log
+      --log-dir DIR         also write each rank's output to DIR/rank-N.log, and after a failure what it did last
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
       --env NAME[=VALUE]    set or forward one more variable (may be repeated)
       --dry-run             print what would run where, and start nothing
@@ -82,6 +82,7 @@ set_rank_environment() {
   rank_environment+=("MPMD_STATUS_DIR=$5")
   [[ $local_only != yes ]] || rank_environment+=("MPMD_LOCAL_ONLY=1")
   rank_environment+=("MPMD_ATTEMPT=$attempt")
+  [[ -z $log_dir || -n ${MPMD_FLIGHT_DIR:-} ]] || rank_environment+=("MPMD_FLIGHT_DIR=$log_dir")
   if [[ -n $cpu_devices ]]; then
     rank_environment+=("JAX_PLATFORMS=cpu" "JAX_NUM_CPU_DEVICES=$cpu_devices" "CUDA_VISIBLE_DEVICES=")
   elif [[ -n $gpus_per_process ]]; then

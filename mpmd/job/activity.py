@@ -8,18 +8,29 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpmd.job import exits, processes
 from mpmd.job.expected import Expected, Mark, Times
 from mpmd.job.verdict import STILL_S, Board, Wait
+from mpmd.observe.flight import Flight, Samples
 
 
 class Cursor(Protocol):
     """Where the executor is: the watchdog looks at it from its own thread."""
 
-    position: int
+    flight: Flight
+
+    def recorded(self) -> dict[str, Any]:
+        """What the flight recorder writes of it."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """The instruction that was begun last."""
+        ...
 
     def text(self, position: int) -> str:
         """The instruction in words."""
@@ -44,6 +55,8 @@ class Activity:
     Attributes:
       expected: the values that it waits for, or has promised.
       callbacks: the user's functions that run on the host.
+      cursors: the executors that have run a step, while they live.
+      samples: what it was at lately.
     """
 
     def __init__(self, rank: int):
@@ -58,6 +71,8 @@ class Activity:
         self._times = Times()
         self.expected = Expected(self._times)
         self.callbacks = Callbacks()
+        self.cursors: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.samples = Samples()
 
     @contextlib.contextmanager
     def during(self, phase: str, doing: str, waits_for: Sequence[int] = ()) -> Iterator[None]:
@@ -87,11 +102,15 @@ class Activity:
         """A step begins; `cursor` is looked at until `leave_step`."""
         self._step += 1
         self._last_position = -1
+        cursor.flight.begin(self._step)
+        self.cursors.add(cursor)
         self._cursor = cursor
         self.say("step")
 
     def leave_step(self) -> None:
         """All instructions of the step have been dispatched, or it has failed."""
+        if self._cursor is not None:
+            self._cursor.flight.end()
         self._cursor = None
         self.say("idle")
 

@@ -82,6 +82,11 @@ class Expected:
                 self._marks = collections.deque(m for m in self._marks if m.ranks or not self._is_done(m))
             return self._marks[0] if self._marks else None
 
+    def pending(self) -> list[Mark]:
+        """All that are not there yet, the oldest first."""
+        with self._lock:
+            return [mark for mark in self._marks if not mark.is_there]
+
     def sent_among(self, numbers: set[int]) -> tuple[int, ...]:
         """Those of some numbers under which this rank has sent a value."""
         with self._lock:

@@ -13,6 +13,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import HangError
 from mpmd.job import wires
 from mpmd.job.activity import Activity
+from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import Boards
 from mpmd.job.judge import Judge
 from mpmd.job.watchdog import Watchdog
@@ -41,7 +42,8 @@ class Job:
         self.activity = Activity(self.rank)
         boards = Boards(self.rank, self.activity, store, environment.get("MPMD_STATUS_DIR"))
         judge = Judge(boards, hang_timeout_s, serves)
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, serves)
+        box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, box, serves)
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: Any = None
         self.watchdog.start()

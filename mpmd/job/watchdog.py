@@ -20,6 +20,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.job import exits, verdict
 from mpmd.job.activity import Activity
+from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
 from mpmd.job.judge import Judge
 from mpmd.job.verdict import SECONDHAND_S, SILENT_S, View
@@ -36,11 +37,12 @@ class Watchdog:
       activity: what this rank is at.
       boards: what all ranks say.
       judge: finds the guilty rank.
+      box: the flight record of this rank.
       serves: this process serves the key-value store, so it leaves last.
     """
 
-    def __init__(self, num_ranks: int, activity: Activity, boards: Boards, judge: Judge, serves: bool):
-        self.boards = boards
+    def __init__(self, num_ranks: int, activity: Activity, boards: Boards, judge: Judge, box: BlackBox, serves: bool):
+        self.boards, self._box = boards, box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
         self._is_ending = self._is_let_go = False
         self._stack: types.TracebackType | None = None
@@ -72,6 +74,7 @@ class Watchdog:
         while not self._is_ending:
             time.sleep(PUBLISH_S)
             views = self.boards.views()
+            self._box.note(views)
             found = self.boards.verdict or self._judge.find(views)
             if found is not None:
                 self._end(views, *found)
@@ -91,6 +94,8 @@ class Watchdog:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
+        if where := self._box.write(text.splitlines()[0], views, rank):
+            print(where, file=sys.stderr, flush=True)
         if not is_finished and (is_guilty or me.wait is not None):
             with contextlib.suppress(Exception):
                 self._print_stacks()
@@ -138,6 +143,8 @@ class Watchdog:
 
     def _fail(self, what: str, status: int) -> None:
         """This rank cannot go on: tells the others, and ends the process."""
+        if where := self._box.write(what, self.boards.views(), self.boards.rank):
+            print(where, file=sys.stderr, flush=True)
         self._activity.fail(what)
         self._is_ending = True
         run_briefly(self._last_words, 3.0)

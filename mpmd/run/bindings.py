@@ -40,6 +40,11 @@ class BoundInstruction:
       text: the instruction in words.
       tasks: of RUN, the tasks that it runs.
       frees: slots that nobody reads afterwards.
+      donates: of RUN, slots whose memory it takes over.
+      loop: of tasks, the loop that they belong to.
+      way: of transfers, the value and the groups that it goes from and to.
+      nbytes: of transfers, of the whole value.
+      executable: of RUN.
     """
 
     code: int
@@ -50,10 +55,17 @@ class BoundInstruction:
     text: str
     tasks: tuple[Task, ...] = ()
     frees: tuple[int, ...] = ()
+    donates: tuple[int, ...] = ()
+    loop: int = 0
+    way: tuple[Value, int, int] | None = None
+    nbytes: int = 0
     name: str = ""
+    executable: Executable | None = None
 
     def __post_init__(self):
-        self.name = self.act.name if self.code == RUN else self.text
+        self.name = self.text
+        if self.code == RUN:
+            self.name, self.executable = self.act.name, self.act
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +210,8 @@ class _Calls:
         ]
         text = f"{instruction.name} in group {group}"
         frees = tuple(set(slots[2]) - set(slots[1]))
-        return BoundInstruction(RUN, self._named[instruction.name], slots[0], slots[1], group, text, frees=frees)
+        act = self._named[instruction.name]
+        return BoundInstruction(RUN, act, slots[0], slots[1], group, text, frees=frees, donates=slots[2])
 
     def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
         """A task, or a pair of tasks: as one executable where there is one for both."""
@@ -219,6 +232,7 @@ class _Calls:
         """Arguments and results are those of the first task, then those of the second."""
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
+        donates: tuple[int, ...] = ()
         for task in tasks:
             values, microbatch = self._values_of(group, program, Place(task.stage, task.kind)), task.microbatch
             index = (self._slots.of_index(group, microbatch),) if values.uses_index else ()
@@ -226,8 +240,10 @@ class _Calls:
             given = [self._slots.of(group, Value(name, microbatch)) for name in values.writes]
             reads += (*index, *values.operands, *taken, *values.accumulators)
             writes += (*values.accumulators, *given)
+            donates += (*values.accumulators,)
         text = f"{'+'.join(map(str, tasks))} in group {group}"
-        return BoundInstruction(RUN, executable, reads, writes, group, text, tasks)
+        loop = program.loop.number
+        return BoundInstruction(RUN, executable, reads, writes, group, text, tasks, donates=donates, loop=loop)
 
     def _values_of(self, group: int, program: LoopProgram, place: Place) -> _TaskValues:
         key = program.loop.number, place
@@ -279,7 +295,8 @@ class _Transfers:
             return []
         self.bytes_moved += self._nbytes(value) if way.code == MOVE else 0
         reads, writes = self._slots.of(group, value), self._slots.of(target, value)
-        return [BoundInstruction(way.code, way.mover, reads, writes, group, text)]
+        about = {"way": (value, group, target), "nbytes": self._nbytes(value)}
+        return [BoundInstruction(way.code, way.mover, reads, writes, group, text, **about)]
 
     def receive(self, group: int, instruction: Recv) -> list[BoundInstruction]:
         """Nothing where the sender, in this process, has done it already."""
@@ -291,7 +308,8 @@ class _Transfers:
         is_here = source in self._programs.mesh.local_groups
         self.bytes_moved += 0 if is_here else self._nbytes(value)
         reads = self._slots.of(source, value) if is_here else None
-        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.text)]
+        about = {"way": (value, source, group), "nbytes": self._nbytes(value)}
+        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.text, **about)]
 
     def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
         """Pieces for other processes; every process counts them alike, also those that have no part in them.
@@ -314,7 +332,8 @@ class _Transfers:
         if target in local:
             return []
         carry = route.carry if flow is None else flow.sending(route.carry)
-        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text)]
+        about = {"way": (value, group, target), "nbytes": self._nbytes(value)}
+        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text, **about)]
 
     def _way(self, value: Value, group: int, target: int) -> _Way:
         key = value.name, group, target

@@ -1,11 +1,13 @@
 """Walks the instructions of a step: one loop over a flat list, with integer slots and arguments bound beforehand.
 
 Nothing is looked up by name and no pytree is touched per task; nothing waits for a device. Profiles, checks for NaNs
-and clocks are the same loop over instructions that do something more.
+and timed steps are the same loop over instructions that do something more.
 """
 
 import contextlib
 import functools
+import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +18,16 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
 from mpmd.job import joining, wires
 from mpmd.job.job import Job
+from mpmd.observe import flight_files
+from mpmd.observe.flight import Flight
+from mpmd.observe.flight_files import record_of
+from mpmd.observe.records import Rows
 from mpmd.run import nans
 from mpmd.run.agreement import agree, plan_of, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, bind
 from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
-from mpmd.run.timing import Clock, Timed, as_text, of_text
+from mpmd.run.timing import Recorder
 from scheduler import Program
 
 # A code, what to call, slots that are read, written and freed, and its number: see `BoundInstruction`.
@@ -34,7 +40,9 @@ class Executor:
     Attributes:
       bindings: what it runs.
       ranks: the processes of all groups.
-      position: the number of the instruction that was begun last.
+      name: of the step.
+      program: of all groups.
+      flight: when it began each of its last instructions.
     """
 
     def __init__(self, programs: StepPrograms, program: Program):
@@ -49,7 +57,9 @@ class Executor:
                 stacklevel=2,
             )
         self.bindings = bind(programs, program, self._job)
-        self.position = 0
+        self.name, self.program = programs.name, program
+        self.flight = Flight(len(self.bindings.instructions))
+        self._num_steps = 0
         self._next_piece: int | None = None
         self._mesh = programs.mesh
         self._plan = functools.partial(plan_of, programs, program)
@@ -71,19 +81,25 @@ class Executor:
             self._walk(slots, self._chosen(), base)
         return self._collect(slots)
 
-    def timed(self, arguments: Sequence[Mapping[int, jax.Array]]) -> tuple[list[dict[int, jax.Array]], list[Timed]]:
-        """Runs the step once under a clock: results as by a call, and when each task of its loops ran."""
+    def timed(self, arguments: Sequence[Mapping[int, jax.Array]], step: int) -> tuple[list[dict[int, jax.Array]], Rows]:
+        """Runs the step once, as a call does, and notes when everything of this process ran.
+
+        Args:
+          step: its number, for the rows.
+
+        Returns:
+          The results, and the rows on this process's clock.
+        """
         slots = self._fill(arguments)
-        clock = Clock(self._chosen(), self.bindings.instructions, self._has_one_order())
+        instructions = self._recorder.wrapped(self._chosen())
+
+        def walk() -> None:
+            with self._step() as base:
+                self._walk(slots, instructions, base)
+
         self.prepare()
-        if self._job is not None:
-            self._job.exchange("starting the clock of a timed step", "", self.ranks)
-        with self._step() as base:
-            records = clock.run(lambda instructions: self._walk(slots, instructions, base))
-        if self._job is not None:
-            told = self._job.exchange("gathering a timed step", as_text(records), self.ranks)
-            records = sorted({r for text in told.values() for r in of_text(text)}, key=lambda r: r.start)
-        return self._collect(slots), records
+        rows = self._recorder.run(step, walk)
+        return self._collect(slots), rows
 
     def prepare(self) -> Job | None:
         """Agrees on the plan and warms up collectives, once. Returns the job the first time, else None."""
@@ -94,11 +110,29 @@ class Executor:
         return self._job
 
     @property
+    def job(self) -> Job | None:
+        """The job that the step runs in; None where all groups are this process's."""
+        return self._job
+
+    @property
+    def position(self) -> int:
+        """The number of the instruction that was begun last."""
+        return self.flight.position
+
+    @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
         if self._job is None:
             return "by jax.device_put"
         return f"by jax.device_put in this process, between processes by {wires.wire_class(self._job).name}"
+
+    def recorded(self) -> dict[str, Any]:
+        """What the flight recorder writes of this step's program."""
+        words = [(b.group, b.text) for b in self.bindings.instructions]
+        return {
+            **record_of(self.flight, self.name, self.program, words),
+            "ranks": list(map(list, self._mesh.processes)),
+        }
 
     def text(self, position: int) -> str:
         """An instruction in words, for the watchdog."""
@@ -115,14 +149,16 @@ class Executor:
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
         """Around the instructions of a step, which the watchdog looks at; the number of the step's first piece."""
+        self._num_steps += 1
         if self._job is None:
+            self.flight.begin(self._num_steps)
             yield 0
+            self.flight.end()
             return
         self.prepare()
         assert self._next_piece is not None
         base = self._next_piece
         self._next_piece += self.bindings.num_pieces
-        self.position = 0
         self._job.activity.enter_step(self)
         try:
             with self._job.as_a_whole():
@@ -132,10 +168,10 @@ class Executor:
 
     def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions one after the other."""
-        number = 0
+        number, begun, now = 0, self.flight.times, time.perf_counter
         try:
             for code, act, reads, writes, frees, number in instructions:
-                self.position = number
+                begun[number] = now()
                 if code == RUN:
                     for slot, value in zip(writes, act(*[slots[i] for i in reads]), strict=False):
                         slots[slot] = value
@@ -152,7 +188,17 @@ class Executor:
         except Exception as e:
             give_up((self._instructions[i[-1]][1] for i in instructions if i[-1] >= number), base)
             e.add_note(f"jax-mpmd: while it ran {self.text(number)}")
+            self._record_failure(e)
             raise
+
+    def _record_failure(self, error: Exception) -> None:
+        """Writes the flight record of a process that is alone; in a job the watchdog does, if nobody catches it."""
+        where = flight_files.folder(os.environ)
+        if where is not None and self._job is None:
+            path, text = flight_files.path_of(where, 0, os.environ), f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):
+                flight_files.write(path, 0, text.splitlines()[0], [self.recorded()], num_ranks=1, guilty=0)
+                error.add_note(f"jax-mpmd: what it did last: python -m mpmd replay {where}")
 
     def _chosen(self) -> list[Instruction]:
         """The instructions; each in a span of its own while a profile is taken, or looking at what it returns."""
@@ -165,18 +211,15 @@ class Executor:
         ]
 
     @functools.cached_property
+    def _recorder(self) -> Recorder:
+        return Recorder(self.bindings.instructions, self._mesh.groups, jax.process_index())
+
+    @functools.cached_property
     def _annotated(self) -> list[Instruction]:
         return [
             (b.code, b.act and annotated(b.act, b.name, b.group, b.tasks), b.reads, b.writes, b.frees, number)
             for number, b in enumerate(self.bindings.instructions)
         ]
-
-    def _has_one_order(self) -> bool:
-        """Whether groups of this process must do their transfers in one order, even under a clock."""
-        if self._job is None:
-            return False
-        reads_another_group = any(b.code == RECV and b.reads is not None for b in self.bindings.instructions)
-        return reads_another_group or wires.wire_class(self._job).is_ordered
 
     def _fill(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[Any]:
         slots = self.bindings.template.copy()

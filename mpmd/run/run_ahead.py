@@ -39,7 +39,7 @@ class Tasks:
             results = fun(*args)
             self._count += 1
             if self._count % self.every == 0 and len(results):
-                self._done.append(_after(results[-1].addressable_shards[0].data))
+                self._done.append(after(results[-1].addressable_shards[0].data))
             return results
 
         return run
@@ -50,7 +50,7 @@ class Tasks:
 
 
 @functools.partial(jax.jit, keep_unused=True)
-def _after(x: jax.Array) -> Any:
+def after(x: jax.Array) -> Any:
     """A value that is there as soon as `x` is; `x` may be donated meanwhile."""
     return False
 

@@ -1,160 +1,186 @@
-"""Runs a step under a clock: a thread per group, each task timed from the moment that its inputs are there.
+"""Notes when each program and transfer of a step starts and ends, while the step runs as ever.
 
-Slower than the ordinary executor (it waits for every task), so it is asked for. Groups run beside each other
-as they do otherwise, so starts and ends are those of a real pipeline.
+Nothing in the step waits. Threads beside it wait for the results: one for each set of devices, which work in order, and
+one for each pair of groups that values go between.
 """
 
-import json
+import contextlib
+import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from mpmd.arrays import keys
+from mpmd.observe.records import Moved, Ran, Rows, Sent, Way
 from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
-from scheduler import Costs, Task, Timeline
+from mpmd.run.run_ahead import after
+
+# How long Python lets a thread run while another one has a time to note.
+_SWITCH_S = 2e-4
 
 
-class Timed(NamedTuple):
-    """One executed task (or fused pair): the group, and when it started and ended, in seconds."""
-
-    group: int
-    tasks: tuple[Task, ...]
-    start: float
-    end: float
-
-
-class Clock:
-    """Runs the instructions of a step, one thread for each group, and times those that run tasks.
-
-    A value that a group hands to another one goes through a `Future`, so that each thread waits for its own inputs
-    only.
+class Recorder:
+    """Times the instructions of a process.
 
     Args:
-      instructions: as the executor walks them, in one global order.
-      bound: what each of them is.
-      one_order: whether one thread must do all of them.
+      bound: all of them, in order.
+      groups: the meshes of all groups.
+      rank: this process.
     """
 
-    def __init__(self, instructions: Sequence[tuple], bound: Sequence[BoundInstruction], one_order: bool):
-        self._records: list[Timed] = []
-        self._begin = 0.0
-        self._futures: list[Future] = []
-        self._lists: dict[int, list[tuple]] = defaultdict(list)  # per thread
-        on_the_way: dict[int, tuple] = {}  # per slot, the instruction that fills it, once its value is there
-        for (code, act, reads, writes, frees, number), about in zip(instructions, bound, strict=True):
-            own = self._lists[0 if one_order else about.group]
-            for slot in reads if code == RUN else (reads,):
-                if slot in on_the_way:
-                    own.append(on_the_way.pop(slot))
-            if code == RUN:
-                own.append((RUN, self._clocked(act, about), reads, writes, frees, number))
-            elif code in (MOVE, ALIAS):
-                future: Future = Future()
-                self._futures.append(future)
-                own.append((SEND, _handing_over(future, act), reads, None, frees, number))
-                on_the_way[writes] = RECV, _taking_over(future), None, writes, (), number
-            else:
-                own.append((code, act, reads, writes, frees, number))
-        self._lists[0] += on_the_way.values()  # results of the step that nobody reads
+    def __init__(self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int):
+        self._bound = bound
+        self._rank = rank
+        self._donated = {slot for b in bound for slot in b.donates}
+        self._lanes = _lanes(groups)
+        self._begun = [0.0] * len(bound)
+        self._returned = [0.0] * len(bound)
+        self._ends = [0.0] * len(bound)
+        self._queues: dict[Any, SimpleQueue] = {}
+        self._is_warm = False
 
-    def run(self, walk: Callable[[Sequence[tuple]], None]) -> list[Timed]:
-        """Runs everything.
+    def wrapped(self, instructions: Sequence[tuple]) -> list[tuple]:
+        """The instructions, as the executor walks them, each with a note of its times."""
+        return [
+            (code, self._noting(code, act, self._bound[number], number), reads, writes, frees, number)
+            for code, act, reads, writes, frees, number in instructions
+        ]
+
+    def run(self, step: int, walk: Callable[[], None]) -> Rows:
+        """Runs a step, and waits until all that it started is done.
 
         Args:
-          walk: does a list of instructions.
+          step: its number, for the rows.
+          walk: does the instructions that `wrapped` returned.
         """
-        failures: list[BaseException] = []
+        self._warm_up()
+        self._ends = [0.0] * len(self._bound)
+        threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            for t in threads:
+                t.start()
+            walk()
+        finally:
+            for q in self._queues.values():
+                q.put(None)
+            for t in threads:
+                t.join()
+            sys.setswitchinterval(interval)
+        return self._rows(step)
 
-        def run(instructions: Sequence[tuple]) -> None:
-            try:
-                walk(instructions)
-            except BaseException as e:
-                failures.append(e)
-                for future in self._futures:
-                    future.cancel()
+    # --- while the step runs ----------------------------------------------------------------------
 
-        threads = [
-            threading.Thread(target=run, args=(found,), name=f"mpmd-group-{group}")
-            for group, found in sorted(self._lists.items())
-        ]
-        self._begin = time.perf_counter()
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if failures:
-            raise failures[0]
-        return self._records
+    def _noting(self, code: int, act: Any, about: BoundInstruction, number: int) -> Any:
+        if code == ALIAS:
+            return act
+        now, begun, returned = time.perf_counter, self._begun, self._returned
+        if code == SEND:
 
-    def _clocked(self, act: Callable, about: BoundInstruction) -> Callable:
-        def run(*args):
-            jax.block_until_ready(args)
-            start = time.perf_counter() - self._begin
+            def send(x: Any, base: int) -> None:
+                begun[number] = now()
+                act(x, base)
+                returned[number] = now()
+
+            return send
+        marker, key = self._marker(about), self._lanes[about.group] if about.way is None else about.way[1:]
+        put = self._queues.setdefault(key, SimpleQueue()).put
+
+        def run(*args: Any) -> Any:
+            begun[number] = now()
             results = act(*args)
-            jax.block_until_ready(results)
-            if about.tasks:
-                end = time.perf_counter() - self._begin
-                self._records.append(Timed(about.group, about.tasks, start, end))
+            returned[number] = now()
+            put((number, marker(results)))
             return results
 
         return run
 
+    def _marker(self, about: BoundInstruction) -> Callable[[Any], Any]:
+        """What to wait for, of what an instruction returns. Nobody may delete it in the step."""
+        if about.code != RUN:
+            return (lambda x: None) if about.writes in self._donated else (lambda x: x)
+        for index, slot in enumerate(about.writes):
+            if slot not in self._donated:
+                return lambda results: results[index]
+        return lambda results: after(_first_shard(results[-1])) if len(results) else None
 
-def _handing_over(future: Future, act: Callable | None) -> Callable:
-    return lambda x, base: future.set_result(x if act is None else act(x))
+    def _watch(self, queue: SimpleQueue) -> None:
+        ends, now = self._ends, time.perf_counter
+        while (item := queue.get()) is not None:
+            number, value = item
+            if value is not None:
+                with contextlib.suppress(Exception):  # whoever reads the value gets the error
+                    value.block_until_ready()
+            ends[number] = now()
+            del item, value  # while this waits, nothing is kept alive
+
+    def _warm_up(self) -> None:
+        """Compiles what waits for donated results, so that the first step is as good as the tenth."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        known = set()
+        for b in self._bound:
+            if b.code == RUN and b.writes and self._donated.issuperset(b.writes) and b.executable is not None:
+                aval, sharding = b.executable.compiled.closed.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
+                shape = sharding.shard_shape(aval.shape)
+                device = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
+                if (key := (shape, aval.dtype, device)) not in known:
+                    known.add(key)
+                    after(jax.device_put(keys.zeros(shape, aval.dtype), device))
+
+    # --- afterwards -------------------------------------------------------------------------------
+
+    def _rows(self, step: int) -> Rows:
+        there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
+        free: dict[int, float] = {}
+        runs, moves, sends = [], [], []
+        for number, b in enumerate(self._bound):
+            begun, returned = self._begun[number], self._returned[number]
+            end = max(self._ends[number], returned)
+            if b.code == RUN:
+                lane = self._lanes[b.group]
+                ready, by = max((there.get(s, (0.0, None)) for s in b.reads), key=lambda x: x[0], default=(0.0, None))
+                start = min(max(begun, free.get(lane, 0.0), ready), end)
+                free[lane] = end
+                there.update(dict.fromkeys(b.writes, (end, None)))
+                about = b.group, b.name, b.tasks, b.loop
+                runs.append(Ran(step, self._rank, *about, begun, returned, start, end, ready, by))
+                continue
+            before = there.get(b.reads, (0.0, None))
+            if b.code == ALIAS:
+                there[b.writes] = before
+                continue
+            assert b.way is not None
+            way = Way(str(b.way[0]), *b.way[1:])
+            if b.code == SEND or (b.code == RECV and b.reads is not None):
+                sends.append(Sent(step, self._rank, way, max(begun, before[0])))
+            if b.code in (MOVE, RECV):
+                start = min(max(begun, before[0]), end)
+                there[b.writes] = end, way
+                is_in_loop = b.way[0].microbatch is not None
+                moves.append(Moved(step, self._rank, way, b.nbytes, begun, start, end, is_in_loop))
+        return Rows(tuple(runs), tuple(moves), tuple(sends))
 
 
-def _taking_over(future: Future) -> Callable:
-    return lambda x, base: future.result()
+def _first_shard(x: jax.Array) -> jax.Array:
+    """The part of an array on one device of this process."""
+    return x if x.is_fully_addressable and len(x.devices()) == 1 else x.addressable_shards[0].data
 
 
-def as_text(records: Sequence[Timed]) -> str:
-    """Records as they are sent to other processes."""
-    return json.dumps([[r.group, [list(t) for t in r.tasks], r.start, r.end] for r in records])
-
-
-def of_text(text: str) -> list[Timed]:
-    """The inverse of `as_text`."""
-    return [Timed(group, tuple(Task(*t) for t in tasks), start, end) for group, tasks, start, end in json.loads(text)]
-
-
-def timeline(records: Sequence[Timed], placement: Sequence[int]) -> Timeline:
-    """The measured run as a `scheduler.Timeline`; its costs are the median durations."""
-    first = min((r.start for r in records), default=0.0)
-    num_groups = max(placement) + 1
-    orders: list[list[Task]] = [[] for _ in range(num_groups)]
-    starts: list[list[float]] = [[] for _ in range(num_groups)]
-    ends: list[list[float]] = [[] for _ in range(num_groups)]
-    durations: list[tuple[Task, float]] = []
-    fused = set()
-    for r in sorted(records, key=lambda r: r.start):
-        share = (r.end - r.start) / len(r.tasks)
-        for k, task in enumerate(r.tasks):
-            orders[r.group].append(task)
-            starts[r.group].append(r.start - first + k * share)
-            ends[r.group].append(r.start - first + (k + 1) * share)
-            durations.append((task, share))
-        if len(r.tasks) == 2:
-            fused.add((r.tasks[0], r.tasks[1]))
-    held = [_peak(order) for order in orders]
-    return Timeline(
-        tuple(map(tuple, orders)), tuple(starts), tuple(ends), tuple(placement), Costs.measured(durations),
-        tuple(held), tuple(map(float, held)), frozenset(fused), "measured",
-    )  # fmt: skip
-
-
-def _peak(order: Sequence[Task]) -> int:
-    """The most activations held at once: from F to the backward that frees them."""
-    live: set[tuple[int, int]] = set()
-    peak = 0
-    for task in order:
-        if task.kind == "F":
-            live.add((task.stage, task.microbatch))
-        elif task.kind in "BW":
-            live.discard((task.stage, task.microbatch))
-        peak = max(peak, len(live))
-    return peak
+def _lanes(groups: Sequence[Mesh]) -> list[int]:
+    """Per group, the first group that it shares a device with, perhaps through others: what cannot work at a time."""
+    lanes = list(range(len(groups)))
+    first: dict[Any, int] = {}
+    for group, mesh in enumerate(groups):
+        for device in mesh.devices.flat:
+            other = first.setdefault(device, group)
+            old, new = sorted((lanes[group], lanes[other]))[::-1]
+            lanes = [new if lane == old else lane for lane in lanes]
+    return lanes

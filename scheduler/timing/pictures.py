@@ -134,6 +134,20 @@ _HATCHES = {
 }
 
 
+def pattern_definitions() -> str:
+    """What `pattern_of` refers to, to be put into an SVG once."""
+    made = (
+        f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{mark}</pattern>'
+        for kind, mark in _HATCHES.items()
+    )
+    return "\n".join(["<defs>", *made, "</defs>"])
+
+
+def pattern_of(kind: str) -> str:
+    """What to draw over a task of some kind, as a fill; empty for F."""
+    return f"url(#{kind})" if kind in _HATCHES else ""
+
+
 def to_svg(timeline: Timeline) -> str:
     """The picture as SVG text.
 
@@ -151,12 +165,7 @@ def to_svg(timeline: Timeline) -> str:
             f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">'
         ),
         f"<title>{escape(summary(timeline))}</title>",
-        "<defs>",
-        *(
-            f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{mark}</pattern>'
-            for kind, mark in _HATCHES.items()
-        ),
-        "</defs>",
+        pattern_definitions(),
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
         f'<text x="{_LEFT}" y="18" font-size="13">{escape(summary(timeline))}</text>',
     ]
@@ -213,8 +222,15 @@ def _svg_legend(timeline: Timeline, y: float) -> Iterator[str]:
 
 
 def _colour(timeline: Timeline, stage: int, kind: str) -> str:
-    """One hue a stage, spread over the wheel; one shade a kind. As hex: not every viewer reads hsl()."""
-    hue = stage / max(len(timeline.placement), 1) * 330 / 360
+    return colour(stage, kind, len(timeline.placement))
+
+
+def colour(stage: int, kind: str, num_stages: int) -> str:
+    """The colour of a task: one hue a stage, spread over the wheel; one shade a kind.
+
+    As hex: not every viewer reads hsl().
+    """
+    hue = stage / max(num_stages, 1) * 330 / 360
     lightness = _LIGHTNESS[kind] / 100
     chroma = 0.75 * (1 - abs(2 * lightness - 1))
     channels = []

@@ -74,6 +74,7 @@ class Job:
       external: the coordination service is a process of its own; else rank 0 serves it.
       hang_timeout_s: as `--hang-timeout` of the launcher; None leaves it to the program.
       wire: one of `programs/wires.py` that values go by between processes, instead of the devices' own.
+      flight: the folder for the flight records of the ranks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Job:
         external: bool = True,
         hang_timeout_s: float | None = None,
         wire: str | None = None,
+        flight: Path | None = None,
     ):
         self.num_ranks = processes
         self.folder = Path(tempfile.mkdtemp(prefix="mpmd-job-"))
@@ -101,6 +103,8 @@ class Job:
                 environment = _environment(port, processes, rank, devices, external, hang_timeout_s)
                 if wire is not None:
                     environment |= {"TEST_WIRE": wire, "TEST_WIRE_PORT": str(free_port())}
+                if flight is not None:
+                    environment["MPMD_FLIGHT_DIR"] = str(flight)
                 with open(self._file(rank, "out"), "wb") as out, open(self._file(rank, "err"), "wb") as err:
                     self.ranks.append(
                         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

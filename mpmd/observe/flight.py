@@ -1,0 +1,89 @@
+"""The flight recorder: when a process dispatched its last instructions, kept in memory until a job ends badly."""
+
+import bisect
+import math
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+# A program keeps the times of about so many instructions: of two steps at least, of `_MOST_STEPS` at most.
+_INSTRUCTIONS, _MOST_STEPS = 4096, 64
+_SAMPLES = 2048
+
+
+class Flight:
+    """The last steps of one program in this process. The slots are made once and used in turn.
+
+    Attributes:
+      times: of the current step, when each instruction was dispatched, on `time.perf_counter`'s clock; 0 if not yet.
+    """
+
+    def __init__(self, num_instructions: int):
+        kept = max(2, min(_MOST_STEPS, _INSTRUCTIONS // max(1, num_instructions)))
+        self._zeros = [0.0] * num_instructions
+        self._slots = [self._zeros.copy() for _ in range(kept)]
+        self._about: list[tuple[int, float, float]] = [(0, math.nan, math.nan)] * kept
+        self._count = 0
+        self.times = self._slots[0]
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._count += 1
+        at = self._count % len(self._slots)
+        self.times = self._slots[at]
+        self.times[:] = self._zeros
+        self._about[at] = step, time.perf_counter(), math.nan
+
+    def end(self) -> None:
+        """All instructions of the step have been dispatched, or it has failed."""
+        at = self._count % len(self._slots)
+        step, begun, _ = self._about[at]
+        self._about[at] = step, begun, time.perf_counter()
+
+    @property
+    def position(self) -> int:
+        """The instruction of the current step that was begun last."""
+        times = self.times
+        return max(0, bisect.bisect_left(times, True, key=lambda t: t == 0.0) - 1)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What is kept, as plain data, the oldest step first."""
+        kept = len(self._slots)
+        numbers = range(max(1, self._count - kept + 1), self._count + 1)
+        found = []
+        for number in numbers:
+            step, begun, ended = self._about[number % kept]
+            times = [t for t in self._slots[number % kept] if t]
+            found.append({"step": step, "begun": begun, "ended": None if math.isnan(ended) else ended, "times": times})
+        return found
+
+
+class Sample(NamedTuple):
+    """What a rank was at, and what it waited for, from `first` to `last` (on `time.monotonic`'s clock)."""
+
+    first: float
+    last: float
+    phase: str
+    step: int
+    doing: str
+    what: str
+    ranks: tuple[int, ...]
+
+
+class Samples:
+    """What a rank was at, a few times a second; what stays the same is one sample."""
+
+    def __init__(self):
+        self._kept: deque[Sample] = deque(maxlen=_SAMPLES)
+
+    def add(self, phase: str, step: int, doing: str, what: str, ranks: tuple[int, ...]) -> None:
+        """What it is at now."""
+        now = time.monotonic()
+        if self._kept and self._kept[-1][2:] == (phase, step, doing, what, ranks):
+            self._kept[-1] = self._kept[-1]._replace(last=now)
+        else:
+            self._kept.append(Sample(now, now, phase, step, doing, what, ranks))
+
+    def list(self) -> list[Sample]:
+        """All that is kept."""
+        return list(self._kept)

@@ -1,0 +1,121 @@
+"""Writes what the flight recorder holds into a folder, one file a rank, and reads it again."""
+
+import contextlib
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpmd.observe.flight import Flight, Sample
+from scheduler import Program
+from scheduler.programs.stored import of_data, to_data
+
+# The folder, in the environment; the launcher sets it to that of --log-dir.
+VARIABLE = "MPMD_FLIGHT_DIR"
+_NAME = re.compile(r"rank-(\d+)(?:\.restart-(\d+))?\.flight\.json")
+
+
+def folder(environment: Mapping[str, str]) -> Path | None:
+    """Where the records go; None if nobody has said so."""
+    return Path(environment[VARIABLE]) if environment.get(VARIABLE) else None
+
+
+def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
+    """The file of a rank."""
+    attempt = environment.get("MPMD_ATTEMPT", "0")
+    return where / f"rank-{rank}{'' if attempt == '0' else f'.restart-{attempt}'}.flight.json"
+
+
+def record_of(flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]) -> dict[str, Any]:
+    """What a rank has to say of one program, as plain data; the program itself is under "plan".
+
+    Args:
+      instructions: of this rank, in order: the group, and the instruction in words.
+    """
+    return {
+        "name": name,
+        "steps": flight.steps(),
+        "instructions": [list(i) for i in instructions],
+        "plan": program,
+    }
+
+
+def write(
+    path: Path,
+    rank: int,
+    why: str,
+    programs: Iterable[dict[str, Any]],
+    samples: Iterable[Sample] = (),
+    **about: Any,
+) -> None:
+    """Writes the file of a rank, and each program that it names unless it is there already.
+
+    Args:
+      why: what ended the job, in a line.
+      programs: from `record_of`.
+      about: more to write, as plain data.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for record in programs:
+        text = json.dumps(to_data(record["plan"]))
+        plan = f"program-{zlib.crc32(text.encode()):08x}.json"
+        if not (path.parent / plan).exists():
+            _replace(path.parent / plan, text)
+        kept.append({**record, "plan": plan})
+    data = {
+        "rank": rank, "why": why, "wall": time.time(), "now": time.perf_counter(), "programs": kept,
+        "samples": [list(s) for s in samples], **about,
+    }  # fmt: skip
+    _replace(path, json.dumps(data))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def remove_old(path: Path) -> None:
+    """Takes the record of an earlier job away."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
+    """The records of a folder by rank, those of the last attempt, and the programs that they name.
+
+    Raises:
+      FileNotFoundError: there is no folder, or no record in it.
+      ValueError: a file is no record.
+    """
+    if not where.is_dir():
+        raise FileNotFoundError(f"{where} is no folder.")
+    found: dict[int, tuple[int, Path]] = {}
+    for path in where.iterdir():
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            rank, attempt = int(match[1]), int(match[2] or 0)
+            found[rank] = max(found.get(rank, (-1, path)), (attempt, path))
+    if not found:
+        raise FileNotFoundError(
+            f"{where} holds no rank-N.flight.json. A job writes them when it ends badly, into the folder of the"
+            f" launcher's --log-dir or of {VARIABLE}."
+        )
+    last = max(attempt for attempt, _ in found.values())
+    records, plans = {}, {}
+    for rank, (attempt, path) in sorted(found.items()):
+        if attempt < last:
+            continue
+        try:
+            records[rank] = json.loads(path.read_text())
+            names = [p["plan"] for p in records[rank]["programs"]]
+            for name in names:
+                if name not in plans and (path.parent / name).exists():
+                    plans[name] = of_data(json.loads((path.parent / name).read_text()))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{path} is no record of this library: {type(e).__name__}: {e}") from None
+    return records, plans

@@ -1,0 +1,199 @@
+"""A profile in words: where the time of a step went, and why it took longer than the simulated one."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpmd.report.units import in_bytes, in_seconds
+from scheduler import Costs, texts
+from scheduler.timing.pictures import to_text
+
+if TYPE_CHECKING:
+    from mpmd.report.profile import LoopFacts, Profile
+    from scheduler import Timeline
+
+# A rank or a device this much slower than its like is named.
+_SLOW = 1.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the time that a loop took, and where it comes from.
+
+    Attributes:
+      seconds: the part; the parts of a loop add up to what was measured.
+      name: in a few words.
+      detail: what to look at; may be empty.
+    """
+
+    seconds: float
+    name: str
+    detail: str = ""
+
+
+def text_of(profile: Profile) -> str:
+    """All of it, a line for each thing."""
+    return "\n".join(_lines(profile))
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    lengths = [s.seconds for s in profile.steps]
+    spread = "" if len(lengths) == 1 else f" ({in_seconds(min(lengths))} to {in_seconds(max(lengths))})"
+    num_ranks = len({r for ranks in profile.ranks for r in ranks})
+    yield (
+        f"{profile.name}: a step takes {in_seconds(statistics.median(lengths))}{spread}, median of {len(lengths)};"
+        f" {len(profile.ranks)} groups in {num_ranks} process{'es' if num_ranks > 1 else ''}"
+    )
+    if profile.clock_error_s:
+        yield f"clocks of different machines agree within {in_seconds(profile.clock_error_s)}"
+    yield from _group_table(profile)
+    for index, facts in enumerate(profile.loops):
+        if not any(r.tasks and r.loop == facts.number for r in profile.typical.runs):
+            continue
+        timeline = profile.timeline(index)
+        yield f"loop {facts.number}, measured, typical step ({in_seconds(timeline.makespan)}):"
+        yield from (f"  {line}" for line in _picture(timeline))
+        for part in loop_parts(profile, index):
+            sign = "+" if part.seconds >= 0 else "-"
+            yield f"  {sign} {in_seconds(abs(part.seconds)):>8} {part.name}{f': {part.detail}' if part.detail else ''}"
+        yield from (f"  {line}" for line in stragglers(profile, index))
+
+
+def _picture(timeline: Timeline) -> list[str]:
+    """A row a group. Tasks that take unequally long are drawn by their share of the time."""
+    return [line[: line.rindex("|") + 1] for line in to_text(timeline).splitlines()[1:] if "|" in line]
+
+
+def _group_table(profile: Profile) -> Iterator[str]:
+    """How each group spent the typical step."""
+    step = profile.typical
+    rows: list[tuple[str, ...]] = [
+        ("group", "ranks", "computes", "waits for others", "waits for transfers", "waits for its host")
+    ]
+    for group, spent in enumerate(step.spent):
+        shares = (spent.busy, spent.waiting, spent.exposed, spent.late)
+        ranks = profile.ranks[group]
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        rows.append((str(group), shown, *(f"{in_seconds(s)} {s / step.seconds:.0%}" for s in shares)))
+    yield from (f"  {line}" for line in texts.table(rows, "<" * len(rows[0])))
+
+
+def loop_parts(profile: Profile, index: int = -1) -> list[Part]:
+    """What the time of a loop is made of, each part by one simulation more than the one before."""
+    facts = profile.loops[index]
+    measured = statistics.median(profile.timeline(index, step).makespan for step in profile.steps)
+    costs = profile.costs(index)
+    no_transfers = dataclasses.replace(costs, transfer_s=0.0)
+    equal = _equal(costs, facts)
+    even = sum(profile.simulated(no_transfers, index).busy) / len(profile.ranks)
+    with_bubble = profile.simulated(equal, index).makespan
+    with_stages = profile.simulated(no_transfers, index).makespan
+    with_transfers = profile.simulated(costs, index).makespan
+    bubble = f"{facts.schedule}, {facts.num_microbatches} microbatches"
+    return [
+        Part(even, "work, if every group had the same and never waited"),
+        Part(with_bubble - even, "bubble of the schedule", bubble),
+        Part(with_stages - with_bubble, "uneven stages", _slowest_stage(costs, facts)),
+        Part(with_transfers - with_stages, "transfers that nothing hides", _slowest_link(profile)),
+        Part(measured - with_transfers, "the rest", _rest(profile)),
+    ]
+
+
+def _equal(costs: Costs, facts: LoopFacts) -> Costs:
+    """The same work, with every stage the same."""
+    num = len(facts.placement)
+    means = {name: sum(getattr(costs, name)) / num for name in ("forward", "input_grad", "weight_grad")}
+    return Costs(**means)
+
+
+def stage_seconds(costs: Costs, num_stages: int) -> list[float]:
+    """Per stage, what a microbatch takes, forward and backward."""
+    lists = (costs.per_stage(name, num_stages) for name in ("forward", "input_grad", "weight_grad"))
+    return [sum(parts) for parts in zip(*lists, strict=True)]
+
+
+def _slowest_stage(costs: Costs, facts: LoopFacts) -> str:
+    seconds = stage_seconds(costs, len(facts.placement))
+    stage = max(range(len(seconds)), key=seconds.__getitem__)
+    mean = sum(seconds) / len(seconds)
+    label = f" ({facts.labels[stage]})" if stage < len(facts.labels) and facts.labels[stage] else ""
+    times = f"{seconds[stage] / mean:.2f} times the mean" if mean else "nothing"
+    return f"stage {stage}{label} in group {facts.placement[stage]} takes {times}, {in_seconds(seconds[stage])}"
+
+
+def _slowest_link(profile: Profile) -> str:
+    """The pair of groups whose transfers were waited for most, in the typical step."""
+    step = profile.typical
+    exposed: dict[tuple[int, int], float] = defaultdict(float)
+    for runs in step.by_group:
+        free = step.start
+        for r in runs:
+            if r.by is not None and r.ready > free:
+                exposed[r.by[1:]] += min(r.ready, r.start) - max(free, step.sent.get(r.by, free))
+            free = r.end
+    if not exposed or max(exposed.values()) <= 0:
+        return ""
+    pair = max(exposed, key=exposed.__getitem__)
+    moves = [m for m in step.moves if m.way[1:] == pair]
+    size = statistics.median(m.nbytes for m in moves)
+    took = statistics.median(m.end - m.start for m in moves)
+    return (
+        f"most from group {pair[0]} to {pair[1]}, {in_seconds(exposed[pair])} waited for {len(moves)} values,"
+        f" each {in_bytes(size)} in {in_seconds(took)}"
+    )
+
+
+def _rest(profile: Profile) -> str:
+    late = max(profile.typical.spent, key=lambda s: s.late)
+    group = profile.typical.spent.index(late)
+    if late.late < 0.01 * profile.typical.seconds:
+        return "tasks that vary from one microbatch to the next"
+    return f"tasks that vary, and hosts that start programs late: group {group} waited {in_seconds(late.late)} for that"
+
+
+def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
+    """Ranks that are slower than others with the same work, and groups that compute fewer operations a second."""
+    facts = profile.loops[index]
+    own: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for step in profile.steps:
+        for r in step.runs:
+            if len(r.tasks) == 1 and r.loop == facts.number:
+                own[r.tasks[0].stage, r.tasks[0].kind, r.rank].append(r.end - r.start)
+    medians = {key: statistics.median(values) for key, values in own.items()}
+    by_task: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    for (stage, kind, rank), seconds in medians.items():
+        by_task[stage, kind][rank] = seconds
+    for (stage, kind), ranks in sorted(by_task.items()):
+        usual = statistics.median_low(ranks.values())
+        slow = max(ranks, key=ranks.__getitem__)
+        if len(ranks) > 1 and ranks[slow] > _SLOW * usual:
+            yield (
+                f"rank {slow} is slow: it takes {in_seconds(ranks[slow])} for {stage}{kind}, where the median rank of"
+                f" group {facts.placement[stage]} takes {in_seconds(usual)}"
+            )
+    yield from _slow_groups(profile, facts, by_task)
+
+
+def _slow_groups(profile: Profile, facts: LoopFacts, by_task: dict[tuple[int, str], dict[int, float]]) -> Iterator[str]:
+    work: dict[int, float] = defaultdict(float)
+    spent: dict[int, float] = defaultdict(float)
+    for key, ranks in by_task.items():
+        if (flops := facts.flops.get(key, 0.0)) > 0:
+            group = facts.placement[key[0]]
+            work[group] += flops
+            spent[group] += max(ranks.values())
+    rates_of = {g: work[g] / spent[g] for g in work if spent[g] > 0}
+    if len(rates_of) < 3:
+        return
+    usual = statistics.median_high(rates_of.values())
+    slow = min(rates_of, key=rates_of.__getitem__)
+    if usual > _SLOW * rates_of[slow]:
+        ranks = ", ".join(map(str, profile.ranks[slow][:4]))
+        yield (
+            f"group {slow} (rank {ranks}) is slow: {rates_of[slow] / 1e9:.3g} GFLOP/s in its tasks, where the median"
+            f" group has {usual / 1e9:.3g}: look at its devices, or at operations that are not products"
+        )

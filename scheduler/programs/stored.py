@@ -1,0 +1,75 @@
+"""Programs as plain data, to be written to a file and read again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.programs.instructions import Call, Free, Instruction, Program, Recv, Run, Send, Value
+from scheduler.task import Task
+
+
+def to_data(program: Program) -> dict[str, Any]:
+    """A program as lists, numbers and text: what JSON holds."""
+    return {
+        "groups": [[_instruction(i) for i in group] for group in program.groups],
+        "placement": list(program.placement),
+        "tasks": [sorted(map(str, tasks)) for tasks in program.tasks],
+        "inputs": [_values(sorted(values, key=str)) for values in program.inputs],
+        "outputs": [_values(sorted(values, key=str)) for values in program.outputs],
+        "nbytes": dict(program.nbytes),
+    }
+
+
+def of_data(data: dict[str, Any]) -> Program:
+    """The inverse of `to_data`.
+
+    Raises:
+        KeyError, TypeError, ValueError: The data is no program's.
+    """
+    return Program(
+        tuple(tuple(map(_read, group)) for group in data["groups"]),
+        tuple(data["placement"]),
+        tuple(frozenset(map(Task.parse, tasks)) for tasks in data["tasks"]),
+        tuple(frozenset(_read_values(values)) for values in data["inputs"]),
+        tuple(frozenset(_read_values(values)) for values in data["outputs"]),
+        dict(data["nbytes"]),
+    )
+
+
+def _values(values: Any) -> list[list[Any]]:
+    return [list(value) for value in values]
+
+
+def _read_values(values: Any) -> tuple[Value, ...]:
+    return tuple(Value(*value) for value in values)
+
+
+def _instruction(instruction: Instruction) -> list[Any]:
+    if isinstance(instruction, Run):
+        tasks, used = list(map(str, instruction.tasks)), (instruction.reads, instruction.writes, instruction.donates)
+        return ["run", tasks, *map(_values, used), instruction.loop]
+    if isinstance(instruction, Call):
+        used = instruction.reads, instruction.writes, instruction.donates
+        return ["call", instruction.name, *map(_values, used)]
+    if isinstance(instruction, Send):
+        return ["send", list(instruction.value), instruction.to_group]
+    if isinstance(instruction, Recv):
+        return ["recv", list(instruction.value), instruction.from_group]
+    return ["free", list(instruction.value)]
+
+
+def _read(row: list[Any]) -> Instruction:
+    match row:
+        case ["run", tasks, reads, writes, donates, loop]:
+            first, *also = map(Task.parse, tasks)
+            used = _read_values(reads), _read_values(writes), _read_values(donates)
+            return Run(first, *used, tuple(also), loop)
+        case ["call", name, reads, writes, donates]:
+            return Call(name, _read_values(reads), _read_values(writes), _read_values(donates))
+        case ["send", value, group]:
+            return Send(Value(*value), group)
+        case ["recv", value, group]:
+            return Recv(Value(*value), group)
+        case ["free", value]:
+            return Free(Value(*value))
+    raise ValueError(f"{row!r} is no instruction.")

@@ -1,0 +1,170 @@
+"""Profiles of several processes; what the flight recorder leaves, and what `python -m mpmd replay` says of it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, VICTIM_STATUS, Job, results
+
+import scheduler
+from mpmd.observe import flight_files
+from mpmd.observe.flight import Flight, Samples
+from mpmd.report.replay import reach
+from scheduler.programs.stored import of_data, to_data
+
+NUM_RANKS, GUILTY = 3, 1
+
+
+def replayed(folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mpmd", "replay", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profiled():
+    """What each of two processes says."""
+    return results("profiles.py", processes=2)
+
+
+def test_all_processes_get_one_profile_on_one_clock(profiled):
+    first, *others = profiled
+    for other in others:
+        assert {k: other[k] for k in ("text", "trace", "loss")} == {k: first[k] for k in ("text", "trace", "loss")}
+    assert first["ranks"] == [[0], [1]] and first["clock_error_s"] == 0.0
+    assert first["tasks"][1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
+    assert " 2 groups in 2 processes" in first["text"]
+    ends = first["ends"]
+    assert len(first["moves"]) >= 8
+    for value, source, target, start, end, sent in first["moves"]:
+        assert start <= end and sent <= end
+        if value.startswith("F0"):  # an activation: from the end of its forward to the start of the next
+            microbatch = value[value.index("[") + 1 : -1]
+            assert (source, target) == (0, 1)
+            assert ends[f"0F{microbatch}"][1] <= sent + 1e-6 and end <= ends[f"1F{microbatch}"][0] + 1e-3
+    names = [e["args"]["name"] for e in json.loads(first["trace"])["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1"]
+
+
+def test_clocks_that_differ_by_seconds_are_compared_to_within_milliseconds(profiled):
+    first, second = profiled
+    assert first["offset"] == [0.0, 0.0]
+    seconds, error = second["offset"]
+    assert abs(seconds + 5.0) <= error and 0 < error < 0.05
+
+
+# --- the flight recorder --------------------------------------------------------------------------
+
+
+def fault(name: str, folder: Path) -> list:
+    with Job("faults.py", name, GUILTY, processes=NUM_RANKS, hang_timeout_s=3, flight=folder) as job:
+        job.wait_for(f"about to {name}", 60, (GUILTY,))
+        ended = job.wait(60, but=GUILTY)
+        job.signal(GUILTY, signal.SIGKILL)
+    return ended
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    ended = fault("kill", tmp_path)
+    for e in ended:
+        assert f"jax-mpmd: what each rank did last: python -m mpmd replay {tmp_path}" in e.err.splitlines()
+    said = replayed(tmp_path)
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    assert lines[0] == "records of 2 of 3 ranks; none of rank 1"
+    assert lines[1].startswith("jax-mpmd: rank 1: died: process ")
+    assert any(line.startswith("rank 1 was gone (") for line in lines)
+    assert "no deadlock; so the order of the instructions is not the cause" in said.stdout
+
+
+@pytest.mark.parametrize("name", [pytest.param("stop", marks=pytest.mark.slow), "callback"])
+def test_a_stalled_rank_is_named_with_the_value_that_others_waited_for(name, tmp_path):
+    ended = fault(name, tmp_path)
+    assert {e.status for e in ended} == {VICTIM_STATUS}
+    text = replayed(tmp_path).stdout
+    assert "rank 2 waited " in text and " s for the transfer of F1.0[0] from group 1 to 2, from rank 1" in text
+    assert ("rank 1 was stopped (" if name == "stop" else "rank 1 waited for no other rank (") in text
+    assert "stopped before it sends F1.0[0], which 1F0 in group 1 makes:" in text
+    assert "  group 2 (rank 2) waits for F1.0[0] from group 1, as it did" in text
+    assert "so rank 1 explains what the others waited for" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_leaves_a_record_too_and_the_next_job_takes_it_away(tmp_path):
+    with Job("faults.py", "exception", GUILTY, processes=NUM_RANKS, flight=tmp_path) as job:
+        job.wait(60)
+    text = replayed(tmp_path).stdout
+    assert text.startswith("records of 3 of 3 ranks\njax-mpmd: rank 1: ValueError: a bad batch (after step ")
+    with Job("faults.py", "none", GUILTY, processes=NUM_RANKS, flight=tmp_path) as job:
+        job.wait_for("step 2", 60)
+        (tmp_path / "now").touch()  # asks for the records of a job that goes on
+        end = time.monotonic() + 5
+        while len(list(tmp_path.glob("rank-*"))) < NUM_RANKS and time.monotonic() < end and job.running():
+            time.sleep(0.05)
+        assert [e.status for e in job.wait(60)] == [0] * NUM_RANKS
+    assert "asked for" in replayed(tmp_path).stdout or not list(tmp_path.glob("rank-*"))
+
+
+def test_a_folder_without_records_is_an_error_of_one_line(tmp_path):
+    said = replayed(tmp_path)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr == (
+        f"python -m mpmd replay: {tmp_path} holds no rank-N.flight.json. A job writes them when it ends badly, into the"
+        " folder of the launcher's --log-dir or of MPMD_FLIGHT_DIR.\n"
+    )
+    (tmp_path / "rank-0.flight.json").write_text('{"programs": [{}]}')
+    assert replayed(tmp_path).stderr == (
+        f"python -m mpmd replay: {tmp_path}/rank-0.flight.json is no record of this library: KeyError: 'plan'\n"
+    )
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_the_ring_keeps_the_last_steps_and_knows_the_instruction():
+    flight = Flight(2000)  # two steps are kept
+    for step in (1, 2, 3):
+        flight.begin(step)
+        for number in range(2000 if step < 3 else 5):
+            flight.times[number] = 10.0 * step + number
+        assert flight.position == (1999 if step < 3 else 4)
+        if step < 3:
+            flight.end()
+    kept = flight.steps()
+    assert [(s["step"], len(s["times"]), s["ended"] is None) for s in kept] == [(2, 2000, False), (3, 5, True)]
+
+
+def test_a_sample_that_says_the_same_extends_the_one_before():
+    samples = Samples()
+    for what in ("", "", "a", "a", "a", ""):
+        samples.add("step", 1, "x", what, ())
+    assert [s.what for s in samples.list()] == ["", "a", ""]
+    assert samples.list()[1].first <= samples.list()[1].last
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_a_program_comes_back_from_its_file(schedule):
+    made = scheduler.make(schedule, 4)
+    program = scheduler.lower(scheduler.TaskGraph.chain(made.num_stages, 10), made, 8)
+    assert of_data(json.loads(json.dumps(to_data(program)))) == program
+
+
+def test_what_stops_when_a_group_stops():
+    program = scheduler.lower(scheduler.TaskGraph.chain(3), scheduler.OneFOneB(3), 4)
+    assert reach(program, {}) == [None, None, None]
+    index = next(k for k, i in enumerate(program.groups[1]) if isinstance(i, scheduler.Send))
+    stuck = reach(program, {1: index})
+    assert stuck[2] == (scheduler.Value("a1", 0), 1) and stuck[0] == (scheduler.Value("g1", 0), 1) and stuck[1] is None
+
+
+def test_the_folder_and_the_file_follow_the_environment():
+    assert flight_files.folder({}) is None
+    where = flight_files.folder({"MPMD_FLIGHT_DIR": "logs"})
+    assert where is not None
+    assert flight_files.path_of(where, 3, {"MPMD_ATTEMPT": "2"}).name == "rank-3.restart-2.flight.json"

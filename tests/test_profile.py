@@ -1,0 +1,200 @@
+"""`Compiled.profile`: what ran when, on one process; where the time went; pictures and traces that others can open."""
+
+import itertools
+import json
+import re
+import time
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpmd
+import scheduler
+from mpmd.report.profile_texts import loop_parts
+
+STAGES, MICROBATCHES, WIDTH, STEPS = 3, 4, 16, 3
+SLOW_STAGE, SLEEP_S = 1, 0.01
+
+
+def sleeping(x):
+    time.sleep(SLEEP_S)
+    return np.asarray(x)
+
+
+def loss(weights, x):
+    for stage, w in enumerate(weights):
+        x = jnp.tanh(x @ w)
+        if stage == SLOW_STAGE:
+            x = x + 0 * jax.pure_callback(sleeping, jax.typeof(x), jax.lax.stop_gradient(x))
+        x = mpmd.mark_stage_end(x) if stage < STAGES - 1 else x
+    return jnp.mean(x**2)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A compiled step whose middle stage is slow; the arguments that it was profiled with, and the profile."""
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:STAGES]), ("stage",)), "stage")
+
+    def step(state, xs):
+        def gradients(x):
+            return jax.value_and_grad(loss)(state["w"], x)
+
+        value, grads = mpmd.treduce(gradients, xs, schedule=scheduler.OneFOneB(STAGES))
+        count = state["count"] + 1
+        return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)], "count": count}, value
+
+    step = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(STAGES)]
+    state, xs = {"w": weights, "count": np.int32(0)}, rng.normal(size=(MICROBATCHES, 8, WIDTH)).astype(np.float32)
+    compiled = step.lower(state, xs).compile()
+    return compiled, (state, xs), compiled.profile((state, xs), steps=STEPS)
+
+
+def test_steps_follow_each_other_as_in_training(made):
+    compiled, (state, xs), profile = made
+    for _ in range(STEPS + 1):
+        state, value = compiled(state, xs)
+    assert int(profile.result[0]["count"]) == STEPS + 1
+    assert float(profile.result[1]) == float(value)
+    for a, b in zip(profile.result[0]["w"], state["w"], strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_every_task_runs_once_in_each_step_after_its_inputs_and_after_the_task_before(made):
+    compiled, _, profile = made
+    wanted = [
+        [i.task for i in group if isinstance(i, scheduler.Run)] for group in compiled.program.groups
+    ]  # fmt: skip
+    assert len(profile.steps) == STEPS
+    for step in profile.steps:
+        assert [[t for r in runs for t in r.tasks] for runs in step.by_group] == wanted
+        ends = {t: r.end for r in step.runs for t in r.tasks}
+        for runs in step.by_group:
+            assert all(a.end <= b.start for a, b in itertools.pairwise(runs))
+        for r in step.runs:
+            assert step.start <= r.dispatched <= r.returned and r.dispatched <= r.start <= r.end <= step.end
+            for t in r.tasks:
+                before = {"F": t._replace(stage=t.stage - 1), "B": t._replace(stage=t.stage + 1)}[t.kind]
+                assert ends.get(before, 0.0) <= r.start + 2e-3  # a thread notes the end a little later
+        sent = [i for g in compiled.program.groups for i in g if isinstance(i, scheduler.Send)]
+        assert len(step.moves) == len(sent)
+        assert all(m.start <= m.end for m in step.moves)
+
+
+def test_the_time_of_a_group_and_of_a_loop_is_accounted_for(made):
+    profile = made[2]
+    for spent in profile.typical.spent:
+        assert spent.busy + spent.waiting + spent.exposed + spent.late == pytest.approx(profile.typical.seconds)
+    parts = loop_parts(profile)
+    median = np.median([profile.timeline(step=step).makespan for step in profile.steps])
+    assert sum(part.seconds for part in parts) == pytest.approx(median)
+    uneven = next(part for part in parts if part.name == "uneven stages")
+    assert uneven.detail.startswith(f"stage {SLOW_STAGE} in group {SLOW_STAGE} takes ")
+    assert uneven.seconds > MICROBATCHES * SLEEP_S / 3
+    busy = [spent.busy for spent in profile.typical.spent]
+    assert busy[SLOW_STAGE] >= MICROBATCHES * SLEEP_S and busy[SLOW_STAGE] > 2 * busy[0]
+
+
+def test_the_text_says_where_the_time_went(made):
+    lines = str(made[2]).splitlines()
+    assert re.fullmatch(r"step: a step takes \S+ ms \(.* to .*\), median of 3; 3 groups in 1 process", lines[0])
+    assert lines[1].split() == "group ranks computes waits for others waits for transfers waits for its host".split()
+    assert any(re.search(r"\+ +\S+ m?s uneven stages: stage 1 in group 1 takes \S+ times the mean", x) for x in lines)
+
+
+def test_the_measured_timeline_feeds_the_simulator(made):
+    compiled, _, profile = made
+    timeline = compiled.last_timeline()
+    assert timeline.orders == profile.timeline().orders
+    costs = scheduler.Costs.measured(timeline)
+    assert costs.duration("F", SLOW_STAGE) > SLEEP_S
+    simulated = scheduler.simulate(scheduler.OneFOneB(STAGES), MICROBATCHES, costs)
+    assert simulated.makespan == pytest.approx(timeline.makespan, rel=0.5)
+    assert profile.simulated().makespan <= timeline.makespan * 1.5
+
+
+def check_trace(text):
+    """What the Trace Event Format asks of a file; spans of one thread must be nested, or Perfetto drops them."""
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    named, open_spans, spans = set(), {}, defaultdict(list)
+    for e in data["traceEvents"]:
+        assert {"ph", "pid", "tid", "name"} <= set(e) and isinstance(e["pid"], int) and isinstance(e["tid"], int)
+        if e["ph"] == "M":
+            assert e["name"] in ("process_name", "process_sort_index", "thread_name") and e["args"]
+            named.add((e["name"], e["pid"], e["tid"]))
+            continue
+        assert isinstance(e["ts"], float) and e["ts"] >= 0
+        if e["ph"] == "X":
+            assert e["dur"] >= 0 and ("thread_name", e["pid"], e["tid"]) in named
+            spans[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+        else:
+            key = e["cat"], e["id"], e["pid"]
+            if e["ph"] == "b":
+                assert key not in open_spans
+                open_spans[key] = e
+            else:
+                assert e["ph"] == "e" and open_spans.pop(key)["ts"] <= e["ts"]
+    assert not open_spans
+    for found in spans.values():
+        found.sort()
+        assert all(a[1] <= b[0] + 0.002 for a, b in itertools.pairwise(found))
+    return data["traceEvents"]
+
+
+def test_the_trace_is_as_the_format_asks(made):
+    events = check_trace(made[2].to_chrome_trace())
+    tasks = [e for e in events if e["ph"] == "X" and e["cat"] == "task" and e["tid"] > 0]
+    assert len(tasks) == STEPS * 2 * STAGES * MICROBATCHES
+    assert {e["args"]["stage"] for e in tasks} == set(range(STAGES))
+
+
+def test_the_picture_is_well_formed_and_shows_each_task_twice(made):
+    root = ET.fromstring(made[2].to_svg())
+    titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    for name in ("0F0", "1B2", "2F3"):
+        assert sum(bool(re.match(rf"{name}(:|$)", title)) for title in titles) == 2  # measured and simulated
+
+
+def test_a_timed_call_gives_what_an_untimed_one_gives(made):
+    compiled, (state, xs), _ = made
+    plain = compiled(state, xs)
+    compiled.timing = True
+    try:
+        timed = compiled(state, xs)
+        assert len(compiled.last_timeline().orders[0]) == 2 * MICROBATCHES
+    finally:
+        compiled.timing = False
+    assert all(
+        np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (plain, timed)), strict=True)
+    )
+
+
+def test_a_donated_argument_that_no_result_replaces_is_lent_as_copies():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+
+    def step(deep, xs):
+        w = deep["a"]["b"]["c"]
+        return w + mpmd.treduce(lambda x: jnp.sum(mpmd.mark_stage_end(x @ w)), xs, schedule=scheduler.GPipe(2))
+
+    step = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
+    deep, xs = {"a": {"b": {"c": np.eye(4, dtype=np.float32)}}}, np.ones((2, 3, 4), np.float32)
+    compiled = step.lower(deep, xs).compile()
+    (placed, xs) = mpmd.jit(lambda *x: x, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])(deep, xs)
+    profile = compiled.profile((placed, xs), steps=2)
+    assert not placed["a"]["b"]["c"].is_deleted()
+    assert np.array_equal(np.asarray(profile.result), np.asarray(compiled(placed, xs)))
+    assert placed["a"]["b"]["c"].is_deleted()
+
+
+def test_arguments_that_are_not_those_of_the_step_are_refused(made):
+    compiled, (state, xs), _ = made
+    with pytest.raises(ValueError) as e:
+        compiled.profile((state, xs), steps=0)
+    assert str(e.value) == "profile: steps=0, expected at least 1."
+    with pytest.raises(TypeError, match="another structure of arguments"):
+        compiled.profile((state,))
