@@ -11,22 +11,24 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
-from mpmd.compile.step import LoopProgram, StepPrograms, compile_step
+from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
-from mpmd.job import clocks, joining
+from mpmd.gathered import profile_of
+from mpmd.job import joining
 from mpmd.job.wires import PullWire, PutWire
-from mpmd.observe.records import Rows, joined
+from mpmd.observe.records import Rows
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
 from mpmd.report.explain import WholeTraffic, explain
-from mpmd.report.flops import flops_of, flops_per_step
+from mpmd.report.flops import flops_per_step
 from mpmd.report.memory import measured
-from mpmd.report.profile import LoopFacts, Profile, steps_of
+from mpmd.report.profile import Profile
 from mpmd.report.texts import texts
 from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
@@ -211,15 +213,6 @@ def _copied(x: Any) -> Any:
     return MpmdArray._unchecked(arrays, x.mpmd_sharding, x.shape, x.dtype, x.weak_type, x._committed)
 
 
-def _loop_facts(loop: LoopProgram) -> LoopFacts:
-    partition, schedule = loop.loop.partition, loop.loop.schedule
-    flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
-    return LoopFacts(
-        loop.loop.number, type(schedule).__name__, tuple(schedule.placement), loop.loop.orders,
-        partition.info.num_microbatches, flops, tuple(partition.labels[s] or "" for s in range(schedule.num_stages)),
-    )  # fmt: skip
-
-
 class Compiled:
     """A compiled step: call it with arguments of the shapes that it was compiled for.
 
@@ -395,21 +388,8 @@ class Compiled:
 
     def _profile_of(self, rows: Sequence[Rows], result: Any) -> Profile:
         """The rows of all processes, put together."""
-        executor, mesh, error = self._executor, self._programs.mesh, 0.0
-        parts = list(rows)
-        if (job := executor.job) is not None:
-            found = clocks.offset(job, executor.ranks)
-            told = job.exchange("comparing clocks", repr(found.error), executor.ranks)
-            error = max(map(float, told.values()))
-            texts_of = [
-                job.exchange("gathering a timed step", part.shifted(found.seconds).as_text(), executor.ranks)
-                for part in parts
-            ]
-            parts = [Rows.of_text(text) for told in texts_of for text in told.values()]
-        facts = tuple(map(_loop_facts, self._programs.loops))
-        return Profile(
-            self._programs.name, steps_of(joined(parts), mesh.num_groups), mesh.processes, facts, error, result
-        )
+        executor = self._executor
+        return profile_of(self._programs, executor.job, executor.ranks, rows, result)
 
     # --- running ----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ one for each pair of groups that values go between.
 """
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -137,13 +138,29 @@ class Recorder:
 
     # --- afterwards -------------------------------------------------------------------------------
 
+    def _observed_ends(self) -> list[float]:
+        """When each result was there: a thread may note it late, but no later than what was made of it."""
+        found, latest = list(self._ends), {}  # latest: per slot, and per lane ("lane", number)
+        for number in range(len(self._bound) - 1, -1, -1):
+            b = self._bound[number]
+            lane = "lane", self._lanes[b.group]
+            reads, writes = (b.reads, b.writes) if b.code == RUN else ((b.reads,), (b.writes,))
+            end = min(found[number] or math.inf, *(latest.pop(w, math.inf) for w in writes), math.inf)
+            if b.code == RUN:
+                end = latest[lane] = min(end, latest.get(lane, math.inf))
+            if b.code != SEND:
+                found[number] = end
+                latest.update((r, min(end, latest.get(r, math.inf))) for r in reads)
+        return found
+
     def _rows(self, step: int) -> Rows:
         there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
         free: dict[int, float] = {}
         runs, moves, sends = [], [], []
+        ends = self._observed_ends()
         for number, b in enumerate(self._bound):
             begun, returned = self._begun[number], self._returned[number]
-            end = max(self._ends[number], returned)
+            end = max(ends[number], begun)
             if b.code == RUN:
                 lane = self._lanes[b.group]
                 ready, by = max((there.get(s, (0.0, None)) for s in b.reads), key=lambda x: x[0], default=(0.0, None))

@@ -1,0 +1,41 @@
+"""Puts what all processes noted of timed steps together, as a `Profile`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.job import clocks
+from mpmd.job.job import Job
+from mpmd.observe.records import Rows, joined
+from mpmd.report.flops import flops_of
+from mpmd.report.profile import LoopFacts, Profile, steps_of
+
+
+def profile_of(
+    programs: StepPrograms, job: Job | None, ranks: Sequence[int], rows: Sequence[Rows], result: Any
+) -> Profile:
+    """The profile of some steps, the same in all of `ranks`, which call this together.
+
+    Args:
+      job: the job of several processes; None where this one runs everything.
+      rows: of this process, for each step.
+      result: of the last step.
+    """
+    parts, error = list(rows), 0.0
+    if job is not None:
+        found = clocks.offset(job, ranks)
+        error = max(map(float, job.exchange("comparing clocks", repr(found.error), ranks).values()))
+        shifted = [part.shifted(found.seconds).as_text() for part in parts]
+        told = [job.exchange("gathering a timed step", text, ranks) for text in shifted]
+        parts = [Rows.of_text(text) for said in told for text in said.values()]
+    facts = tuple(map(_facts, programs.loops))
+    steps = steps_of(joined(parts), programs.mesh.num_groups)
+    return Profile(programs.name, steps, programs.mesh.processes, facts, error, result)
+
+
+def _facts(loop: LoopProgram) -> LoopFacts:
+    partition, schedule = loop.loop.partition, loop.loop.schedule
+    flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
+    labels = tuple(partition.labels[s] or "" for s in range(schedule.num_stages))
+    count, orders = partition.info.num_microbatches, loop.loop.orders
+    return LoopFacts(loop.loop.number, type(schedule).__name__, tuple(schedule.placement), orders, count, flops, labels)
