@@ -77,7 +77,7 @@ def layer(shape, p, x):
 
 def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: int):
     """The step and its abstract arguments, for `python -m mpmd plan`."""
-    stages, width = mesh.num_groups, shape.width
+    width = shape.width
     axis = next(name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name)
     apply = jax.checkpoint(functools.partial(layer, shape))
 
@@ -87,10 +87,8 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
 
     def loss(params, tokens):
         x = params["embedding"].at[tokens[:, :-1]].get()
-        for i, p in enumerate(params["layers"]):
-            if i and i * stages // shape.layers != (i - 1) * stages // shape.layers:
-                x = mpmd.mark_stage_end(x)
-            x = apply(p, x)
+        for p in params["layers"]:
+            x = mpmd.mark_layer_end(apply(p, x))
         logits = (norm(params["norm"], x) @ params["head"]).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)

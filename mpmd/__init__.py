@@ -16,6 +16,7 @@ from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
+from mpmd.tuning.tune import Tuning, tune
 
 __all__ = [
     "Add",
@@ -35,6 +36,7 @@ __all__ = [
     "StageError",
     "Target",
     "Traced",
+    "Tuning",
     "cross_mpmd_all_reduce",
     "cross_mpmd_stack",
     "device_get",
@@ -48,4 +50,5 @@ __all__ = [
     "topology_mesh",
     "treduce",
     "treduce_i",
+    "tune",
 ]

@@ -1,4 +1,4 @@
-"""Plans a step for devices that are not here, and says why a job hung: ``python -m mpmd plan`` and ``replay``."""
+"""Plans and tunes a step for devices that are not here, says why a job hung: ``python -m mpmd plan|tune|replay``."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mpmd.observe import flight_files
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
+from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, Tuning, tuned
 from scheduler import Costs
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
@@ -33,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "replay":
         return _replayed(options.folder)
     try:
-        plan = _planned(options)
+        answer = _planned(options) if options.command == "plan" else _tuned(options)
     except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
-        print(f"python -m mpmd plan: {e}", file=sys.stderr)
+        print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT
-    print(plan.as_json() if options.json else plan)
-    return DOES_NOT_FIT if plan.faults else FITS
+    print(answer.as_json() if options.json else answer)
+    fits = not answer.faults if isinstance(answer, Plan) else answer.fits
+    return FITS if fits else DOES_NOT_FIT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +61,30 @@ def _parser() -> argparse.ArgumentParser:
         description="Compiles the programs of a step for devices that are not here, and says what each group holds,"
         " computes and sends, whether it fits, and how long a step takes. Exit status 0: it fits; 3: it does not.",
     )
+    _add_machine(plan)
     add = plan.add_argument
+    add("--schedule", help="given to FUNCTION as schedule=")
+    add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches=")
+    add("--tokens", type=int, metavar="N", help="of a step; by default those of its largest argument of integers")
+    add(
+        "--costs", metavar="FILE", type=Path, help="measured times of tasks: scheduler.Costs or a Chrome trace, as JSON"
+    )
+    tune = commands.add_parser(
+        "tune",
+        help="which schedule, number of microbatches and cut suit a step on devices that are not here",
+        description="Predicts a step for each schedule and number of microbatches, and ranks them by time within the"
+        " memory. FUNCTION takes schedule= and num_microbatches=. Exit status 0: one fits; 3: none does.",
+    )
+    _add_machine(tune)
+    tune.add_argument("--schedules", metavar="A,B,…", help=f"default: {','.join(SCHEDULES)}")
+    counts = ",".join(map(str, NUM_MICROBATCHES))
+    tune.add_argument("--microbatches", metavar="N,M,…", default=counts, help="default: %(default)s")
+    return parser
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to plan and for which devices."""
+    add = parser.add_argument
     add("step", metavar="FILE.py:FUNCTION", help="FUNCTION(mpmd_mesh) returns (step, abstract arguments)")
     add("--target", default="h100", help=f"one of {', '.join(Target.known)} (default: %(default)s)")
     add("--groups", type=int, required=True, help="pipeline groups")
@@ -67,9 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices-per-host", type=int, default=8, metavar="N", help="default: %(default)s")
     add("--axes", default="data", help="axes inside a group, with sizes where there are several: data=8,model=8")
     add("--axis-types", choices=["auto", "explicit"], default="auto", help="default: %(default)s")
-    add("--schedule", help="given to FUNCTION as schedule=")
-    add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches=")
-    add("--tokens", type=int, metavar="N", help="of a step; by default those of its largest argument of integers")
     add("--memory", type=float, metavar="GB", help="of a device, in place of the data sheet's")
     add("--link", type=float, metavar="GB/s", help="what a device sends to others of its host")
     add("--network", type=float, metavar="GB/s", help="what a device sends to other hosts")
@@ -77,11 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         if field.type in (float, int, "float", "int") and field.name != "devices_per_host":
             name = "--" + field.name.replace("_", "-")
             add(name, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
-    add(
-        "--costs", metavar="FILE", type=Path, help="measured times of tasks: scheduler.Costs or a Chrome trace, as JSON"
-    )
     add("--json", action="store_true", help="all figures as JSON")
-    return parser
 
 
 def _replayed(folder: Path) -> int:
@@ -94,8 +112,32 @@ def _replayed(folder: Path) -> int:
 
 
 def _planned(options: argparse.Namespace) -> Plan:
-    target = Target.named(options.target)
     costs = Costs.from_json(options.costs.read_text()) if options.costs else None
+    machine, mesh = _machine_and_mesh(options)
+    step, arguments = _made(
+        options.step, mesh, {"schedule": options.schedule, "num_microbatches": options.microbatches}
+    )
+    compiled = step.lower(*arguments).compile()
+    return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
+
+
+def _tuned(options: argparse.Namespace) -> Tuning:
+    if not all(count.strip().isdecimal() for count in options.microbatches.split(",")):
+        raise ValueError(f"--microbatches {options.microbatches}: expected numbers, as in 8,16,32.")
+    counts = [int(count) for count in options.microbatches.split(",")]
+    names = options.schedules.split(",") if options.schedules else SCHEDULES
+    function = _loaded(options.step)
+    _check_takes(function, options.step, ["schedule", "num_microbatches"])
+    machine, mesh = _machine_and_mesh(options)
+
+    def build(schedule: Any, num_microbatches: int) -> tuple[Any, tuple]:
+        return _made(options.step, mesh, {"schedule": schedule, "num_microbatches": num_microbatches}, function)
+
+    return tuned(build, names, counts, float(machine.usable_nbytes), machine)
+
+
+def _machine_and_mesh(options: argparse.Namespace) -> tuple[Machine, MpmdMesh]:
+    target = Target.named(options.target)
     changes = {"memory_nbytes": options.memory, "link_bandwidth": options.link, "network_bandwidth": options.network}
     target = dataclasses.replace(target, **{k: round(v * 1e9) for k, v in changes.items() if v is not None})
     constants = {f.name: getattr(options, f.name) for f in dataclasses.fields(Machine) if f.name != "target"}
@@ -110,9 +152,7 @@ def _planned(options: argparse.Namespace) -> Plan:
         devices_per_host=options.devices_per_host,
         axis_types=[kind] * (1 + len(names)),
     )
-    step, arguments = _made(options, mesh)
-    compiled = step.lower(*arguments).compile()
-    return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
+    return machine, mesh
 
 
 def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
@@ -132,19 +172,24 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
     return names, sizes
 
 
-def _made(options: argparse.Namespace, mesh: MpmdMesh) -> tuple[Any, tuple]:
+def _made(
+    where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable[..., Any] | None = None
+) -> tuple[Any, tuple]:
     """What the user's function returns: the step, ready to be lowered, and its arguments."""
-    function = _loaded(options.step)
-    wanted = {"schedule": options.schedule, "num_microbatches": options.microbatches}
+    function = function or _loaded(where)
     wanted = {name: value for name, value in wanted.items() if value is not None}
-    if missing := [name for name in wanted if name not in inspect.signature(function).parameters]:
-        raise ValueError(f"{options.step} takes no argument {missing[0]}, so it cannot be chosen here.")
+    _check_takes(function, where, wanted)
     made = function(mesh, **wanted)
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise ValueError(f"{options.step} returned a {type(made).__name__}, expected (step, abstract arguments).")
+        raise ValueError(f"{where} returned a {type(made).__name__}, expected (step, abstract arguments).")
     step, arguments = made
     arguments = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
     return (step if hasattr(step, "lower") else jit(step, mpmd_mesh=mesh)), arguments
+
+
+def _check_takes(function: Callable[..., Any], where: str, names: Iterable[str]) -> None:
+    if missing := [name for name in names if name not in inspect.signature(function).parameters]:
+        raise ValueError(f"{where} takes no argument {missing[0]}, so it cannot be chosen here.")
 
 
 def _loaded(where: str) -> Callable[..., Any]:

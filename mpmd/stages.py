@@ -5,6 +5,7 @@ places the arguments and runs the program.
 """
 
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -371,14 +372,7 @@ class Compiled:
         if not self._programs.loops:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
-            zeros = [
-                {
-                    g: jax.jit(functools.partial(zeros_of, aval), out_shardings=s.group_sharding(g))()
-                    for g in s.groups
-                    if g in s.mpmd_mesh.local_groups
-                }
-                for aval, s in self._inputs.pieces
-            ]
+            zeros = self._zeros()
             rows = Rows()
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
                 copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
@@ -390,6 +384,28 @@ class Compiled:
         """The rows of all processes, put together."""
         executor = self._executor
         return profile_of(self._programs, executor.job, executor.ranks, rows, result)
+
+    def _zeros(self) -> list[dict[int, jax.Array]]:
+        """Arguments that hold zeros, those of this process."""
+        return [
+            {
+                g: jax.jit(functools.partial(zeros_of, aval), out_shardings=s.group_sharding(g))()
+                for g in s.groups
+                if g in s.mpmd_mesh.local_groups
+            }
+            for aval, s in self._inputs.pieces
+        ]
+
+    def _seconds_of_calls(self, count: int) -> list[float]:
+        """Seconds of as many ordinary calls on zeros, until this process has its results."""
+        zeros, found = self._zeros(), []
+        self._executor.prepare()
+        for _ in range(count + 1):
+            arguments = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), zeros))
+            start = time.perf_counter()
+            jax.block_until_ready(self._executor([*self._inputs.constants, *arguments]))
+            found.append(time.perf_counter() - start)
+        return found[1:]  # the first call warms up
 
     # --- running ----------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ ROOMS = {
     "mpmd/report": ("arrays", "partition", "compile", "observe"),
     "mpmd/planning": ("arrays", "partition", "compile", "report"),
     "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "report", "planning"),
+    "mpmd/tuning": ("arrays", "partition", "compile", "report", "planning", "cutting"),
     "mpmd/job": ("arrays", "observe"),
     "mpmd/run": ("arrays", "tracing", "cutting", "partition", "compile", "observe", "job"),
     "reshard/storage": (),

@@ -5,8 +5,8 @@ propagation; temporaries from the lifetimes of what fusion would not make disapp
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -22,13 +22,35 @@ from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.report.memory import Sizes, peaks
 from mpmd.report.roles import Roles
-from scheduler import Call, Run
+from scheduler import Call, Program, Run
+
+
+class Draft(NamedTuple):
+    """A step that is not compiled: its program, and the bytes that are estimated for it.
+
+    Attributes:
+      temporaries: of an instruction, beside its arguments and results.
+    """
+
+    program: Program
+    sizes: Sizes
+    temporaries: Callable[[Run | Call], int]
+
+    def memory(self) -> dict[int, dict[str, int]]:
+        """As `memory.measured`, for every group."""
+        groups = range(len(self.program.groups))
+        return {g: peaks(self.program, g, self.sizes, self.temporaries) for g in groups}
 
 
 def estimate(
     outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]
 ) -> dict[int, dict[str, int]]:
-    """As `memory.measured`, for every group.
+    """As `memory.measured`, for every group; for the arguments see `draft_of`."""
+    return draft_of(outline, mesh, in_layouts, donated_args).memory()
+
+
+def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]) -> Draft:
+    """The program of a step and the sizes of its values, without compiling anything.
 
     Args:
       in_layouts: per flat argument, its layout or None.
@@ -56,8 +78,7 @@ def estimate(
             return inner.get(instruction.name, 0)
         return max((inner.get((instruction.loop, Place(t.stage, t.kind)), 0) for t in instruction.tasks), default=0)
 
-    sizes = Sizes(outline, mesh, layouts)
-    return {g: peaks(program, g, sizes, temporaries) for g in range(mesh.num_groups)}
+    return Draft(program, Sizes(outline, mesh, layouts), temporaries)
 
 
 class _Reading:

@@ -1,0 +1,187 @@
+"""Predicts a step before it is compiled: its time on a clock, its memory, and what recomputation would change."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.compile.program import edge_name
+from mpmd.compile.tasks import task_bodies
+from mpmd.partition import equations
+from mpmd.partition.graph import Place
+from mpmd.partition.outline import Loop, Outline, Segment
+from mpmd.planning.machine import Machine
+from mpmd.planning.simulation import SimulatedStep, simulate_program
+from mpmd.report.estimate import Draft, draft_of
+from mpmd.report.roles import Roles
+from mpmd.report.work import Work, work_of_equation
+from scheduler import Call, Costs, Run
+from scheduler.timing.replay import Replay
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a step is predicted to take and to need.
+
+    Attributes:
+      seconds: of a step.
+      idle: the part of the devices' time in which they do not compute.
+      busy: of each group, seconds in which it computes.
+      memory: of each group, the bytes that each device needs at most.
+      recomputed: stages whose forward has to run again in the backward pass for this.
+    """
+
+    seconds: float
+    idle: float
+    busy: tuple[float, ...]
+    memory: tuple[int, ...]
+    recomputed: tuple[int, ...] = ()
+
+
+class Predictor:
+    """A lowered step, ready to be predicted with one assumption after the other.
+
+    Args:
+      lowered: an `mpmd.stages.Lowered`.
+      machine: how fast its devices are.
+    """
+
+    def __init__(self, lowered: Any, machine: Machine):
+        self.outline: Outline = lowered._outline
+        self.mesh: MpmdMesh = lowered._mesh
+        self.machine = machine
+        layouts = [hint.layout for hint in lowered._ins]
+        self.draft: Draft = draft_of(self.outline, self.mesh, layouts, lowered._donated)
+        self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
+        self.memory: dict[int, float] = dict(self._estimate)
+        """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
+        self.is_compiled = False
+        self._work: dict[str | tuple[int, Place], Work] = {}
+        for item in self.outline.items:
+            if isinstance(item, Segment):
+                self._work[item.name] = _work(item.eqns, [*item.reads, *item.writes])
+            elif isinstance(item, Loop):
+                for body in task_bodies(item):
+                    values = [*body.operands, *body.reads, *body.writes]
+                    self._work[item.number, body.place] = Work() if body.is_empty else _work(body.eqns, values)
+
+    @functools.cached_property
+    def num_elements(self) -> int:
+        """How much data a step takes: configurations that take different amounts are compared by it."""
+        roles = Roles(self.outline)
+        return max((equations.size(v.aval) for v, role in roles.role.items() if role == "data"), default=1)
+
+    def correct_memory(self, ratio: float) -> None:
+        """Takes the estimate of the memory for so many times what it says, as it was for a step that was compiled."""
+        self.memory = {group: nbytes * ratio for group, nbytes in self._estimate.items()}
+
+    def task_s(self, loop: int, stage: int, kind: str) -> float:
+        """Seconds of a task by the roofline."""
+        work = self._work.get((loop, Place(stage, kind)), Work())
+        return self.machine.compute_s(work, self.mesh.groups[0].size) if work != Work() else 0.0
+
+    def predict(
+        self,
+        scale: Mapping[str, float] | None = None,
+        measured: Costs | None = None,
+        recomputed: Set[int] = frozenset(),
+    ) -> Prediction:
+        """The step on a clock.
+
+        Args:
+          scale: by kind of task, how much longer tasks were measured to take than the roofline says.
+          measured: seconds of the tasks of this very step.
+          recomputed: stages whose backward runs the forward again.
+        """
+
+        def duration(group: int, instruction: Run | Call) -> float:
+            if isinstance(instruction, Call):
+                work = self._work.get(instruction.name, Work())
+                return self.machine.compute_s(work, self.mesh.groups[group].size) * (scale or {}).get("", 1.0)
+            return sum(task(instruction.loop, t.stage, t.kind) for t in instruction.tasks)
+
+        @functools.cache
+        def task(loop: int, stage: int, kind: str) -> float:
+            again = task(loop, stage, "F") if kind in "BI" and stage in recomputed else 0.0
+            if measured is not None:
+                return measured.duration(kind, stage) + again  # type: ignore[arg-type]
+            return self.task_s(loop, stage, kind) * (scale or {}).get(kind, 1.0) + again
+
+        step = simulate_program(self.draft.program, duration, self._transfer)
+        memory = [round(self.memory[g]) for g in range(self.mesh.num_groups)]
+        for stage in recomputed:
+            for saving in self.savings.values():
+                if stage in saving:
+                    group, nbytes = saving[stage]
+                    memory[group] -= int(nbytes)
+        seconds = max(step.seconds, *self._on_shared_devices(step))
+        idle = 1 - sum(step.busy) / (len(step.busy) * seconds) if seconds else 0.0
+        return Prediction(seconds, idle, step.busy, tuple(memory), tuple(sorted(recomputed)))
+
+    def _on_shared_devices(self, step: SimulatedStep) -> list[float]:
+        """Seconds of the work on each device: groups that share one take turns."""
+        if not self.mesh.groups_share_devices:
+            return [0.0]
+        found: dict[Any, float] = {}
+        for group, mesh in enumerate(self.mesh.groups):
+            for device in mesh.devices.flat:
+                found[device] = found.get(device, 0.0) + step.busy[group]
+        return list(found.values())
+
+    def _transfer(self, source: int, target: int, name: str) -> float:
+        nbytes, _ = self.draft.sizes.nbytes_of(name, target)
+        size = max(self.machine.devices_per_host, self.machine.target.devices_per_link_domain)
+        devices = [d for g in (source, target) for d in self.mesh.groups[g].devices.flat]
+        return self.machine.transfer_s(nbytes, 1, len({d.id // size for d in devices}) == 1)
+
+    @functools.cached_property
+    def savings(self) -> dict[int, dict[int, tuple[int, float]]]:
+        """Per loop and stage, its group and the bytes that the group saves if the stage's backward recomputes its
+        forward: what is in flight of its residuals, but for the stage's input. Roughly.
+        """
+        found: dict[int, dict[int, tuple[int, float]]] = {}
+        for loop in self.outline.loops:
+            counts = Replay(loop.orders, loop.schedule.placement).counts
+            found[loop.number] = {}
+            for stage, group in enumerate(loop.schedule.placement):
+                kept, received = _residuals(loop, stage)
+                nbytes = sum(self._nbytes(loop, v, group) for v in kept)
+                nbytes -= sum(self._nbytes(loop, v, group) for v in received)
+                # One microbatch at a time has its residuals again.
+                if (saved := nbytes * (counts[stage] - 1)) > 0:
+                    found[loop.number][stage] = group, saved
+        return found
+
+    def _nbytes(self, loop: Loop, v: compat.Var, group: int) -> float:
+        return self.draft.sizes.nbytes_of(edge_name(loop, v), group)[0]
+
+    def recomputation(self, limit: float) -> frozenset[int] | None:
+        """The stages that have to recompute for every group to fit; None if that is not enough."""
+        chosen: set[int] = set()
+        for group, need in self.memory.items():
+            own = [(saved, stage) for per in self.savings.values() for stage, (g, saved) in per.items() if g == group]
+            for saved, stage in sorted(own, reverse=True):
+                if need <= limit:
+                    break
+                chosen.add(stage)
+                need -= saved
+            if need > limit:
+                return None
+        return frozenset(chosen)
+
+
+def _work(eqns: Iterable[compat.JaxprEqn], values: Sequence[Any]) -> Work:
+    edges = sum(equations.nbytes(v.aval) for v in equations.variables(values))
+    return sum(map(work_of_equation, eqns), Work(nbytes=edges))
+
+
+def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
+    """What the forward of a stage makes for its own backward alone, and what it receives from other stages."""
+    tasks = loop.partition.tasks
+    own = [t for t in tasks if t.place.stage == stage]
+    elsewhere = {v for t in tasks if t.place.stage != stage for v in t.reads}
+    here = {v for t in own if t.place.kind != "F" for v in t.reads}
+    forward = next(t for t in own if t.place.kind == "F")
+    return [v for v in forward.writes if v in here and v not in elsewhere], [v for v in forward.reads if v not in here]

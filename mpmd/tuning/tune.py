@@ -1,0 +1,360 @@
+"""`mpmd.tune`: which schedule, how many microbatches and which cut make a step fastest within the memory."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.devices import machine_of
+from mpmd.cutting.devices import memory_limit as memory_of
+from mpmd.planning.machine import Machine
+from mpmd.planning.plan import Plan, plan_step
+from mpmd.report.units import in_bytes, in_seconds
+from mpmd.tuning.predict import Prediction, Predictor
+from scheduler import Costs, Schedule
+from scheduler.schedules import catalogue
+from scheduler.texts import table
+
+SCHEDULES = (
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",
+)  # fmt: skip
+NUM_MICROBATCHES = (8, 16, 32)
+_ROUNDS = 4  # configurations that are compiled at most
+_DOUBT = 1.5  # by how much XLA may need less memory than the estimate
+_CALLS = 5  # that are measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to run a step.
+
+    Attributes:
+      schedule: as it is given to `build`.
+      num_microbatches: the same.
+      cuts: how many layers each stage gets (`Lowered.cuts`), None where marks say it.
+      num_stages: how many stages the schedule has.
+      prediction: its time and memory; None if it cannot be built.
+      num_elements: of the data of a step.
+      fault: why it cannot be built, or None.
+      fits: whether it fits the memory as it is.
+      is_measured: whether the times of its tasks are measured.
+      measured_s: seconds of a step that ran, or None.
+    """
+
+    schedule: Schedule | str
+    num_microbatches: int
+    cuts: Any = None
+    num_stages: int = 0
+    prediction: Prediction | None = None
+    num_elements: int = 1
+    fault: str | None = None
+    fits: bool = True
+    is_measured: bool = False
+    measured_s: float | None = None
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Smaller is better: it can be built, it fits, and it takes little time for its data."""
+        if self.prediction is None:
+            return True, True, 0.0
+        return False, not self.fits, self.prediction.seconds / self.num_elements
+
+    @property
+    def binds(self) -> str:
+        """What keeps it from being faster or smaller."""
+        p = self.prediction
+        if p is None:
+            return f"not possible: {self.fault}"
+        group = max(range(len(p.memory)), key=p.memory.__getitem__)
+        if p.recomputed:
+            return f"memory: fits if stages {', '.join(map(str, p.recomputed))} recompute their forward"
+        if not self.fits:
+            return f"memory: group {group} needs {in_bytes(p.memory[group])}"
+        busy = max(range(len(p.busy)), key=p.busy.__getitem__)
+        return f"group {busy} computes {p.busy[busy] / p.seconds:.0%} of the step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Configurations of a step, the best first. `str()` prints them.
+
+    Attributes:
+      configurations: all that were tried.
+      memory_limit: bytes that a step may use on each device, or None.
+      basis: where the seconds come from.
+      plan: the best one's plan, where the devices have a data sheet.
+      verdict: whether to pipeline at all, where that can be said.
+    """
+
+    configurations: tuple[Configuration, ...]
+    memory_limit: float | None
+    basis: str
+    plan: Plan | None
+    verdict: str
+
+    @property
+    def best(self) -> Configuration:
+        """The fastest one that fits.
+
+        Raises:
+          ValueError: none can be built, or none fits.
+        """
+        first = self.configurations[0]
+        if not self.fits:
+            raise ValueError(f"tune: no configuration {'fits' if first.prediction else 'can be built'}.\n{self}")
+        return first
+
+    @property
+    def fits(self) -> bool:
+        """Whether some configuration fits the memory."""
+        return self.configurations[0].prediction is not None and self.configurations[0].fits
+
+    def as_json(self) -> str:
+        """All figures, in bytes and seconds."""
+        shown = [{**dataclasses.asdict(c), "schedule": str(c.schedule), "binds": c.binds} for c in self.configurations]
+        answer = {"configurations": shown, "memory_limit": self.memory_limit, "basis": self.basis}
+        return json.dumps({**answer, "verdict": self.verdict}, indent=2)
+
+    def __str__(self) -> str:
+        rows = [["schedule", "microbatches", "layers of each stage", "step", "", "idle", "memory", "binds", "measured"]]
+        first = self.configurations[0].rank[2]
+        faults: dict[str, list[str]] = {}
+        for c in self.configurations:
+            if (p := c.prediction) is None:
+                faults.setdefault(c.fault or "", []).append(f"{c.schedule} with {c.num_microbatches}")
+                continue
+            relative = f"{c.rank[2] / first - 1:+.1%}" if first else ""
+            cuts = "as marked" if c.cuts is None else ",".join(map(str, c.cuts))
+            ran = "" if c.measured_s is None else in_seconds(c.measured_s)
+            rows.append(
+                [str(c.schedule), str(c.num_microbatches), cuts, in_seconds(p.seconds), relative, f"{p.idle:.0%}",
+                 in_bytes(max(p.memory)), c.binds, ran]
+            )  # fmt: skip
+        lines = [f"seconds {self.basis}; memory is the most of any device", *table(rows, "<><>>>><>")]
+        lines += [f"not possible: {', '.join(which)}: {why}" for why, which in faults.items()]
+        best = self.configurations[0]
+        if best.prediction is not None and self.fits:
+            memory = ", ".join(map(in_bytes, best.prediction.memory))
+            lines.append(f"best: {best.schedule}, {best.num_microbatches} microbatches; memory of each group: {memory}")
+        else:
+            lines.append("best: none fits")
+        faster = [c for c in self.configurations if c.prediction and c.prediction.recomputed and c.rank[2] < first]
+        if faster:
+            lines.append(f"faster with recomputation (jax.checkpoint), estimated: {min(faster, key=_time).schedule}")
+        return "\n".join([*lines, *([self.verdict] if self.verdict else [])])
+
+
+def _time(configuration: Configuration) -> float:
+    return configuration.rank[2]
+
+
+@compat.api_boundary
+def tune(
+    build: Callable[[Any, int], tuple[Any, Any]],
+    *,
+    schedules: Iterable[Schedule | str] | None = None,
+    num_microbatches: int | Iterable[int] | None = None,
+    memory_limit: float | None = None,
+) -> Tuning:
+    """Ranks schedules, numbers of microbatches and cuts by predicted step time, within the memory of the devices.
+
+    Each configuration is lowered, and its step put on a clock; only the best few are compiled. On a `topology_mesh` all
+    is predicted. On devices that are here, the tasks of the best one are measured, all predictions are corrected by
+    what was measured, and this is repeated until the best one is a measured one (four times at most). A configuration
+    that needs too much memory is judged with the recomputation that would make it fit, by an estimate.
+
+    Args:
+      build: `build(schedule, num_microbatches)` returns the step (of `mpmd.jit`) and its arguments, which may be
+        abstract. They are not used up: what is measured runs on zeros. With `mark_layer_end` in the model, each
+        schedule gets the cut that suits it.
+      schedules: schedules or their names. None: ten of the catalogue, by their names.
+      num_microbatches: a number, or several to try. None: 8, 16 and 32.
+      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known.
+
+    Returns:
+      All configurations, the best first. Those that take more data in a step are compared by the time for the data.
+
+    Raises:
+      ValueError: `build` returns something else, or there is nothing to try.
+
+    Example:
+      >>> tuning = mpmd.tune(build, schedules=["1f1b", "zb-h1"], num_microbatches=[8, 16])  # doctest: +SKIP
+      >>> print(tuning)  # doctest: +SKIP
+      >>> step, args = build(tuning.best.schedule, tuning.best.num_microbatches)  # doctest: +SKIP
+    """
+    return tuned(build, schedules, num_microbatches, memory_limit, None)
+
+
+def tuned(
+    build: Callable[[Any, int], tuple[Any, Any]],
+    schedules: Iterable[Schedule | str] | None,
+    num_microbatches: int | Iterable[int] | None,
+    limit: float | None,
+    machine: Machine | None,
+) -> Tuning:
+    """As `tune`, on a machine whose constants are given."""
+    search = _Search(build, limit, machine)
+    counts = (
+        (num_microbatches,)
+        if isinstance(num_microbatches, int)
+        else tuple(NUM_MICROBATCHES if num_microbatches is None else num_microbatches)
+    )
+    names = (
+        (schedules,) if isinstance(schedules, (str, Schedule)) else tuple(SCHEDULES if schedules is None else schedules)
+    )
+    for name in names:
+        if isinstance(name, str):
+            catalogue.find(name)  # complains of an unknown one
+        for count in counts:
+            search.add(name, count)
+    search.compile_the_best()
+    return search.result()
+
+
+class _Search:
+    """Configurations, and what has been measured."""
+
+    def __init__(self, build: Callable, limit: float | None, machine: Machine | None):
+        self.build, self.limit, self.machine = build, limit, machine
+        self.found: list[Configuration] = []
+        self.predictors: list[Predictor | None] = []
+        self.lowered: list[Any] = []
+        self.scale: dict[str, float] = {}
+        self.measured: dict[int, Costs] = {}
+        self.plan: Plan | None = None
+
+    def add(self, schedule: Schedule | str, count: int) -> None:
+        """Lowers and predicts a configuration; what cannot be cut or scheduled is kept with the reason."""
+        fault = lowered = predictor = None
+        try:
+            made = self.build(schedule, count)
+            if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "lower")):
+                raise TypeError(
+                    f"tune: build returned {made!r:.60}, expected (step, arguments) with a step of mpmd.jit."
+                )
+            step, arguments = made
+            lowered = step.lower(*(arguments if isinstance(arguments, (tuple, list)) else (arguments,)))
+            if self.machine is None:
+                self.machine = machine_of(lowered._mesh)
+            if self.limit is None:
+                self.limit = memory_of(lowered._mesh, self.machine)
+            predictor = Predictor(lowered, self.machine)
+        except ValueError as e:
+            fault = str(e).splitlines()[0]
+        self.lowered.append(lowered)
+        self.predictors.append(predictor)
+        self.found.append(Configuration(schedule, count, fault=fault))
+        if predictor is not None:
+            loops = predictor.outline.loops
+            self.found[-1] = dataclasses.replace(
+                self.found[-1],
+                cuts=lowered.cuts if lowered is not None else None,
+                num_stages=max((loop.schedule.num_stages for loop in loops), default=1),
+                num_elements=predictor.num_elements,
+            )
+            self.predict(len(self.found) - 1)
+
+    def predict(self, number: int) -> None:
+        """Predicts a configuration with what is known by now."""
+        predictor = self.predictors[number]
+        if predictor is None:
+            return
+        recomputed: frozenset[int] = frozenset()
+        fits = True
+        if self.limit is not None and max(predictor.memory.values()) > self.limit:
+            fits = False
+            recomputed = predictor.recomputation(self.limit) or recomputed
+        prediction = predictor.predict(self.scale, self.measured.get(number), recomputed)
+        self.found[number] = dataclasses.replace(
+            self.found[number], prediction=prediction, fits=fits, is_measured=number in self.measured
+        )
+
+    def compile_the_best(self) -> None:
+        """Compiles the best configurations, one after the other, until the best one is a compiled one."""
+        done: set[int] = set()
+        for _ in range(_ROUNDS):
+            best = min(range(len(self.found)), key=lambda n: self._hope(n, done), default=None)
+            if best is None or best in done or self._hope(best, done)[:2] != (False, False):
+                return
+            done.add(best)
+            self.compile(best)
+
+    def _hope(self, number: int, done: Set[int]) -> tuple[bool, bool, float]:
+        """The rank of a configuration, if one that is not compiled needs less memory than the estimate says."""
+        cannot, lacks, seconds = self.found[number].rank
+        predictor = self.predictors[number]
+        if lacks and predictor is not None and self.limit is not None and number not in done:
+            lacks = max(predictor.memory.values()) > _DOUBT * self.limit
+        return cannot, lacks, seconds
+
+    def compile(self, number: int) -> None:
+        """Compiles a configuration: its memory by XLA, and on devices that are here the times of its tasks."""
+        predictor = self.predictors[number]
+        assert predictor is not None and self.machine is not None
+        compiled = self.lowered[number].compile()
+        if self.machine.target.platform != "cpu":
+            self.plan = plan_step(compiled._programs, compiled.program, self.machine)
+        estimated = max(predictor.memory.values())
+        for group, memory in compiled.memory_analysis().items():
+            predictor.memory[group] = memory["peak"]
+        ratio = max(predictor.memory.values()) / max(1, estimated)
+        for other in self.predictors:
+            if other is not None and other is not predictor and not other.is_compiled:
+                other.correct_memory(ratio)
+        predictor.is_compiled = True
+        if not predictor.mesh.is_described and predictor.outline.loops:
+            durations = list(compiled.last_timeline().durations)
+            self.measured[number] = Costs.measured(durations)
+            self.scale = _scale(predictor, durations)
+            seconds = statistics.median(compiled._seconds_of_calls(_CALLS))
+            self.found[number] = dataclasses.replace(self.found[number], measured_s=seconds)
+        for n in range(len(self.found)):
+            self.predict(n)
+
+    def result(self) -> Tuning:
+        """All configurations, the best first."""
+        if not self.found:
+            raise ValueError(
+                "tune: there is nothing to try; pass at least one schedule and one number of microbatches."
+            )
+        order = sorted(range(len(self.found)), key=lambda n: self.found[n].rank)
+        basis = "by the roofline"
+        if self.machine is not None and self.machine.target.platform != "cpu":
+            basis += f" of {self.machine.target.name}"
+        if self.measured:
+            basis = f"measured for {len(self.measured)} of the configurations, the others scaled by these"
+        return Tuning(
+            tuple(self.found[n] for n in order), self.limit, basis, self.plan, self._verdict(self.found[order[0]])
+        )
+
+    def _verdict(self, best: Configuration) -> str:
+        """Whether a pipeline is worth it."""
+        predictor = next((p for p in self.predictors if p is not None), None)
+        if predictor is not None and predictor.mesh.groups_share_devices:
+            return "do not pipeline on these devices: groups share them, so they take turns"
+        if self.plan is None or best.prediction is None:
+            return ""
+        other = self.plan.unpipelined
+        if other.seconds >= best.prediction.seconds or other.rows < other.num_devices:
+            return f"without a pipeline: {other}"
+        if self.limit is not None and other.peak > self.limit:
+            return f"without a pipeline: {other}; it does not fit"
+        return f"do not pipeline: {other}"
+
+
+def _scale(predictor: Predictor, durations: Sequence[tuple[Any, float]]) -> dict[str, float]:
+    """By kind of task, how much longer tasks took than the roofline says."""
+    number = predictor.outline.loops[-1].number
+    sums: dict[str, list[float]] = {}
+    for task, seconds in durations:
+        total = sums.setdefault(task.kind, [0.0, 0.0])
+        total[0] += seconds
+        total[1] += predictor.task_s(number, task.stage, task.kind)
+    scale = {kind: real / model for kind, (real, model) in sums.items() if model}
+    back = [x for kind, x in scale.items() if kind != "F"]
+    for kind in "BIW":  # another schedule has other kinds
+        scale.setdefault(kind, sum(back) / len(back) if back else scale.get("F", 1.0))
+    scale[""] = scale.get("F", 1.0)
+    return scale

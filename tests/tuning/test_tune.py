@@ -1,0 +1,170 @@
+"""`mpmd.tune`: what it ranks, what fits, what recomputation would change, and `python -m mpmd tune`."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpmd
+import scheduler
+from mpmd.__main__ import main
+from mpmd.cutting.devices import machine_of
+from mpmd.tuning.predict import Predictor
+
+WIDTH, NUM_LAYERS, ROWS = 32, 6, 256
+
+
+def build_for(mesh):
+    """`build` for a model of equal layers without a head: ROWS rows a step, whatever the number of microbatches."""
+
+    def loss(params, x):
+        for p in params:
+            x = mpmd.mark_layer_end(x + jnp.tanh(x @ p["up"]) @ p["down"])
+        return jnp.mean(x**2)
+
+    def build(schedule, num_microbatches):
+        def step(params, xs):
+            value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule=schedule)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+        rows = jax.ShapeDtypeStruct((num_microbatches, ROWS // num_microbatches, WIDTH), jnp.float32)
+        return mpmd.jit(step, mpmd_mesh=mesh), ([{"up": matrix, "down": matrix}] * NUM_LAYERS, rows)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def build():
+    return build_for(mpmd.MpmdMesh(jax.make_mesh((3,), ("stage",), devices=jax.devices()[:3]), "stage"))
+
+
+@pytest.fixture(scope="module")
+def tuning(build):
+    return mpmd.tune(build, schedules=["gpipe", "interleaved-1f1b", scheduler.OneFOneB(3)], num_microbatches=[8, 16])
+
+
+def test_every_configuration_is_ranked_and_the_best_one_is_measured(tuning):
+    tried = {(str(c.schedule), c.num_microbatches) for c in tuning.configurations}
+    names = ("gpipe", "interleaved-1f1b", "OneFOneB(num_stages=3)")
+    assert tried == {(name, n) for name in names for n in (8, 16)}
+    ranks = [c.rank for c in tuning.configurations]
+    assert ranks == sorted(ranks)
+    assert tuning.best is tuning.configurations[0] and tuning.best.is_measured and tuning.best.measured_s > 0
+    assert sum(tuning.best.cuts) == NUM_LAYERS and max(tuning.best.cuts) <= 3
+
+
+def test_what_cannot_be_scheduled_is_listed_with_the_reason(tuning):
+    faults = {c.num_microbatches: c.fault for c in tuning.configurations if c.prediction is None}
+    assert list(faults) == [8, 16]
+    assert faults[8].startswith("InterleavedOneFOneB: num_microbatches is 8 and num_groups 3;")
+    assert "not possible: interleaved-1f1b with 8: InterleavedOneFOneB: num_microbatches is 8" in str(tuning)
+
+
+def test_the_table_has_predicted_beside_measured(tuning):
+    lines = str(tuning).splitlines()
+    assert re.fullmatch(
+        r"seconds measured for \d of the configurations, the others scaled by these; memory .*", lines[0]
+    )
+    assert lines[1].split() == "schedule microbatches layers of each stage step idle memory binds measured".split()
+    assert re.search(r" group \d computes \d+% of the step +\S+ .?s$", lines[2])
+    assert any(
+        re.fullmatch(r"best: \S+, \d+ microbatches; memory of each group: .* KB, .* KB, .* KB", x) for x in lines
+    )
+    answer = json.loads(tuning.as_json())
+    assert len(answer["configurations"]) == 6 and answer["configurations"][0]["measured_s"] > 0
+
+
+def test_without_a_measurement_more_microbatches_idle_less(build):
+    predicted = {}
+    for count in (8, 16, 32):
+        step, arguments = build("1f1b", count)
+        lowered = step.lower(*arguments)
+        machine = machine_of(lowered._mesh)
+        predicted[count] = Predictor(lowered, machine).predict()
+    assert predicted[8].idle > predicted[16].idle > predicted[32].idle
+
+
+def predictors(build, num_microbatches=16):
+    found = {}
+    for name in ("gpipe", "1f1b"):
+        step, arguments = build(name, num_microbatches)
+        lowered = step.lower(*arguments)
+        found[name] = Predictor(lowered, machine_of(lowered._mesh))
+    return found
+
+
+def test_a_schedule_that_holds_too_much_is_judged_with_recomputation(build):
+    found = predictors(build)
+    needs = {name: max(p.memory.values()) for name, p in found.items()}
+    assert needs["1f1b"] < needs["gpipe"]
+    limit = (needs["1f1b"] + needs["gpipe"]) / 2
+    assert found["1f1b"].recomputation(limit) == frozenset()
+    stages = found["gpipe"].recomputation(limit)
+    assert stages and found["gpipe"].recomputation(needs["1f1b"] / 10) is None
+    plain, again = found["gpipe"].predict(), found["gpipe"].predict(recomputed=stages)
+    assert again.recomputed == tuple(sorted(stages)) and max(again.memory) <= limit
+    assert again.seconds > plain.seconds
+    tuning = mpmd.tune(build, schedules=["gpipe", "1f1b"], num_microbatches=16, memory_limit=limit)
+    assert [c.schedule for c in tuning.configurations] == ["1f1b", "gpipe"]
+    assert f"memory: fits if stages {', '.join(map(str, sorted(stages)))} recompute their forward" in str(tuning)
+
+
+def test_the_estimate_of_recomputation_is_near_to_what_a_checkpoint_saves():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((3,), ("stage",), devices=jax.devices()[:3]), "stage")
+
+    def lowered(wrap):
+        stage = wrap(lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"] + jnp.sin(x @ p["down"]))
+
+        def loss(params, x):
+            for p in params[:-1]:
+                x = mpmd.mark_stage_end(stage(p, x))
+            return jnp.mean(stage(params[-1], x) ** 2)
+
+        def step(params, xs):
+            return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule=scheduler.GPipe(3))
+
+        matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+        args = [{"up": matrix, "down": matrix}] * 3, jax.ShapeDtypeStruct((16, 64, WIDTH), jnp.float32)
+        found = mpmd.jit(step, mpmd_mesh=mesh).lower(*args)
+        return Predictor(found, machine_of(mesh))
+
+    plain, checkpointed = lowered(lambda f: f), lowered(jax.checkpoint)
+    estimated = plain.predict(recomputed=frozenset([1])).memory[1]
+    assert estimated == pytest.approx(checkpointed.memory[1], rel=0.25)
+
+
+def test_nothing_fits_and_says_so(build):
+    tuning = mpmd.tune(build, schedules="1f1b", num_microbatches=16, memory_limit=1000.0)
+    assert not tuning.fits and "best: none fits" in str(tuning)
+    with pytest.raises(ValueError, match="tune: no configuration fits"):
+        _ = tuning.best
+
+
+def test_groups_that_share_a_device_need_no_pipeline():
+    device = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    tuning = mpmd.tune(build_for(mpmd.MpmdMesh.from_groups([device] * 3)), schedules="1f1b", num_microbatches=8)
+    assert str(tuning).endswith("do not pipeline on these devices: groups share them, so they take turns")
+    assert tuning.best.prediction.idle > 0.66  # one of three computes at a time
+
+
+def test_mistakes_are_named(build):
+    with pytest.raises(ValueError, match="unknown schedule 'zigzag'"):
+        mpmd.tune(build, schedules="zigzag", num_microbatches=8)
+    with pytest.raises(ValueError, match="tune: there is nothing to try"):
+        mpmd.tune(build, schedules=[], num_microbatches=[])
+    with pytest.raises(TypeError, match=r"tune: build returned 3, expected \(step, arguments\)"):
+        mpmd.tune(lambda schedule, n: 3, schedules="1f1b", num_microbatches=8)
+
+
+def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
+    (tmp_path / "steps.py").write_text("def fixed(mesh, schedule): ...\n")
+    where = f"{tmp_path}/steps.py:fixed"
+    assert main(["tune", where, "--groups", "2"]) == 2
+    assert main(["tune", where, "--groups", "2", "--microbatches", "8,x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"python -m mpmd tune: {where} takes no argument num_microbatches, so it cannot be chosen here.",
+        "python -m mpmd tune: --microbatches 8,x: expected numbers, as in 8,16,32.",
+    ]
