@@ -16,7 +16,15 @@ ROOT = Path(__file__).parent.parent
     ("name", "num_examples", "printed"),
     [
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
-        ("stages", 3, ["layers of each stage: (4, 3, 3, 2)", "; no cut is faster"]),
+        (
+            "stages",
+            4,
+            [
+                "layers of each stage: (4, 3, 3, 2)",
+                "; no cut is faster",
+                "axis 0 split {0: 0:4, 1: 4:8, 2: 8:11, 3: 11:12}",
+            ],
+        ),
         ("tutorial", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')", "\n(2,)\n", "loss on unseen data: "]),
     ],
 )

@@ -6,7 +6,7 @@ taken as they are. Where the result has no such axis either, it is the sum (maxi
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,12 +69,13 @@ def _shapes(atoms: Any) -> list[tuple[int, ...]]:
 
 
 def _elementwise(eqn: compat.JaxprEqn) -> Factors:
-    """All of one shape; scalars are taken as they are."""
+    """All of one shape, up to axes of length 1; scalars are taken as they are."""
     ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
-    if any(s not in (outs[0], ()) for s in ins) or any(s != outs[0] for s in outs):
+    if any(s and len(s) != len(outs[0]) for s in ins) or any(s != outs[0] for s in outs):
         return
-    for a in range(len(outs[0])):
-        yield Factor(tuple(a if s else None for s in ins), (a,) * len(outs))
+    for a, n in enumerate(outs[0]):
+        if all(not s or s[a] in (1, n) for s in ins):
+            yield Factor(tuple(a if s and s[a] == n else None for s in ins), (a,) * len(outs))
 
 
 def _along_other_axes(*names: str) -> Callable[[compat.JaxprEqn], Factors]:
@@ -266,18 +267,27 @@ _RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
 # --- parameters of a piece ------------------------------------------------------------------------
 
 
-def _resized(key: str, of_result: bool = True) -> Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]:
-    """The parameter `key` is a shape, that of the result or that of a slice of the first operand."""
+def _resized(key: str) -> Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]:
+    """The parameter `key` is the shape of the result, or where it ends."""
 
     def change(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
-        axis = factor.outs[0] if of_result else factor.ins[0]
-        if axis is None:
-            return {}
-        shape = list(eqn.params[key])
-        shape[axis] = rows
-        return {key: tuple(shape)}
+        (axis,) = factor.outs
+        assert axis is not None
+        return {key: _with(eqn.params[key], axis, rows)}
 
     return change
+
+
+def _gathered(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+    """A slice has all rows of the operand's piece, unless each row is looked up by itself."""
+    axis, sizes = factor.ins[0], eqn.params["slice_sizes"]
+    if axis is None or axis in eqn.params["dimension_numbers"].operand_batching_dims:
+        return {}
+    return {"slice_sizes": _with(sizes, axis, rows)}
+
+
+def _with(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+    return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 _PARAMS: dict[str, Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]] = {
@@ -286,5 +296,5 @@ _PARAMS: dict[str, Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]] = {
     "iota": _resized("shape"),
     "slice": _resized("limit_indices"),
     "dynamic_slice": _resized("slice_sizes"),
-    "gather": _resized("slice_sizes", of_result=False),
+    "gather": _gathered,
 }

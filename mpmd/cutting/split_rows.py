@@ -252,6 +252,8 @@ class _Rewriter:
             _INSIDE[eqn.primitive.name](self, eqn, opened)
         elif (found := self._factor(eqn)) is not None:
             self._by_pieces(eqn, *found)
+        elif eqn.primitive.name == "slice" and (rows := self._sliced(eqn)) is not None:
+            self._slice(eqn, rows)
         else:
             invars = [self._read_whole(eqn, v) for v in eqn.invars]
             self._whole.update((v, v) for v in eqn.outvars)
@@ -279,6 +281,32 @@ class _Rewriter:
                 if (rows := self._spread.of(v)) is not None and rows.axis == axis:
                     return factor, rows
         return None
+
+    def _sliced(self, eqn: compat.JaxprEqn) -> Rows | None:
+        """The rows of the operand, if some of them are taken."""
+        (v,), strides = eqn.invars, eqn.params["strides"]
+        rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
+        return rows if rows is not None and (strides is None or strides[rows.axis] == 1) else None
+
+    def _slice(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Some of the rows: the parts of those pieces that have any."""
+        (v,), (out,), axis = eqn.invars, eqn.outvars, rows.axis
+        first, end = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
+        parts, bounds = [], [0]
+        for piece, (start, stop) in zip(self._pieces[v, rows], rows.ranges, strict=True):
+            a, b = max(first, start), min(end, stop)
+            if a < b:
+                part = compat.Var(with_rows(out.aval, axis, b - a))
+                low, high = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+                low[axis], high[axis] = a - start, b - start
+                params = {**eqn.params, "start_indices": tuple(low), "limit_indices": tuple(high)}
+                self._eqns.append(eqn.replace(invars=[piece], outvars=[part], params=params))
+                parts.append(part)
+                bounds.append(b - first)
+        if len(parts) == 1:
+            self._whole[out] = parts[0]
+        else:
+            self._set(out, Rows(axis, tuple(bounds)), parts)
 
     def _by_pieces(self, eqn: compat.JaxprEqn, factor: Factor, rows: Rows) -> None:
         operands = [
