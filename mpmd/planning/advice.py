@@ -30,7 +30,7 @@ def savings(
     memory: dict[str, int],
     temporaries: Callable[[Run | Call], int],
 ) -> tuple[Saving, ...]:
-    """What would help in a group, the largest saving first.
+    """What would help in a group, the largest saving first; nothing that saves less than a hundredth.
 
     Args:
       memory: of the group, as `measured` returns it.
@@ -66,7 +66,8 @@ def savings(
     ]  # fmt: skip
     if (nbytes := _replicated(programs, sizes, group)) > 0:
         found.append(Saving("parameters and state divided over the devices of the group", nbytes))
-    return tuple(sorted((s for s in found if s.nbytes > 0), key=lambda s: -s.nbytes))
+    worth_while = memory["peak"] // 100
+    return tuple(sorted((s for s in found if s.nbytes > worth_while), key=lambda s: -s.nbytes))
 
 
 class _Changed(Sizes):

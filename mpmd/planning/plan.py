@@ -11,13 +11,14 @@ from mpmd.partition import equations
 from mpmd.planning.advice import Saving, savings
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.machine import Machine
-from mpmd.planning.simulation import SimulatedStep, simulate_program, timeline
+from mpmd.planning.picture import Picture, picture_of
+from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.planning.texts import fault_text, plan_text
 from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import measured, temporaries_of
 from mpmd.report.roles import Roles
-from scheduler import Costs, Program, Timeline, check
+from scheduler import Costs, Program, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Plan:
       products: operations of matrix products in a step, over all devices.
       tokens: of a step, for the rate; None if they are not known.
       unpipelined: the same step on the same devices without a pipeline, at best.
-      picture: the tasks of the (longest) loop on a clock; None if there is no loop.
+      picture: the (longest) loop; None if there is no loop.
       costs_are_measured: whether the times of tasks are not the machine's.
     """
 
@@ -66,7 +67,7 @@ class Plan:
     products: float
     tokens: int | None
     unpipelined: Unpipelined
-    picture: Timeline | None
+    picture: Picture | None
     costs_are_measured: bool
 
     @property
@@ -158,7 +159,7 @@ def plan_step(
         total.products,
         tokens or _tokens(roles),
         unpipelined(programs, roles, machine, total),
-        timeline(step, program.placement),
+        picture_of(programs, program, step, found),
         costs is not None,
     )
 

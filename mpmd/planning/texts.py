@@ -17,7 +17,8 @@ def plan_text(plan: "Plan") -> str:
     lines = [plan.title, str(plan.machine)]
     if plan.costs_are_measured:
         lines.append("The times of tasks were measured; all others follow from the figures above.")
-    lines += ["", *_memory_table(plan), "", *_cost_table(plan), "", *_collective_lines(plan), *_picture(plan)]
+    lines += ["", *_memory_table(plan), "", *_cost_table(plan), "", *_collective_lines(plan)]
+    lines += [str(plan.picture), ""] if plan.picture else []
     rate = f", {plan.tokens / plan.step.seconds:,.0f} tokens/s" if plan.tokens else ""
     exposed = max(g.exposed_s for g in plan.groups)
     lines.append(
@@ -87,15 +88,6 @@ def _collective_lines(plan: "Plan") -> list[str]:
                 stages[name[0], f"{shown}, {in_seconds(cost.collective_s)}"].append(name[1:])
     lines = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
     return ["collectives of each task:", *lines, ""] if lines else []
-
-
-def _picture(plan: "Plan") -> list[str]:
-    """The schedule: a row for each group, time to the right. A long step is drawn by slices of time."""
-    if plan.picture is None:
-        return []
-    rows = [line.rpartition("| ")[0] or line for line in str(plan.picture).splitlines()[1:]]
-    legend = f"the loop, {in_seconds(plan.picture.makespan)} from left to right (a dot is idle):"
-    return [legend, *(f"  {row}" for row in rows), ""]
 
 
 def _table(rows: list[list[str]]) -> list[str]:

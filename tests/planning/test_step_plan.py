@@ -92,12 +92,23 @@ def test_measured_costs_give_the_step_that_the_scheduler_simulates(compiled):
     plan = plan_of(compiled, costs)
     expected = scheduler.simulate(scheduler.OneFOneB(4), MICROBATCHES, costs)
     assert plan.step.seconds == pytest.approx(expected.makespan, rel=1e-3)  # transfers take microseconds
-    assert plan.picture.orders == expected.orders
-    assert plan.picture.makespan == pytest.approx(expected.makespan, rel=1e-3)
+    assert plan.picture.timeline.orders == expected.orders
+    assert plan.picture.timeline.makespan == pytest.approx(expected.makespan, rel=1e-3)
     assert {n: c.seconds for g in plan.groups for n, c in g.tasks.items()}["B3"] == 5.0
     text = str(plan)
     assert "The times of tasks were measured" in text
+    assert f"the loop, {plan.picture.timeline.makespan:.3g} s from left to right:\n" in text
     assert "     3 |" in text
+
+
+def test_a_long_loop_is_drawn_with_fewer_microbatches(compiled):
+    costs = scheduler.Costs(forward=0.2, input_grad=1.5, weight_grad=1.5)
+    plan = plan_of(compiled, costs)
+    assert plan.picture.timeline.makespan / 0.2 > 150
+    shorter = scheduler.simulate(scheduler.OneFOneB(4), plan.picture.microbatches, costs)
+    assert plan.picture.microbatches < MICROBATCHES
+    assert plan.picture.shown.makespan == pytest.approx(shorter.makespan, rel=1e-3)
+    assert f"the loop with {plan.picture.microbatches} microbatches, " in str(plan)
 
 
 def test_costs_of_another_number_of_stages_are_refused(compiled):

@@ -1,0 +1,85 @@
+"""The picture of a planned loop. A loop with many microbatches is drawn with fewer, so that each task can be seen."""
+
+import dataclasses
+from collections import defaultdict
+
+from mpmd.compile.step import StepPrograms
+from mpmd.planning.costs import StepCosts
+from mpmd.planning.simulation import SimulatedStep, timeline
+from mpmd.report.units import in_seconds
+from scheduler import Program, Schedule, ScheduleError, Send, Timeline
+from scheduler.timing.simulate import simulate_orders
+
+COLUMNS = 150  # of a terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A loop on a clock.
+
+    Attributes:
+      timeline: all tasks of the loop, as planned.
+      shown: the same loop, perhaps with fewer microbatches.
+      microbatches: how many of them are shown.
+    """
+
+    timeline: Timeline
+    shown: Timeline
+    microbatches: int
+
+    def __str__(self) -> str:
+        rows = [line.rpartition("| ")[0] or line for line in str(self.shown).splitlines()[1:]]
+        count = f" with {self.microbatches} microbatches" if self.shown is not self.timeline else ""
+        seconds = in_seconds(self.shown.makespan)
+        return "\n".join([f"the loop{count}, {seconds} from left to right:", *(f"  {row}" for row in rows)])
+
+
+def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, costs: StepCosts) -> Picture | None:
+    """The picture of the longest loop of a step; None if there is no loop."""
+    whole = timeline(step, program.placement)
+    if whole is None:
+        return None
+    microbatches = 1 + max(task.microbatch for order in whole.orders for task in order)
+    schedules = [loop.loop.schedule for loop in programs.loops]
+    schedule = next((s for s in schedules if s.placement == whole.placement), None)
+    if schedule is None or _columns(whole) <= COLUMNS:
+        return Picture(whole, whole, microbatches)
+    shorter = _shortened(schedule, whole, _crossing(program, costs, whole.placement), microbatches)
+    return Picture(whole, *(shorter or (whole, microbatches)))
+
+
+def _shortened(
+    schedule: Schedule, whole: Timeline, transfer_s: tuple[float, ...], microbatches: int
+) -> tuple[Timeline, int] | None:
+    """The loop with as many microbatches as can be drawn task by task; None if the schedule knows no such number."""
+    costs = dataclasses.replace(whole.costs, transfer_s=transfer_s)
+    while microbatches > 1:
+        microbatches = microbatches * 3 // 4
+        if microbatches > schedule.num_groups:  # some schedules take multiples only
+            microbatches -= microbatches % schedule.num_groups
+        try:
+            orders = schedule.orders(microbatches)
+        except (ScheduleError, ValueError):
+            continue
+        found = simulate_orders(orders, schedule.placement, microbatches, costs, schedule.fused(microbatches))
+        if _columns(found) <= COLUMNS:
+            return found, microbatches
+    return None
+
+
+def _columns(timeline: Timeline) -> float:
+    """The width of a picture in which the shortest task has one column."""
+    lengths = [seconds for _, seconds in timeline.durations if seconds > 0]
+    return timeline.makespan / min(lengths, default=1.0)
+
+
+def _crossing(program: Program, costs: StepCosts, placement: tuple[int, ...]) -> tuple[float, ...]:
+    """Seconds of one microbatch's values over the boundary behind each stage, in the slower direction."""
+    names: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for group, instructions in enumerate(program.groups):
+        for i in instructions:
+            if isinstance(i, Send) and i.value.microbatch is not None:
+                names[group, i.to_group].add(i.value.name)
+    seconds = {pair: sum(costs.transfer(*pair, name) for name in found) for pair, found in names.items()}
+    pairs = [(here, placement[stage + 1]) for stage, here in enumerate(placement[:-1])]
+    return (*(max(seconds.get((a, b), 0.0), seconds.get((b, a), 0.0)) for a, b in pairs), 0.0)
