@@ -133,8 +133,10 @@ def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:
     outline = programs.outline
     for v, groups in zip(outline.trace.jaxpr.invars, outline.inputs, strict=True):
         name = outline.names[v]
+        if group not in groups or sizes.kind(Value(name)) not in ("parameters", "state"):
+            continue
         nbytes, is_in_host = sizes.nbytes_of(name, group)
-        if group in groups and not is_in_host and sizes.kind(Value(name)) in ("parameters", "state"):
+        if not is_in_host:
             whole = v.aval.size * v.aval.dtype.itemsize
             found += nbytes - nbytes // count if nbytes == whole and v.aval.size >= count else 0
     return found

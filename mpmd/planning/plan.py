@@ -1,7 +1,6 @@
 """A plan of a step on a machine: what each group holds, computes and sends, whether it fits, how long it takes."""
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -132,7 +131,7 @@ def plan_step(
     found = StepCosts(programs, machine, costs)
     step = simulate_program(program, found.duration, found.transfer)
     memory = measured(programs, program)
-    temporaries = functools.cache(functools.partial(temporaries_of, programs))
+    temporaries = temporaries_of(programs)
     groups = []
     for group, mesh in enumerate(programs.mesh.groups):
         groups.append(

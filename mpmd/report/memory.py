@@ -33,14 +33,18 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
       host memory.
     """
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
-    temporaries = functools.cache(functools.partial(temporaries_of, programs))
+    temporaries = temporaries_of(programs)
     return {g: peaks(program, g, sizes, temporaries) for g in programs.mesh.local_groups}
 
 
-def temporaries_of(programs: StepPrograms, instruction: Run | Call) -> int:
+def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
     """The bytes on each device that XLA reports for an instruction's executables, beside arguments and results."""
-    analyses = [e.call.memory_analysis() for e in executables_of(programs, instruction)]
-    return max((getattr(a, "temp_size_in_bytes", 0) for a in analyses), default=0)
+
+    @functools.cache
+    def of_one(executable: Executable) -> int:
+        return getattr(executable.call.memory_analysis(), "temp_size_in_bytes", 0)
+
+    return lambda instruction: max(map(of_one, executables_of(programs, instruction)), default=0)
 
 
 def executables_of(programs: StepPrograms, instruction: Run | Call) -> list[Executable]:
