@@ -17,6 +17,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
+from mpmd.cutting.cut_outside import cut_outside
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.gathered import profile_of
@@ -111,7 +112,7 @@ class Traced:
         ]
         forwarded = self._donated if all(w is None for w in wish) else frozenset()
         split = split_rows(
-            cut_trace(trace, mesh, [h.layout for h in self._hints]),
+            cut_outside(cut_trace(trace, mesh, [h.layout for h in self._hints]), self._hints, mesh.num_groups),
             [rows_of(h) for h in self._hints],
             [rows_of(h) for h in outs],
             [h.groups is not None and not h.ranges for h in outs],

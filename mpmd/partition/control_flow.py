@@ -39,7 +39,8 @@ def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator
       donor_of: per result of the step, the argument that it takes the place of.
     """
     cut = _CUTS.get(eqn.primitive.name)
-    is_torn = cut is not None and not eqn.effects and len(_groups_of(eqn, pins)) > 1
+    is_torn = cut is not None and not eqn.effects and len(_groups_of(eqn.invars, pins)) > 1
+    is_torn = is_torn and not _is_of_one_stage(eqn, pins)
     if cut is not None and is_torn and (parts := cut(eqn, pins, donor_of)) is not None:
         yield from parts
         return
@@ -48,12 +49,22 @@ def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator
     yield eqn, pin
 
 
-def _groups_of(eqn: compat.JaxprEqn, pins: Pins) -> set[Groups]:
-    """Where the operands of an equation are, scalars left out."""
+def _is_of_one_stage(eqn: compat.JaxprEqn, pins: Pins) -> bool:
+    """Whether a scan goes over layers of one stage: marks end the stages, and one group has all that it goes over.
+
+    Its first carry is sent there, an activation.
+    """
+    if eqn.primitive.name != "scan" or pins.stages is None:
+        return False
+    n = eqn.params["num_consts"]
+    m = n + eqn.params["num_carry"]
+    return len(_groups_of(eqn.invars[m:], pins)) == 1 and len(_groups_of(eqn.invars[n:m], pins)) < 2
+
+
+def _groups_of(atoms: Sequence[Atom], pins: Pins) -> set[Groups]:
+    """Where values are, scalars left out."""
     return {
-        groups
-        for v in equations.variables(eqn.invars)
-        if (groups := pins.of[v]) is not None and equations.size(v.aval) > 1
+        groups for v in equations.variables(atoms) if (groups := pins.of[v]) is not None and equations.size(v.aval) > 1
     }
 
 

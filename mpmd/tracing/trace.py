@@ -215,8 +215,8 @@ def _inline_into(
             _check_no_loop_inside("treduce", body.jaxpr)
             flat = compat.ClosedJaxpr(inline(body.jaxpr, in_loop=True), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
-        elif in_loop and eqn.primitive.name == "scan":
-            _check_marks_in_scan(eqn)
+        elif eqn.primitive.name == "scan":
+            _check_marks_in_scan(eqn, _AROUND_A_LAYER if in_loop else _AROUND_A_LAYER - {"scan"})
         else:
             check_no_marks_inside(eqn)
         if outer is not None:
@@ -290,14 +290,19 @@ def _check_no_loop_inside(name: str, jaxpr: compat.Jaxpr) -> None:
 _AROUND_A_LAYER = {"scan", "jit", "checkpoint", "remat", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
-def _check_marks_in_scan(eqn: compat.JaxprEqn) -> None:
-    """A scan over layers may hold marks, also within a checkpoint of its body, but not where a branch decides."""
+def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND_A_LAYER) -> None:
+    """A scan over layers may hold marks, also within a checkpoint of its body, but not where a branch decides.
+
+    Args:
+      eqn: the scan.
+      around: what may stand between its body and the marks; outside of loops no scan, which may be one over tokens.
+    """
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_no_place_inside(str(eqn.primitive.name), jaxpr)
         _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
         for inner in jaxpr.eqns:
-            if inner.primitive.name in _AROUND_A_LAYER:
-                _check_marks_in_scan(inner)
+            if inner.primitive.name in around:
+                _check_marks_in_scan(inner, around)
             else:
                 check_no_marks_inside(inner)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scanned_models import batches, scanned_loss, scanned_params
+from scanned_models import WIDTH, batches, scanned_loss, scanned_params
 
 import mpmd
 import scheduler
@@ -101,6 +101,19 @@ def test_state_keeps_its_layout_and_is_not_moved(adamw):
     compiled, state = adamw
     assert jax.tree.map(lambda x: x.mpmd_sharding, state) == compiled.output_shardings[0]
     assert compiled.output_shardings[0] == compiled.input_shardings[0][0]
+
+
+def test_prediction_runs_each_layer_where_training_left_its_weights(adamw):
+    _, state = adamw
+    params, batch = state["params"], jax.tree.map(lambda x: x[0], batches(jax.random.key(5)))
+    predict = mpmd.jit(lambda params, batch: scanned_loss(params, batch, checkpointed=False), mpmd_mesh=mesh_of(4))
+    compiled = predict.lower(params, batch).compile()
+    assert max(crossing_bytes(compiled)) <= 2 * 6 * WIDTH  # activations
+    value, norms = predict(params, batch)
+    wanted, wanted_norms = scanned_loss(mpmd.device_get(params), batch, checkpointed=False)
+    np.testing.assert_allclose(float(value), wanted, rtol=1e-5)
+    np.testing.assert_allclose(mpmd.device_get(norms), wanted_norms, rtol=1e-5)
+    assert norms.mpmd_sharding.split == params["layers"]["up"].mpmd_sharding.split
 
 
 @pytest.mark.parametrize(
