@@ -14,6 +14,8 @@ from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.units import in_bytes, in_seconds
 from mpmd.tuning.predict import Prediction, Predictor
 from scheduler import Costs, Schedule
+from scheduler.optimize.cuts import choose_cut
+from scheduler.optimize.units import CutProblem
 from scheduler.schedules import catalogue
 from scheduler.texts import table
 
@@ -24,6 +26,7 @@ NUM_MICROBATCHES = (8, 16, 32)
 _ROUNDS = 4  # configurations that are compiled at most
 _DOUBT = 1.5  # by how much XLA may need less memory than the estimate
 _CALLS = 5  # that are measured
+_WORTHWHILE = 0.02  # what other cuts have to save to be named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Configuration:
       fits: whether it fits the memory as it is.
       is_measured: whether the times of its tasks are measured.
       measured_s: seconds of a step that ran, or None.
+      better_cuts, gain: cuts that would take less by what was measured (None: no others), and the part of the time
+        that they would save.
     """
 
     schedule: Schedule | str
@@ -53,6 +58,8 @@ class Configuration:
     fits: bool = True
     is_measured: bool = False
     measured_s: float | None = None
+    better_cuts: tuple[int, ...] | None = None
+    gain: float = 0.0
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -140,6 +147,8 @@ class Tuning:
             lines.append(f"best: {best.schedule}, {best.num_microbatches} microbatches; memory of each group: {memory}")
         else:
             lines.append("best: none fits")
+        if best.better_cuts is not None:
+            lines.append(f"by the measured tasks, cuts={best.better_cuts} would take {best.gain:.0%} less: try them")
         faster = [c for c in self.configurations if c.prediction and c.prediction.recomputed and c.rank[2] < first]
         if faster:
             lines.append(f"faster with recomputation (jax.checkpoint), estimated: {min(faster, key=_time).schedule}")
@@ -309,9 +318,27 @@ class _Search:
             self.measured[number] = Costs.measured(durations)
             self.scale = _scale(predictor, durations)
             seconds = statistics.median(compiled._seconds_of_calls(_CALLS))
-            self.found[number] = dataclasses.replace(self.found[number], measured_s=seconds)
+            better, gain = self._better_cuts(number)
+            self.found[number] = dataclasses.replace(
+                self.found[number], measured_s=seconds, better_cuts=better, gain=gain
+            )
         for n in range(len(self.found)):
             self.predict(n)
+
+    def _better_cuts(self, number: int) -> tuple[tuple[int, ...] | None, float]:
+        """The cut that the measured tasks suggest, and what it would save; None if that is little or not known."""
+        predictor = self.predictors[number]
+        assert predictor is not None
+        info = predictor.outline.loops[-1].partition.info
+        if info.choice is None or info.cuts is None or len(predictor.outline.loops) > 1:
+            return None, 0.0
+        before = CutProblem(info.choice.units, info.schedule, info.num_microbatches)
+        units = info.choice.units.measured(before.spans(info.cuts), self.measured[number])
+        limits = None if self.limit is None else (self.limit - max(units.activations),) * info.schedule.num_groups
+        found = choose_cut(units, info.schedule, info.num_microbatches, limits)
+        now = CutProblem(units, info.schedule, info.num_microbatches).evaluate(info.cuts)[1]
+        gain = 1 - found.makespan / now
+        return (found.layers, gain) if gain > _WORTHWHILE and not found.excess else (None, 0.0)
 
     def result(self) -> Tuning:
         """All configurations, the best first."""

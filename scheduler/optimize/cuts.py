@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from scheduler.optimize.units import CutProblem, Layers, Units, even_layers
@@ -37,6 +37,7 @@ class Cut:
         even_excess: Bytes by which the even cut exceeds the memory.
         near, near_makespan: The best cut with one layer in another stage, and its seconds; the cut itself if there is
             no other.
+        units: The costs by which it was chosen.
     """
 
     layers: Layers
@@ -49,6 +50,7 @@ class Cut:
     even_excess: float
     near: Layers
     near_makespan: float
+    units: Units = field(repr=False)
 
     @property
     def gap(self) -> float:
@@ -103,7 +105,7 @@ def choose_cut(
         bound = makespan
     return Cut(
         best, makespan, min(max(bound, problem.load_bound()), makespan), is_best, excess, even, even_makespan,
-        even_excess, near, problem.evaluate(near)[1],
+        even_excess, near, problem.evaluate(near)[1], units,
     )  # fmt: skip
 
 

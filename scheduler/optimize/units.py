@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from scheduler.task import Schedule
@@ -53,6 +53,23 @@ class Units:
     def num_places(self) -> int:
         """Places where a stage may end."""
         return len(self.forward) - 1
+
+    def measured(self, spans: Sequence[tuple[int, int]], costs: Costs) -> Units:
+        """The same units with the seconds of a run: those of each stage are divided among its units as before.
+
+        Args:
+            spans: For each stage of that run, its first unit and the one after its last.
+            costs: The measured seconds of its tasks.
+        """
+        changed = {}
+        for name in ("forward", "input_grad", "weight_grad"):
+            values: list[float] = list(getattr(self, name))
+            for (first, stop), real in zip(spans, costs.per_stage(name, len(spans)), strict=True):
+                total = sum(values[first:stop])
+                for unit in range(first, stop):
+                    values[unit] = values[unit] * real / total if total else real / (stop - first)
+            changed[name] = tuple(values)
+        return replace(self, task_s=0.0, **changed)
 
 
 _PER_UNIT = ("forward", "input_grad", "weight_grad", "transfer_s", "held", "activations")

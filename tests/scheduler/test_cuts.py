@@ -143,6 +143,15 @@ def test_what_several_units_share_is_held_once_a_group():
     assert CutProblem(problem.units, scheduler.GPipe(1), 2).memory((4,)) == [8.0]
 
 
+def test_measured_tasks_correct_the_costs_of_their_units():
+    units = model([1.0, 1.0, 2.0, 0.0], 0.0)
+    costs = scheduler.Costs(forward=(4.0, 2.0, 3.0), input_grad=(2.0, 2.0, 0.0), weight_grad=(2.0, 2.0, 1.0))
+    found = units.measured([(0, 2), (2, 3), (3, 5)], costs)
+    assert found.forward == (2.0, 2.0, 2.0, 1.5, 1.5) and found.input_grad == (1.0, 1.0, 2.0, 0.0, 0.0)
+    before = CutProblem(found, scheduler.OneFOneB(3), 4).costs((2, 1, 1))
+    assert (before.forward, before.weight_grad) == (costs.forward, costs.weight_grad)
+
+
 def test_too_few_places_are_refused():
     with pytest.raises(ValueError, match="2 places where a stage may end are too few"):
         choose_cut(model([1.0, 1.0], 1.0), scheduler.OneFOneB(4), 4)
