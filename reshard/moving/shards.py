@@ -81,12 +81,11 @@ def cuts(sharding: Any, shape: Shape) -> Shape | None:
     if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
         return (1,) * len(shape)
     if isinstance(sharding, MpmdSharding):
-        if sharding.split is not None:
-            return None
         parts = [cuts(sharding.group_sharding(group), shape) for group in sharding.groups]
         found = [math.lcm(*(p[axis] for p in parts if p)) for axis in range(len(shape))]
-        if sharding.split_axis is not None:
-            found[sharding.split_axis] *= len(sharding.groups)
+        axis = sharding.split_axis
+        if axis is not None:
+            found[axis] = shape[axis] if sharding.split is not None else found[axis] * len(sharding.groups)
         return tuple(found)
     if isinstance(sharding, NamedSharding):
         return _named_cuts(sharding, len(shape))
