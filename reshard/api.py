@@ -27,6 +27,7 @@ from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
 from reshard.trees import broadcast, flatten, is_sharding
+from scheduler.collector import without_collection
 
 _last_stats: Stats | None = None
 
@@ -150,6 +151,7 @@ def _fault_of_target(target: Any, mpmd_mesh: MpmdMesh | None) -> str | None:
     return None
 
 
+@without_collection()
 def _reshard(
     tree: Any,
     shardings: Any,

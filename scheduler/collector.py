@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while a plan is made."""
+"""Pauses Python's garbage collector while a plan is made or many small arrays are moved."""
 
 from __future__ import annotations
 

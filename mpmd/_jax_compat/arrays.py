@@ -55,6 +55,14 @@ def devices(sharding: NamedSharding) -> np.ndarray:
     return sharding.mesh.devices
 
 
+def shards(x: jax.Array) -> dict[Any, jax.Array]:
+    """What this process's devices have of an array. Faster than `addressable_shards`, which works out indices too."""
+    arrays = getattr(x, "_arrays", None)
+    if arrays is None:
+        return {shard.device: shard.data for shard in x.addressable_shards}
+    return {array.device: array for array in arrays}
+
+
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:
     """A function that copies arrays from one mesh to another of the same shape and spec; None where it cannot.
 

@@ -19,7 +19,7 @@ from reshard.moving.plan import ReshardPlan
 from reshard.moving.progress import Meter, ProgressCallback, Stats
 from reshard.moving.remote import WireCarrier
 from reshard.moving.rounds import Round
-from reshard.moving.sources import MovingArray, Sources
+from reshard.moving.sources import MovingArray, Sources, Way, Ways
 from reshard.places import HostMemory
 
 # How much may be under way before what has left is freed, if the threshold allows more.
@@ -74,7 +74,8 @@ class _Run:
         self.rank = 0 if job is None else job.rank
         self.wire = None if job is None else WireCarrier(job)
         self.carrier = LocalCarrier(num_threads)
-        self.arrays = [MovingArray(planned, source) for planned, source in zip(plan.arrays, sources, strict=True)]
+        ways = Ways()
+        self.arrays = [MovingArray(planned, source, ways) for planned, source in zip(plan.arrays, sources, strict=True)]
         self.sources = Sources(plan, self.arrays, donate)
         self._under_way: dict[int, int] = {}  # bytes by rank
         self._filled: list[MovingArray] = []
@@ -96,12 +97,11 @@ class _Run:
         for batch in round_:
             array = self.arrays[batch.array]
             self.sources.start(array)
-            for piece, box in array.boxes(batch):
-                at = int(array.planned.route.level[piece])
-                if at > 0 and at != level:
+            for way in array.ways(batch):
+                if way.level > 0 and way.level != level:
                     self._settle()
-                level = at
-                self._carry(array, piece, box, working)
+                level = way.level
+                self._carry(array, way, working)
             if max(self._under_way.values(), default=0) >= _WINDOW_BYTES:
                 self._settle()
         self._settle()
@@ -118,42 +118,40 @@ class _Run:
             array.sinks[t] = open_sink(target.devices[t], array.scaled(target.boxes[t]).shape, leaf.dtype, kind)
         return array.sinks[t]
 
-    def _carry(self, array: MovingArray, piece: int, box: Box, working: dict[Any, int]) -> None:
-        route, dtype = array.planned.route, array.planned.leaf.dtype
-        sender, receiver = int(route.sender[piece]), int(route.receiver[piece])
-        is_first = route.level[piece] == 0
-        from_layout = route.source if is_first else route.target
-        from_device, to_device = from_layout.devices[sender], route.target.devices[receiver]
-
-        def source() -> tuple[Any, Box]:
-            data = array.shards[sender] if is_first else self._sink(array, sender).contents
-            return data, box.relative_to(array.scaled(from_layout.boxes[sender]))
-
-        def sink() -> tuple[Sink, Box]:
-            return self._sink(array, receiver), box.relative_to(array.scaled(route.target.boxes[receiver]))
-
-        sender_rank, receiver_rank = self._rank_of(from_device), self._rank_of(to_device)
+    def _carry(self, array: MovingArray, way: Way, working: dict[Any, int]) -> None:
+        sender_rank, receiver_rank = self._rank_of(way.from_device), self._rank_of(way.to_device)
         if sender_rank != receiver_rank:
-            assert self.wire is not None
-            ends = (sender_rank, from_device), (receiver_rank, to_device)
-            sent, received = self.wire.carry(*ends, source, sink, dtype)
+            sent, received = self._send_or_receive(array, way)
         elif sender_rank == self.rank:
-            sent, received = self.carrier.carry(*source(), *sink())
+            sent, received = self.carrier.carry(*self._source(array, way), self._sink(array, way.receiver), way.into)
         else:
             sent = received = 0
-        working[from_device] = working.get(from_device, 0) + sent
-        working[to_device] = working.get(to_device, 0) + received
-        nbytes = box.nbytes(dtype.itemsize)
+        working[way.from_device] = working.get(way.from_device, 0) + sent
+        working[way.to_device] = working.get(way.to_device, 0) + received
         if receiver_rank == self.rank:
-            self.meter.received(nbytes, on_same_device=from_device == to_device)
+            self.meter.received(way.nbytes, on_same_device=way.from_device == way.to_device)
         for rank in {sender_rank, receiver_rank}:
-            self._under_way[rank] = self._under_way.get(rank, 0) + nbytes
-        self.meter.bytes_done += nbytes
-        if is_first:
-            self.sources.leave(array, sender)
+            self._under_way[rank] = self._under_way.get(rank, 0) + way.nbytes
+        self.meter.bytes_done += way.nbytes
+        if way.level == 0:
+            self.sources.leave(array, way.sender)
         array.left -= 1
         if not array.left:
             self._filled.append(array)
+
+    def _source(self, array: MovingArray, way: Way) -> tuple[Any, Box]:
+        """The shard that is read, and which box of it."""
+        return self._sink(array, way.sender).contents if way.level else array.shards[way.sender], way.box
+
+    def _send_or_receive(self, array: MovingArray, way: Way) -> tuple[int, int]:
+        assert self.wire is not None
+        return self.wire.carry(
+            (self._rank_of(way.from_device), way.from_device),
+            (self._rank_of(way.to_device), way.to_device),
+            lambda: self._source(array, way),
+            lambda: (self._sink(array, way.receiver), way.into),
+            array.planned.leaf.dtype,
+        )
 
     def _settle(self) -> None:
         """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""

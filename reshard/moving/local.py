@@ -10,7 +10,7 @@ and written by another into a buffer that is donated to it and so stays where it
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -134,9 +134,12 @@ def _is_host_kind(memory_kind: str | None) -> bool:
 
 
 def _on_host(source: Any) -> bool:
-    if isinstance(source, np.ndarray):
-        return True
-    return is_host_memory(next(iter(source.sharding.device_set))) or _is_host_kind(source.sharding.memory_kind)
+    return isinstance(source, np.ndarray) or _is_on_host(source.sharding, is_host_memory)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_on_host(sharding: jax.sharding.Sharding, is_host: Callable[[Any], bool]) -> bool:
+    return is_host(next(iter(sharding.device_set))) or _is_host_kind(sharding.memory_kind)
 
 
 class LocalCarrier:
@@ -153,6 +156,9 @@ class LocalCarrier:
         The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
         sender and on the receiver.
         """
+        if isinstance(sink, HostSink) and _on_host(source):
+            self._copy(np.asarray(source)[box.slices], sink, into)
+            return 0, 0
         nbytes = box.nbytes(source.dtype.itemsize)
         whole = box.shape == tuple(source.shape)
         if isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
@@ -169,11 +175,11 @@ class LocalCarrier:
             becomes_target = sink.write(into, arrived)
             self._written.append(sink)
             return cut_bytes, 0 if becomes_target else nbytes
-        self._copy(np.asarray(data), sink, into, nbytes)
+        self._copy(np.asarray(data), sink, into)
         return cut_bytes, 0
 
-    def _copy(self, data: np.ndarray, sink: Sink, into: Box, nbytes: int) -> None:
-        if self._pool is None or nbytes < _THREADED_BYTES:
+    def _copy(self, data: np.ndarray, sink: Sink, into: Box) -> None:
+        if self._pool is None or data.nbytes < _THREADED_BYTES:
             sink.write(into, data)
         else:
             self._copies.append(self._pool.submit(sink.write, into, data))

@@ -1,11 +1,12 @@
 """Holds the arrays of a reshard on their way: source shards, freed as they leave, and target shards."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from reshard.moving.in_place import Kept, take_over
@@ -13,6 +14,66 @@ from reshard.moving.local import Sink
 from reshard.moving.plan import PlannedArray, ReshardPlan
 from reshard.moving.rounds import Batch
 from reshard.places import is_local
+
+# For how many shapes the ways of pieces are kept; arrays of one shape mostly follow each other.
+_KNOWN_SHAPES = 64
+
+
+class Way(NamedTuple):
+    """A piece of an array, or a chunk of one, on its way from one shard to another.
+
+    Attributes:
+        sender, receiver, level: as in `Route`.
+        from_device, to_device: where these shards are.
+        box, into: what is sent, in its shard and in the one that it goes to, in elements of the array.
+        nbytes: its bytes.
+    """
+
+    sender: int
+    receiver: int
+    level: int
+    from_device: Any
+    to_device: Any
+    box: Box
+    into: Box
+    nbytes: int
+
+
+class Ways:
+    """The ways of whole pieces, worked out once for all arrays of one route and shape."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Way]] = {}
+
+    def of(self, planned: PlannedArray) -> list[Way]:
+        """The way of each piece of the array's route."""
+        key = (planned.route, planned.scale, planned.leaf.dtype)
+        ways = self._known.get(key)
+        if ways is None:
+            if len(self._known) >= _KNOWN_SHAPES:
+                self._known.clear()
+            starts, stops = planned.route.start.tolist(), planned.route.stop.tolist()
+            boxes = [Box(tuple(a), tuple(b)).scaled(planned.scale) for a, b in zip(starts, stops, strict=True)]
+            ways = self._known[key] = [way_of(planned, piece, box) for piece, box in enumerate(boxes)]
+        return ways
+
+
+def way_of(planned: PlannedArray, piece: int, box: Box) -> Way:
+    """The way of a box of the array, which is a piece of its route or a chunk of one."""
+    route = planned.route
+    sender, receiver, level = int(route.sender[piece]), int(route.receiver[piece]), int(route.level[piece])
+    source = route.target if level else route.source
+    held, wanted = source.boxes[sender].scaled(planned.scale), route.target.boxes[receiver].scaled(planned.scale)
+    return Way(
+        sender,
+        receiver,
+        level,
+        source.devices[sender],
+        route.target.devices[receiver],
+        box.relative_to(held),
+        box.relative_to(wanted),
+        box.nbytes(planned.leaf.dtype.itemsize),
+    )
 
 
 class MovingArray:
@@ -29,8 +90,9 @@ class MovingArray:
         stays: these source shards.
     """
 
-    def __init__(self, planned: PlannedArray, source: Any):
+    def __init__(self, planned: PlannedArray, source: Any, ways: Ways):
         self.planned = planned
+        self._ways = ways
         self.source = source
         self.shards = _shards(source, planned)
         self.sinks: dict[int, Sink] = {}
@@ -53,14 +115,12 @@ class MovingArray:
             return np.array([chunk.piece for chunk in batch.chunks], np.int64)
         return np.arange(len(self.planned.route.level)) if batch.pieces is None else batch.pieces
 
-    def boxes(self, batch: Batch) -> Iterator[tuple[int, Box]]:
-        """The parts of a batch: the number of the piece, and the box."""
+    def ways(self, batch: Batch) -> Iterable[Way]:
+        """The ways of the parts of a batch."""
         if batch.chunks:
-            yield from ((chunk.piece, chunk.box) for chunk in batch.chunks)
-            return
-        route = self.planned.route
-        for piece in self.pieces(batch).tolist():
-            yield piece, self.scaled(Box(tuple(route.start[piece].tolist()), tuple(route.stop[piece].tolist())))
+            return (way_of(self.planned, chunk.piece, chunk.box) for chunk in batch.chunks)
+        ways = self._ways.of(self.planned)
+        return ways if batch.pieces is None else [ways[piece] for piece in batch.pieces.tolist()]
 
 
 class Sources:
@@ -173,7 +233,7 @@ def _shards(source: Any, planned: PlannedArray) -> list[Any]:
     if isinstance(source, MpmdArray):
         arrays = [source._arrays.get(part.key) for part in source.mpmd_sharding.parts(source.shape)]
     for array, indices in zip(arrays, layout.parts, strict=True):
-        by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
+        by_device = {} if array is None else compat.shards(array)
         for i in indices:
             if shards[i] is None:
                 shards[i] = by_device.get(layout.devices[i])
