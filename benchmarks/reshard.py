@@ -2,6 +2,7 @@
 
     python benchmarks/reshard.py [--mib 1024] [--repeat 3] [--cold]
     python benchmarks/reshard.py --plan      # 10,000 arrays onto 1,024 devices, nothing moved
+    python benchmarks/reshard.py --small     # CPU time for many small arrays, against one batched device_put
 
 There are 4 groups of 2 CPU devices. An SPMD state, sharded over all 8 devices, goes to stages that each own a quarter
 of the arrays, and back. Each way runs in its own process, so that its peak resident memory can be measured. The times
@@ -147,6 +148,54 @@ def measure_planning() -> None:
         print(f"{plan}\n  planned in {seconds:.1f} s, peak resident memory {peak:.2f} GiB\n", flush=True)
 
 
+def measure_small(way: str, num_arrays: int, nbytes: int) -> float:
+    """CPU seconds to bring float32 arrays of this size from rows over all devices to rows over their stages."""
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    reshard = library()
+    from mpmd.arrays.mesh import MpmdMesh
+    from mpmd.arrays.sharding import MpmdSharding
+
+    whole = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = MpmdMesh(whole, "stage")
+    spmd = NamedSharding(whole, P(("stage", "data")))
+    stages = [MpmdSharding(mesh, i * 4 // num_arrays, P("data")) for i in range(num_arrays)]
+    host = [np.full((nbytes // 64, 16), i, np.float32) for i in range(num_arrays)]
+    seconds = []
+    for _ in range(5):
+        arrays = jax.block_until_ready(jax.device_put(host, [spmd] * num_arrays))
+        start = time.process_time()
+        if way == "device_put":
+            moved = jax.device_put(arrays, [s.group_sharding(s.groups[0]) for s in stages])
+        else:
+            moved = reshard.spmd_to_mpmd_reshard(mesh, arrays, stages)
+        jax.block_until_ready(moved)
+        del arrays
+        seconds.append(time.process_time() - start)
+        assert all((np.asarray(m) == v).all() for m, v in zip(moved, host, strict=True))
+        del moved
+    return min(seconds[1:])
+
+
+def compare_small() -> None:
+    """Prints both ways side by side, each in its own process."""
+    print(f"{'arrays':>8} {'bytes':>9} {'device_put':>11} {'reshard':>9} {'ratio':>6}")
+    for num_arrays, nbytes in ((10_000, 1 << 10), (300, 1 << 20)):
+        found = []
+        for way in ("device_put", "reshard"):
+            command = [sys.executable, __file__, "--small", way, str(num_arrays), str(nbytes)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found.append(float(done.stdout.splitlines()[-1]))
+        put, ours = found
+        print(f"{num_arrays:8} {nbytes:9} {put:10.2f}s {ours:8.2f}s {ours / put:5.2f}x", flush=True)
+
+
 def library():
     """The package `reshard`, which has the same name as this file."""
     return importlib.import_module("reshard")
@@ -184,7 +233,15 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--one", nargs=2, metavar=("WAY", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--plan", action="store_true", help="measure planning instead")
+    parser.add_argument("--small", nargs="*", help="measure many small arrays instead")
     args = parser.parse_args()
+    if args.small:
+        way, num_arrays, nbytes = args.small
+        print(measure_small(way, int(num_arrays), int(nbytes)))
+        return
+    if args.small is not None:
+        compare_small()
+        return
     if args.plan:
         measure_planning()
         return
