@@ -119,10 +119,12 @@ class Traced:
         )
         ins, outs = hints_of_pieces(self._hints, split.ins), hints_of_pieces(outs, split.outs)
         donated, forwarded = split.pieces_of(self._donated), split.pieces_of(forwarded)
-        outline = outline_step(split.trace, mesh, [h.groups for h in ins], [h.groups for h in outs], forwarded)
+        specs = [None if h.layout is None else h.layout[0] for h in ins]
+        asked = [h.groups for h in outs]
+        outline = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs)
         if (single := in_one_group(ins, split, outline.inputs)) != ins:
             ins = single
-            outline = outline_step(split.trace, mesh, [h.groups for h in ins], [h.groups for h in outs], forwarded)
+            outline = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs)
         return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options)
 
     def __str__(self):

@@ -66,16 +66,33 @@ class Operation:
 
 
 class Add(Operation):
-    """The sum over microbatches."""
+    """The sum over microbatches.
+
+    Args:
+      once: where the rows of a microbatch are sharded over the devices of a group, a gradient is a sum over these
+        devices. By default it is done once, after the last microbatch. With False it is done for each microbatch, as
+        the step is written. The results differ by rounding.
+    """
 
     reads_index = False
+    once = True
+
+    def __init__(self, *, once: bool = True):
+        if not isinstance(once, bool):
+            raise StageError(f"{type(self).__name__}: once is {once!r}. Pass True or False.")
+        if not once:
+            self.once = False
 
     def update(self, acc: Any, x: Any, index: Any) -> Any:
         return acc + x if acc.dtype != np.bool_ else acc | x
 
 
 class Mean(Add):
-    """The sum over microbatches divided by their number. Of booleans: the share of True."""
+    """The sum over microbatches divided by their number. Of booleans: the share of True.
+
+    Args:
+      once: as for `Add`.
+    """
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)

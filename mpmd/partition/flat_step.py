@@ -5,6 +5,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
@@ -14,6 +16,7 @@ from mpmd.ops.treduce import treduce_p
 from mpmd.partition import equations
 from mpmd.partition.loop import partition_loop
 from mpmd.partition.outline import Groups, Loop
+from mpmd.partition.sharded_axes import ShardedAxes
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Atom, Trace, copy_equations
 from scheduler import Schedule
@@ -45,11 +48,17 @@ class FlatStep:
 
     @classmethod
     def of(
-        cls, trace: Trace, mesh: MpmdMesh, in_groups: Asked, out_groups: Asked, forwarded: Iterable[int] = ()
+        cls,
+        trace: Trace,
+        mesh: MpmdMesh,
+        in_groups: Asked,
+        out_groups: Asked,
+        forwarded: Iterable[int] = (),
+        in_specs: Sequence[PartitionSpec | None] = (),
     ) -> "FlatStep":
         """Reads a trace and cuts its loops into tasks; for the arguments see `place_segments.outline_step`."""
         everywhere = frozenset(range(mesh.num_groups))
-        items, outvars = _items(trace, mesh, forwarded)
+        items, outvars = _items(trace, mesh, forwarded, _sharded_axes(trace, mesh, in_specs))
         items = [_with_groups(i, everywhere) if _is_place(i) else i for i in items]
         num_consts = len(trace.consts)
         return cls(
@@ -90,7 +99,21 @@ def _is_place(item: Item) -> bool:
     return not isinstance(item, Loop) and item.primitive is place_p
 
 
-def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list[Item], list[compat.Var]]:
+def _sharded_axes(trace: Trace, mesh: MpmdMesh, in_specs: Sequence[PartitionSpec | None]) -> ShardedAxes | None:
+    """What is known of the arguments' shardings inside of groups; None if groups differ or have one device."""
+    shape = mesh.groups[0].abstract_mesh
+    if shape.size == 1 or any(g.abstract_mesh != shape for g in mesh.groups):
+        return None
+    sharded = ShardedAxes(shape)
+    for i, spec in enumerate(in_specs, start=len(trace.consts)):
+        if spec is not None:
+            sharded.say(trace.jaxpr.invars[i], spec)
+    return sharded
+
+
+def _items(
+    trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int], sharded: ShardedAxes | None
+) -> tuple[list[Item], list[compat.Var]]:
     """The items of a step and its results; each result has a variable of its own."""
     items: list[Item] = []
     alias: dict[Atom, Atom] = {}
@@ -103,9 +126,11 @@ def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list
         if eqn.primitive is mark_p:
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         elif eqn.primitive is treduce_p:
-            items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items))
+            items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items), sharded)
         else:
             items.append(eqn)
+            if sharded is not None:
+                sharded.read([eqn])
     outvars: list[compat.Var] = []
     num_consts = len(trace.consts)
     taken = set(trace.jaxpr.invars) - {trace.jaxpr.invars[num_consts + i] for i in forwarded}
@@ -120,12 +145,12 @@ def _items(trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int]) -> tuple[list
     return _live(items, outvars), outvars
 
 
-def _loop_items(eqn: compat.JaxprEqn, mesh: MpmdMesh, number: int) -> list[Item]:
+def _loop_items(eqn: compat.JaxprEqn, mesh: MpmdMesh, number: int, sharded: ShardedAxes | None) -> list[Item]:
     info = eqn.params["info"]
     _check_groups(info.schedule, mesh, eqn)
     orders = info.schedule.orders(info.num_microbatches)
     split = any(task.kind in "IW" for order in orders for task in order)
-    partition = partition_loop(eqn, split)
+    partition = partition_loop(eqn, split, sharded)
     return [*partition.before, Loop(number, partition, orders), *partition.after]
 
 

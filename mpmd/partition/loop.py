@@ -11,6 +11,7 @@ The rules, in the order in which they are applied (each is a function of this fi
   backward    an equation runs in the stage of the forward equation that it transposes
   sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
+  parts       what each device of a group adds to a gradient is accumulated apart, summed after the loop
   join        in a split backward, what is made of several stages' gradients is computed after the loop
 
 The result is pure data: `LoopPartition`, which prints itself.
@@ -30,6 +31,8 @@ from mpmd.partition.floating import place_floating, sink_residuals
 from mpmd.partition.forward_stages import forward_stages
 from mpmd.partition.graph import Body, Node, Place, drop_unused, hoist
 from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
+from mpmd.partition.partial_sums import sum_once
+from mpmd.partition.sharded_axes import ShardedAxes
 from mpmd.partition.split_backward import split_backward
 from mpmd.tracing.trace import Atom
 
@@ -108,12 +111,13 @@ class LoopPartition:
                 yield f"    accumulates {acc.operation} {acc.value.aval.str_short(short_dtypes=True)}"
 
 
-def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
+def partition_loop(eqn: compat.JaxprEqn, split: bool, sharded: ShardedAxes | None = None) -> LoopPartition:
     """Cuts the body of a `treduce` equation into the tasks of its schedule.
 
     Args:
       eqn: the equation; its body is flat (see `trace.inline`).
       split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
+      sharded: how its operands are sharded inside of a group, if they can be.
 
     Raises:
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
@@ -125,6 +129,9 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool) -> LoopPartition:
     body = sink_residuals(place_floating(body, marks.num_stages))
     body, accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
     body = drop_unused(body, [a.value for a in accumulators])
+    if sharded is not None:
+        body, accumulators, sums = sum_once(body, accumulators, sharded, info.num_microbatches)
+        after = [*sums, *after]
     if split:
         body, accumulators = split_backward(body, accumulators)
     return _tasks(body, info, marks.labels, accumulators, after, ("F", "I", "W") if split else ("F", "B"))

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.ops.cross_group import place_p
@@ -22,7 +24,12 @@ from mpmd.tracing.trace import Trace
 
 
 def outline_step(
-    trace: Trace, mpmd_mesh: MpmdMesh, in_groups: Asked, out_groups: Asked, forwarded: Iterable[int] = ()
+    trace: Trace,
+    mpmd_mesh: MpmdMesh,
+    in_groups: Asked,
+    out_groups: Asked,
+    forwarded: Iterable[int] = (),
+    in_specs: Sequence[PartitionSpec | None] = (),
 ) -> Outline:
     """Places every equation of a traced step.
 
@@ -32,12 +39,13 @@ def outline_step(
       in_groups: per flat argument, the groups that hold it, or None to find out.
       out_groups: per flat result, the groups that shall hold it, or None.
       forwarded: flat arguments that may be returned as they are (donated ones: nobody else holds them).
+      in_specs: per flat argument, how it is sharded inside of a group, where that is known.
 
     Raises:
       StageError: a loop does not fit its schedule or the mesh, or a `place` names a group that is not there.
     """
     with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
-        step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded))
+        step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded, in_specs))
         placed = place_by_demand(pin_by_operands(step))
         return assemble(placed, as_late_as_possible(placed, as_early_as_possible(placed)))
 

@@ -112,13 +112,13 @@ def test_gradients_are_reduced_once_a_step(step, axis_type, schedule, operation)
     assert re.search(r"^collectives a step, around the loops: [24] all-reduce \(segment", text, re.MULTILINE), text
 
 
-def test_without_that_gradients_are_reduced_for_each_microbatch_and_explain_says_so():
+def test_as_written_gradients_are_reduced_for_each_microbatch_and_explain_says_so():
     mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Explicit, ("data",)), "stage")
     params, batch = _arguments()
 
     def step(params, batch):
         rows = jax.tree.map(lambda x: jax.reshard(x, P(None, "data", None)), batch)
-        return _plain(params, rows, scheduler.OneFOneB(2))
+        return _plain(params, rows, scheduler.OneFOneB(2), mpmd.Mean(once=False))
 
     compiled = mpmd.jit(step, mpmd_mesh=mesh).lower(params, batch).compile()
     found = collectives(compiled._programs)

@@ -1,0 +1,413 @@
+"""Data parallel inside a group: sums over its devices are done once, after the loop, not for each microbatch.
+
+Where the rows of a microbatch are sharded over devices, a gradient is a sum over these. Such an equation (a matrix
+product over the rows, a sum of them, a scatter of their updates) runs in a `shard_map` that leaves out this sum: its
+result has an axis in front, with one part for each device. Linear equations from there to the accumulator work on the
+parts, the accumulator holds one part per device, and one sum after the loop makes the value. An accumulator of parts
+takes as much memory on each device as a replicated one.
+
+What is read by anything that is not linear (a norm per microbatch) is left as it was written.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.reductions import Add, Mean, result_types
+from mpmd.partition.accumulators import Accumulator
+from mpmd.partition.graph import Body, Node
+from mpmd.partition.local_sums import Local, local_sum, names_of
+from mpmd.partition.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
+from mpmd.tracing.trace import Atom, inline, trace_equations
+
+
+class Partial(NamedTuple):
+    """A value as parts that add up to it, one for each device along mesh axes: they are on an axis in front."""
+
+    parts: compat.Var
+    axes: Axes
+
+
+def sum_once(
+    body: Body, accumulators: Sequence[Accumulator], sharded: ShardedAxes, num_microbatches: int
+) -> tuple[Body, list[Accumulator], list[compat.JaxprEqn]]:
+    """Accumulates parts per device where that is possible.
+
+    Args:
+      body: with places; unused equations are dropped.
+      accumulators: its accumulators.
+      sharded: what is known of the operands of the loop.
+      num_microbatches: of the loop.
+
+    Returns:
+      The body and its accumulators, and the equations that sum their results.
+    """
+    sharded = sharded.read(n.eqn for n in body.nodes)
+    wanted = _wanted(body, accumulators)
+    nodes, partials = _in_parts(body, wanted, sharded)
+    if scattered := {v for v in wanted if v in partials and _is_scattered(body, v, partials[v].axes, sharded)}:
+        wanted -= scattered
+        nodes, partials = _in_parts(body, wanted, sharded)
+    after: list[compat.JaxprEqn] = []
+    changed: list[Accumulator] = []
+    for acc in accumulators:
+        if acc.value not in wanted or (partial := partials.get(acc.value)) is None:
+            changed.append(acc)
+            continue
+        start = functools.partial(acc.operation.init, partial.parts.aval, num_microbatches)
+        result = compat.Var(result_types(start)[0])
+        eqns, (total,) = trace_equations(_total, result)
+        after += [e.replace(outvars=[acc.result if v is total else v for v in e.outvars]) for e in eqns]
+        changed.append(dataclasses.replace(acc, value=partial.parts, result=result))
+    return body.with_nodes(nodes), changed, after
+
+
+def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
+    """The values that are accumulated by nothing but sums, in the task that makes them."""
+    by_value: dict[Atom, list[Accumulator]] = defaultdict(list)
+    for acc in accumulators:
+        by_value[acc.value].append(acc)
+    wanted: set[Atom] = set()
+    for value, accs in by_value.items():
+        source = body.source_in_loop(value)
+        sums = all(a.operation in (Add(), Mean()) for a in accs)
+        if source is not None and sums and all(a.place == source.place for a in accs):
+            wanted.add(value)
+    return wanted
+
+
+def _is_scattered(body: Body, value: Atom, axes: Axes, sharded: ShardedAxes) -> bool:
+    """Whether a parameter of this shape is sharded over the same devices: parts of its gradient would be larger."""
+    same = [v for v in body.operands if v.aval.shape == value.aval.shape]
+    return any(set(axes).intersection(d) for v in same for d in sharded.of(v))
+
+
+def _in_parts(
+    body: Body, wanted: Collection[Atom], sharded: ShardedAxes
+) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
+    """The nodes of a body in which the `wanted` values are in parts where they can be, and these parts."""
+    place = {v: n.place for n in body.nodes if n.per_microbatch for v in n.eqn.outvars}
+    summable = _summable(
+        [n.eqn for n in body.nodes if n.per_microbatch],
+        wanted,
+        near=lambda v, eqn: place[v] is not None and place[v] == place[eqn.outvars[0]],
+    )
+    sums = _Sums(sharded, summable)
+    nodes: list[Node] = []
+    for node in body.nodes:
+        new = sums.replace(node.eqn)
+        nodes += [node] if new is None else [dataclasses.replace(node, eqn=eqn) for eqn in new]
+    return nodes, sums.partials
+
+
+def _summable(
+    eqns: Sequence[compat.JaxprEqn],
+    wanted: Collection[Atom],
+    near: Callable[[compat.Var, compat.JaxprEqn], bool] = lambda v, eqn: True,
+    whole: Collection[Atom] = (),
+    inputs: Sequence[compat.Var] = (),
+) -> set[Atom]:
+    """The values of which parts are enough: linear equations alone are between them and `wanted` ones.
+
+    Args:
+      near: whether an equation may read the parts of a value.
+      whole: values that are needed as they are.
+      inputs: what else to tell of.
+    """
+    readers: dict[Atom, list[compat.JaxprEqn]] = defaultdict(list)
+    for eqn in eqns:
+        for v in dict.fromkeys(_variables(eqn)):
+            readers[v].append(eqn)
+    found: set[Atom] = set()
+    for v in (*(v for eqn in reversed(eqns) for v in eqn.outvars), *inputs):
+        enough = v not in whole and (v in wanted or readers[v])
+        if enough and all(_is_linear(e, v) and found.issuperset(e.outvars) and near(v, e) for e in readers[v]):
+            found.add(v)
+    return found
+
+
+def _variables(eqn: compat.JaxprEqn) -> list[compat.Var]:
+    return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+
+
+# --- one equation after the other -----------------------------------------------------------------
+
+
+class _Sums:
+    """Replaces equations by those that make parts of their results.
+
+    Attributes:
+      partials: the values that are in parts so far.
+
+    Args:
+      sharded: the mesh axes of all values.
+      summable: the values of which parts are enough.
+      partials: those that come in in parts.
+    """
+
+    def __init__(
+        self, sharded: ShardedAxes, summable: Collection[Atom], partials: Mapping[Atom, Partial] | None = None
+    ):
+        self.partials: dict[Atom, Partial] = dict(partials or {})
+        self._sharded = sharded
+        self._summable = summable
+
+    def replace(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
+        """The equations instead of one whose results can be in parts; None: it stays as it is."""
+        with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+            try:
+                return self._replaced(eqn)
+            except (TypeError, ValueError, NotImplementedError):  # JAX cannot type the parts on Explicit axes
+                return self._completed(eqn)
+
+    def _replaced(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
+        if any(v in self.partials for v in _variables(eqn)):
+            return self._linear(eqn)
+        if not any(v in self._summable for v in eqn.outvars):
+            return None
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn)
+        if eqn.primitive.name in CHECKPOINTS:
+            return self._checkpoint(eqn)
+        local = local_sum(eqn, self._sharded)
+        return None if local is None else self._rows(eqn, local)
+
+    def run(self, eqns: Iterable[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
+        """Replaces all that it can."""
+        return [new for eqn in eqns for new in self.replace(eqn) or [eqn]]
+
+    def _rows(self, eqn: compat.JaxprEqn, local: Local) -> list[compat.JaxprEqn]:
+        """An equation that sums over rows: each device sums its own."""
+
+        def part(*operands):
+            if eqn.primitive.name == "scatter-add":  # what the rows are added to is added once
+                operands = (_first_only(operands[0], lax.axis_index(local.axes)), *operands[1:])
+            params = {k: None if isinstance(x, NamedSharding) else x for k, x in eqn.params.items()}
+            return eqn.primitive.bind(*operands, **params)[None]
+
+        parts = jax.shard_map(
+            part, in_specs=local.in_specs, out_specs=local.out_spec, axis_names=local.manual, check_vma=False
+        )
+        return self._traced(eqn, parts, eqn.invars, local.axes)
+
+    def _linear(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
+        """The equation on the parts of its operands; what is no sum is added in the first part alone."""
+        added = _ADDED.get(eqn.primitive.name, ())
+        axes = next(self.partials[v].axes for v in _variables(eqn) if v in self.partials)
+        if set(axes).intersection(_constrained(eqn)):
+            return self._completed(eqn)
+        before: list[compat.JaxprEqn] = []
+        operands: list[Atom] = []
+        mapped: list[int | None] = []
+        for i, v in enumerate(eqn.invars):
+            partial = None if isinstance(v, compat.Literal) else self.partials.get(v)
+            if partial and (partial.axes != axes or (0 in mapped and i not in added)):
+                eqns, (v,) = trace_equations(_total, partial.parts)
+                before, partial = [*before, *eqns], None
+            operands.append(v if partial is None else partial.parts)
+            mapped.append(None if partial is None else 0)
+
+        def part(number, *operands):
+            if added:
+                pairs = enumerate(zip(operands, mapped, strict=True))
+                operands = [_first_only(x, number) if m is None and i in added else x for i, (x, m) in pairs]
+            return eqn.primitive.bind(*operands, **eqn.params)
+
+        def parts(*operands):
+            if eqn.primitive.name in ("reshard", "sharding_constraint"):
+                return _constrained_alike(eqn, operands[0], axes)
+            return jax.vmap(part, in_axes=(0, *mapped))(self._numbers(axes), *operands)
+
+        return [*before, *self._traced(eqn, parts, operands, axes)]
+
+    def _completed(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
+        """The equation as it is, after the sums of those operands that are in parts."""
+        before: list[compat.JaxprEqn] = []
+        operands: list[Atom] = []
+        for v in eqn.invars:
+            if not isinstance(v, compat.Literal) and v in self.partials:
+                eqns, (v,) = trace_equations(_total, self.partials[v].parts)
+                before += eqns
+            operands.append(v)
+        return [*before, eqn.replace(invars=operands)]
+
+    def _checkpoint(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
+        """A checkpoint, some of whose results are in parts."""
+        body = inner_jaxpr(eqn)
+        assert body is not None
+        inner = self._sharded.inside(body, [self._sharded.of(v) for v in eqn.invars])
+        wanted, whole = self._inner_results(eqn, body)
+        sums = _Sums(inner, _summable(body.eqns, wanted, whole=whole))
+        eqns = sums.run(body.eqns)
+        found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
+        if not any(found):
+            return None
+        outs = [v if p is None else p.parts for v, p in zip(body.outvars, found, strict=True)]
+        jaxpr = compat.new_jaxpr(body, eqns=eqns, outvars=outs)
+        return self._call(eqn, {"jaxpr": jaxpr}, eqn.invars, found)
+
+    def _scan(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
+        """A scan, some of whose results are in parts: stacked ones, and sums that it carries."""
+        closed, num_carry = eqn.params["jaxpr"], eqn.params["num_carry"]
+        first = eqn.params["num_consts"]
+        if closed.consts:
+            return None
+        body = inline(closed.jaxpr)
+        inner = self._sharded.inside_scan(eqn, body)
+        carries, last = body.invars[first : first + num_carry], body.outvars[:num_carry]
+        wanted, whole = self._inner_results(eqn, body)
+        summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
+        for _ in carries:  # a carry is in parts from its first to its last round, or not at all
+            rest = {out for v, out in zip(carries, last, strict=True) if v not in summable} & wanted
+            wanted, whole = wanted - rest, whole | rest
+            summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
+        sums = _Sums(inner, summable)
+        sums.run(body.eqns)
+        found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
+        parts = {
+            v: Partial(compat.Var(p.parts.aval), p.axes) for v, p in zip(carries, found[:num_carry], strict=True) if p
+        }
+        sums = _Sums(inner, summable, parts)
+        eqns = sums.run(body.eqns)
+        found = [p and sums.partials[v] for v, p in zip(body.outvars, found, strict=True)]
+        if not any(found):
+            return None
+        ins = [parts[v].parts if v in parts else v for v in body.invars]
+        outs = [v if p is None else p.parts for v, p in zip(body.outvars, found, strict=True)]
+        jaxpr = compat.new_jaxpr(body, invars=ins, eqns=eqns, outvars=outs)
+        before: list[compat.JaxprEqn] = []
+        operands = list(eqn.invars)
+        for k, v in enumerate(carries, start=first):
+            if v in parts:
+                more, (operands[k],) = trace_equations(functools.partial(self._placed, parts[v].axes), eqn.invars[k])
+                before += more
+        new = self._call(eqn, {"jaxpr": compat.ClosedJaxpr(jaxpr, ())}, operands, found, num_carry)
+        return [*before, *new]
+
+    def _inner_results(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> tuple[set[Atom], set[Atom]]:
+        """Results of an inner jaxpr of which parts are enough, and those that are needed as they are."""
+        pairs = [(v, out in self._summable) for v, out in zip(body.outvars, eqn.outvars, strict=True)]
+        whole = {v for v, enough in pairs if not enough and not isinstance(v, compat.Literal)}
+        return {v for v, enough in pairs if enough and not isinstance(v, compat.Literal)} - whole, whole
+
+    def _call(
+        self,
+        eqn: compat.JaxprEqn,
+        changes: Mapping[str, Any],
+        operands: Sequence[Atom],
+        found: Sequence[Partial | None],
+        stacked: int | None = None,
+    ) -> list[compat.JaxprEqn]:
+        """The equation with an inner jaxpr of which some results are in parts; from result `stacked` on, in stacks."""
+
+        def call(*operands):
+            outs = eqn.primitive.bind(*operands, **{**eqn.params, **changes})
+            below = [p is not None and stacked is not None and i >= stacked for i, p in enumerate(found)]
+            return [jnp.moveaxis(x, 1, 0) if b else x for x, b in zip(outs, below, strict=True)]
+
+        new = trace_equations(call, *operands)
+        names: list[Any] = [new_v if p else v for new_v, v, p in zip(new.outs, eqn.outvars, found, strict=True)]
+        for v, out, p in zip(eqn.outvars, new.outs, found, strict=True):
+            if p is not None:
+                assert isinstance(out, compat.Var)
+                self.partials[v] = Partial(out, p.axes)
+        return [e.replace(source_info=eqn.source_info) for e in new.named(names)]
+
+    def _traced(self, eqn: compat.JaxprEqn, fun: Callable, atoms: Sequence[Atom], axes: Axes) -> list[compat.JaxprEqn]:
+        eqns, outs = trace_equations(lambda *xs: jax.tree.leaves(fun(*xs)), *atoms)
+        for v, out in zip(eqn.outvars, outs, strict=True):
+            assert isinstance(out, compat.Var)
+            self.partials[v] = Partial(out, axes)
+        return [e.replace(source_info=eqn.source_info) for e in eqns]
+
+    def _placed(self, axes: Axes, x: jax.Array) -> jax.Array:
+        """A whole value as parts: all of it in the first one."""
+        return jax.vmap(_first_only, in_axes=(None, 0))(x, self._numbers(axes))
+
+    def _numbers(self, axes: Axes) -> jax.Array:
+        """Of the parts."""
+        numbers = jnp.arange(math.prod(self._sharded.sizes[n] for n in axes))
+        lead = _explicit(axes, compat.current_mesh())
+        return jax.reshard(numbers, PartitionSpec(lead)) if lead else numbers
+
+
+def _explicit(axes: Axes, mesh: Any) -> Axes:
+    """Those of the axes that types name."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(n for n in axes if types[n] == AxisType.Explicit)
+
+
+def _constrained_alike(eqn: compat.JaxprEqn, parts: jax.Array, axes: Axes) -> jax.Array:
+    """A constraint, on each part of its operand."""
+    if eqn.primitive.name == "reshard":
+        asked = eqn.params["dst_sharding"]
+        lead = _explicit(axes, asked.mesh)
+        return jax.reshard(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
+    asked = eqn.params["sharding"]  # of Auto axes alone
+    explicit = _explicit(axes, asked.mesh)
+    lead = tuple(n for n in axes if n not in explicit)
+    return lax.with_sharding_constraint(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
+
+
+def _total(parts: jax.Array) -> jax.Array:
+    """The sum over the axis in front, in its own dtype."""
+    return lax.reduce(parts, np.zeros((), parts.dtype), lax.add, (0,))
+
+
+def _first_only(x: Any, number: Any) -> Any:
+    """A value in the first part, zeros in the others."""
+    return jnp.where(number == 0, x, jnp.zeros_like(x))
+
+
+def _constrained(eqn: compat.JaxprEqn) -> list[str]:
+    """The mesh axes that an equation's parameters name."""
+    return [n for x in eqn.params.values() if isinstance(x, NamedSharding) for n in names_of(x.spec)]
+
+
+# --- linear equations -----------------------------------------------------------------------------
+
+# The operands that are added up, so to say: the equation is linear in all of them together.
+_ADDED: dict[str, Sequence[int]] = {
+    "add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "dynamic_update_slice": (0, 1), "scatter-add": (0, 2),
+    "concatenate": range(1 << 16), "select_n": range(1, 1 << 16),
+}  # fmt: skip
+# Linear in the operand that is given, the others as they are.
+_LINEAR: dict[str, Sequence[int]] = {
+    **dict.fromkeys(
+        (
+            "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "dynamic_slice",
+            "gather", "copy", "copy_p", "rev", "cumsum", "split", "sharding_constraint", "reshard", "div",
+            "convert_element_type", "pad",
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("mul", "dot_general"), (0, 1)),
+}  # fmt: skip
+
+
+def _is_linear(eqn: compat.JaxprEqn, v: Atom) -> bool:
+    """Whether an equation is linear in one of its operands, and can run on parts of it."""
+    name = eqn.primitive.name
+    at = [i for i, x in enumerate(eqn.invars) if x is v]
+    if name in _ADDED:
+        return all(i in _ADDED[name] for i in at) and v.aval.dtype != np.bool_
+    if len(at) != 1 or at[0] not in _LINEAR.get(name, ()):
+        return False
+    dtype, result = v.aval.dtype, eqn.outvars[0].aval.dtype
+    if name == "convert_element_type":
+        return jax.dtypes.issubdtype(result, np.inexact) and dtype != np.bool_
+    if name == "div":
+        return jax.dtypes.issubdtype(dtype, np.inexact)
+    if name == "pad":
+        return isinstance(eqn.invars[1], compat.Literal) and not np.any(eqn.invars[1].val)
+    return True

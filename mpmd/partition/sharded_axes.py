@@ -1,0 +1,249 @@
+"""Finds the mesh axes over which each axis of a value is sharded, as XLA will: from arguments, types and constraints.
+
+What is not found counts as not sharded. Nothing computed depends on it: only where sums over devices are done does.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.tracing.trace import Atom, inline
+
+Axes = tuple[str, ...]  # of the mesh, major first
+Dims = tuple[Axes, ...]  # per axis of an array
+
+
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
+
+class ShardedAxes:
+    """The mesh axes of each variable, filled equation by equation.
+
+    Attributes:
+      sizes: of the mesh's axes with more than one device.
+
+    Args:
+      mesh: of a group; all groups have this shape.
+    """
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+        self.sizes = {n: size for n, size in mesh.shape.items() if size > 1}
+        self._found: dict[compat.Var, Dims] = {}
+
+    def of(self, v: Atom) -> Dims:
+        """The mesh axes of each axis of a value."""
+        ndim = len(getattr(v.aval, "shape", ()))
+        found = ((),) * ndim if isinstance(v, compat.Literal) else self._found.get(v, ((),) * ndim)
+        if (sharding := explicit_sharding(v.aval)) is None:
+            return found
+        explicit = _explicit(sharding.mesh)
+        return tuple(
+            (*(n for n in t if n in explicit), *(n for n in f if n not in explicit))
+            for t, f in zip(dims_of(sharding.spec, ndim), found, strict=True)
+        )
+
+    def say(self, v: compat.Var, spec: PartitionSpec) -> None:
+        """Records what is known of a variable from outside."""
+        self._record(v, dims_of(spec, len(v.aval.shape)))
+
+    def read(self, eqns: Iterable[compat.JaxprEqn]) -> "ShardedAxes":
+        """Follows the equations, in order."""
+        for eqn in eqns:
+            ins = [self.of(v) for v in eqn.invars]
+            if any(any(d) for d in ins) or eqn.primitive.name in _SAYS:
+                for v, dims in zip(eqn.outvars, self.results(eqn, ins), strict=True):
+                    self._record(v, dims)
+        return self
+
+    def inside(self, jaxpr: compat.Jaxpr, ins: Sequence[Dims]) -> "ShardedAxes":
+        """The same for an inner jaxpr, whose operands are sharded like `ins`."""
+        inner = ShardedAxes(self.mesh)
+        for v, dims in zip(jaxpr.invars, ins, strict=True):
+            inner._record(v, dims)
+        return inner.read(jaxpr.eqns)
+
+    def inside_scan(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> "ShardedAxes":
+        """The same for the body of a `scan`, with what its carry becomes in the end."""
+        first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+        ins = [self.of(v) for v in eqn.invars]
+        ins[last:] = [d[1:] for d in ins[last:]]
+        inner = self.inside(body, ins)
+        for _ in range(sum(map(len, ins[first:last]))):  # each round finds one more axis of a carry, or is the last
+            outs = [inner.of(v) for v in body.outvars[: last - first]]
+            new = [
+                tuple(a or b for a, b in zip(*pair, strict=True)) for pair in zip(ins[first:last], outs, strict=True)
+            ]
+            if new == ins[first:last]:
+                break
+            ins[first:last] = new
+            inner = self.inside(body, ins)
+        return inner
+
+    def _record(self, v: compat.Var, dims: Dims) -> None:
+        """Keeps the axes that divide the array, each once."""
+        kept: list[Axes] = []
+        seen: set[str] = set()
+        for size, axes in zip(v.aval.shape, dims, strict=True):
+            fits = all(n in self.sizes for n in axes) and not seen.intersection(axes)
+            fits = fits and size % math.prod(self.sizes[n] for n in axes) == 0
+            kept.append(axes if fits else ())
+            seen.update(kept[-1])
+        self._found[v] = tuple(kept)
+
+    def results(self, eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Sequence[Dims]:
+        """How the results of an equation are sharded, if its operands are sharded like `ins`."""
+        name = eqn.primitive.name
+        if name == "scan":
+            body = inline(eqn.params["jaxpr"].jaxpr)
+            inner = self.inside_scan(eqn, body)
+            outs = [inner.of(v) for v in body.outvars]
+            carries = eqn.params["num_carry"]
+            return [*outs[:carries], *(((), *d) for d in outs[carries:])]
+        if name == "shard_map":
+            return [dims_of(s, len(v.aval.shape)) for s, v in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]
+        if (called := inner_jaxpr(eqn)) is not None:
+            inner = self.inside(called, ins)
+            return [inner.of(v) for v in called.outvars]
+        if rule := _RULES.get(name):
+            return [rule(eqn, ins)]
+        if len(eqn.outvars) == len(eqn.invars) > 1:  # each operand on its own, or all of one shape
+            return [_kept(eqn.invars[i : i + 1], ins[i : i + 1], v) for i, v in enumerate(eqn.outvars)]
+        return [_kept(eqn.invars, ins, v) for v in eqn.outvars]
+
+
+def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
+    """The jaxpr, with calls inlined, that a call or a checkpoint runs on the same operands."""
+    if eqn.primitive.name in CHECKPOINTS:
+        return inline(eqn.params["jaxpr"])
+    called = compat.called_jaxpr(eqn)
+    return None if called is None else inline(compat.constvars_to_invars(called.jaxpr)) if not called.consts else None
+
+
+def dims_of(spec: Any, ndim: int) -> Dims:
+    """A spec as axes of the mesh per axis of the array; what a constraint leaves open is not sharded."""
+    entries = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+    return tuple(
+        tuple(e) if isinstance(e, (tuple, list)) else (e,) if isinstance(e, str) else () for e in entries[:ndim]
+    )
+
+
+def _kept(operands: Sequence[Atom], ins: Sequence[Dims], out: compat.Var) -> Dims:
+    """An axis keeps its sharding where an operand has as many axes and this one has the same size."""
+    shape = out.aval.shape
+    dims: list[Axes] = [()] * len(shape)
+    for v, d in zip(operands, ins, strict=True):
+        if len(v.aval.shape) == len(shape):
+            for i, axes in enumerate(d):
+                if v.aval.shape[i] == shape[i] and not dims[i]:
+                    dims[i] = axes
+    return tuple(dims)
+
+
+# --- rules for equations that move axes -----------------------------------------------------------
+
+
+def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    """What it says; axes that it leaves open, or that are Auto where it leads, stay as they are."""
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    if not isinstance(sharding, NamedSharding):
+        return ins[0]
+    entries = [*sharding.spec.partitions, *[None] * (len(ins[0]) - len(sharding.spec.partitions))]
+    pairs = zip(entries, ins[0], dims_of(sharding.spec, len(entries)), strict=True)
+    if eqn.primitive.name == "reshard":
+        explicit = _explicit(sharding.mesh)
+        return tuple((*new, *(n for n in old if n not in explicit)) for _, old, new in pairs)
+    return tuple(old if entry is PartitionSpec.UNCONSTRAINED else new for entry, old, new in pairs)
+
+
+def _explicit(mesh: Any) -> set[str]:
+    return {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+
+
+def _broadcast_in_dim(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    dims: list[Axes] = [()] * len(eqn.params["shape"])
+    for i, out in enumerate(eqn.params["broadcast_dimensions"]):
+        dims[out] = ins[0][i] if eqn.invars[0].aval.shape[i] == eqn.params["shape"][out] else ()
+    return tuple(dims)
+
+
+def _transpose(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    return tuple(ins[0][i] for i in eqn.params["permutation"])
+
+
+def _squeeze(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    return tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params["dimensions"])
+
+
+def _reduce(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    return tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params["axes"])
+
+
+def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    """An axis keeps its sharding as the major part of what it is merged into or cut into."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    starts: dict[int, int] = {}  # elements before an axis: its first index with more than one element
+    count = 1
+    for i, size in enumerate(new):
+        if size > 1:
+            starts.setdefault(count, i)
+        count *= size
+    dims: list[Axes] = [()] * len(new)
+    count = 1
+    for size, axes in zip(old, ins[0], strict=True):
+        if axes and count in starts:
+            dims[starts[count]] = axes
+        count *= size
+    return tuple(dims)
+
+
+def _dot_general(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    return (
+        *(lhs[i] or rhs[j] for i, j in zip(lhs_batch, rhs_batch, strict=True)),
+        *(d for i, d in enumerate(lhs) if i not in (*lhs_contract, *lhs_batch)),
+        *(d for i, d in enumerate(rhs) if i not in (*rhs_contract, *rhs_batch)),
+    )
+
+
+def _conv(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    numbers = eqn.params["dimension_numbers"]
+    dims: list[Axes] = [()] * len(ins[0])
+    if eqn.params["batch_group_count"] == 1:
+        dims[numbers.out_spec[0]] = ins[0][numbers.lhs_spec[0]]
+        dims[numbers.out_spec[1]] = ins[1][numbers.rhs_spec[0]]
+    return tuple(dims)
+
+
+def _gather(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
+    """Rows keep the sharding of their indices; a slice's whole axes keep that of the operand."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    operand = eqn.invars[0].aval.shape
+    slices = iter([d if operand[i] == sizes[i] else () for i, d in enumerate(ins[0]) if i not in gone])
+    rows = iter(ins[1][:-1])
+    return tuple(next(slices if i in numbers.offset_dims else rows) for i in range(len(eqn.outvars[0].aval.shape)))
+
+
+_RULES = {
+    "sharding_constraint": _constraint, "reshard": _constraint, "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose, "squeeze": _squeeze, "reshape": _reshape, "dot_general": _dot_general,
+    "conv_general_dilated": _conv, "gather": _gather, "argmax": _reduce, "argmin": _reduce,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduce),
+}  # fmt: skip
+_SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", *CHECKPOINTS)
+
+
+def merged(pairs: Iterable[tuple[Axes, Axes]]) -> list[Axes] | None:
+    """The axes of contracted pairs: what either side says; None if both sides differ."""
+    found = []
+    for a, b in pairs:
+        if a and b and a != b:
+            return None
+        found.append(a or b)
+    return found

@@ -1,0 +1,260 @@
+"""Data parallel inside a group, written plainly: sums over its devices are done once a step, on any axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from programs.parts import WIDTH, normal, squared_error
+from programs.pipelines import make_mesh
+from programs.program import assert_same, host
+
+import mpmd
+import scheduler
+from mpmd.report.explain import collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ROWS, VOCABULARY, LAYERS = 4, 16, 2
+
+
+def _put(x, *spec):
+    """`x` sharded inside of a group; as it is under plain `jax.jit`."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    if not types or not any(spec):
+        return x
+    return jax.reshard(x, P(*spec)) if EXPLICIT in types else jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def _dense(key):
+    return {"w": normal(key, WIDTH, WIDTH, scale=0.3), "b": normal(key, WIDTH)}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def _norm(p, x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p["scale"] + p["shift"]
+
+
+def _language_params(key):
+    keys = iter(jax.random.split(key, 8))
+    stage = {
+        "qkv": [normal(next(keys), LAYERS, WIDTH, WIDTH, scale=0.3) for _ in range(3)],
+        "scale": jnp.ones((LAYERS, WIDTH)),
+        "shift": jnp.zeros((LAYERS, WIDTH)),
+    }
+    return {"embedding": normal(next(keys), VOCABULARY, WIDTH), "stages": [stage] * 2}
+
+
+def _language_loss(params, m):
+    """A tied embedding, scanned and rematerialized layers, a weight made of three, a mask, and a penalty on weights."""
+    tokens, mask = _put(m["tokens"], "data", None), _put(m["mask"], "data", None)
+    x = jnp.take(params["embedding"], tokens, axis=0) if not _is_explicit() else _lookup(params["embedding"], tokens)
+
+    @jax.checkpoint
+    def layer(x, p):
+        h = _norm(p, x) @ jnp.concatenate(p["qkv"], axis=1)
+        q, k, v = jnp.split(h, 3, axis=-1)
+        scores = jax.nn.softmax(jnp.einsum("bqe,bke->bqk", q, k))
+        return x + jnp.einsum("bqk,bke->bqe", scores, v), None
+
+    for index, stage in enumerate(params["stages"]):
+        x, _ = jax.lax.scan(layer, x if index == 0 else mpmd.mark_stage_end(x), stage)
+    logits = x @ params["embedding"].T
+    picked = jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(tokens, VOCABULARY), -1)
+    penalty = sum(jnp.sum(s["shift"] ** 2) + jnp.sum(s["scale"] ** 2) for s in params["stages"])
+    return -jnp.mean(picked * mask) + 1e-2 * penalty
+
+
+def _is_explicit():
+    return EXPLICIT in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _lookup(table, tokens):
+    return table.at[tokens].get(out_sharding=P("data", None, None))
+
+
+def _language_batch(key):
+    tokens = jax.random.randint(key, (4, ROWS, 6), 0, VOCABULARY)
+    return {"tokens": tokens, "mask": (tokens != 3).astype(jnp.float32)}
+
+
+def _image_loss(params, m):
+    """Convolutions, and a recurrence whose weights' gradients the scan carries."""
+    x = _put(m, "data", None, None, None)
+    for index, p in enumerate(params):
+        x = x if index == 0 else mpmd.mark_stage_end(x)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = x + jnp.tanh(jax.lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=numbers))
+        x, _ = jax.lax.scan(lambda h, _, x=x, p=p: (jnp.tanh(h @ p["w"] + x), None), x, None, length=3)
+    return jnp.mean((x - 1) ** 2)
+
+
+def _image_params(key):
+    keys = jax.random.split(key)
+    return [{"kernel": normal(k, 3, 3, 4, 4, scale=0.2), "w": normal(k, 4, 4, scale=0.3)} for k in keys]
+
+
+def _dense_loss(params, m, rows=("data",)):
+    x = _put(m["x"], *rows, *[None] * (m["x"].ndim - len(rows)))
+    for index, p in enumerate(params):
+        x = x if index == 0 else mpmd.mark_stage_end(x)
+        x = x + jnp.tanh(x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype))
+    return squared_error(x, _put(m["y"], *rows, *[None] * (m["y"].ndim - len(rows))))
+
+
+def _dense_case(num_stages=2, *shape):
+    keys = jax.random.split(jax.random.key(0), num_stages + 2)
+    shape = shape or (4, ROWS, WIDTH)
+    return [_dense(k) for k in keys[2:]], {"x": normal(keys[0], *shape), "y": normal(keys[1], *shape)}
+
+
+# --- a step on groups of several devices ----------------------------------------------------------
+
+
+def _step(loss, schedule, operation=mpmd.Mean, gradients=jax.value_and_grad):
+    def step(params, batch):
+        value, grads = mpmd.treduce(lambda m: gradients(loss)(params, m), batch, schedule=schedule, operation=operation)
+        return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads), value
+
+    return step
+
+
+def _compiled(step, params, batch, mesh, **kwargs):
+    return mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), **kwargs).lower(params, batch).compile()
+
+
+def _check(loss, params, batch, schedule, mesh, rtol=2e-5, **kwargs):
+    """Numbers as under plain `jax.jit`; returns the collectives of the tasks and those around the loop."""
+    compiled = _compiled(_step(loss, schedule), params, batch, mesh, **kwargs)
+    expected = jax.jit(_step(loss, None))(params, batch)
+    assert_same(host(compiled(params, batch)), host(expected), rtol)
+    return _split(compiled)
+
+
+def _split(compiled):
+    found = collectives(compiled._programs)
+    tasks = {name: count for name, count in found.items() if not name.startswith("segment")}
+    return tasks, {name: count for name, count in found.items() if name.startswith("segment")}
+
+
+MODELS = {
+    "language": (_language_loss, _language_params, _language_batch),
+    "image": (_image_loss, _image_params, lambda key: normal(key, 4, ROWS, 5, 5, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "axis_type", "schedule"),
+    [
+        ("language", AUTO, scheduler.OneFOneB(2)),
+        ("language", EXPLICIT, scheduler.ZeroBubbleH1(2)),
+        pytest.param("language", AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+        pytest.param("language", EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        ("image", AUTO, scheduler.GPipe(2)),
+        pytest.param("image", EXPLICIT, scheduler.GPipe(2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_no_task_sums_over_devices(model, axis_type, schedule):
+    loss, params, batch = MODELS[model]
+    key = jax.random.key(1)
+    tasks, around = _check(loss, params(key), batch(key), schedule, make_mesh(2, axis_type, ("data",)))
+    assert not tasks, tasks
+    assert len(around) == 2 and all(set(count) == {"all-reduce"} for count in around.values()), around
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("schedule", [scheduler.InterleavedOneFOneB(4, 2), scheduler.ZeroBubbleV(2)], ids=str)
+def test_no_task_sums_over_devices_with_several_stages_a_group(schedule, axis_type):
+    tasks, _ = _check(_dense_loss, *_dense_case(4), schedule, make_mesh(2, axis_type, ("data",)))
+    assert not tasks, tasks
+
+
+def test_rows_that_only_an_argument_says_are_found():
+    batch_spec = {"x": P(None, "data"), "y": P(None, "data")}
+    loss = lambda params, m: _dense_loss(params, m, ())  # noqa: E731
+    tasks, _ = _check(
+        loss, *_dense_case(), scheduler.OneFOneB(2), make_mesh(2, AUTO, ("data",)), in_shardings=(P(), batch_spec)
+    )
+    assert not tasks, tasks
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
+def test_rows_over_two_axes_are_summed_once(axis_type):
+    """A batch over "data" and its sequence over "seq"."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("stage", "data", "seq"), axis_types=(axis_type,) * 3)
+    loss = lambda params, m: _dense_loss(params, m, ("data", "seq"))  # noqa: E731
+    tasks, around = _check(loss, *_dense_case(2, 4, ROWS, 6, WIDTH), scheduler.OneFOneB(2), mesh)
+    assert not tasks and len(around) == 2, (tasks, around)
+
+
+def test_gradients_in_bfloat16_are_summed_once():
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _dense_case())
+    tasks, _ = _check(_dense_loss, params, batch, scheduler.OneFOneB(2), make_mesh(2, AUTO, ("data",)), rtol=2e-2)
+    assert not tasks, tasks
+
+
+def test_a_gradient_that_is_clipped_for_each_microbatch_is_summed_for_each():
+    def clipped(loss):
+        def gradients(params, m):
+            value, grads = jax.value_and_grad(loss)(params, m)
+            return value, jax.tree.map(lambda g: g / jnp.maximum(1, 10 * jnp.linalg.norm(g)), grads)
+
+        return gradients
+
+    params, batch = _dense_case()
+    steps = [_step(_dense_loss, s, gradients=clipped) for s in (scheduler.OneFOneB(2), None)]
+    compiled = _compiled(steps[0], params, batch, make_mesh(2, AUTO, ("data",)))
+    assert_same(host(compiled(params, batch)), host(jax.jit(steps[1])(params, batch)), 2e-5)
+    tasks, _ = _split(compiled)
+    assert set(tasks) == {"B0", "B1"}, tasks
+
+
+def test_the_gradient_of_a_sharded_parameter_stays_sharded():
+    """Parts of it would take more memory on each device."""
+    params, batch = _dense_case()
+    specs = ([{"w": P("data"), "b": P()}] * 2, P(None, "data"))
+    compiled = _compiled(
+        _step(_dense_loss, scheduler.OneFOneB(2)), params, batch, make_mesh(2, AUTO, ("data",)), in_shardings=specs
+    )
+    accumulators = compiled._programs.outline.loops[0].partition.accumulators
+    shapes = sorted(a.result.aval.shape for a in accumulators)
+    assert shapes == [(2,), (2, WIDTH), (2, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)]
+    expected = jax.jit(_step(_dense_loss, None))(params, batch)
+    assert_same(host(compiled(params, batch)), host(expected), 2e-5)
+
+
+def test_a_switch_sums_as_written_and_explain_shows_both():
+    mesh, (params, batch) = make_mesh(2, AUTO, ("data",)), _dense_case()
+    texts = {}
+    for once in (True, False):
+        compiled = _compiled(_step(_dense_loss, scheduler.OneFOneB(2), mpmd.Mean(once=once)), params, batch, mesh)
+        texts[once] = compiled.explain()
+        assert bool(_split(compiled)[0]) is not once
+    assert "collectives a microbatch, in tasks: 3 all-reduce (F1 1" in texts[False], texts[False]
+    assert "collectives a microbatch" not in texts[True] and "collectives a step, around" in texts[True], texts[True]
+
+
+def test_equal_stages_share_their_programs_as_before():
+    mesh, (params, batch) = make_mesh(4, AUTO, ("data",)), _dense_case(4)
+    lowered = [
+        mpmd.jit(
+            _step(_dense_loss, scheduler.OneFOneB(4), mpmd.Mean(once=once)), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")
+        )
+        .lower(params, batch)
+        .compile()
+        ._programs.compiler.num_compiled
+        for once in (True, False)
+    ]
+    assert lowered[0] <= lowered[1] + 1, lowered
+
+
+def test_an_operation_says_so():
+    assert repr(mpmd.Add()) == "Add" and repr(mpmd.Mean(once=False)) == "Mean(once=False)"
+    assert mpmd.Add(once=True) == mpmd.Add() != mpmd.Add(once=False)
+    with pytest.raises(mpmd.StageError, match=r"^Add: once is 1\. Pass True or False\.$"):
+        mpmd.Add(once=1)  # pyright: ignore[reportArgumentType]
