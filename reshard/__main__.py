@@ -84,6 +84,8 @@ def _folder_of(path: File) -> File:
 
 def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
     """All changes that `convert` makes to the tree, in order: a mapping comes first, or last on the way to a folder."""
+    if options.files_of is not None and options.format != "safetensors":
+        raise ReshardError("--files-of is for --format safetensors, which it adds files to.")
     changes = [tree_edits.select(options.only, options.drop), *(options.changes or [])]
     if options.mapping is None:
         return changes

@@ -13,12 +13,12 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.entries import Entry
 from reshard.edits.tree_edits import Change
-from reshard.storage.arrays import Reads, StoredArray
+from reshard.storage.arrays import Reads, StoredArray, empty
 from reshard.storage.huggingface import natural
 from reshard.storage.paths import Path, show
 from reshard.storage.stored import Checkpoint, Leaf
 
-_SLAB_NBYTES = 8 << 20
+_SLAB_NBYTES = 2 << 20
 
 
 def edited(checkpoint: Checkpoint, change: Change) -> Checkpoint:
@@ -83,7 +83,7 @@ class EditedArray:
         self._stored, self._entry, self._context, self._reads = stored, entry, context, reads
 
     async def read(self, box: Box) -> np.ndarray:
-        data = np.empty(box.shape, self.dtype)
+        data = empty(box.shape, self.dtype)
         for part in self._entry.parts(box):
             array = await self._stored.array(part.leaf.path, self._context, self._reads)
             for cell in _slabs(part.source, part.leaf.itemsize):

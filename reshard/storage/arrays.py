@@ -1,6 +1,7 @@
 """An array in files, as everything that reads one sees it."""
 
 import collections
+import math
 import threading
 from typing import Protocol
 
@@ -8,6 +9,16 @@ import numpy as np
 import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
+
+_ALIGNMENT = 64  # of memory that XLA takes for an array of a CPU device as it is
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory for an array, placed so that it can become an array of a CPU device without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + nbytes].view(dtype).reshape(shape)
 
 
 class StoredArray(Protocol):

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
+from reshard.storage.arrays import empty
 from scheduler.files import parse_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -156,7 +157,7 @@ def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
     Raises:
         OSError: they cannot be read, or the file has become shorter.
     """
-    data = np.empty(box.shape, tensor.dtype)
+    data = empty(box.shape, tensor.dtype)
     if not box.size:
         return data
     view = data.reshape(-1).view(np.uint8).data

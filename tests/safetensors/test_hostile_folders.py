@@ -174,6 +174,7 @@ def test_half_an_export_looks_like_none(folder, tmp_path, monkeypatch, capsys):
 def test_a_mapping_is_for_one_side_and_a_configuration_may_be_hostile(folder, tmp_path, capsys):
     both = ["--format", "safetensors", "--mapping", "llama"]
     assert said(capsys, "convert", folder, tmp_path / "out", *both).startswith("--mapping is for one side:")
+    assert said(capsys, "convert", folder, tmp_path / "out", "--files-of", folder).startswith("--files-of is for")
     (folder / "config.json").write_text('{"a":' * DEEP)
     assert "nested too deeply" in said(capsys, "inspect", folder, "--mapping", "auto")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 10**30}))
