@@ -1,12 +1,12 @@
 """Measures the executor's cost per task: `mpmd.jit` against a loop written by hand, in one process.
 
-    python benchmarks/dispatch.py [--microbatches 32] [--steps 200]
+    python benchmarks/dispatch.py [--microbatches 32] [--steps 200] [--devices-per-group 1]
 
-There are four groups of one CPU device each, and the schedule is 1F1B. The layers are so small that their start is
-nearly all the work. The loop by hand calls jitted stage functions and `device_put` in the order of the same program,
-keeps the same residuals, and accumulates gradients in the same place, inside the backward functions. The two take
-turns, step by step, so that other work on the machine slows both alike. Prints the median microseconds of each for
-one task (a forward or backward of one microbatch in one stage), and their ratio.
+There are four groups of one CPU device each (or of several, which do the same). The schedule is 1F1B. The layers are
+so small that their start is nearly all the work. The loop by hand calls jitted stage functions and `device_put` in the
+order of the same program, keeps the same residuals, and accumulates gradients in the same place, inside the backward
+functions. The two take turns, step by step, so that other work on the machine slows both alike. Prints the median
+microseconds of each for one task (a forward or backward of one microbatch in one stage), and their ratio.
 """
 
 import argparse
@@ -14,11 +14,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+os.environ["JAX_NUM_CPU_DEVICES"] = "16"
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
     return step
 
 
-def make_loop_by_hand(devices: list[Any], order: list[scheduler.Task], num_microbatches: int) -> Callable:
-    """The same step written by hand, for these devices and with its tasks in this order."""
+def make_loop_by_hand(devices: Sequence[Any], order: list[scheduler.Task], num_microbatches: int) -> Callable:
+    """The same step written by hand, for these devices (or shardings) and with its tasks in this order."""
 
     @jax.jit
     def first_forward(weight, xs, m):
@@ -127,9 +127,9 @@ def make_loop_by_hand(devices: list[Any], order: list[scheduler.Task], num_micro
     return step
 
 
-def on_device(device: Any) -> jax.sharding.SingleDeviceSharding:
-    """The sharding of an array that is only on this device."""
-    return jax.sharding.SingleDeviceSharding(device)
+def on_device(device: Any) -> jax.sharding.Sharding:
+    """The sharding of an array that is only on this device, or has this sharding."""
+    return device if isinstance(device, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(device)
 
 
 def main() -> int:
@@ -137,11 +137,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--devices-per-group", type=int, choices=(1, 2, 4), default=1)
     args = parser.parse_args()
 
     schedule = scheduler.OneFOneB(NUM_STAGES)
-    devices = jax.devices()[:NUM_STAGES]
-    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(devices), ("stage",)), "stage")
+    grid = np.array(jax.devices()[: NUM_STAGES * args.devices_per_group]).reshape(NUM_STAGES, -1)
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(grid, ("stage", "data")), "stage")
+    devices: list[Any] = list(grid[:, 0])
+    if args.devices_per_group > 1:
+        devices = [jax.sharding.NamedSharding(group, jax.sharding.PartitionSpec()) for group in mesh.groups]
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5 for _ in devices]
     xs = rng.normal(size=(args.microbatches, ROWS, WIDTH)).astype(np.float32)

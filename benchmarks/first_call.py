@@ -6,12 +6,13 @@
 - 8 equal stages against 3. Equal stages are compiled once and loaded on each group's devices.
 - The GPT of `examples/train_gpt.py` with 8 layers, as a pipeline of 8 or 4 stages, against plain `jax.jit`. There the
   same step is one program with a `lax.scan` over the microbatches.
+- A multilayer perceptron with Adam, in 4 stages, against plain `jax.jit`. It compiles little, so all else counts.
 - The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
   second start, which finds the programs of the first one, is compared with the first.
 
 Every first call is timed in its own process, with JAX's default settings. The time does not include the import of JAX,
-the creation of the devices, or the initial state. The repeats of all cases take turns. Prints medians, and the ratios
-beside their targets.
+the creation of the devices, or the initial state. The repeats of all cases take turns. Prints medians, the number of
+programs that were compiled or loaded from the folder, and the ratios beside their targets.
 """
 
 import argparse
@@ -30,6 +31,7 @@ NUM_DEVICES = 8
 RATIOS = (
     ("microbatches-256", "microbatches-4", 1.25),
     ("stages-8", "stages-3", 1.8),
+    ("mlp-adam", "mlp-adam-jit", 1.5),
     ("gpt-8-stages", "gpt-jit", 1.5),
     ("gpt-4-stages", "gpt-jit", 1.5),
     ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
@@ -45,17 +47,18 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, help="run one first call in this process and print its seconds")
     args = parser.parse_args()
     if args.case:
-        print(CASES[args.case]())
+        print(*CASES[args.case]())
         return 0
 
     seconds: dict[str, list[float]] = defaultdict(list)
+    programs: dict[str, str] = {}
     for _ in range(args.repeats):
         for case in CASES:
             if case.startswith(args.only):
-                _measure(case, seconds)
+                _measure(case, seconds, programs)
     medians = {case: statistics.median(times) for case, times in seconds.items()}
     for case, median in medians.items():
-        print(f"{case:28} {median:6.2f} s   ({min(seconds[case]):.2f} to {max(seconds[case]):.2f})")
+        print(f"{case:28} {median:6.2f} s   ({min(seconds[case]):.2f} to {max(seconds[case]):.2f})   {programs[case]}")
     failed = 0
     for case, against, target in RATIOS:
         if case in medians:
@@ -65,28 +68,33 @@ def main() -> int:
     return int(failed)
 
 
-def _measure(case: str, seconds: dict[str, list[float]]) -> None:
+def _measure(case: str, seconds: dict[str, list[float]], programs: dict[str, str]) -> None:
     """One first call. For a GPT also one that stores its programs in a folder, and one that finds them there."""
-    seconds[case].append(_in_a_new_process(case))
-    if case.startswith("gpt"):
-        with tempfile.TemporaryDirectory() as folder:
-            for start in (" with a folder", ", second start"):
-                seconds[case + start].append(_in_a_new_process(case, JAX_COMPILATION_CACHE_DIR=folder))
+    starts = [("", {})]
+    with tempfile.TemporaryDirectory() as folder:
+        if case.startswith("gpt"):
+            starts += [(start, {"JAX_COMPILATION_CACHE_DIR": folder}) for start in (" with a folder", ", second start")]
+        for start, environment in starts:
+            found, _, programs[case + start] = _in_a_new_process(case, **environment).strip().partition(" ")
+            seconds[case + start].append(float(found))
 
 
-def _in_a_new_process(case: str, **environment: str) -> float:
+def _in_a_new_process(case: str, **environment: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | environment
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
     command = [sys.executable, __file__, "--case", case]
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def _seconds(step: Callable, *arguments) -> float:
+def _measured(step: Callable, *arguments) -> tuple[float, str]:
+    """The seconds of a first call, and the programs of a pipeline."""
     import jax
 
     start = time.perf_counter()
     jax.block_until_ready(step(*arguments))
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    compilers = [c._programs.compiler for found in getattr(step, "_cache", {}).values() for c in found]
+    return seconds, ", ".join(f"{c.num_compiled} programs compiled, {c.num_stored} stored" for c in compilers)
 
 
 def _mesh(num_groups: int):
@@ -98,7 +106,7 @@ def _mesh(num_groups: int):
     return mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:num_groups]), ("stage",)), "stage")
 
 
-def _equal_stages(num_stages: int, num_microbatches: int) -> float:
+def _equal_stages(num_stages: int, num_microbatches: int) -> tuple[float, str]:
     """A multilayer perceptron with two layers of width 32 per stage, four rows per microbatch, and SGD."""
     import jax
     import jax.numpy as jnp
@@ -127,10 +135,45 @@ def _equal_stages(num_stages: int, num_microbatches: int) -> float:
     rng = np.random.default_rng(0)
     weights = rng.normal(scale=0.1, size=(num_stages, 2, 32, 32)).astype(np.float32)
     params = [(jnp.asarray(up), jnp.asarray(down)) for up, down in weights]
-    return _seconds(step, params, rng.normal(size=(num_microbatches, 4, 32)).astype(np.float32))
+    return _measured(step, params, rng.normal(size=(num_microbatches, 4, 32)).astype(np.float32))
 
 
-def _gpt(num_stages: int) -> float:
+def _mlp_with_adam(pipelined: bool) -> tuple[float, str]:
+    """A multilayer perceptron with biases, of 8 layers in 4 stages, and Adam; as a pipeline or as one program."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import mpmd
+    import scheduler
+
+    def loss(params, batch):
+        x = batch["x"]
+        for index, layer in enumerate(params):
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+            if index in (1, 3, 5):
+                x = mpmd.mark_stage_end(x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    optimizer = optax.adam(1e-3)
+
+    def step(params, state, batch):
+        value, grads = mpmd.treduce(
+            lambda m: jax.value_and_grad(loss)(params, m), batch, schedule=scheduler.OneFOneB(4), operation=mpmd.Mean
+        )
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.1, size=(8, 64, 64)).astype(np.float32)
+    params = [{"w": jnp.asarray(w), "b": jnp.zeros(64)} for w in weights]
+    rows = rng.normal(size=(2, 8, 16, 64)).astype(np.float32)
+    arguments = params, optimizer.init(params), {"x": rows[0], "y": rows[1]}
+    return _measured(mpmd.jit(step, mpmd_mesh=_mesh(4)) if pipelined else jax.jit(step), *arguments)
+
+
+def _gpt(num_stages: int) -> tuple[float, str]:
     """The example's model and optimizer, so narrow that one run costs little. 0 stages mean plain `jax.jit`."""
     sys.path[0] = str(ROOT / "examples")  # instead of this folder, whose reshard.py would hide the package
     import jax
@@ -149,14 +192,16 @@ def _gpt(num_stages: int) -> float:
         step = mpmd.jit(train_step, mpmd_mesh=_mesh(model.num_stages), donate_argnums=0)
     else:
         step = jax.jit(train_step, donate_argnums=0)
-    return _seconds(step, state, tokens)
+    return _measured(step, state, tokens)
 
 
-CASES: dict[str, Callable[[], float]] = {
+CASES: dict[str, Callable[[], tuple[float, str]]] = {
     "microbatches-4": lambda: _equal_stages(4, 4),
     "microbatches-256": lambda: _equal_stages(4, 256),
     "stages-3": lambda: _equal_stages(3, 8),
     "stages-8": lambda: _equal_stages(8, 8),
+    "mlp-adam-jit": lambda: _mlp_with_adam(pipelined=False),
+    "mlp-adam": lambda: _mlp_with_adam(pipelined=True),
     "gpt-jit": lambda: _gpt(0),
     "gpt-8-stages": lambda: _gpt(8),
     "gpt-4-stages": lambda: _gpt(4),

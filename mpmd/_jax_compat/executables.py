@@ -70,6 +70,12 @@ class Executable:
         self.compiled = compiled
         self._serialized = serialized
 
+    def release(self) -> None:
+        """Forgets the bytes where they can be made again."""
+        with contextlib.suppress(*_OTHER_JAX):
+            if _unloaded(self.compiled).backend.platform != "cpu":
+                self._serialized = None
+
     def load_on(self, mesh: Mesh) -> jax.stages.Compiled | None:
         """The same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
 

@@ -27,7 +27,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-_FORMAT = 1  # of everything below; another number finds nothing of what was stored before
+# Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
+_FORMAT = 1
 
 
 def fingerprint(
@@ -269,7 +270,7 @@ def _lowering(primitive: core.Primitive) -> str:
     return hashlib.sha256(names.encode()).hexdigest()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _primitives(num_modules: int) -> frozenset[core.Primitive]:
     """The primitives that JAX's modules define, when so many modules are loaded."""
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax._src.") and m is not None]

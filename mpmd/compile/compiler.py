@@ -98,6 +98,8 @@ class Compiler:
     def close(self) -> None:
         """No more programs will come; those under way are finished."""
         self._threads.close()
+        for distinct in self._distinct.values():
+            distinct.release()
 
     def compile(
         self,

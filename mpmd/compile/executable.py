@@ -185,6 +185,12 @@ class DistinctProgram:
         self.threads.num_loaded += 1
         return compiled
 
+    def release(self) -> None:
+        """No other mesh is expected."""
+        first = self._first
+        if first is not None and first.done() and first.exception() is None and first.result() is not None:
+            first.result().release()
+
     def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
         """As `on`, for everything but calls."""
         found = self.on(mesh)

@@ -18,7 +18,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Compiler, Executable
 from mpmd.compile.donation import donations
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
-from mpmd.compile.subprogram import SEGMENTS, TASKS, ZEROS
+from mpmd.compile.subprogram import SEGMENTS, TASKS
 from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import TaskBody
@@ -257,4 +257,4 @@ class _StepCompiler:
         with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
             closed = jax.make_jaxpr(lambda: [a.operation.init(a.value.aval, n) for a in accs])()
         name, outs = zeros_name(self._name, loop, group), [self.layouts.known(a.result, mesh) for a in accs]
-        return self.compiler.compile(name, "zeros", closed, mesh, [], outs, reuse=ZEROS)
+        return self.compiler.compile(name, "zeros", closed, mesh, [], outs)

@@ -31,7 +31,6 @@ class ReuseRule(NamedTuple):
 TASKS = ReuseRule(16, independent=False)
 # How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
 SEGMENTS = ReuseRule(16, independent=True)
-ZEROS = ReuseRule(4, independent=True)
 
 
 @dataclasses.dataclass(frozen=True)
