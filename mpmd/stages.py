@@ -5,8 +5,10 @@ places the arguments and runs the program.
 """
 
 import functools
+import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
 from mpmd.report.explain import WholeTraffic, explain
 from mpmd.report.flops import flops_per_step
+from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
 from mpmd.report.profile import Profile
 from mpmd.report.texts import texts
@@ -304,6 +307,23 @@ class Compiled:
             traffic, transport = WholeTraffic(self._program), self._described_transport()
             return explain(self._programs, self._program, traffic, transport, notes)
         return explain(self._programs, self._program, self._bound.bindings, self._bound.transport, notes)
+
+    @compat.api_boundary
+    def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Writes one HTML page about the step, which a browser opens from disk: schedule, timeline, stages, memory, ….
+
+        Runs nothing.
+
+        Args:
+          path: of the file, which is replaced.
+          profile: what was measured; by default the last `profile` of this step, if there was one.
+        """
+        outline, found = self._programs.outline, self._timed if profile is None else profile
+        args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
+        layouts = [self._programs.layouts[v] for v in args]
+        planned = estimate(outline, self._programs.mesh, layouts, self._donated)
+        page = report_page(Facts(self._programs, self._program, self.explain(), planned, found))
+        Path(path).write_text(page, encoding="utf-8")
 
     def _described_transport(self) -> str:
         """How values would go between groups of the devices that this was compiled for."""

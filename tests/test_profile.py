@@ -6,6 +6,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,54 @@ def test_the_picture_is_well_formed_and_shows_each_task_twice(made):
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     for name in ("0F0", "1B2", "2F3"):
         assert sum(bool(re.match(rf"{name}(:|$)", title)) for title in titles) == 2  # measured and simulated
+
+
+class Elements(HTMLParser):
+    """Counts elements by class, and sees that each is closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.classes, self.links = [], defaultdict(int), []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        for name in (named.get("class") or "").split():
+            self.classes[name] += 1
+        self.links += [named[key] for key in ("src", "href") if key in named]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_one_file_with_all_tasks_measured_and_simulated(made, tmp_path):
+    compiled, _, profile = made
+    compiled.report(tmp_path / "run.html", profile)
+    text = (tmp_path / "run.html").read_text()
+    found = Elements(text)
+    assert not found.links and "http" not in text and "prefers-color-scheme:dark" in text
+    assert found.classes["zoomed"] == 2 and found.classes["lane"] == 2 * STAGES
+    assert found.classes["F"] == found.classes["B"] == 2 * STAGES * MICROBATCHES
+    for head in ("Where the time of the step goes", "Stages", "Memory of a device over a step", "Transfers of a step",
+                 "Plan against measurement"):  # fmt: skip
+        assert f"<h2>{head}</h2>" in text
+    assert len(re.findall("<polygon", text)) >= 2 * STAGES
+
+
+def test_a_report_without_a_measurement_says_how_to_get_one(tmp_path):
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+    step = mpmd.jit(lambda x: mpmd.mark_stage_end(x + 1) * 2, mpmd_mesh=mesh)
+    compiled = step.lower(np.ones(3, np.float32)).compile()
+    compiled.report(str(tmp_path / "run.html"))
+    text = (tmp_path / "run.html").read_text()
+    assert Elements(text).classes["zoomed"] == 0 and "<code>compiled.profile(args)</code>" in text
+    profile = compiled.profile((np.ones(3, np.float32),), steps=1)  # a step without a loop
+    assert np.asarray(profile.result).tolist() == [4.0] * 3 and "1 process" in str(profile)
+    assert ET.fromstring(profile.to_svg()) is not None
 
 
 def test_a_timed_call_gives_what_an_untimed_one_gives(made):

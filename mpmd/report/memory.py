@@ -37,6 +37,14 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
     return {g: peaks(program, g, sizes, temporaries) for g in programs.mesh.local_groups}
 
 
+def over_time(programs: StepPrograms, program: Program, group: int) -> list[dict[str, int]]:
+    """Bytes of each of `KINDS` on a device of a group of this process, after each of its instructions that adds any."""
+    found: list[dict[str, int]] = []
+    sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
+    peaks(program, group, sizes, temporaries_of(programs), found)
+    return found
+
+
 def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
     """The bytes on each device that XLA reports for an instruction's executables, beside arguments and results."""
 
@@ -106,13 +114,20 @@ class Sizes:
         return "activations" if value.microbatch is not None else self._kinds.get(value.name, "gradients")
 
 
-def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]) -> dict[str, int]:
+def peaks(
+    program: Program,
+    group: int,
+    sizes: Sizes,
+    temporaries: Callable[[Run | Call], int],
+    history: list[dict[str, int]] | None = None,
+) -> dict[str, int]:
     """The most bytes of each kind that a device of a group holds at one time, as `measured` returns them.
 
     Args:
       temporaries: how many bytes an instruction's executables need beside their arguments and results.
+      history: to it is added what is alive after each instruction that adds something.
     """
-    account = _Account(group, sizes)
+    account = _Account(group, sizes, history)
     account.add(program.inputs[group])
     account.note()
     for instruction in program.groups[group]:
@@ -136,7 +151,8 @@ class _Account:
       most: per kind, in all (`peak`) and in host memory (`host`), the most bytes so far.
     """
 
-    def __init__(self, group: int, sizes: Sizes):
+    def __init__(self, group: int, sizes: Sizes, history: list[dict[str, int]] | None = None):
+        self._history = history
         self.most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
         self._group, self._sizes = group, sizes
         self._live: dict[Value, str] = {}  # with its kind
@@ -160,6 +176,8 @@ class _Account:
         """Updates the most with what is alive now."""
         now = {**self._now, "temporaries": temporaries}
         now["peak"] = sum(now[kind] for kind in KINDS)
+        if self._history is not None:
+            self._history.append(now)
         for kind, nbytes in now.items():
             self.most[kind] = max(self.most[kind], nbytes)
 

@@ -1,0 +1,305 @@
+"""One HTML file about a step: schedule, timeline, stages, memory over time, transfers, plan against measurement."""
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from mpmd.compile.step import StepPrograms
+from mpmd.report.flops import flops_of, flops_per_step
+from mpmd.report.memory import KINDS, measured, over_time
+from mpmd.report.page_frame import TOOLS, page
+from mpmd.report.profile import Profile
+from mpmd.report.profile_texts import loop_parts, stragglers
+from mpmd.report.roles import Roles
+from mpmd.report.units import in_bytes, in_seconds
+from scheduler import Program, Send, Timeline
+from scheduler.timing.pictures import colour
+from scheduler.timing.simulate import simulate_orders
+
+# A picture of more bars than this would make a browser slow.
+_MOST_BARS = 20000
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the page is made of.
+
+    Attributes:
+      explanation: the text of `explain()`.
+      estimate: per group, bytes per device as estimated before compiling.
+      profile: what was measured; None if nothing was.
+    """
+
+    programs: StepPrograms
+    program: Program
+    explanation: str
+    estimate: Mapping[int, Mapping[str, int]]
+    profile: Profile | None
+
+
+def report_page(facts: Facts) -> str:
+    """The whole page."""
+    name = escape(facts.programs.name)
+    parts = [f"<h1>{name}</h1>", *_cards(facts)]
+    if facts.profile is None:
+        parts.append(
+            "<p class=soft>Nothing was measured: call <code>compiled.profile(args)</code> before the report.</p>"
+        )
+    parts += [*_measured(facts), *_simulated(facts), *_stages(facts), *_memory(facts), *_transfers(facts)]
+    parts += [*_against(facts), "<h2>All of it</h2>", f"<pre>{escape(facts.explanation)}</pre>"]
+    return page(f"{name}: report", "\n".join(parts))
+
+
+def _cards(facts: Facts) -> Iterator[str]:
+    mesh, program = facts.programs.mesh, facts.program
+    sends = [i for group in program.groups for i in group if isinstance(i, Send)]
+    nbytes = sum(program.nbytes.get(i.value.name, 0) for i in sends)
+    shown = [
+        (str(mesh.num_groups), f"groups of {mesh.groups[0].size} device{'s' * (mesh.groups[0].size > 1)}"),
+        (str(len(program.placement)), "stages"),
+        (f"{flops_per_step(facts.programs, program) / 1e9:,.3g}", "GFLOP a step"),
+        (in_bytes(nbytes), f"sent a step, in {len(sends)} transfers"),
+    ]
+    for loop in facts.programs.loops:
+        info = loop.loop.partition.info
+        shown.append((type(loop.loop.schedule).__name__, f"{info.num_microbatches} microbatches"))
+    if facts.profile is not None:
+        lengths = [s.seconds for s in facts.profile.steps]
+        shown.insert(0, (in_seconds(statistics.median(lengths)), f"a step, median of {len(lengths)}"))
+    cards = "".join(f"<div class=card><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in shown)
+    yield f"<div class=cards>{cards}</div>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], cls: str = "") -> str:
+    """Cells are HTML. Of the class `last`, the last column is text."""
+    cells = "".join(f"<th>{h}</th>" for h in head)
+    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{cls}"><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# --- timelines ------------------------------------------------------------------------------------
+
+
+def _bar(start: float, length: float, whole: float, cls: str, said: str, text: str = "", fill: str = "") -> str:
+    place = f"left:{100 * start / whole:.4f}%;width:{100 * max(length, 0.0) / whole:.4f}%"
+    shade = f";background-color:{fill}" if fill else ""
+    return f'<div class="bar {cls}" style="{place}{shade}" data-t="{escape(said)}" title="{escape(said)}">{text}</div>'
+
+
+def _chart(lanes: Sequence[tuple[str, list[str]]], label: str) -> str:
+    rows = "".join(f'<div class="lane"><span class="name">{name}</span>{"".join(bars)}</div>' for name, bars in lanes)
+    return (
+        f'<div class="zoomed">{TOOLS}<div class="chart" tabindex="0" role="img" aria-label="{escape(label)}">'
+        f'<div class="inner">{rows}</div></div><div class="said soft" aria-live="polite"></div></div>'
+    )
+
+
+def _measured(facts: Facts) -> Iterator[str]:
+    profile = facts.profile
+    if profile is None:
+        return
+    step = profile.typical
+    whole, num_stages = max(step.seconds, 1e-9), max(1, len(facts.program.placement))
+    yield f"<h2>Measured: a typical step, {in_seconds(step.seconds)}</h2>"
+    if len(step.runs) + len(step.moves) > _MOST_BARS:
+        yield f"<p class=soft>{len(step.runs)} programs are too many to draw here; see profile.to_chrome_trace().</p>"
+    else:
+        yield _chart([(f"group {g}", _measured_bars(profile, g, whole, num_stages)) for g in range(len(profile.ranks))],
+                     "what each group ran in a measured step")  # fmt: skip
+        keys = (("--accent", "a value on its way to the group"), ("--move", "the group waits for it"))
+        shown = "".join(f'<span class=key style="background:var({c})"></span>{n}' for c, n in keys)
+        yield f"<p class='soft keys'>One colour a stage; B, I and W are hatched; grey: other programs.{shown}</p>"
+    yield "<h2>Where the time of the step goes</h2>"
+    yield _table(("group", "", "computes", "waits for others", "waits for transfers", "waits for its host"),
+                 [_spent_row(profile, g) for g in range(len(profile.ranks))])  # fmt: skip
+    for index, loop in enumerate(profile.loops):
+        if any(r.tasks and r.loop == loop.number for r in step.runs):
+            parts = loop_parts(profile, index)
+            yield f"<h2>Loop {loop.number}: measured against simulated</h2>"
+            yield _table(("part", "time", ""), [
+                (escape(p.name), in_seconds(p.seconds) if p.seconds >= 0 else f"−{in_seconds(-p.seconds)}",
+                 f'<span class="soft">{escape(p.detail)}</span>') for p in parts
+            ], "last")  # fmt: skip
+            yield from (f"<p>{escape(line)}</p>" for line in stragglers(profile, index))
+
+
+def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
+    spent, seconds = profile.typical.spent[group], max(profile.typical.seconds, 1e-12)
+    shares = [(spent.busy, "--busy"), (spent.waiting, "--wait"), (spent.exposed, "--move"), (spent.late, "--late")]
+    stack = "".join(f'<i style="width:{100 * s / seconds:.2f}%;background:var({c})"></i>' for s, c in shares)
+    cells = (
+        f'<span class=key style="background:var({c});margin-left:0"></span>{in_seconds(s)} {s / seconds:.0%}'
+        for s, c in shares
+    )
+    return f"group {group}", f'<div class="stack">{stack}</div>', *cells
+
+
+def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) -> list[str]:
+    step, bars = profile.typical, []
+    free = step.start
+    for r in step.by_group[group]:
+        since = max(free, step.sent.get(r.by, free)) if r.by is not None else r.start
+        if r.by is not None and (until := min(r.ready, r.start)) > since:
+            bars.append(_bar(since - step.start, until - since, whole, "stuck", f"waits for {r.by}"))
+        said = f"{r.title}: {in_seconds(r.end - r.start)}, {in_seconds(r.start - step.start)} after the start"
+        if r.tasks:
+            t = r.tasks[0]
+            kind, text, fill = t.kind, f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages)
+        else:
+            kind, text, fill = "call", escape(r.name), ""
+        bars.append(_bar(r.start - step.start, r.end - r.start, whole, kind, said, text, fill))
+        free = r.end
+    for m in step.moves:
+        if m.way.target == group:
+            said = f"{m.way}: {in_bytes(m.nbytes)} in {in_seconds(m.end - m.start)}"
+            bars.append(_bar(m.start - step.start, m.end - m.start, whole, "thin", said))
+    return bars
+
+
+def _simulated(facts: Facts) -> Iterator[str]:
+    for index, loop in enumerate(facts.programs.loops):
+        info = loop.loop.partition.info
+        placement = tuple(info.schedule.placement)
+        if facts.profile is not None:
+            timeline = facts.profile.simulated(loop=index)
+            title = f"simulated with the measured tasks and transfers: {in_seconds(timeline.makespan)}"
+        else:
+            timeline = simulate_orders(loop.loop.orders, placement, info.num_microbatches)
+            title = f"the schedule, if all tasks take equally long: bubble {timeline.bubble_fraction:.1%}"
+        yield f"<h2>Loop {loop.loop.number}, {escape(title)}</h2>"
+        if sum(map(len, timeline.orders)) > _MOST_BARS:
+            yield "<p class=soft>Too many tasks to draw here.</p>"
+            continue
+        lanes = [(f"group {g}", _simulated_bars(timeline, g)) for g in range(timeline.num_groups)]
+        yield _chart(lanes, "the schedule on a simulated clock")
+
+
+def _simulated_bars(timeline: Timeline, group: int) -> list[str]:
+    whole, num_stages = max(timeline.makespan, 1e-12), len(timeline.placement)
+    rows = zip(timeline.orders[group], timeline.starts[group], timeline.ends[group], strict=True)
+    return [
+        _bar(a, b - a, whole, t.kind, str(t), f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages))
+        for t, a, b in rows
+    ]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _stages(facts: Facts) -> Iterator[str]:
+    roles = Roles(facts.programs.outline)
+    for index, loop in enumerate(facts.programs.loops):
+        took: dict[tuple[int, str], list[float]] = defaultdict(list)
+        if facts.profile is not None:
+            for step in facts.profile.steps:
+                for r in step.runs:
+                    if len(r.tasks) == 1 and r.loop == loop.loop.number:
+                        took[r.tasks[0].stage, r.tasks[0].kind].append(r.end - r.start)
+        rows = []
+        for stage, group in enumerate(loop.loop.schedule.placement):
+            tasks = {p.kind: t for p, t in loop.tasks.items() if p.stage == stage}
+            held = roles.arguments({v for t in tasks.values() for v in t.body.operands})
+            own = [v for v in held if roles.role[v] == "parameters" or not roles.trains]
+            nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in own if hasattr(v.aval.dtype, "itemsize"))
+            work = " · ".join(
+                f"{k} {flops_of(t.executable) / 1e6:,.3g}" for k, t in tasks.items() if t.executable is not None
+            )
+            times = " · ".join(f"{k} {in_seconds(statistics.median(took[stage, k]))}" for k in tasks if took[stage, k])
+            label = loop.loop.partition.labels[stage]
+            named = f"{stage} {escape(label)}" if label else str(stage)
+            rows.append((named, str(group), f"{len(own)}", in_bytes(nbytes), work, times or "–"))
+        yield f"<h2>Stages{f' of loop {index}' if len(facts.programs.loops) > 1 else ''}</h2>"
+        yield _table(("stage", "group", "arrays", "bytes", "MFLOP a microbatch", "measured"), rows)
+
+
+def _memory(facts: Facts) -> Iterator[str]:
+    mesh = facts.programs.mesh
+    if not mesh.local_groups:
+        return
+    yield "<h2>Memory of a device over a step</h2>"
+    keys = "".join(f'<span class=key style="background:var(--{k})"></span>{k}' for k in KINDS)
+    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{keys}</p>"
+    histories = {g: over_time(facts.programs, facts.program, g) for g in sorted(mesh.local_groups)}
+    most = max((now["peak"] for history in histories.values() for now in history), default=0) or 1
+    charts = "".join(
+        f"<figure style='margin:0'>{_area(history, most)}<figcaption class=soft>group {g}: at most"
+        f" {in_bytes(max((n['peak'] for n in history), default=0))}</figcaption></figure>"
+        for g, history in histories.items()
+    )
+    yield f'<div class="memory">{charts}</div>'
+
+
+def _area(history: Sequence[Mapping[str, int]], most: float) -> str:
+    """Kinds on top of each other, as steps."""
+    below = [0.0] * len(history)
+    shapes = []
+    for kind in KINDS:
+        above = [b + now.get(kind, 0) for b, now in zip(below, history, strict=True)]
+        if above != below:
+            top = " ".join(f"{x},{y} {x + 1},{y}" for x, y in ((i, _down(v, most)) for i, v in enumerate(above)))
+            under = " ".join(
+                f"{x + 1},{y} {x},{y}" for x, y in reversed([(i, _down(v, most)) for i, v in enumerate(below)])
+            )
+            shapes.append(f'<polygon points="{top} {under}" fill="var(--{kind})"><title>{kind}</title></polygon>')
+        below = above
+    box = f"0 0 {max(1, len(history))} 100"
+    return f'<svg viewBox="{box}" preserveAspectRatio="none" role="img" aria-label="memory">{"".join(shapes)}</svg>'
+
+
+def _down(nbytes: float, most: float) -> str:
+    return f"{100 - 96 * nbytes / most:.2f}"
+
+
+def _transfers(facts: Facts) -> Iterator[str]:
+    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for group, instructions in enumerate(facts.program.groups):
+        for i in instructions:
+            if isinstance(i, Send):
+                sent[group, i.to_group].append(facts.program.nbytes.get(i.value.name, 0))
+    if not sent:
+        return
+    took: dict[tuple[int, int], list[float]] = defaultdict(list)
+    moved: dict[tuple[int, int], float] = defaultdict(float)
+    for step in facts.profile.steps if facts.profile is not None else ():
+        for m in step.moves:
+            took[m.way.source, m.way.target].append(m.end - m.start)
+            moved[m.way.source, m.way.target] += m.nbytes
+    rows = []
+    for pair, sizes in sorted(sent.items()):
+        seconds = sum(took[pair])
+        measured_as = (
+            (in_seconds(statistics.median(took[pair])), f"{in_bytes(moved[pair] / seconds)}/s" if seconds else "–")
+            if took[pair] else ("–", "–")
+        )  # fmt: skip
+        rows.append(
+            (f"{pair[0]} → {pair[1]}", str(len(sizes)), in_bytes(sum(sizes)), in_bytes(max(sizes)), *measured_as)
+        )
+    yield "<h2>Transfers of a step</h2>"
+    yield _table(("groups", "values", "bytes", "largest", "median time", "rate"), rows)
+
+
+def _against(facts: Facts) -> Iterator[str]:
+    found = measured(facts.programs, facts.program)
+    rows: list[tuple[str, ...]] = []
+    for group, compiled in found.items():
+        planned, stats = facts.estimate.get(group, {}), _device_peak(facts, group)
+        rows.append((f"memory of a device, group {group}", in_bytes(planned.get("peak", 0)), in_bytes(compiled["peak"]),
+                     in_bytes(stats) if stats else "–"))  # fmt: skip
+    if facts.profile is not None:
+        for index, loop in enumerate(facts.profile.loops):
+            real = statistics.median(facts.profile.timeline(index, s).makespan for s in facts.profile.steps)
+            rows.append((f"time of loop {loop.number}", "–", in_seconds(facts.profile.simulated(loop=index).makespan),
+                         in_seconds(real)))  # fmt: skip
+    yield "<h2>Plan against measurement</h2>"
+    yield _table(("", "estimated before compiling", "by the compiled programs, simulated", "measured"), rows)
+
+
+def _device_peak(facts: Facts, group: int) -> int:
+    """The most bytes that a device of a group has used, where it counts them."""
+    device: Any = facts.programs.mesh.groups[group].devices.flat[0]
+    if facts.profile is None or facts.programs.mesh.is_described:
+        return 0
+    return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))
