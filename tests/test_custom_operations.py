@@ -141,7 +141,7 @@ def test_what_is_no_reduction_is_refused(operation, message, schedule):
 )
 def test_a_schedule_goes_by_its_name(name, num_marks, made):
     step = mpmd.jit(step_of(name, mpmd.Mean, num_marks), mpmd_mesh=mesh_of())
-    assert f"{made}, 4 microbatches" in repr(step.trace(weights(num_marks + 1), XS))
+    assert f"{made}, 4 microbatches" in repr(step.lower(weights(num_marks + 1), XS))
 
 
 def test_a_step_with_a_named_schedule_equals_plain_jax():

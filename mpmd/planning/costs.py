@@ -105,6 +105,11 @@ class StepCosts:
                     found[str(place)] = cost
         return found
 
+    def once(self, program: Program, group: int) -> tuple[Collective, ...]:
+        """The collectives of a group that a step has once, beside those of its tasks."""
+        calls = [i for i in program.groups[group] if isinstance(i, Call)]
+        return tuple(c for i in calls for e in executables_of(self.programs, i) for c in self.cost(e).collectives)
+
     def total(self, program: Program) -> Work:
         """The work of a whole step, over all devices."""
         calls = Counter()

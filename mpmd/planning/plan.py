@@ -8,6 +8,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
 from mpmd.planning.advice import Saving, savings
+from mpmd.planning.collectives import Collective
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.machine import Machine
 from mpmd.planning.picture import Picture, picture_of
@@ -30,6 +31,7 @@ class GroupPlan:
       largest: the arguments that take most, with their bytes on each device.
       sent: by group, how many values and bytes go there in a step, from all devices.
       tasks: seconds of one task of each kind and stage.
+      once: the collectives that a step has once, beside those of tasks.
       busy_s, exposed_s: seconds of a step in which it computes, and in which it waits for a transfer.
       savings: what would make it need less memory, estimated.
     """
@@ -41,6 +43,7 @@ class GroupPlan:
     largest: tuple[tuple[str, int], ...]
     sent: dict[int, tuple[int, int]]
     tasks: dict[str, TaskCost]
+    once: tuple[Collective, ...]
     busy_s: float
     exposed_s: float
     savings: tuple[Saving, ...]
@@ -143,6 +146,7 @@ def plan_step(
                 found.largest_arguments(group, roles),
                 {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group).items()},
                 found.tasks(group),
+                found.once(program, group),
                 step.busy[group],
                 step.exposed[group],
                 savings(programs, program, found.sizes, group, memory[group], temporaries),

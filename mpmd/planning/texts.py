@@ -1,9 +1,11 @@
 """A plan as text: tables of memory, time and communication, the picture of the schedule, and what does not fit."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpmd.planning.advice import Saving
+from mpmd.planning.collectives import Collective
 from mpmd.report.memory import KINDS
 from mpmd.report.units import in_bytes, in_seconds
 from scheduler.texts import table
@@ -74,20 +76,31 @@ def _cost_table(plan: "Plan") -> list[str]:
 
 
 def _collective_lines(plan: "Plan") -> list[str]:
-    """Each kind of task once, with the stages that have the same collectives."""
+    """Each kind of task once, with the stages that have the same collectives; then what a step does once."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[str, list[str]] = defaultdict(list)
     for g in plan.groups:
         for name, cost in sorted(g.tasks.items()):
             if cost.collectives:
-                count: Counter[str] = Counter()
-                nbytes: Counter[str] = Counter()
-                for c in cost.collectives:
-                    count[c.kind] += c.times
-                    nbytes[c.kind] += c.nbytes * c.times
-                shown = ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
-                stages[name[0], f"{shown}, {in_seconds(cost.collective_s)}"].append(name[1:])
-    lines = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
-    return ["collectives of each task:", *lines, ""] if lines else []
+                text = f"{_counted(cost.collectives)}, {in_seconds(cost.collective_s)}"
+                stages[name[0], text].append(name[1:])
+        if g.once:
+            seconds = sum(map(plan.machine.collective_s, g.once))
+            groups[f"{_counted(g.once)}, {in_seconds(seconds)}"].append(str(g.group))
+    tasks = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
+    steps = [f"  group {', '.join(where)}: {text}" for text, where in groups.items()]
+    lines = ["collectives of each task:", *tasks, ""] if tasks else []
+    return [*lines, "collectives once a step:", *steps, ""] if steps else lines
+
+
+def _counted(collectives: Iterable[Collective]) -> str:
+    """How many of each kind, with their bytes."""
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for c in collectives:
+        count[c.kind] += c.times
+        nbytes[c.kind] += c.nbytes * c.times
+    return ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
 
 
 def _table(rows: list[list[str]]) -> list[str]:

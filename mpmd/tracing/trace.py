@@ -216,6 +216,7 @@ def _inline_into(
             flat = compat.ClosedJaxpr(inline(body.jaxpr, in_loop=True), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
         elif eqn.primitive.name == "scan":
+            _check_is_no_rest_of_a_loop(eqn)
             _check_marks_in_scan(eqn, _AROUND_A_LAYER if in_loop else _AROUND_A_LAYER - {"scan"})
         else:
             check_no_marks_inside(eqn)
@@ -286,6 +287,17 @@ def _check_no_loop_inside(name: str, jaxpr: compat.Jaxpr) -> None:
         )
 
 
+def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
+    """Refuses what JAX's transformations leave of a whole `treduce`, if it holds marks."""
+    transformed = {"_treduce_jvp": "differentiated", "_treduce_batch": "batched by vmap"}
+    whats = [what for rule, what in transformed.items() if compat.called_from(eqn, rule)]
+    if whats and any(contains(jaxpr, (mark_p,)) for jaxpr in compat.jaxprs_in(eqn.params)):
+        raise StageError(
+            f"treduce is {whats[0]} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
+            "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
+        )
+
+
 # What a scan over layers may wrap its body's marks in.
 _AROUND_A_LAYER = {"scan", "jit", "checkpoint", "remat", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
@@ -318,12 +330,7 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
         _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
         if not contains(jaxpr, (mark_p,)):
             continue
-        if compat.called_from(eqn, "_treduce_jvp") or compat.called_from(eqn, "_treduce_batch"):
-            what = "differentiated" if compat.called_from(eqn, "_treduce_jvp") else "batched by vmap"
-            raise StageError(
-                f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
-                "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
-            )
+        _check_is_no_rest_of_a_loop(eqn)
         name = str(eqn.primitive.name)
         name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
         mark = _first(jaxpr, mark_p)

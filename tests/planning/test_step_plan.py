@@ -53,7 +53,7 @@ def plan_of(compiled, costs=None, **changes):
 def test_bytes_of_parameters_state_gradients_and_data_are_those_of_the_arrays(compiled):
     for group in plan_of(compiled).groups:
         assert group.memory["parameters"] == group.memory["state"] == D * D * 4
-        assert group.memory["gradients"] == D * D * 4 + (4 if group.group == 3 else 0)  # and the loss
+        assert group.memory["gradients"] == D * D * 4 + (8 if group.group == 3 else 0)  # and the loss, with its part
         assert group.memory["data"] == (MICROBATCHES * ROWS * D * 4 // 2 if group.group == 0 else 0)
         assert group.memory["peak"] == compiled.memory_analysis()[group.group]["peak"]
 
@@ -64,11 +64,13 @@ def test_operations_are_those_of_the_products(compiled):
     assert plan_of(compiled).products == MICROBATCHES * (4 + 4 + 3) * one
 
 
-def test_the_gradients_are_summed_over_the_devices_of_each_group(compiled):
-    for group in plan_of(compiled).groups:
-        (backward,) = (cost for name, cost in group.tasks.items() if name.startswith("B"))
-        assert {(c.kind, c.num_devices) for c in backward.collectives} == {("all-reduce", 2)}
-        assert sum(c.nbytes for c in backward.collectives) >= D * D * 4
+def test_the_gradients_are_summed_over_the_devices_of_each_group_once_a_step(compiled):
+    plan = plan_of(compiled)
+    for group in plan.groups:
+        assert all(cost.collectives == () for cost in group.tasks.values())
+        assert {(c.kind, c.num_devices) for c in group.once} == {("all-reduce", 2)}
+        assert sum(c.nbytes for c in group.once) == D * D * 4 + (4 if group.group == 3 else 0)  # and the loss
+    assert "collectives once a step:\n  group 0, 1, 2, 3: 1 all-reduce (16.4 KB)" in str(plan)
 
 
 def test_a_step_fits_to_the_byte(compiled):
