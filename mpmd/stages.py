@@ -312,7 +312,7 @@ class Compiled:
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
         """Writes one HTML page about the step, which a browser opens from disk: schedule, timeline, stages, memory, ….
 
-        Runs nothing.
+        Runs nothing. Of a job, any process may write one, each to a path of its own: the memory is that of its groups.
 
         Args:
           path: of the file, which is replaced.

@@ -1,6 +1,7 @@
 """One HTML file about a step: schedule, timeline, stages, memory over time, transfers, plan against measurement."""
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile
 from mpmd.report.profile_texts import loop_parts, stragglers
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes, in_seconds
+from mpmd.report.units import in_bytes, in_flops, in_seconds
 from scheduler import Program, Send, Timeline
 from scheduler.timing.pictures import colour
 from scheduler.timing.simulate import simulate_orders
@@ -60,7 +61,7 @@ def _cards(facts: Facts) -> Iterator[str]:
     shown = [
         (str(mesh.num_groups), f"groups of {mesh.groups[0].size} device{'s' * (mesh.groups[0].size > 1)}"),
         (str(len(program.placement)), "stages"),
-        (f"{flops_per_step(facts.programs, program) / 1e9:,.3g}", "GFLOP a step"),
+        (in_flops(flops_per_step(facts.programs, program)), "a step"),
         (in_bytes(nbytes), f"sent a step, in {len(sends)} transfers"),
     ]
     for loop in facts.programs.loops:
@@ -89,12 +90,23 @@ def _bar(start: float, length: float, whole: float, cls: str, said: str, text: s
     return f'<div class="bar {cls}" style="{place}{shade}" data-t="{escape(said)}" title="{escape(said)}">{text}</div>'
 
 
-def _chart(lanes: Sequence[tuple[str, list[str]]], label: str) -> str:
+def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | None = None) -> str:
+    """Lanes with a clock of so many seconds below, if the time is measured."""
     rows = "".join(f'<div class="lane"><span class="name">{name}</span>{"".join(bars)}</div>' for name, bars in lanes)
     return (
-        f'<div class="zoomed">{TOOLS}<div class="chart" tabindex="0" role="img" aria-label="{escape(label)}">'
-        f'<div class="inner">{rows}</div></div><div class="said soft" aria-live="polite"></div></div>'
+        f'<div class="zoomed">{TOOLS}<div class="chart" tabindex="0" role="group" aria-label="{escape(label)}">'
+        f'<div class="inner">{rows}{"" if seconds is None else _clock(seconds)}</div></div>'
+        '<div class="said soft" aria-live="polite"></div></div>'
     )
+
+
+def _clock(seconds: float) -> str:
+    """Round times, at most eleven."""
+    power = 10.0 ** math.floor(math.log10(seconds / 10))
+    every = next(power * k for k in (1, 2, 5, 10) if seconds / (power * k) <= 10)
+    ticks = (every * k for k in range(int(seconds / every) + 1))
+    shown = (f'<span style="left:{100 * t / seconds:.3f}%">{in_seconds(t) if t else "0"}</span>' for t in ticks)
+    return f'<div class="clock">{"".join(shown)}</div>'
 
 
 def _measured(facts: Facts) -> Iterator[str]:
@@ -108,7 +120,7 @@ def _measured(facts: Facts) -> Iterator[str]:
         yield f"<p class=soft>{len(step.runs)} programs are too many to draw here; see profile.to_chrome_trace().</p>"
     else:
         yield _chart([(f"group {g}", _measured_bars(profile, g, whole, num_stages)) for g in range(len(profile.ranks))],
-                     "what each group ran in a measured step")  # fmt: skip
+                     "what each group ran in a measured step", whole)  # fmt: skip
         keys = (("--accent", "a value on its way to the group"), ("--move", "the group waits for it"))
         shown = "".join(f'<span class=key style="background:var({c})"></span>{n}' for c, n in keys)
         yield f"<p class='soft keys'>One colour a stage; B, I and W are hatched; grey: other programs.{shown}</p>"
@@ -134,7 +146,7 @@ def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
         f'<span class=key style="background:var({c});margin-left:0"></span>{in_seconds(s)} {s / seconds:.0%}'
         for s, c in shares
     )
-    return f"group {group}", f'<div class="stack">{stack}</div>', *cells
+    return f"group&nbsp;{group}", f'<div class="stack">{stack}</div>', *cells
 
 
 def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) -> list[str]:
@@ -174,7 +186,8 @@ def _simulated(facts: Facts) -> Iterator[str]:
             yield "<p class=soft>Too many tasks to draw here.</p>"
             continue
         lanes = [(f"group {g}", _simulated_bars(timeline, g)) for g in range(timeline.num_groups)]
-        yield _chart(lanes, "the schedule on a simulated clock")
+        clock = timeline.makespan if facts.profile is not None and timeline.makespan else None
+        yield _chart(lanes, "the schedule on a simulated clock", clock)
 
 
 def _simulated_bars(timeline: Timeline, group: int) -> list[str]:
@@ -205,14 +218,14 @@ def _stages(facts: Facts) -> Iterator[str]:
             own = [v for v in held if roles.role[v] == "parameters" or not roles.trains]
             nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in own if hasattr(v.aval.dtype, "itemsize"))
             work = " · ".join(
-                f"{k} {flops_of(t.executable) / 1e6:,.3g}" for k, t in tasks.items() if t.executable is not None
+                f"{k} {in_flops(flops_of(t.executable))}" for k, t in tasks.items() if t.executable is not None
             )
             times = " · ".join(f"{k} {in_seconds(statistics.median(took[stage, k]))}" for k in tasks if took[stage, k])
             label = loop.loop.partition.labels[stage]
             named = f"{stage} {escape(label)}" if label else str(stage)
             rows.append((named, str(group), f"{len(own)}", in_bytes(nbytes), work, times or "–"))
         yield f"<h2>Stages{f' of loop {index}' if len(facts.programs.loops) > 1 else ''}</h2>"
-        yield _table(("stage", "group", "arrays", "bytes", "MFLOP a microbatch", "measured"), rows)
+        yield _table(("stage", "group", "arrays", "bytes", "work of a microbatch", "measured"), rows)
 
 
 def _memory(facts: Facts) -> Iterator[str]:
@@ -220,8 +233,13 @@ def _memory(facts: Facts) -> Iterator[str]:
     if not mesh.local_groups:
         return
     yield "<h2>Memory of a device over a step</h2>"
-    keys = "".join(f'<span class=key style="background:var(--{k})"></span>{k}' for k in KINDS)
-    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{keys}</p>"
+    names = {} if Roles(facts.programs.outline).trains else {"gradients": "results"}
+    keys = "".join(f'<span class=key style="background:var(--{k})"></span>{names.get(k, k)}' for k in KINDS)
+    others = sorted(set(range(mesh.num_groups)) - set(mesh.local_groups))
+    elsewhere = (
+        f" Groups {', '.join(map(str, others))} are in other processes, whose reports show them." if others else ""
+    )
+    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{elsewhere}{keys}</p>"
     histories = {g: over_time(facts.programs, facts.program, g) for g in sorted(mesh.local_groups)}
     most = max((now["peak"] for history in histories.values() for now in history), default=0) or 1
     charts = "".join(
@@ -284,10 +302,10 @@ def _transfers(facts: Facts) -> Iterator[str]:
 def _against(facts: Facts) -> Iterator[str]:
     found = measured(facts.programs, facts.program)
     rows: list[tuple[str, ...]] = []
-    for group, compiled in found.items():
-        planned, stats = facts.estimate.get(group, {}), _device_peak(facts, group)
-        rows.append((f"memory of a device, group {group}", in_bytes(planned.get("peak", 0)), in_bytes(compiled["peak"]),
-                     in_bytes(stats) if stats else "–"))  # fmt: skip
+    for group, planned in sorted(facts.estimate.items()):
+        compiled, stats = found.get(group), _device_peak(facts, group) if group in found else 0
+        rows.append((f"memory of a device, group&nbsp;{group}", in_bytes(planned.get("peak", 0)),
+                     in_bytes(compiled["peak"]) if compiled else "–", in_bytes(stats) if stats else "–"))  # fmt: skip
     if facts.profile is not None:
         for index, loop in enumerate(facts.profile.loops):
             real = statistics.median(facts.profile.timeline(index, s).makespan for s in facts.profile.steps)

@@ -2,10 +2,10 @@
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2024;--soft:#5c6670;--line:#d9dee3;--row:#f3f5f7;--accent:#2563c9;
---busy:#4c8f5b;--wait:#c9ced4;--move:#d0463b;--late:#d99a1c;
+--busy:#4c8f5b;--wait:#c9ced4;--move:#23282d;--late:#d99a1c;
 --parameters:#3b6fb6;--state:#7b61a8;--data:#8a8f98;--gradients:#d08a2e;--activations:#3f9b76;--temporaries:#c05a6b}
 @media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e4e8ec;--soft:#9aa5b0;--line:#333a41;--row:#1e2327;
---accent:#7fb0ff;--wait:#444c55}}
+--accent:#7fb0ff;--wait:#444c55;--move:#f1f4f7}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1500px;padding:1rem 1.25rem 4rem;background:var(--bg);color:var(--fg);
 font:15px/1.45 system-ui,sans-serif}
@@ -25,7 +25,10 @@ th{color:var(--soft);font-weight:500}th:first-child,td:first-child,td.l,th.l{tex
 .lane>.name{position:sticky;left:0;margin-left:-72px;width:66px;display:inline-block;z-index:3;font-size:12px;
 line-height:26px;background:var(--bg);padding-left:8px;pointer-events:none;white-space:nowrap;overflow:hidden}
 .bar{position:absolute;top:2px;height:22px;overflow:hidden;font-size:11px;line-height:22px;text-align:center;color:#111;
-border-left:1px solid #0003;white-space:nowrap}
+border-left:1px solid #0003;white-space:nowrap;display:flex;flex-wrap:wrap;justify-content:center}
+.bar::before{content:"";height:22px}
+.clock{position:relative;height:16px;font-size:11px;color:var(--soft);overflow:hidden;white-space:nowrap}
+.clock span{position:absolute;border-left:1px solid var(--soft);padding-left:3px;line-height:14px}
 .bar.thin{top:auto;bottom:0;height:4px;background:var(--accent);opacity:.75;border:0}
 .bar.stuck{top:8px;height:10px;background:var(--move);border:0}.bar.call{background:#b8bec5}
 .bar.B{background-image:repeating-linear-gradient(45deg,#0002 0 1px,transparent 1px 6px)}
@@ -40,7 +43,7 @@ padding:.1rem .6rem;cursor:pointer}
 .stack{display:flex;height:20px;min-width:20rem;border-radius:3px;overflow:hidden}.stack i{display:block}
 .memory{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:1rem}
 .memory svg{width:100%;height:130px;display:block;background:var(--row);border-radius:6px}
-pre{overflow-x:auto;background:var(--row);padding:.8rem;border-radius:8px;font-size:12.5px}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--row);padding:.8rem;border-radius:8px;font-size:12.5px}
 @media (max-width:600px){body{padding:.6rem}.card{flex:1 1 40%}td:first-child{white-space:normal}
 .stack{min-width:7rem}}
 """

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # A rank or a device this much slower than its like is named.
 _SLOW = 1.15
+# So many tasks of a group can be told apart in a row of text.
+_DRAWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +57,10 @@ def _lines(profile: Profile) -> Iterator[str]:
         if not any(r.tasks and r.loop == facts.number for r in profile.typical.runs):
             continue
         timeline = profile.timeline(index)
-        yield f"loop {facts.number}, measured, typical step ({in_seconds(timeline.makespan)}):"
-        yield from (f"  {line}" for line in _picture(timeline))
+        shown = _middle(timeline)
+        part = "" if shown is timeline else f", of which {in_seconds(shown.makespan)} in the middle"
+        yield f"loop {facts.number}, measured, typical step ({in_seconds(timeline.makespan)}{part}):"
+        yield from (f"  {line}" for line in _picture(shown))
         for part in loop_parts(profile, index):
             sign = "+" if part.seconds >= 0 else "-"
             yield f"  {sign} {in_seconds(abs(part.seconds)):>8} {part.name}{f': {part.detail}' if part.detail else ''}"
@@ -66,6 +70,25 @@ def _lines(profile: Profile) -> Iterator[str]:
 def _picture(timeline: Timeline) -> list[str]:
     """A row a group. Tasks that take unequally long are drawn by their share of the time."""
     return [line[: line.rindex("|") + 1] for line in to_text(timeline).splitlines()[1:] if "|" in line]
+
+
+def _middle(timeline: Timeline) -> Timeline:
+    """As much of the middle as can be drawn task by task."""
+    share = _DRAWN / max(map(len, timeline.orders))
+    if share >= 1:
+        return timeline
+    first = timeline.makespan * (1 - share) / 2
+    last = timeline.makespan - first
+    kept = [
+        [
+            (task, max(a, first) - first, min(b, last) - first)
+            for task, a, b in zip(*rows, strict=True)
+            if b > first and a < last
+        ]
+        for rows in zip(timeline.orders, timeline.starts, timeline.ends, strict=True)
+    ]
+    orders, starts, ends = (tuple(tuple(row[k] for row in rows) for rows in kept) for k in range(3))
+    return dataclasses.replace(timeline, orders=orders, starts=starts, ends=ends)
 
 
 def _group_table(profile: Profile) -> Iterator[str]:

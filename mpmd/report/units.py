@@ -15,6 +15,21 @@ def in_bytes(n: float) -> str:
     return f"{n:.3g} GB" if n < 1000 else f"{n:,.0f} GB"
 
 
+def in_flops(n: float) -> str:
+    """Floating-point operations in decimal units.
+
+    Examples:
+      >>> in_flops(131072), in_flops(2.15e9), in_flops(2.5e16)
+      ('0.131 MFLOP', '2.15 GFLOP', '25,000 TFLOP')
+    """
+    n /= 1e6
+    for unit in ("MFLOP", "GFLOP"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TFLOP" if n < 1000 else f"{n:,.0f} TFLOP"
+
+
 def in_seconds(s: float) -> str:
     """Seconds in the unit that suits them.
 
