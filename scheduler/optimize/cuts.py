@@ -70,20 +70,20 @@ def choose_cut(
     Where no cut fits the memory, it is the one that exceeds it least.
 
     Args:
-        units: The costs of the model.
-        schedule: The schedule; it gives the number of stages.
-        num_microbatches: How often the loop body runs.
-        memory_limit: Bytes that each group may use.
-        budget: How much to search: tasks to put on the clock.
+      units: The costs of the model.
+      schedule: The schedule; it gives the number of stages.
+      num_microbatches: How often the loop body runs.
+      memory_limit: Bytes that each group may use.
+      budget: How much to search: tasks to put on the clock.
 
     Raises:
-        ValueError: There are fewer places than stage ends.
+      ValueError: There are fewer places than stage ends.
 
-    Example:
-        >>> from scheduler import OneFOneB
-        >>> layer = (1.0, 1.0, 1.0, 1.0, 1.0, 2.0)   # five layers, and a head as heavy as two
-        >>> choose_cut(Units(layer, layer, layer), OneFOneB(3), 8).layers
-        (2, 2, 1)
+    Examples:
+      >>> from scheduler import OneFOneB
+      >>> layer = (1.0, 1.0, 1.0, 1.0, 1.0, 2.0)   # five layers, and a head as heavy as two
+      >>> choose_cut(Units(layer, layer, layer), OneFOneB(3), 8).layers
+      (3, 2, 0)
     """
     if units.num_places < schedule.num_stages - 1:
         raise ValueError(f"{units.num_places} places where a stage may end are too few for {schedule}.")
