@@ -118,7 +118,7 @@ class Program:
     """The functions of a run, and the layout of its state."""
 
     def __init__(self, config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh):
-        self.model, self.mesh, self.options = Model(config), mesh, options
+        self.model, self.mesh, self.options, self.cuts = Model(config), mesh, options, options.cuts
         self.optimizer = optimizer_of(options)
         self.step = mpmd.jit(self._step, mpmd_mesh=mesh, donate_argnums=0)
         self.evaluate = mpmd.jit(self._evaluate, mpmd_mesh=mesh)
@@ -128,8 +128,7 @@ class Program:
         return {"params": params, "optimizer": self.optimizer.init(params[0]), "step": jnp.zeros((), jnp.int32)}
 
     def _loop(self, function, batch) -> Any:
-        options = self.options
-        return mpmd.treduce(function, batch, options.schedule, operation=mpmd.Mean, cuts=options.cuts)
+        return mpmd.treduce(function, batch, self.options.schedule, operation=mpmd.Mean, cuts=self.cuts)
 
     def _step(self, state, batch):
         trained, *frozen = state["params"]
@@ -254,6 +253,7 @@ def run(options: argparse.Namespace) -> int:
     batches = Batches(options.text, tokenizer, options.batch, options.length, options.microbatches, options.seed)
     abstract, batch = program.abstract()
     lowered = program.step.lower(abstract, batch)
+    program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
     compiled = lowered.compile()
     say(
         f"{sum(x.size for x in jax.tree.leaves(abstract['params'])):,} parameters, layers of each stage: {lowered.cuts}"

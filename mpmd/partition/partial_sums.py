@@ -184,7 +184,8 @@ class _Sums:
 
     def run(self, eqns: Iterable[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
         """Replaces all that it can."""
-        return [new for eqn in eqns for new in self.replace(eqn) or [eqn]]
+        replaced = ((eqn, self.replace(eqn)) for eqn in eqns)
+        return [e for eqn, new in replaced for e in ([eqn] if new is None else new)]
 
     def _rows(self, eqn: compat.JaxprEqn, local: Local) -> list[compat.JaxprEqn]:
         """An equation that sums over rows: each device sums its own."""
@@ -351,6 +352,8 @@ def _constrained_alike(eqn: compat.JaxprEqn, parts: jax.Array, axes: Axes) -> ja
     """A constraint, on each part of its operand."""
     if eqn.primitive.name == "reshard":
         asked = eqn.params["dst_sharding"]
+        if AxisType.Explicit not in asked.mesh.axis_types:
+            return parts  # it asks for nothing: JAX writes such equations under no mesh, or Auto axes alone
         lead = _explicit(axes, asked.mesh)
         return jax.reshard(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
     asked = eqn.params["sharding"]  # of Auto axes alone
