@@ -54,6 +54,7 @@ from mpmd._jax_compat.jaxprs import (
     new_jaxpr,
     shaped_array,
     source_line,
+    stacked_aval,
     with_new_vars,
     within,
     zero_like,

@@ -81,6 +81,11 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
     )
 
 
+def stacked_aval(aval: Any, length: int) -> Any:
+    """The type of so many values of type `aval`, one after the other along a new first axis."""
+    return core.unmapped_aval(length, 0, aval)
+
+
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
     """Constants become the first arguments."""
     return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -12,6 +12,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.choose import choose
 from mpmd.cutting.named_schedules import schedule_of
+from mpmd.cutting.scan_residuals import keep_less
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
@@ -44,6 +45,10 @@ def _cut_loop(
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
     candidates.check_are_of_one_kind()
+    if candidates.scans:
+        body = keep_less(body)
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
+        candidates = Candidates.of(body.jaxpr)
     schedule = schedule_of(eqn, candidates, mesh.num_groups)
     info = dataclasses.replace(info, schedule=schedule)
     if candidates.are_optional:

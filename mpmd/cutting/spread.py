@@ -167,7 +167,7 @@ def _axes(eqn: compat.JaxprEqn, factor: Factor) -> Iterator[tuple[Atom, int]]:
 # --- what is inside of equations ------------------------------------------------------------------
 
 
-def _fresh(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
+def fresh_body(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
     """An inner jaxpr, flat, with variables of its own; its constants are literals."""
     invars = [compat.Var(v.aval) for v in closed.jaxpr.invars]
     flat = compat.ClosedJaxpr(inline(closed.jaxpr, in_loop=True), closed.consts)
@@ -196,7 +196,7 @@ def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int 
 
 
 def _open_scan(eqn: compat.JaxprEqn) -> Opened:
-    jaxpr = _fresh(eqn.params["jaxpr"])
+    jaxpr = fresh_body(eqn.params["jaxpr"])
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     start, below = num_consts + num_carry, _around(0)
     links = [Link(v, inner) for v, inner in zip(eqn.invars[:start], jaxpr.invars[:start], strict=True)]
@@ -211,7 +211,7 @@ def _open_scan(eqn: compat.JaxprEqn) -> Opened:
 
 
 def _open_while(eqn: compat.JaxprEqn) -> Opened:
-    test, body = (_fresh(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    test, body = (fresh_body(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
     m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = eqn.invars[m + n :]
     links = [Link(v, inner) for v, inner in zip(eqn.invars[:m], test.invars[:m], strict=True)]
@@ -222,7 +222,7 @@ def _open_while(eqn: compat.JaxprEqn) -> Opened:
 
 
 def _open_cond(eqn: compat.JaxprEqn) -> Opened:
-    inner = tuple(map(_fresh, eqn.params["branches"]))
+    inner = tuple(map(fresh_body, eqn.params["branches"]))
     links = []
     for jaxpr in inner:
         links += [Link(v, i) for v, i in zip(eqn.invars[1:], jaxpr.invars, strict=True)]
@@ -231,7 +231,7 @@ def _open_cond(eqn: compat.JaxprEqn) -> Opened:
 
 
 def _open_checkpoint(eqn: compat.JaxprEqn) -> Opened:
-    jaxpr = _fresh(compat.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    jaxpr = fresh_body(compat.ClosedJaxpr(eqn.params["jaxpr"], ()))
     links = [Link(v, i) for v, i in zip(eqn.invars, jaxpr.invars, strict=True)]
     links += [Link(i, v) for v, i in zip(eqn.outvars, jaxpr.outvars, strict=True)]
     return Opened(eqn, (jaxpr,), tuple(links))

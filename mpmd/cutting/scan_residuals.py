@@ -1,0 +1,189 @@
+"""Makes scans over layers keep less for their backward: what is cheap is computed again from what is kept anyway.
+
+The gradient of a scan saves every value that its backward reads, of each layer, also such as `1 - y` beside `y`. A
+minimum cut through the body finds the fewest bytes from which the rest can be made: the equations behind the cut move
+into the backward scan. Parameters cost nothing there, matrix products and random numbers do not move.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.candidates import marks_in
+from mpmd.cutting.spread import fresh_body
+from mpmd.ops.stage_end import mark_p
+from mpmd.partition import equations
+from mpmd.partition.minimum_cut import minimum_cut
+from mpmd.tracing.trace import Atom, equations_on
+
+
+class Pair(NamedTuple):
+    """A scan over layers and the scan of its backward.
+
+    Attributes:
+      residuals: of the stacked outputs that nothing but the backward reads: their number, and which operand of the
+        backward they are.
+    """
+
+    forward: compat.JaxprEqn
+    backward: compat.JaxprEqn
+    residuals: dict[int, int]
+
+
+def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
+    """The body of a loop, whose scans with marks keep fewer bytes for their backward.
+
+    Args:
+      body: differentiated and flat; the last argument is the number of the microbatch.
+    """
+    replaced: dict[int, compat.JaxprEqn] = {}
+    fixed = _fixed(body.jaxpr)
+    for pair in _pairs(body.jaxpr):
+        if id(pair.backward) not in replaced:
+            replaced[id(pair.forward)], replaced[id(pair.backward)] = _Scan(pair, fixed).rewritten()
+    eqns = [replaced.get(id(e), e) for e in body.jaxpr.eqns]
+    return compat.ClosedJaxpr(compat.new_jaxpr(body.jaxpr, eqns=eqns), body.consts)
+
+
+def _fixed(jaxpr: compat.Jaxpr) -> set[compat.Var]:
+    """The values that are the same for each microbatch."""
+    found = {*jaxpr.constvars, *jaxpr.invars[:-1]}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(v in found for v in equations.variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _pairs(jaxpr: compat.Jaxpr) -> Iterator[Pair]:
+    readers: dict[compat.Var, list[tuple[compat.JaxprEqn | None, int]]] = defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for i, v in enumerate(eqn.invars):
+            if not isinstance(v, compat.Literal):
+                readers[v].append((eqn, i))
+    for v in equations.variables(jaxpr.outvars):
+        readers[v].append((None, 0))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "scan" or compat.is_transposed(eqn) or not any(True for _ in marks_in(eqn)):
+            continue
+        found: dict[int, tuple[compat.JaxprEqn, dict[int, int]]] = {}
+        for j, v in enumerate(eqn.outvars[eqn.params["num_carry"] :]):
+            if len(readers[v]) == 1 and (reader := readers[v][0])[0] is not None and _scans(*reader):
+                found.setdefault(id(reader[0]), (reader[0], {}))[1][j] = reader[1]
+        for backward, residuals in found.values():
+            yield Pair(eqn, backward, residuals)
+            break
+
+
+def _scans(eqn: compat.JaxprEqn, operand: int) -> bool:
+    """Whether an equation of the backward pass scans over its operand."""
+    if eqn.primitive.name != "scan" or not compat.is_transposed(eqn):
+        return False
+    return operand >= eqn.params["num_consts"] + eqn.params["num_carry"]
+
+
+class _Scan:
+    """A pair of scans about to be rewritten."""
+
+    def __init__(self, pair: Pair, fixed: set[compat.Var]):
+        self.pair, self.fixed = pair, fixed
+        forward = pair.forward
+        self.num_consts, self.num_carry = forward.params["num_consts"], forward.params["num_carry"]
+        self.length = forward.params["length"]
+        self.jaxpr = fresh_body(forward.params["jaxpr"])
+        self.operand: dict[compat.Var, Atom] = {}  # of the scan, per variable of its body; carries are left out
+        first = self.num_consts + self.num_carry
+        for i, (v, atom) in enumerate(zip(self.jaxpr.invars, forward.invars, strict=True)):
+            if not self.num_consts <= i < first:
+                self.operand[v] = atom
+        self.consts = set(self.jaxpr.invars[: self.num_consts])
+        stacks = self.jaxpr.outvars[self.num_carry :]
+        self.wanted = {j: stacks[j] for j in pair.residuals if not isinstance(stacks[j], compat.Literal)}
+
+    def rewritten(self) -> tuple[compat.JaxprEqn, compat.JaxprEqn]:
+        """The two scans; as they were, if nothing less can be kept."""
+        wanted = list(dict.fromkeys(self.wanted.values()))
+        kept = self._kept(wanted)
+        if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
+            return self.pair.forward, self.pair.backward
+        stacked = [v for v in kept if v not in self.operand]
+        stacks = [compat.Var(compat.stacked_aval(v.aval, self.length)) for v in stacked]
+        again = compat.make_jaxpr(kept, wanted, _between(self.jaxpr.eqns, kept, wanted), "again")
+        return self._forward(stacked, stacks), self._backward(kept, dict(zip(stacked, stacks, strict=True)), again)
+
+    def _cost(self, v: compat.Var) -> int:
+        """Bytes that have to be kept of a microbatch for the backward to read the value."""
+        atom = self.operand.get(v)
+        if atom is not None and (
+            isinstance(atom, compat.Literal) or atom in self.fixed or any(atom is x for x in self.pair.backward.invars)
+        ):
+            return 0
+        return equations.nbytes(v.aval) * (1 if v in self.consts else self.length)
+
+    def _kept(self, wanted: Sequence[compat.Var]) -> list[compat.Var]:
+        """The values from which the wanted ones can be made, with the fewest bytes."""
+        jaxpr = self.jaxpr
+        values = [*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
+        number = {v: 2 + 2 * i for i, v in enumerate(values)}  # its making; the next number is its being read
+        costs = {v: self._cost(v) for v in values}
+        infinite = sum(costs.values()) + 1
+        source, sink = 0, 1
+        edges = [(number[v], number[v] + 1, cost) for v, cost in costs.items()]
+        edges += [(source, number[v], infinite) for v in jaxpr.invars if costs[v]]
+        edges += [(number[v] + 1, sink, infinite) for v in wanted]
+        for eqn in jaxpr.eqns:
+            moves = not equations.is_heavy(eqn) and eqn.primitive is not mark_p
+            for out in eqn.outvars:
+                if moves:
+                    edges += [(number[v] + 1, number[out], infinite) for v in equations.variables(eqn.invars)]
+                else:
+                    edges.append((source, number[out], infinite))
+        before = minimum_cut(2 + 2 * len(values), edges, source, sink)
+        return [v for v in values if number[v] in before and number[v] + 1 not in before]
+
+    def _forward(self, stacked: Sequence[compat.Var], stacks: Sequence[compat.Var]) -> compat.JaxprEqn:
+        eqn, n = self.pair.forward, self.num_carry
+        others = [j for j in range(len(eqn.outvars) - n) if j not in self.wanted]
+        outs = [*self.jaxpr.outvars[:n], *(self.jaxpr.outvars[n + j] for j in others), *stacked]
+        jaxpr = compat.new_jaxpr(self.jaxpr, outvars=outs, eqns=equations.live_equations(self.jaxpr.eqns, outs))
+        outvars = [*eqn.outvars[:n], *(eqn.outvars[n + j] for j in others), *stacks]
+        return eqn.replace(outvars=outvars, params={**eqn.params, "jaxpr": compat.ClosedJaxpr(jaxpr, ())})
+
+    def _backward(
+        self, kept: Sequence[compat.Var], stacks: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
+    ) -> compat.JaxprEqn:
+        eqn = self.pair.backward
+        jaxpr = fresh_body(eqn.params["jaxpr"])
+        m = eqn.params["num_consts"]
+        own = {v: compat.Var(v.aval) for v in kept}
+        prelude = equations_on(again, [own[v] for v in kept])
+        made = dict(zip(again.jaxpr.outvars, prelude.outs, strict=True))
+        gone: dict[int, Any] = {self.pair.residuals[j]: made[v] for j, v in self.wanted.items()}
+        inner = [gone.get(i, v) for i, v in enumerate(jaxpr.invars)]
+        rest = equations_on(compat.ClosedJaxpr(jaxpr, ()), inner)
+        consts = [v for v in kept if v in self.consts]
+        scanned = [v for v in kept if v not in self.consts]
+        keep = [i for i in range(len(inner)) if i not in gone]
+        outer: list[Atom] = [eqn.invars[i] for i in keep]
+        invars: list[compat.Var] = [jaxpr.invars[i] for i in keep]
+        outer[m:m] = [self.operand[v] for v in consts]
+        invars[m:m] = [own[v] for v in consts]
+        outer += [stacks[v] if v in stacks else self.operand[v] for v in scanned]
+        invars += [own[v] for v in scanned]
+        body = compat.new_jaxpr(jaxpr, invars=invars, outvars=rest.outs, eqns=[*prelude.eqns, *rest.eqns])
+        params = {**eqn.params, "jaxpr": compat.ClosedJaxpr(body, ()), "num_consts": m + len(consts)}
+        if "linear" in params:
+            params["linear"] = (False,) * len(invars)
+        return eqn.replace(invars=outer, params=params)
+
+
+def _between(
+    eqns: Sequence[compat.JaxprEqn], kept: Sequence[compat.Var], wanted: Sequence[compat.Var]
+) -> list[compat.JaxprEqn]:
+    """The equations that make the wanted values of those that are kept, in order."""
+    have, needed, found = set(kept), set(wanted) - set(kept), []
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in equations.variables(eqn.invars) if v not in have)
+            found.append(eqn)
+    return found[::-1]
