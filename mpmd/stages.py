@@ -20,6 +20,7 @@ from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
+from mpmd.cutting.devices import machine_of, memory_limit
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.gathered import profile_of
@@ -301,12 +302,20 @@ class Compiled:
         return f"{self._programs.outline}\n\n{self._program}"
 
     def explain(self) -> str:
-        """What runs where: parameters and bytes per stage, transfers, executables, the schedule's bubble."""
+        """The page to read before a big run.
+
+        What runs where; each group's parameters and memory, against that of a device; how even the stages are; what
+        crosses, why, and at which line of yours; what is computed twice; collectives and sums over groups; warnings
+        that say what to do.
+        """
         notes = list(dict.fromkeys(map(str, self._split.joins)))
+        mesh = self._programs.mesh
+        limit = memory_limit(mesh, machine_of(mesh))
         if self._bound is None:
             traffic, transport = WholeTraffic(self._program), self._described_transport()
-            return explain(self._programs, self._program, traffic, transport, notes)
-        return explain(self._programs, self._program, self._bound.bindings, self._bound.transport, notes)
+        else:
+            traffic, transport = self._bound.bindings, self._bound.transport
+        return explain(self._programs, self._program, traffic, transport, notes, limit)
 
     @compat.api_boundary
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:

@@ -46,6 +46,7 @@ from mpmd._jax_compat.jaxprs import (
     called_jaxpr,
     constvars_to_invars,
     is_ordered,
+    is_recomputed,
     is_transposed,
     jaxprs_in,
     jit_p,

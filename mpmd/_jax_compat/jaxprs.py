@@ -144,6 +144,11 @@ def called_from(eqn: JaxprEqn, function_name: str) -> bool:
     return any(code.co_name == function_name for code in codes)
 
 
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether the equation is one that `jax.checkpoint` does again for the backward pass."""
+    return any(frame.name == "rematted_computation" for frame in eqn.source_info.name_stack.stack)
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """Where in the user's code the equation was written: `file:line (function)`."""
     return source_info_util.summarize(eqn.source_info)

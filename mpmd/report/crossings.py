@@ -42,7 +42,8 @@ def _reason(outline: Outline, transfer: Transfer) -> str:
     for item in outline.items:
         if isinstance(item, Segment) and item.group == transfer.target and transfer.var in item.reads:
             eqn = next(e for e in item.eqns if transfer.var in e.invars)
-            return f"{eqn.primitive.name} reads it, at {compat.source_line(eqn)}"
+            line = compat.source_line(eqn)
+            return f"{eqn.primitive.name} reads it, at {line}" if line else "a part of a sum over groups"
         if isinstance(item, Loop) and transfer.target in item.needs().get(transfer.var, ()):
             stages = sorted(
                 {t.place.stage for t in item.partition.tasks

@@ -9,6 +9,7 @@ from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.partition import equations
 from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import flops_of, flops_per_step
+from mpmd.report.loop_notes import loop_lines
 from mpmd.report.memory import measured
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_seconds
@@ -47,19 +48,27 @@ class WholeTraffic:
 
 
 def explain(
-    programs: StepPrograms, program: Program, traffic: Traffic, transport: str, notes: Sequence[str] = ()
+    programs: StepPrograms,
+    program: Program,
+    traffic: Traffic,
+    transport: str,
+    notes: Sequence[str] = (),
+    limit: float | None = None,
 ) -> str:
     """A table per group and stage, and the step's totals.
 
     Args:
       transport: how values go between groups.
       notes: lines on what crosses outside of the loops.
+      limit: bytes that a step may use on each device; None where nobody knows.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
     for group in range(programs.mesh.num_groups):
         lines += _group_lines(programs, program, group, roles, memory.get(group))
-    for loop in programs.outline.loops:
+    lines += _memory_lines(memory, limit)
+    for compiled in programs.loops:
+        loop = compiled.loop
         info = loop.partition.info
         timeline = simulate_orders(loop.orders, info.schedule.placement, info.num_microbatches)
         lines.append(
@@ -68,6 +77,7 @@ def explain(
         )
         if info.cuts is not None:
             lines.append(_cut_line(info.cuts, info.choice))
+        lines += loop_lines(compiled, roles, timeline.bubble_fraction)
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
             f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
@@ -129,6 +139,22 @@ def _group_lines(
                 yield from _stage_lines(loop, stage, roles)
     for target, sizes in sent_by(program, group).items():
         yield f"  sends {in_bytes(sum(sizes))} to group {target} in {len(sizes)} transfers a step"
+
+
+def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) -> Iterator[str]:
+    """The group that needs most, against what a device has."""
+    if limit is None or not memory:
+        return
+    group = max(memory, key=lambda g: memory[g]["peak"])
+    peak = memory[group]["peak"]
+    share = f"{in_bytes(peak)} of the {in_bytes(limit)} of each device ({peak / limit:.0%})"
+    yield f"memory: group {group} needs most, {share}"
+    if over := [str(g) for g in sorted(memory) if memory[g]["peak"] > limit]:
+        yield (
+            f"warning: it does not fit: group{'s' * (len(over) > 1)} {', '.join(over)} need more than a device has.\n"
+            "  jax.checkpoint around layers, smaller microbatches, more stages or another schedule need less;"
+            " python -m mpmd plan estimates what each of them saves (docs/planning.md)."
+        )
 
 
 def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:

@@ -1,0 +1,208 @@
+"""What to know of a loop before a big run: balance, what crosses and why, what is done twice, sums over groups."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from mpmd import _jax_compat as compat
+from mpmd.compile.step import LoopProgram
+from mpmd.partition import equations
+from mpmd.partition.loop import TaskBody
+from mpmd.partition.outline import Loop
+from mpmd.report.flops import flops_of
+from mpmd.report.roles import Roles
+from mpmd.report.units import in_bytes, in_flops
+from mpmd.report.work import work_of_equation
+from scheduler import Costs
+from scheduler.timing.simulate import simulate_orders
+
+_SHOWN = 6
+# A better cut that saves less than this share of a loop's time is not worth a word of advice.
+_WORTH = 0.1
+_BUBBLE = 0.3
+_MOST_TASKS = 100_000  # put on a clock for a line of text
+
+
+def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[str]:
+    """The notes on one loop, for `explain()`.
+
+    Args:
+      bubble: the share of the time that groups idle if all tasks take equally long.
+    """
+    loop = program.loop
+    yield from _balance(program, bubble)
+    yield from _crossings(loop)
+    yield from _repeats(loop)
+    yield from _sums_over_groups(loop, roles)
+
+
+# --- balance --------------------------------------------------------------------------------------
+
+
+def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
+    """How unequal the stages are, what equal ones would save, and how much of the time a group idles."""
+    loop = program.loop
+    info, num_stages = loop.partition.info, len(loop.schedule.placement)
+    operations = _operations(program)
+    work = [sum(parts) for parts in zip(*operations.values(), strict=True)]
+    if num_stages > 1 and sum(work):
+        mean = sum(work) / num_stages
+        least, most = (f(range(num_stages), key=work.__getitem__) for f in (min, max))
+        saved = _saved(loop, operations)
+        if work[most] < 1.01 * work[least]:
+            yield "  balance: all stages do the same number of operations"
+        else:
+            yield (
+                f"  balance, by operations ({in_flops(mean)} a stage and microbatch): stage {least} does"
+                f" {work[least] / mean:.2f}, stage {most} {work[most] / mean:.2f} times the mean; with equal stages the"
+                f" loop would take {saved:.0%} less time"
+            )
+        if saved > _WORTH and info.cuts is None:
+            yield (
+                f"warning: stage {most} holds the other stages up.\n"
+                "  Put mark_layer_end after each layer, and the library chooses where stages end; or move marks;"
+                " python -m mpmd tune compares cuts (docs/stages.md)."
+            )
+    if bubble > _BUBBLE:
+        yield (
+            f"warning: groups idle {bubble:.0%} of loop {loop.number} even with equal tasks, for it has"
+            f" {info.num_microbatches} microbatches for {num_stages} stages.\n"
+            "  More microbatches (smaller ones), or another schedule, make that less (docs/schedules.md)."
+        )
+
+
+def _saved(loop: Loop, operations: Mapping[str, tuple[float, ...]]) -> float:
+    """The share of the loop's time that equal stages would save."""
+    placement, num_microbatches = loop.schedule.placement, loop.partition.info.num_microbatches
+    equal = {name: sum(value) / len(value) for name, value in operations.items()}
+    if sum(map(len, loop.orders)) > _MOST_TASKS:  # then the busiest group alone decides
+        busy = [0.0] * (max(placement) + 1)
+        for stage, group in enumerate(placement):
+            busy[group] += sum(value[stage] for value in operations.values())
+        return 1 - sum(busy) / len(busy) / max(busy)
+    both = Costs(**operations), Costs(**equal)
+    now, best = (simulate_orders(loop.orders, placement, num_microbatches, costs).makespan for costs in both)
+    return max(0.0, 1 - best / now)
+
+
+def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
+    """Operations of each stage's tasks, as `Costs` takes seconds."""
+    found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIW"}
+    for place, task in program.tasks.items():
+        found[place.kind][place.stage] = flops_of(task.executable) if task.executable is not None else 0.0
+    backward = tuple(b + i for b, i in zip(found["B"], found["I"], strict=True))
+    return {"forward": tuple(found["F"]), "input_grad": backward, "weight_grad": tuple(found["W"])}
+
+
+# --- what crosses ---------------------------------------------------------------------------------
+
+
+def _crossings(loop: Loop) -> Iterator[str]:
+    """The values of a microbatch that go from a stage to another group, equal ones in one line, the largest first."""
+    group = loop.group
+    makers = {v: t for t in loop.partition.tasks for v in t.writes}
+    readers: dict[compat.Var, list[TaskBody]] = defaultdict(list)
+    for t in loop.partition.tasks:
+        for v in t.reads:
+            readers[v].append(t)
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    sizes: dict[tuple[str, ...], int] = {}
+    gradients = num_gradients = 0
+    for v, maker in makers.items():
+        first = {group(t.place): t for t in reversed(readers[v])}  # per group, the first that reads it
+        for target in sorted(first.keys() - {group(maker.place)}):
+            reader = first[target]
+            nbytes = equations.nbytes(v.aval)
+            if maker.place.kind != "F":
+                gradients, num_gradients = gradients + nbytes, num_gradients + 1
+                continue
+            key = (v.aval.str_short(short_dtypes=True), _made(maker, v), _read(reader, v))
+            alike[key].append(f"{maker.place.stage} to {reader.place.stage}")
+            sizes[key] = nbytes
+    if not alike and not num_gradients:
+        return
+    forward = sum(sizes[key] * len(ways) for key, ways in alike.items())
+    yield (
+        f"  of each microbatch {in_bytes(forward)} cross forward in {sum(map(len, alike.values()))} values,"
+        f" {in_bytes(gradients)} of gradients backward in {num_gradients}:"
+    )
+    ranked = sorted(alike, key=lambda key: -sizes[key] * len(alike[key]))
+    for key in ranked[:_SHOWN]:
+        kind, made, read = key
+        yield f"    {kind} ({in_bytes(sizes[key])}) from stage {_listed(alike[key])}: {made}; {read}"
+    if len(ranked) > _SHOWN:
+        yield f"    … and {len(ranked) - _SHOWN} more, of at most {in_bytes(sizes[ranked[_SHOWN]])}"
+
+
+def _made(task: TaskBody, v: compat.Var) -> str:
+    eqn = next((e for e in task.eqns if v in e.outvars), None)
+    return "made there" if eqn is None else f"{eqn.primitive.name} makes it{_at(eqn)}"
+
+
+def _read(task: TaskBody, v: compat.Var) -> str:
+    eqn = next((e for e in task.eqns if v in e.invars), None)
+    return "summed there" if eqn is None else f"{eqn.primitive.name} reads it{_at(eqn)}"
+
+
+def _at(eqn: compat.JaxprEqn) -> str:
+    line = compat.source_line(eqn)
+    return f" at {line}" if line else ""
+
+
+def _listed(ways: Sequence[str]) -> str:
+    return ", ".join(ways[:4]) + (f" and {len(ways) - 4} more" if len(ways) > 4 else "")
+
+
+# --- what is done twice ---------------------------------------------------------------------------
+
+
+def _repeats(loop: Loop) -> Iterator[str]:
+    """Cheap equations that several stages do, and what `jax.checkpoint` does again."""
+    tasks = loop.partition.tasks
+    stages: dict[compat.Var, set[int]] = defaultdict(set)
+    made: dict[compat.Var, compat.JaxprEqn] = {}
+    for t in tasks:
+        for e in t.eqns:
+            if e.outvars:
+                stages[e.outvars[0]].add(t.place.stage)
+                made[e.outvars[0]] = e
+    again = [made[v] for v, found in stages.items() if len(found) > 1 and not equations.is_free_view(made[v])]
+    if again:
+        largest = max(again, key=lambda e: (bool(compat.source_line(e)), equations.size(e.outvars[0].aval)))
+        where = sorted({s for e in again for s in stages[e.outvars[0]]})
+        yield (
+            f"  computed in several stages ({', '.join(map(str, where))}): {len(again)} cheap equations on the"
+            f" microbatch, such as {largest.primitive.name}{_at(largest)}"
+        )
+    forward = sum(work_of_equation(e).flops for t in tasks if t.place.kind == "F" for e in t.eqns)
+    twice = sum(_recomputed(e) for t in tasks if t.place.kind != "F" for e in t.eqns)
+    if twice and forward:
+        yield f"  computed again by the backward pass (jax.checkpoint): {twice / forward:.0%} of the forward pass"
+
+
+def _recomputed(eqn: compat.JaxprEqn) -> float:
+    if compat.is_recomputed(eqn):
+        return work_of_equation(eqn).flops
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return times * sum(_recomputed(e) for jaxpr in compat.jaxprs_in(eqn.params) for e in jaxpr.eqns)
+
+
+def _sums_over_groups(loop: Loop, roles: Roles) -> Iterator[str]:
+    """Gradients whose parts arise in several groups."""
+    partition = loop.partition
+    arguments: dict[int, set[compat.Var]] = defaultdict(set)  # per stage, what it reads
+    for t in partition.tasks:
+        arguments[t.place.stage] |= roles.arguments(t.operands)
+    stages = {a.result: {a.place.stage} for a in partition.accumulators}
+    for eqn in partition.after:
+        here = set().union(*(stages[v] for v in eqn.invars if v in stages))
+        groups = {loop.schedule.placement[s] for s in here}
+        if len(groups) > 1 and eqn.primitive.name in ("add", "add_any"):
+            aval = eqn.outvars[0].aval
+            shared = set.intersection(*(arguments[s] for s in here))
+            alike = [roles.names[v] for v in shared if v.aval.shape == aval.shape and roles.role[v] == "parameters"]
+            what = f"the gradient of {alike[0]}" if len(alike) == 1 else aval.str_short(short_dtypes=True)
+            yield (
+                f"  {what} ({in_bytes(equations.nbytes(aval))}) arises in groups {', '.join(map(str, sorted(groups)))}:"
+                " its parts are summed once a step"
+            )
+        stages.update(dict.fromkeys(eqn.outvars, here))

@@ -1,0 +1,68 @@
+"""`explain()` is the page to read before a big run: what it says of a loop, whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpmd
+import scheduler
+
+STAGES, MICROBATCHES, ROWS, WIDTH = 3, 3, 4, 16
+
+
+@jax.checkpoint
+def block(w, x):
+    return x + jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def loss(params, tokens):
+    mask = (tokens != 0)[:, None]
+    x = first = params["embed"][tokens]
+    for stage, w in enumerate(params["blocks"]):
+        for _ in range(3 if stage == 1 else 1):
+            x = block(w, x) * mask
+        x = mpmd.mark_stage_end(x) if stage < STAGES - 1 else x
+    return jnp.mean((x + first) @ params["embed"].T)
+
+
+def step(params, tokens):
+    value, grads = mpmd.treduce(
+        lambda t: jax.value_and_grad(loss)(params, t), tokens, schedule=scheduler.OneFOneB(STAGES)
+    )
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.fixture(scope="module")
+def text():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:STAGES]), ("stage",)), "stage")
+    blocks = [{"a": np.ones((WIDTH, 2 * WIDTH), np.float32), "b": np.ones((2 * WIDTH, WIDTH), np.float32)}] * STAGES
+    params = {"embed": np.ones((7, WIDTH), np.float32), "blocks": blocks}
+    return mpmd.jit(step, mpmd_mesh=mesh).lower(params, np.ones((MICROBATCHES, ROWS), np.int32)).compile().explain()
+
+
+def test_a_slow_stage_and_a_large_bubble_are_warnings_with_what_to_do(text):
+    assert "stage 1 1.78 times the mean; with equal stages the loop would take 18% less time" in text
+    assert (
+        "warning: stage 1 holds the other stages up.\n"
+        "  Put mark_layer_end after each layer, and the library chooses where stages end; or move marks;"
+        " python -m mpmd tune compares cuts (docs/stages.md).\n"
+        "warning: groups idle 40% of loop 0 even with equal tasks, for it has 3 microbatches for 3 stages.\n"
+        "  More microbatches (smaller ones), or another schedule, make that less (docs/schedules.md).\n"
+    ) in text
+
+
+def test_what_crosses_in_a_loop_is_told_with_the_lines_that_make_and_read_it(text):
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("  of each microbatch"))
+    assert lines[start] == ("  of each microbatch 768 B cross forward in 3 values, 512 B of gradients backward in 2:")
+    layer, skip = lines[start + 1 : start + 3]
+    assert layer.startswith("    f32[4,16] (256 B) from stage 0 to 1, 1 to 2: mul makes it at ") and "(loss)" in layer
+    assert skip.startswith("    f32[4,16] (256 B) from stage 0 to 2: gather makes it at ") and "add reads it at" in skip
+    assert "test_explain.py:26" in skip
+
+
+def test_work_that_is_done_twice_and_sums_over_groups_are_named(text):
+    assert "  computed in several stages (0, 1, 2): 2 cheap equations on the microbatch, such as " in text
+    assert "  computed again by the backward pass (jax.checkpoint): 50% of the forward pass" in text
+    assert "  the gradient of params['embed'] (448 B) arises in groups 0, 2: its parts are summed once a step" in text
