@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import LoopProgram
@@ -79,9 +80,13 @@ def _saved(loop: Loop, operations: Mapping[str, tuple[float, ...]]) -> float:
         for stage, group in enumerate(placement):
             busy[group] += sum(value[stage] for value in operations.values())
         return 1 - sum(busy) / len(busy) / max(busy)
-    both = Costs(**operations), Costs(**equal)
+    both = _costs(operations), _costs(equal)
     now, best = (simulate_orders(loop.orders, placement, num_microbatches, costs).makespan for costs in both)
     return max(0.0, 1 - best / now)
+
+
+def _costs(found: Mapping[str, Any]) -> Costs:
+    return Costs(forward=found["forward"], input_grad=found["input_grad"], weight_grad=found["weight_grad"])
 
 
 def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
