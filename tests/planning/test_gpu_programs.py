@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plugins import needs_plugin
 
@@ -15,6 +15,7 @@ import mpmd
 import scheduler
 from mpmd.__main__ import main
 from mpmd.planning.collectives import collectives_of
+from mpmd.report.explain import sent_by
 from mpmd.report.memory import executables_of
 from scheduler import Call, Run
 
@@ -34,16 +35,21 @@ def updated(state, grads):
     return [w - (0.1 * m).astype(w.dtype) for w, m in zip(weights, momenta, strict=True)], momenta
 
 
-def step(state, xs, schedule):
-    """The gradients are summed over the devices of a group in each backward task."""
-    value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(state[0], x), xs, schedule=schedule)
+def step(state, xs, schedule, operation=mpmd.Add):
+    value, grads = mpmd.treduce(
+        lambda x: jax.value_and_grad(loss)(state[0], x), xs, schedule=schedule, operation=operation
+    )
     return updated(state, grads), value
 
 
-def step_that_sums_once(state, xs, schedule):
+def step_that_asks_for_one_sum(state, xs, schedule):
     once = jax.tree.map(lambda p: jax.reshard(p, P(reduced={"data"})), state[0])
     value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(once, x), xs, schedule=schedule)
     return updated(state, jax.tree.map(lambda g: jax.reshard(g, P()), grads)), value
+
+
+def step_that_sums_in_tasks(state, xs, schedule):
+    return step(state, xs, schedule, mpmd.Add(once=False))
 
 
 def compiled_for(step, schedule):
@@ -57,74 +63,154 @@ def compiled_for(step, schedule):
 
 
 @pytest.fixture(scope="module")
-def in_tasks():
+def compiled():
     return compiled_for(step, "1f1b")
 
 
 @pytest.fixture(scope="module")
-def once():
-    return compiled_for(step_that_sums_once, "1f1b")
+def asked():
+    return compiled_for(step_that_asks_for_one_sum, "1f1b")
+
+
+@pytest.fixture(scope="module")
+def in_tasks():
+    return compiled_for(step_that_sums_in_tasks, "1f1b")
 
 
 def collectives(compiled):
-    """Of each segment and task that has any."""
-    named = {**compiled._programs.segments}
-    named.update((str(place), e) for place, e in compiled._programs.loops[0].executables.items())
-    found = {name: collectives_of(e.call.as_text(), DEVICES) for name, e in named.items()}
-    return {name: cs for name, cs in found.items() if cs}
+    """Of all tasks, by name, and of each group around the loop: kinds, bytes and devices."""
+    tasks = {
+        str(place): collectives_of(e.call.as_text(), e.mesh.size)
+        for place, e in compiled._programs.loops[0].executables.items()
+    }
+    around = [
+        [
+            c
+            for i in instructions
+            if isinstance(i, Call)
+            for e in executables_of(compiled._programs, i)
+            for c in collectives_of(e.call.as_text(), e.mesh.size)
+        ]
+        for instructions in compiled.program.groups
+    ]
+    assert all(c.is_async for found in (*tasks.values(), *around) for c in found)
+    return {name: shown(found) for name, found in tasks.items() if found}, list(map(shown, around))
+
+
+def shown(found):
+    return [(c.kind, c.nbytes, c.num_devices) for c in found]
 
 
 @needs_plugin
-def test_gradients_are_reduced_once_a_step_where_written_so(once, in_tasks):
-    found = collectives(once)
-    assert {name for name in found if not name.startswith("segment")} == {f"F{GROUPS - 1}"}  # the loss
-    after = [cs for name, cs in found.items() if name.startswith("segment")]
-    assert [[(c.kind, c.nbytes, c.num_devices) for c in cs] for cs in after] == (
-        [[("all-reduce", WEIGHT, DEVICES)]] * GROUPS
+@pytest.mark.parametrize("written", ["compiled", "asked"])
+def test_gradients_are_reduced_once_a_step_asynchronously_and_nothing_is_gathered(written, request):
+    """Written plainly, and where the step asks for it; in bfloat16, as the gradients are."""
+    tasks, around = collectives(request.getfixturevalue(written))
+    assert tasks == {}
+    gradient = ("all-reduce", WEIGHT, DEVICES)
+    assert [[c for c in found if c[1] > 4] for found in around] == [[gradient]] * GROUPS
+    assert [c for found in around for c in found if c[1] <= 4] == [("all-reduce", 4, DEVICES)]  # the loss
+
+
+@needs_plugin
+def test_gradients_that_are_to_be_summed_in_tasks_are_not_summed_again(in_tasks):
+    tasks, around = collectives(in_tasks)
+    assert {name: found for name, found in tasks.items() if name[0] == "B"} == (
+        {f"B{stage}": [("all-reduce", WEIGHT, DEVICES)] for stage in range(GROUPS)}
     )
-    assert {f"B{stage}" for stage in range(GROUPS)} < set(collectives(in_tasks))
+    assert around == [[]] * GROUPS
 
 
 @needs_plugin
-def test_all_collectives_are_asynchronous(once, in_tasks):
-    for compiled in (once, in_tasks):
-        assert all(c.is_async for cs in collectives(compiled).values() for c in cs)
+def test_tensor_parallel_stages_sum_activations_and_gather_no_parameter():
+    """Each stage's first weights are split by columns and its second ones by rows, over two devices of four."""
+    mesh = mpmd.topology_mesh(
+        "h100", (2, 2, 2), ("stage", "data", "model"), "stage", devices_per_host=4, axis_types=(AxisType.Auto,) * 3
+    )
+
+    def sharded(*spec):
+        return NamedSharding(mesh.tracing_mesh(), P(*spec))
+
+    def loss(weights, x):
+        for stage, (up, down) in enumerate(weights):
+            x = jax.lax.with_sharding_constraint(jax.nn.relu(x @ up) @ down, sharded("data"))
+            x = mpmd.mark_stage_end(x) if stage == 0 else x
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(weights, xs):
+        value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(weights, x), xs, schedule="1f1b")
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    up, down = (
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16, sharding=sharded(*spec))
+        for spec in ((None, "model"), ("model", None))
+    )
+    xs = jax.ShapeDtypeStruct((4, 32, WIDTH), jnp.bfloat16, sharding=sharded(None, "data"))
+    compiled = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0).lower([(up, down)] * 2, xs).compile()
+    tasks, around = collectives(compiled)
+    activation = ("all-reduce", 32 // 2 * WIDTH * 2, 2)
+    assert tasks == {"F0": [activation], "F1": [activation], "B1": [activation]}
+    assert [sum(nbytes for _, nbytes, _ in found if nbytes > 4) for found in around] == [WEIGHT // 2 * 2] * 2
+    assert {(kind, devices) for found in around for kind, nbytes, devices in found if nbytes > 4} == {("all-reduce", 2)}
+    assert [m["parameters"] for m in compiled.memory_analysis().values()] == [WEIGHT // 2 * 2] * 2
 
 
-def aliases(text):
-    """How many results of a program take the memory of an argument."""
-    return len(re.findall(r"(?:may|must)-alias", text.partition("entry_computation_layout")[0]))
+def in_place(text):
+    """Types of the arguments of a program whose memory its results take."""
+    head = text.partition("\n\n")[0]
+    arguments = re.findall(r"\w+\[[\d,]*\]", head.partition("entry_computation_layout=")[2].partition(")->")[0])
+    aliases = re.search(r"input_output_alias=\{(.*?alias\)) \}", head)
+    return sorted(arguments[int(number)] for number in re.findall(r": \((\d+), ", aliases[1])) if aliases else []
 
 
 @needs_plugin
-def test_accumulators_and_the_whole_state_are_updated_in_place(in_tasks):
-    program = in_tasks.program
+def test_accumulators_and_the_whole_state_are_updated_in_place(compiled):
+    program = compiled.program
+    weight, part = (f"bf16[{rows}{WIDTH},{WIDTH}]" for rows in ("", "1,"))
     for group in range(GROUPS):
-        (update,) = [i for i in program.groups[group] if isinstance(i, Call) and i.name.startswith("segment")]
+        calls = [i for i in program.groups[group] if isinstance(i, Call)]
+        (update,) = [i for i in calls if any("state" in v.name for v in i.donates)]
         assert sum("state" in v.name for v in update.donates) == 2  # its weight and its momentum
-        assert aliases(executables_of(in_tasks._programs, update)[0].call.as_text()) >= 2
-        assert aliases(in_tasks.as_text(stage=group, kind="B")) == 1
+        (executable,) = executables_of(compiled._programs, update)
+        assert in_place(executable.call.as_text()) == [weight, f"f32[{WIDTH},{WIDTH}]"]
+        assert in_place(compiled.as_text(stage=group, kind="B")) == [part]  # of its gradient
+    assert in_place(compiled.as_text(stage=GROUPS - 1, kind="F")) == ["f32[1]"]  # of the loss
 
 
 @needs_plugin
-def test_bytes_are_those_that_a_person_counts(in_tasks):
+def test_products_and_what_is_sent_stay_in_bfloat16(compiled):
+    for stage in range(GROUPS):
+        for kind in "FB":
+            text = compiled.as_text(stage=stage, kind=kind)
+            products = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:dot|custom-call)\((.*?)\), ", text)
+            assert products and {dtype for dtype, _ in products} == {"bf16"}
+            assert f"f32[{WIDTH},{WIDTH}]" not in text
+            # No operand of a product was widened before it.
+            wide = set(re.findall(r"(%[\w.-]+) = f32\[", text))
+            assert not wide & {name for _, operands in products for name in operands.split(", ")}
+    sizes = {nbytes for g in range(GROUPS) for found in sent_by(compiled.program, g).values() for nbytes in found}
+    assert sizes == {32 * WIDTH * 2, 4}  # and the loss
+
+
+@needs_plugin
+def test_bytes_are_those_that_a_person_counts(compiled):
     """Parameters, optimizer state and gradients exactly; temporaries as XLA reports them."""
-    for group, memory in in_tasks.memory_analysis().items():
+    for group, memory in compiled.memory_analysis().items():
         last = group == GROUPS - 1
         assert memory["parameters"] == WEIGHT
         assert memory["state"] == MOMENT
-        assert memory["gradients"] == WEIGHT + (4 if last else 0)  # and the loss
+        assert memory["gradients"] == WEIGHT + (8 if last else 0)  # and the loss, with this device's part of it
         assert memory["data"] == (MICROBATCHES * 32 * WIDTH * 2 // DEVICES if group == 0 else 0)
-        instructions = [i for i in in_tasks.program.groups[group] if isinstance(i, (Run, Call))]
-        executables = {e for i in instructions for e in executables_of(in_tasks._programs, i)}
+        instructions = [i for i in compiled.program.groups[group] if isinstance(i, (Run, Call))]
+        executables = {e for i in instructions for e in executables_of(compiled._programs, i)}
         assert memory["temporaries"] == max(e.call.memory_analysis().temp_size_in_bytes for e in executables)
 
 
 @needs_plugin
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
-def test_no_collective_can_wait_behind_a_transfer(schedule, in_tasks):
+def test_no_collective_can_wait_behind_a_transfer(schedule, compiled):
     """Each device does its work, its collectives and its transfers in order, also if two groups share it."""
-    program = (in_tasks if schedule == "1f1b" else compiled_for(step, schedule)).program
+    program = (compiled if schedule == "1f1b" else compiled_for(step, schedule)).program
     scheduler.check(program, streams=[[group] for group in range(GROUPS) for _ in range(DEVICES)])
     scheduler.check(program, streams=[range(GROUPS)])
     scheduler.check(program, streams=[[0, 3], [1, 2]])
@@ -134,8 +220,8 @@ def test_no_collective_can_wait_behind_a_transfer(schedule, in_tasks):
 
 
 @needs_plugin
-def test_stages_of_one_kind_are_one_program(in_tasks):
-    executables = in_tasks._programs.loops[0].executables
+def test_stages_of_one_kind_are_one_program(compiled):
+    executables = compiled._programs.loops[0].executables
     for kind in "FB":
         middle = {e.compiled for place, e in executables.items() if place.kind == kind and 0 < place.stage < GROUPS - 1}
         assert len(middle) == 1
