@@ -1,12 +1,15 @@
 """Plans and tunes a step for devices that are not here, says why a job hung: ``python -m mpmd plan|tune|replay``."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +116,16 @@ def _replayed(folder: Path) -> int:
 
 def _planned(options: argparse.Namespace) -> Plan:
     costs = Costs.from_json(options.costs.read_text()) if options.costs else None
+    _check_numbers(options, ["groups", "devices_per_group", "devices_per_host", "microbatches", "tokens"])
+    function = _loaded(options.step)
     machine, mesh = _machine_and_mesh(options)
+    wanted = {"schedule": options.schedule, "num_microbatches": options.microbatches}
     step, arguments = _made(
-        options.step, mesh, {"schedule": options.schedule, "num_microbatches": options.microbatches}
+        options.step, mesh, {n: value for n, value in wanted.items() if value is not None}, function
     )
-    compiled = step.lower(*arguments).compile()
+    with _users_errors(options.step, "lowering the step of", but=ValueError):
+        lowered = step.lower(*arguments)
+    compiled = lowered.compile()
     return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
 
 
@@ -126,6 +134,7 @@ def _tuned(options: argparse.Namespace) -> Tuning:
         raise ValueError(f"--microbatches {options.microbatches}: expected numbers, as in 8,16,32.")
     counts = [int(count) for count in options.microbatches.split(",")]
     names = options.schedules.split(",") if options.schedules else SCHEDULES
+    _check_numbers(options, ["groups", "devices_per_group", "devices_per_host"])
     function = _loaded(options.step)
     _check_takes(function, options.step, ["schedule", "num_microbatches"])
     machine, mesh = _machine_and_mesh(options)
@@ -134,6 +143,15 @@ def _tuned(options: argparse.Namespace) -> Tuning:
         return _made(options.step, mesh, {"schedule": schedule, "num_microbatches": num_microbatches}, function)
 
     return tuned(build, names, counts, float(machine.usable_nbytes), machine)
+
+
+def _check_numbers(options: argparse.Namespace, counts: Iterable[str]) -> None:
+    for name in counts:
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {count}: expected 1 or more.")
+    for name in ("memory", "link", "network"):
+        if (amount := getattr(options, name)) is not None and not 0 < amount < math.inf:
+            raise ValueError(f"--{name} {amount:g}: expected a number above 0.")
 
 
 def _machine_and_mesh(options: argparse.Namespace) -> tuple[Machine, MpmdMesh]:
@@ -159,6 +177,8 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
     """Names and sizes of `data=8,model=8`; one axis without a size has all devices."""
     entries = [entry.partition("=") for entry in text.split(",")]
     names = [name.strip() for name, _, _ in entries]
+    if not all(names) or len({"stage", *names}) <= len(names):
+        raise ValueError(f"--axes {text}: expected different names; 'stage' is the axis of the groups.")
     if len(entries) == 1 and not entries[0][2]:
         return names, [devices]
     if not all(size.isdecimal() for _, _, size in entries):
@@ -172,16 +192,14 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
     return names, sizes
 
 
-def _made(
-    where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable[..., Any] | None = None
-) -> tuple[Any, tuple]:
+def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable[..., Any]) -> tuple[Any, tuple]:
     """What the user's function returns: the step, ready to be lowered, and its arguments."""
-    function = function or _loaded(where)
-    wanted = {name: value for name, value in wanted.items() if value is not None}
     _check_takes(function, where, wanted)
-    made = function(mesh, **wanted)
+    with _users_errors(where, "calling"):
+        made = function(mesh, **wanted)
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise ValueError(f"{where} returned a {type(made).__name__}, expected (step, abstract arguments).")
+        kinds = ", ".join(type(x).__name__ for x in made) if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{where} returned {kinds or 'nothing'}, expected (step, abstract arguments).")
     step, arguments = made
     arguments = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
     return (step if hasattr(step, "lower") else jit(step, mpmd_mesh=mesh)), arguments
@@ -190,6 +208,26 @@ def _made(
 def _check_takes(function: Callable[..., Any], where: str, names: Iterable[str]) -> None:
     if missing := [name for name in names if name not in inspect.signature(function).parameters]:
         raise ValueError(f"{where} takes no argument {missing[0]}, so it cannot be chosen here.")
+
+
+@contextlib.contextmanager
+def _users_errors(where: str, doing: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Makes one line of an error in the user's file, with the line of that file; a `sys.exit` there is one too.
+
+    Args:
+      but: errors that stay what they are, since they say what is wrong and where.
+    """
+    try:
+        yield
+    except but:
+        raise
+    except (Exception, SystemExit) as e:
+        path = Path(where.rpartition(":")[0])
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).name == path.name]
+        lines = [e.lineno] if isinstance(e, SyntaxError) else lines
+        at = f" in line {lines[-1]}" if lines else ""
+        text = (e.msg if isinstance(e, SyntaxError) else str(e)).strip().partition("\n")[0]
+        raise ValueError(f"{doing} {where} raised {type(e).__name__}{at}{text and ': ' + text}") from e
 
 
 def _loaded(where: str) -> Callable[..., Any]:
@@ -202,7 +240,8 @@ def _loaded(where: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    with _users_errors(where, "loading"):
+        spec.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
         found = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == path.stem]
         raise ValueError(f"{path} has no function {function!r}. It has {', '.join(found)}.")

@@ -1,5 +1,6 @@
 """Programs for GPUs that are not here (needs the extra `topology`), and what is said without it."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from plugins import HAS_CUDA, needs_libtpu, needs_plugin
 
 import mpmd
+from mpmd.__main__ import main
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import plan_step
 
@@ -142,19 +144,44 @@ def test_the_command_plans_a_step(memory, status):
     assert bool(document["faults"]) == (status == 3)
 
 
+with_plugin = functools.partial(pytest.param, marks=needs_plugin)
+STEPS = """
+import jax, mpmd
+def fine(mesh): return (lambda x: x * 2), (jax.ShapeDtypeStruct((4,), "float32"),)
+def failing(mesh): return {}["layers"]
+def other(mesh): return 3
+def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "float32"),)
+"""
+
+
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("file", "function", "options", "message"),
     [
-        ("nowhere.py:build", "python -m mpmd plan: 'nowhere.py:build' names no file; expected FILE.py:FUNCTION.\n"),
-        (
-            "examples/plan_llama.py:llama5",
-            "python -m mpmd plan: examples/plan_llama.py has no function 'llama5'. It has",
-        ),
+        (None, "fine", "", "'{file}:fine' names no file; expected FILE.py:FUNCTION."),
+        (STEPS, "nope", "", "{file} has no function 'nope'. It has fine, failing, other, unequal."),
+        ("def f(mesh:", "f", "", "loading {file}:f raised SyntaxError in line 1: '(' was never closed"),
+        ("import no_such_module", "f", "", "loading {file}:f raised ModuleNotFoundError in line 1: No module named"),
+        ("raise SystemExit(0)", "f", "", "loading {file}:f raised SystemExit in line 1: 0"),
+        (STEPS, "fine", "--groups 0", "--groups 0: expected 1 or more."),
+        (STEPS, "fine", "--devices-per-group -1", "--devices-per-group -1: expected 1 or more."),
+        (STEPS, "fine", "--microbatches 0", "--microbatches 0: expected 1 or more."),
+        (STEPS, "fine", "--memory inf", "--memory inf: expected a number above 0."),
+        (STEPS, "fine", "--link nan", "--link nan: expected a number above 0."),
+        (STEPS, "fine", "--link-efficiency 0", "a machine cannot be like this: link efficiency is 0.0."),
+        (STEPS, "fine", "--target h9000", "there is no target 'h9000'. Known are a100, h100, "),
+        (STEPS, "fine", "--axes stage", "--axes stage: expected different names; 'stage' is the axis of the groups."),
+        (STEPS, "fine", "--costs nowhere", "[Errno 2] No such file or directory: 'nowhere'"),
+        with_plugin(STEPS, "failing", "", "calling {file}:failing raised KeyError in line 4: 'layers'"),
+        with_plugin(STEPS, "other", "", "{file}:other returned int, expected (step, abstract arguments)."),
+        with_plugin(STEPS, "unequal", "", "lowering the step of {file}:unequal raised TypeError"),
+        with_plugin(STEPS, "fine", "--schedule 1f1b", "{file}:fine takes no argument schedule"),
     ],
-)
-@needs_plugin
-def test_what_cannot_be_planned_is_told_in_one_line(where, message):
-    command = [sys.executable, "-m", "mpmd", "plan", where, "--groups", "2"]
-    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
-    assert run.returncode == 2
-    assert message in run.stderr
+)  # fmt: skip
+def test_what_cannot_be_planned_is_told_in_one_line(file, function, options, message, tmp_path, capsys):
+    path = tmp_path / "step.py"
+    if file is not None:
+        path.write_text(file)
+    assert main(["plan", f"{path}:{function}", "--groups", "2", *options.split()]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert text.startswith(f"python -m mpmd plan: {message.format(file=path)}")
