@@ -197,7 +197,7 @@ def test_on_both_sides_of_a_cut_cable_the_lost_host_is_named(hosts, tmp_path):
             assert time.monotonic() - start < 30
             assert job.summary()[0].startswith("jax-mpmd: rank 2: its host hostb was lost: ")
             for log in logs:
-                (verdict,) = re.findall("^jax-mpmd: .*$", log.read_text(), re.MULTILINE)
+                (verdict,) = re.findall("^jax-mpmd: rank .*$", log.read_text(), re.MULTILINE)
                 assert re.fullmatch(
                     r"jax-mpmd: rank 0: no sign of life from hosta for 2\d s: its machine cannot be reached, or the "
                     "coordination service on it has ended", verdict
