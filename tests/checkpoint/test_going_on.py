@@ -1,9 +1,6 @@
 """A run that is broken off goes on, in whatever layout, with the losses that it would have had."""
 
 import importlib
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,39 +185,6 @@ def test_on_an_spmd_mesh_the_losses_are_the_same_and_it_goes_back_into_stages(br
 
 
 # The example, as a user starts it.
-
-TINY = "--d-model 32 --layers 2 --stages 2 --seq-len 16 --batch 4 --microbatches 2 --steps 4 --dropout 0.1".split()
-
-
-def train_gpt(*options):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, *map(str, options)]
-    environment = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False, timeout=300)
-
-
-def loss_lines(done):
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line.partition("  loss ")[0::2] for line in done.stderr.splitlines() if "  loss " in line]
-
-
-@pytest.mark.slow
-def test_the_example_goes_on_where_it_was_stopped(tmp_path):
-    folder = tmp_path / "run"
-    whole = train_gpt("--checkpoint-dir", folder, "--save-every", 1, "--keep", 2, "--resume")
-    losses = [(step[-3:], loss[:5]) for step, loss in loss_lines(whole)]
-    assert [step for step, _ in losses] == ["1/4", "2/4", "3/4", "4/4"]
-    assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
-    again = train_gpt("--checkpoint-dir", folder)
-    assert again.returncode == 1
-    assert again.stderr.splitlines()[-1] == (
-        f"{folder} has checkpoints up to step 4: add --resume, or give another folder"
-    )
-    (folder / "4").rename(tmp_path / "4")
-    rest = train_gpt("--checkpoint-dir", folder, "--resume")
-    assert f"going on after step 3 of {folder}" in rest.stderr
-    assert [(step[-3:], loss[:5]) for step, loss in loss_lines(rest)] == losses[3:]
-    assert rest.stdout == whole.stdout  # the text that it writes, from the parameters that it ends with
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def _dense(key):
 
 def _norm(p, x):
     x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * (1 + p["scale"]) + p["shift"]  # adding a number has a reshard in its backward
+    # Adding a number has a reshard in its backward.
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * (1 + p["scale"]) + p["shift"]
 
 
 def _language_params(key):

@@ -12,10 +12,14 @@ pytestmark = pytest.mark.slow
 SMALL = ("--d-model", "32", "--seq-len", "32", "--steps", "6", "--seed", "1")
 
 
+def train_gpt(*options, launcher=()) -> subprocess.CompletedProcess:
+    command = [*launcher, sys.executable, str(ROOT / "examples" / "train_gpt.py"), *SMALL, *options]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=ROOT, timeout=300)
+
+
 def losses(*options, launcher=()) -> dict[str, str]:
     """Step to loss, as printed."""
-    command = [*launcher, sys.executable, str(ROOT / "examples" / "train_gpt.py"), *SMALL, *options]
-    ended = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=ROOT, timeout=300)
+    ended = train_gpt(*options, launcher=launcher)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return dict(re.findall(r"step (\d+)/6 +loss ([\d.]+)", ended.stderr))
 
@@ -28,8 +32,15 @@ def launched(processes, devices):
 def test_the_example_goes_on_in_other_processes_with_the_same_losses(tmp_path):
     alone = losses()
     assert len(alone) == 6
-    saving = ("--checkpoint-dir", str(tmp_path / "run"), "--save-every", "3")
+    folder = tmp_path / "run"
+    saving = ("--checkpoint-dir", str(folder), "--save-every", "2", "--keep", "2")
     assert losses(*saving, launcher=launched(4, 1)) == alone
-    subprocess.run(["rm", "-r", str(tmp_path / "run" / "6")], check=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
+    again = train_gpt(*saving)
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[-1] == (
+        f"{folder} has checkpoints up to step 6: add --resume, or give another folder"
+    )
+    (folder / "6").rename(tmp_path / "6")
     rest = losses(*saving, "--resume", launcher=launched(2, 2))
-    assert rest == {step: alone[step] for step in ("4", "5", "6")}
+    assert rest == {step: alone[step] for step in ("5", "6")}
