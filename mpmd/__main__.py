@@ -26,6 +26,7 @@ from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
 from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, Tuning, tuned
 from scheduler import Costs
+from scheduler.waiting import waiting
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
@@ -126,7 +127,8 @@ def _planned(options: argparse.Namespace) -> Plan:
     with _users_errors(options.step, "lowering the step of", but=ValueError):
         lowered = step.lower(*arguments)
     compiled = lowered.compile()
-    return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
+    with waiting(lambda: ("mpmd: planning", 0.0)):
+        return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
 
 
 def _tuned(options: argparse.Namespace) -> Tuning:

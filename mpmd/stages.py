@@ -53,6 +53,7 @@ from mpmd.tracing.arguments import (
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
 from scheduler.collector import without_collection
+from scheduler.waiting import waiting
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
@@ -376,12 +377,13 @@ class Compiled:
         consumed, next_of = {i for i, _ in self._consumed}, self._successors()
         rows: list[Rows] = []
         result = None
-        for number in range(steps + 1):
-            lent = [_copied(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
-            result, found = self._timed_run(lent, number)
-            results = jax.tree.leaves(result)
-            leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
-            rows += [found] if number else []
+        with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
+            for number in range(steps + 1):
+                lent = [_copied(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
+                result, found = self._timed_run(lent, number)
+                results = jax.tree.leaves(result)
+                leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
+                rows += [found] if number else []
         self._timed = self._profile_of(rows, result)
         return self._timed
 

@@ -33,6 +33,7 @@ from reshard.storage.paths import compiled
 from reshard.storage.stored import Checkpoint, absolute, find, is_folder
 from reshard.storage.tensor_files import FILE_NBYTES
 from reshard.texts import counted, human
+from scheduler.waiting import waiting
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\
@@ -152,13 +153,15 @@ def _convert(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[CopyProgress], None]]:
     """A progress bar if somebody is there to see it."""
-    if not sys.stderr.isatty():
-        yield lambda progress: None
-        return
-    try:
-        yield lambda progress: print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
-    finally:
-        print(file=sys.stderr)
+    latest: list[CopyProgress] = []
+
+    def far() -> tuple[str, float]:
+        if not latest:
+            return "reading", 0.0
+        return str(latest[-1]), latest[-1].bytes_done / max(1, latest[-1].bytes_total)
+
+    with waiting(far):
+        yield lambda progress: latest.__setitem__(slice(None), [progress])
 
 
 @contextlib.contextmanager

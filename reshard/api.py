@@ -1,6 +1,8 @@
 """The functions that move pytrees of arrays between layouts."""
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +23,14 @@ from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.moving.execute import execute
 from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
-from reshard.moving.progress import ProgressCallback, Stats, print_bar
+from reshard.moving.progress import Progress, ProgressCallback, Stats, print_bar
 from reshard.moving.remote import agree
 from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
 from reshard.trees import broadcast, flatten, is_sharding
 from scheduler.collector import without_collection
+from scheduler.waiting import is_terminal, waiting
 
 _last_stats: Stats | None = None
 
@@ -62,7 +65,8 @@ def spmd_to_mpmd_reshard(
         threshold: bytes of working memory for each device beyond source and target, a strict bound: a number, or text
             such as `"64MiB"`. None is a third of the least free device memory.
         donate: whether to free each source shard as soon as its last byte has left; the sources are deleted then.
-        progress: a function of `Progress`, or True for a bar on the terminal.
+        progress: a function of `Progress`; True for a bar on the terminal; None for one if it takes more than two
+            seconds and standard error is a terminal; False for none.
 
     Returns:
         The same tree of `MpmdArray`.
@@ -185,14 +189,23 @@ def _reshard(
         bound = agree(job, leaves, bound)
     plan = plan_leaves(leaves, bound)
     data = [_data(source, job) for source in sources]
+    latest: list[Progress] = []
     bar = print_bar if progress is True else progress or None
-    moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
+    if progress is None and is_terminal(sys.stderr):
+        bar = latest.append
+    with waiting(lambda: _how_far(latest)) if progress is None else contextlib.nullcontext():
+        moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
     results = [
         keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
     ]
     for source in sources if donate else ():
         delete(source)
     return jax.tree.unflatten(treedef, results)
+
+
+def _how_far(reports: Sequence[Progress]) -> tuple[str, float]:
+    last = reports[-1] if reports else None
+    return ("reshard", 0.0) if last is None else (str(last), last.bytes_done / max(1, last.bytes_total))
 
 
 def _as_jax_would(source: Any, job: Job | None) -> Any:

@@ -1,9 +1,10 @@
-"""What a terminal shows while programs are compiled."""
+"""What a terminal shows while something takes long: programs that are compiled, and whatever else."""
 
 import io
 import time
 
 from mpmd.compile.progress import Progress
+from scheduler.waiting import waiting
 
 
 class Terminal(io.StringIO):
@@ -63,3 +64,14 @@ def test_a_program_that_cannot_be_compiled_counts_as_done():
         pass
     progress.close()
     assert stream.getvalue().endswith("programs\r\x1b[K")
+
+
+def test_whatever_takes_long_says_how_far_it_is_and_goes_away():
+    stream = Terminal()
+    with waiting(lambda: ("read 3 of 4 files", 0.75), stream, patience_s=0.0):
+        _wait_for(stream)
+    assert _lines(stream)[0] == "read 3 of 4 files" and stream.getvalue().endswith("\r\x1b[K")
+    for quiet, patience_s in ((Terminal(), 60.0), (io.StringIO(), 0.0)):
+        with waiting(lambda: ("read", 0.0), quiet, patience_s):
+            time.sleep(0.01)
+        assert quiet.getvalue() == ""

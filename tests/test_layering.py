@@ -58,7 +58,7 @@ ROOMS = {
 BELOW_ALL_ROOMS = {
     "mpmd": ("_jax_compat", "errors"),
     "reshard": ("_orbax_compat", "places", "sizes", "texts", "trees"),
-    "scheduler": ("collector", "errors", "files", "ordering", "task", "texts"),
+    "scheduler": ("collector", "errors", "files", "ordering", "task", "texts", "waiting"),
 }
 
 

@@ -3,10 +3,11 @@
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
-_PATIENCE_S = 2.0
+from scheduler.waiting import CLEAR, PATIENCE_S, is_terminal, put, time_left
 
 
 class Progress:
@@ -17,7 +18,7 @@ class Progress:
       patience_s: seconds until the line appears.
     """
 
-    def __init__(self, stream: Any = None, patience_s: float = _PATIENCE_S):
+    def __init__(self, stream: Any = None, patience_s: float = PATIENCE_S):
         self._stream = sys.stderr if stream is None else stream
         self._lock = threading.Lock()
         self._running: dict[str, None] = {}  # in the order in which they were begun
@@ -25,12 +26,15 @@ class Progress:
         self._is_closed = self._is_shown = False
         self._timer: threading.Timer | None = None
         self._patience_s = patience_s
+        self._begun = time.monotonic()
 
     def expect(self) -> None:
         """One more program will be compiled."""
         with self._lock:
             self._num_expected += 1
-            if self._timer is None and not self._is_closed and _is_terminal(self._stream):
+            if self._num_expected == 1:
+                self._begun = time.monotonic()
+            if self._timer is None and not self._is_closed and is_terminal(self._stream):
                 self._timer = threading.Timer(self._patience_s, self._appear)
                 self._timer.daemon = True
                 self._timer.start()
@@ -64,7 +68,9 @@ class Progress:
     def _write(self) -> None:
         if self._is_shown:
             now = f": {next(iter(self._running))}" if self._running else ""
-            self._put(f"\r\x1b[Kmpmd: compiled {self._num_done} of {self._num_expected} programs{now}")
+            left = time_left(time.monotonic() - self._begun, self._num_done / self._num_expected)
+            text = f"mpmd: compiled {self._num_done} of {self._num_expected} programs{left}{now}"
+            put(self._stream, f"{CLEAR}{text}")
 
     def _end(self) -> None:
         if self._is_closed and self._num_done == self._num_expected:
@@ -72,16 +78,4 @@ class Progress:
                 self._timer.cancel()
             if self._is_shown:
                 self._is_shown = False
-                self._put("\r\x1b[K")
-
-    def _put(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
-            self._stream.write(text)
-            self._stream.flush()
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):
-        return False
+                put(self._stream, CLEAR)

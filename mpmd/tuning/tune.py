@@ -18,6 +18,7 @@ from scheduler.optimize.cuts import choose_cut
 from scheduler.optimize.units import CutProblem
 from scheduler.schedules import catalogue
 from scheduler.texts import table
+from scheduler.waiting import waiting
 
 SCHEDULES = (
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",
@@ -216,7 +217,14 @@ def tuned(
     for name in names:
         if isinstance(name, str):
             catalogue.find(name)  # complains of an unknown one
-        for count in counts:
+    pairs = [(name, count) for name in names for count in counts]
+
+    def far() -> tuple[str, float]:
+        done = len(search.found)
+        return f"mpmd: predicted {done} of {len(pairs)} configurations", done / len(pairs)
+
+    with waiting(far):
+        for name, count in pairs:
             search.add(name, count)
     search.compile_the_best()
     return search.result()

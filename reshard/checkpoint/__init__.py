@@ -25,7 +25,8 @@ from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
 from reshard.storage.stored import Leaf, absolute, said
-from reshard.texts import a
+from reshard.texts import a, human
+from scheduler.waiting import waiting
 
 __all__ = ["Part", "Reads", "TensorFormat", "abstract", "restore", "save"]
 
@@ -70,10 +71,11 @@ def save(
     working = Working(folder, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if tensors is None:
-            leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
-        else:
-            save_tensors(working, tree, tensors, timeout_s)
+        with waiting(lambda: (f"save: writing {folder}", 0.0)):
+            if tensors is None:
+                leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+            else:
+                save_tensors(working, tree, tensors, timeout_s)
     except ReshardError:
         if jax.process_count() == 1:
             working.remove()
@@ -131,7 +133,9 @@ def restore(
         leaf = stored[want.source]
         requests.setdefault(leaf, []).append(want.request(leaf))
     limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
-    found_of = read_parts(checkpoint, requests, reads or Reads(), limit)
+    reads = Reads() if reads is None else reads
+    with waiting(lambda: (f"restore: {human(reads.nbytes)} read of {checkpoint.folder}", 0.0)):
+        found_of = read_parts(checkpoint, requests, reads, limit)
     parts = {leaf.names: iter(found) for leaf, found in found_of.items()}
     return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
 

@@ -55,7 +55,8 @@ class Reads:
 
     @property
     def nbytes(self) -> int:
-        return self.by_name.total()
+        with self._lock:
+            return self.by_name.total()
 
     def add(self, name: str, nbytes: int) -> None:
         with self._lock:
