@@ -18,6 +18,7 @@ from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import measured, temporaries_of
 from mpmd.report.roles import Roles
+from mpmd.report.work import Work
 from scheduler import Costs, Program, check
 
 
@@ -54,7 +55,7 @@ class Plan:
     """A step on a machine. `str()` prints it; `faults` says what does not fit.
 
     Attributes:
-      products: operations of matrix products in a step, over all devices.
+      total: the work of a step, over all devices.
       tokens: of a step, for the rate; None if they are not known.
       unpipelined: the same step on the same devices without a pipeline, at best.
       picture: the (longest) loop; None if there is no loop.
@@ -66,7 +67,7 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     step: SimulatedStep
     num_programs: int
-    products: float
+    total: Work
     tokens: int | None
     unpipelined: Unpipelined
     picture: Picture | None
@@ -78,8 +79,18 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """Model FLOP utilization: products of the step by the peak of all devices."""
-        return self.products / (self.step.seconds * self.num_devices * self.machine.target.flops)
+        """Model FLOP utilization (MFU): the part of the devices' peak that matrix products take, each counted once."""
+        return (self.total.products - self.total.recomputed) / self._peak
+
+    @property
+    def hardware_utilization(self) -> float:
+        """As `utilization`, with the products that `jax.checkpoint` does again."""
+        return self.total.products / self._peak
+
+    @property
+    def _peak(self) -> float:
+        """Operations that the devices could do in the time of a step."""
+        return self.step.seconds * self.num_devices * self.machine.target.flops
 
     @property
     def faults(self) -> list[str]:
@@ -98,6 +109,7 @@ class Plan:
                     "seconds": self.step.seconds,
                     "idle_fraction": self.step.idle_fraction,
                     "utilization": self.utilization,
+                    "hardware_utilization": self.hardware_utilization,
                     "tokens_per_s": self.tokens / self.step.seconds if self.tokens else None,
                 },
                 "costs_are_measured": self.costs_are_measured,
@@ -159,7 +171,7 @@ def plan_step(
         tuple(groups),
         step,
         programs.compiler.num_programs,
-        total.products,
+        total,
         tokens or _tokens(roles),
         unpipelined(programs, roles, machine, total),
         picture_of(programs, program, step, found),

@@ -22,11 +22,12 @@ def plan_text(plan: "Plan") -> str:
     lines += ["", *_memory_table(plan), "", *_cost_table(plan), "", *_collective_lines(plan)]
     lines += [str(plan.picture), ""] if plan.picture else []
     rate = f", {plan.tokens / plan.step.seconds:,.0f} tokens/s" if plan.tokens else ""
+    again = f"; {plan.hardware_utilization:.1%} with recomputation" if plan.total.recomputed else ""
     exposed = max(g.exposed_s for g in plan.groups)
     lines.append(
         f"step: {in_seconds(plan.step.seconds)}, of which devices idle {plan.step.idle_fraction:.1%};"
         f" at most {in_seconds(exposed)} of a group wait for transfers;"
-        f" {plan.utilization:.1%} of peak (MFU){rate}; {plan.num_programs} programs"
+        f" {plan.utilization:.1%} of peak (MFU{again}){rate}; {plan.num_programs} programs"
     )
     lines.append(f"without a pipeline: {plan.unpipelined}")
     lines.append("order: proved free of deadlock, also where devices do their transfers and collectives in order.")

@@ -23,12 +23,14 @@ class Work:
       other: all other operations.
       nbytes: read from and written to device memory.
       float32: the part of `products` whose operands are float32 or wider.
+      recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
     """
 
     products: float = 0.0
     other: float = 0.0
     nbytes: float = 0.0
     float32: float = 0.0
+    recomputed: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -57,6 +59,11 @@ def _inner(jaxpr: compat.Jaxpr) -> Work:
 
 def work_of_equation(eqn: compat.JaxprEqn) -> Work:
     """The work of one equation, with what it holds."""
+    work = _work_of(eqn)
+    return dataclasses.replace(work, recomputed=work.products) if compat.is_recomputed(eqn) else work
+
+
+def _work_of(eqn: compat.JaxprEqn) -> Work:
     name = eqn.primitive.name
     if (count := _PRODUCTS.get(name)) is not None:
         products = count(eqn)

@@ -61,7 +61,7 @@ def test_bytes_of_parameters_state_gradients_and_data_are_those_of_the_arrays(co
 def test_operations_are_those_of_the_products(compiled):
     one = 2 * ROWS * D * D
     # Forward, and both gradients of each product, but for the gradient of the data.
-    assert plan_of(compiled).products == MICROBATCHES * (4 + 4 + 3) * one
+    assert plan_of(compiled).total.products == MICROBATCHES * (4 + 4 + 3) * one
 
 
 def test_the_gradients_are_summed_over_the_devices_of_each_group_once_a_step(compiled):
@@ -147,9 +147,11 @@ def test_estimated_savings_are_close_to_those_of_the_changed_step():
     def recomputing(state, xs):
         return wide_step(state, xs, jax.checkpoint)
 
-    now, recomputed, halved = (
-        plan_of(compiled_for(s, n)).groups for s, n in ((wide_step, rows), (recomputing, rows), (wide_step, rows // 2))
-    )
+    plans = [plan_of(compiled_for(s, n)) for s, n in ((wide_step, rows), (recomputing, rows), (wide_step, rows // 2))]
+    model = [plan.utilization * plan.step.seconds for plan in plans]
+    assert plans[1].hardware_utilization > 1.1 * plans[1].utilization
+    assert model[0] == pytest.approx(model[1], rel=1e-3) == pytest.approx(2 * model[2], rel=1e-3)
+    now, recomputed, halved = (plan.groups for plan in plans)
     for group in (0, 1):  # those that hold most microbatches
         estimated = {saving.text.split()[0]: saving.nbytes for saving in now[group].savings}
         # The data counts too: with half as many rows there would be twice as many microbatches of it.

@@ -52,6 +52,17 @@ def test_a_product_of_narrow_operands_is_not_counted_as_float32():
     assert work_of(jax.make_jaxpr(jnp.matmul)(bf16, bf16).jaxpr).float32 == 0
 
 
+def test_what_is_computed_again_is_counted_apart():
+    def loss(w, x):
+        again = jax.checkpoint(lambda w, x: jnp.sin(jnp.sin(x @ w) @ w))  # each sine needs its product once more
+        return jnp.sum(jax.lax.scan(lambda x, w: (again(w, x), None), x, w)[0])
+
+    work = work_of(jax.make_jaxpr(jax.grad(loss, (0, 1)))(f32(3, 8, 8), f32(4, 8)).jaxpr)
+    product = 2 * 4 * 8 * 8
+    assert work.products == 3 * 8 * product
+    assert work.recomputed == 3 * 2 * product
+
+
 def test_a_shard_map_counts_what_all_devices_do():
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
     p = jax.sharding.PartitionSpec("d")
