@@ -2,18 +2,18 @@
 
     python benchmarks/compare.py [--repeats 3] [--folder ENVIRONMENTS] [--only jax_mpmd,spectrax_lib]
 
-A toy whose work is nearly all the starting of tasks, and a small GPT (`compare/problem.py`), in four stages, trained with
-Adam from the same weights on the same batches. Each library has a file in `benchmarks/compare/` with all that its user
-writes beside the model. The first losses must be those of plain `jax.jit`, or the row says so.
+A toy whose work is nearly all the starting of tasks, and a small GPT (`compare/problem.py`), in four stages, trained
+with Adam from the same weights on the same batches. Each library has a file in `benchmarks/compare/` with all that its
+user writes beside the model. The first losses must be those of plain `jax.jit`, or the row says so.
 
 An environment is made with `python -m venv` and `pip` (with the options that pip finds in its own variables, such as
-PIP_INDEX_URL). `--folder` keeps the environments for the next run. `--python torch_pipelining=/path/to/python` takes one
-that exists, `--package torch_pipelining=torch==2.13.0+cpu` another version. JaxPP is measured where `import jaxpp` works,
-in this Python or in that of `--python jaxpp_lib=...`. A library that cannot be installed or fails has a row with the
-reason.
+PIP_INDEX_URL). `--folder` keeps the environments for the next run. `--python torch_pipelining=/path/to/python` takes
+one that exists, `--package torch_pipelining=torch==2.13.0+cpu` another version. JaxPP is measured where `import jaxpp`
+works, in this Python or in that of `--python jaxpp_lib=...`. A library that cannot be installed or fails has a row with
+the reason.
 
-The JAX libraries run in one process with four CPU devices. torch.distributed.pipelining runs in four processes, with one
-thread each, as `torchrun` does: its seconds are those of the slowest process; processor time and memory are sums.
+The JAX libraries run in one process with four CPU devices. torch.distributed.pipelining runs in four processes, with
+one thread each, as `torchrun` does: its seconds are those of the slowest process; processor time and memory are sums.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path(__file__).resolve().parent / "compare"
 PROBLEMS = {"toy": 40, "gpt": 20}  # with the number of steps that are timed
 NUM_STAGES = 4
-TIMEOUT_S = 600
+TIMEOUT_S = 1200
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
@@ -57,6 +57,9 @@ LIBRARIES = {
     "torch_pipelining": Library("torch.distributed.pipelining", ("torch", "numpy"), "torch", NUM_STAGES),
     "jaxpp_lib": Library("JaxPP", None, "jaxpp"),
 }
+
+
+Failures = dict[str, dict[str, str]]  # by library and problem, why there are no figures
 
 
 class Failed(Exception):
@@ -86,17 +89,18 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        pythons, failures = {}, {}
+        pythons, titles = {}, {name: LIBRARIES[name].title for name in names}
+        failures: Failures = {}
         for name in names:
             try:
                 pythons[name] = given.get(name) or _make_environment(name, folder, packages.get(name))
-                _version(name, pythons[name])
+                titles[name] += f" ({LIBRARIES[name].version_of} {_version(name, pythons[name])})"
             except Failed as error:
-                failures[name] = str(error)
+                failures[name] = dict.fromkeys(PROBLEMS, str(error))
         found = _measure_in_turns(pythons, args.repeats, failures)
     if "plain_jit" in failures:
         sys.exit(f"plain jax.jit: {failures['plain_jit']}")
-    print(table(names, found, failures))
+    print(table(titles.items(), found, failures))
     return int("jax_mpmd" in failures)
 
 
@@ -130,29 +134,26 @@ def _version(name: str, python: str) -> str:
     return result.stdout.strip()
 
 
-def _measure_in_turns(pythons: dict[str, str], repeats: int, failures: dict[str, str]) -> dict[str, dict]:
+def _measure_in_turns(pythons: dict[str, str], repeats: int, failures: Failures) -> dict[str, dict[str, dict]]:
     """Medians of what the rounds found, by library and problem. What fails is left out and noted in `failures`."""
-    rounds: dict[str, dict[str, list[dict]]] = {name: {problem: [] for problem in PROBLEMS} for name in pythons}
+    found: dict[str, dict[str, dict]] = {name: {} for name in pythons}
     for problem in PROBLEMS:
+        rounds: dict[str, list[dict]] = {name: [] for name in pythons if name not in failures}
         for _ in range(repeats):
-            for name, python in pythons.items():
-                if name in failures:
-                    continue
+            for name in list(rounds):
                 print(f"{problem}: {name} ...", file=sys.stderr)
                 try:
-                    rounds[name][problem].append(_measure(name, python, problem))
+                    rounds[name].append(_measure(name, pythons[name], problem))
                 except Failed as error:
-                    failures[name] = f"{problem}: {error}"
-    found = {}
-    for name in pythons:
-        if name not in failures:
-            found[name] = {problem: _medians(runs) for problem, runs in rounds[name].items()}
-            found[name]["version"] = f"{LIBRARIES[name].version_of} {_version(name, pythons[name])}"
-    for name in found if "plain_jit" in found else ():
-        for problem in PROBLEMS:
-            losses, expected = found[name][problem]["losses"], found["plain_jit"][problem]["losses"]
-            if not all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(losses, expected, strict=True)):
-                failures[name] = f"{problem}: its losses {losses} are not those of plain jax.jit, {expected}"
+                    failures.setdefault(name, {})[problem] = str(error)
+                    del rounds[name]
+        for name, runs in rounds.items():
+            losses, expected = runs[0]["losses"], rounds["plain_jit"][0]["losses"] if "plain_jit" in rounds else ()
+            found[name][problem] = _medians(runs)
+            if not all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(losses, expected, strict=False)):
+                failures.setdefault(name, {})[problem] = (
+                    f"its losses {losses} are not those of plain jax.jit, {expected}"
+                )
     return found
 
 
@@ -216,8 +217,12 @@ def num_lines(name: str) -> int:
     return sum(bool(line.strip()) for line in ast.unparse(tree).splitlines())
 
 
-def table(names: Iterable[str], found: dict[str, dict], failures: dict[str, str]) -> str:
-    """The results as a Markdown table. Figures in brackets are processor time."""
+def table(rows: Iterable[tuple[str, str]], found: dict[str, dict[str, dict]], failures: Failures) -> str:
+    """The results as a Markdown table. Figures in brackets are processor time.
+
+    Args:
+      rows: names and titles of the libraries.
+    """
     head = (
         "library",
         "toy: µs a task",
@@ -226,26 +231,28 @@ def table(names: Iterable[str], found: dict[str, dict], failures: dict[str, str]
         "GPT: first call",
         "GPT: peak memory",
     )
-    rows = [(*head, "lines")]
-    for name in names:
-        library = LIBRARIES[name]
-        if name in failures:
-            rows.append((library.title, failures[name], *[""] * 4, str(num_lines(name))))
-            continue
-        toy, gpt, plain = found[name]["toy"], found[name]["gpt"], found["plain_jit"]
-        rows.append(
-            (
-                f"{library.title} ({found[name]['version']})",
-                f"{1e6 * toy['step'] / toy['num_tasks']:.0f} ({1e6 * toy['step_cpu'] / toy['num_tasks']:.0f})",
-                _ratio(toy, plain["toy"], "step"),
-                _ratio(gpt, plain["gpt"], "step"),
-                f"{gpt['first']:.1f} s; {_ratio(gpt, plain['gpt'], 'first')}",
-                f"{gpt['peak'] / 1e6:.0f} MB, {(gpt['peak'] - gpt['before']) / 1e6:.0f} by the steps",
-                str(num_lines(name)),
-            )
-        )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+    lines = ["| " + " | ".join((*head, "lines")) + " |", "|" + "---|" * (len(head) + 1)]
+    for name, title in rows:
+        failed = failures.get(name, {})
+        toy = [failed["toy"], ""] if "toy" in failed else _toy_cells(found[name]["toy"], found["plain_jit"]["toy"])
+        gpt = [failed["gpt"], "", ""] if "gpt" in failed else _gpt_cells(found[name]["gpt"], found["plain_jit"]["gpt"])
+        if len(set(failed.values())) == 1 and len(failed) == len(PROBLEMS):
+            gpt[0] = ""
+        lines.append("| " + " | ".join((title, *toy, *gpt, str(num_lines(name)))) + " |")
+    return "\n".join(lines)
+
+
+def _toy_cells(run: dict, plain: dict) -> list[str]:
+    per_task, used = (1e6 * run[key] / run["num_tasks"] for key in ("step", "step_cpu"))
+    return [f"{per_task:.0f} ({used:.0f})", _ratio(run, plain, "step")]
+
+
+def _gpt_cells(run: dict, plain: dict) -> list[str]:
+    return [
+        _ratio(run, plain, "step"),
+        f"{run['first']:.1f} s ({run['first_cpu']:.1f}); {_ratio(run, plain, 'first')}",
+        f"{run['peak'] / 1e6:.0f} MB, {(run['peak'] - run['before']) / 1e6:.0f} by the steps",
+    ]
 
 
 def _ratio(run: dict, plain: dict, key: str) -> str:

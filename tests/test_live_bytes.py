@@ -20,7 +20,7 @@ def _live(mesh: mpmd.MpmdMesh) -> dict[int, int]:
     found = dict.fromkeys(range(len(mesh.groups)), 0)
     for array in jax.live_arrays():
         group = group_of.get(next(iter(array.sharding.device_set)))
-        if group is not None:
+        if group is not None and not array.is_deleted():
             found[group] += int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
     return found
 
@@ -34,7 +34,9 @@ def _loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "devices_per_group"), [(scheduler.OneFOneB(3), 1), (scheduler.ZeroBubbleH1(3), 2)], ids=type
+    ("schedule", "devices_per_group"),
+    [pytest.param(scheduler.OneFOneB(3), 1, marks=pytest.mark.slow), (scheduler.ZeroBubbleH1(3), 2)],
+    ids=type,
 )
 def test_the_bytes_that_are_alive_are_at_most_those_of_the_plan_and_reach_them(schedule, devices_per_group):
     shape = (3, devices_per_group)
@@ -51,7 +53,7 @@ def test_the_bytes_that_are_alive_are_at_most_those_of_the_plan_and_reach_them(s
         return (optax.apply_updates(params, updates), moments), value
 
     params = [(np.eye(32, dtype=np.float32), np.zeros(32, np.float32)) for _ in range(6)]
-    state = params, jax.tree.map(np.asarray, optimizer.init(params))
+    state = params, jax.tree.map(np.array, optimizer.init(params))
     compiled = step.lower(state, np.ones((6, 64, 32), np.float32)).compile()
     before = _live(mesh)  # other tests' arrays, and the numbers of the microbatches
     placed = mpmd.jit(lambda *xs: xs, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])
