@@ -38,6 +38,17 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
     return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
 
 
+def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
+    """The step, as if its loops had been written with these cuts."""
+    eqns = [
+        e.replace(params={**e.params, "info": dataclasses.replace(e.params["info"], cuts=cuts)})
+        if e.primitive is treduce_p
+        else e
+        for e in trace.jaxpr.eqns
+    ]
+    return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
+
+
 def _cut_loop(
     trace: Trace, eqn: compat.JaxprEqn, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
 ) -> compat.JaxprEqn:

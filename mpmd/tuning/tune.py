@@ -12,10 +12,10 @@ from mpmd.cutting.devices import memory_limit as memory_of
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.units import in_bytes, in_seconds
+from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Prediction, Predictor
 from scheduler import Costs, Schedule
-from scheduler.optimize.cuts import choose_cut
-from scheduler.optimize.units import CutProblem
+from scheduler.optimize.units import Units
 from scheduler.schedules import catalogue
 from scheduler.texts import table
 from scheduler.waiting import waiting
@@ -24,10 +24,9 @@ SCHEDULES = (
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",
 )  # fmt: skip
 NUM_MICROBATCHES = (8, 16, 32)
-_ROUNDS = 4  # configurations that are compiled at most
+_ROUNDS = 6  # configurations that are compiled at most
 _DOUBT = 1.5  # by how much XLA may need less memory than the estimate
 _CALLS = 5  # that are measured
-_WORTHWHILE = 0.02  # what other cuts have to save to be named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Configuration:
       fits: whether it fits the memory as it is.
       is_measured: whether the times of its tasks are measured.
       measured_s: seconds of a step that ran, or None.
-      better_cuts, gain: cuts that would take less by what was measured (None: no others), and the part of the time
-        that they would save.
+      is_cut_again: whether `cuts` follow from measured tasks; the library does not choose them by itself, so pass them
+        as `treduce(..., cuts=...)`.
     """
 
     schedule: Schedule | str
@@ -59,8 +58,7 @@ class Configuration:
     fits: bool = True
     is_measured: bool = False
     measured_s: float | None = None
-    better_cuts: tuple[int, ...] | None = None
-    gain: float = 0.0
+    is_cut_again: bool = False
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -145,11 +143,14 @@ class Tuning:
         best = self.configurations[0]
         if best.prediction is not None and self.fits:
             memory = ", ".join(map(in_bytes, best.prediction.memory))
-            lines.append(f"best: {best.schedule}, {best.num_microbatches} microbatches; memory of each group: {memory}")
+            cuts = f", cuts={best.cuts}" if best.is_cut_again else ""
+            lines.append(
+                f"best: {best.schedule}, {best.num_microbatches} microbatches{cuts}; memory of each group: {memory}"
+            )
+            if cuts:
+                lines.append("its cuts follow from the measured tasks: pass them as treduce(..., cuts=...)")
         else:
             lines.append("best: none fits")
-        if best.better_cuts is not None:
-            lines.append(f"by the measured tasks, cuts={best.better_cuts} would take {best.gain:.0%} less: try them")
         faster = [c for c in self.configurations if c.prediction and c.prediction.recomputed and c.rank[2] < first]
         if faster:
             lines.append(f"faster with recomputation (jax.checkpoint), estimated: {min(faster, key=_time).schedule}")
@@ -172,8 +173,9 @@ def tune(
 
     Each configuration is lowered, and its step put on a clock; only the best few are compiled. On a `topology_mesh` all
     is predicted. On devices that are here, the tasks of the best one are measured, all predictions are corrected by
-    what was measured, and this is repeated until the best one is a measured one (four times at most). A configuration
-    that needs too much memory is judged with the recomputation that would make it fit, by an estimate.
+    what was measured, and this is repeated until the best one is a measured one (six times at most). Where the measured
+    layers suggest other cuts, these are tried too (`Configuration.is_cut_again`). A configuration that needs too much
+    memory is judged with the recomputation that would make it fit, by an estimate.
 
     Args:
       build: `build(schedule, num_microbatches)` returns the step (of `mpmd.jit`) and its arguments, which may be
@@ -237,14 +239,17 @@ class _Search:
         self.build, self.limit, self.machine = build, limit, machine
         self.found: list[Configuration] = []
         self.predictors: list[Predictor | None] = []
+        self.traced: list[Any] = []
         self.lowered: list[Any] = []
         self.scale: dict[str, float] = {}
         self.measured: dict[int, Costs] = {}
+        self.expected: dict[int, Costs] = {}  # by the measured layers of others
+        self.units: dict[int, Units] = {}  # what the layers of a configuration cost, where that is known
         self.plan: Plan | None = None
 
     def add(self, schedule: Schedule | str, count: int) -> None:
         """Lowers and predicts a configuration; what cannot be cut or scheduled is kept with the reason."""
-        fault = lowered = predictor = None
+        fault = traced = None
         try:
             made = self.build(schedule, count)
             if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "lower")):
@@ -252,26 +257,39 @@ class _Search:
                     f"tune: build returned {made!r:.60}, expected (step, arguments) with a step of mpmd.jit."
                 )
             step, arguments = made
-            lowered = step.lower(*(arguments if isinstance(arguments, (tuple, list)) else (arguments,)))
-            if self.machine is None:
-                self.machine = machine_of(lowered._mesh)
-            if self.limit is None:
-                self.limit = memory_of(lowered._mesh, self.machine)
-            predictor = Predictor(lowered, self.machine)
+            traced = step.trace(*(arguments if isinstance(arguments, (tuple, list)) else (arguments,)))
         except ValueError as e:
             fault = str(e).splitlines()[0]
+        self._add(Configuration(schedule, count, fault=fault), traced)
+
+    def _add(self, configuration: Configuration, traced: Any) -> int:
+        """Lowers and predicts a traced configuration. Returns its number."""
+        lowered = predictor = None
+        try:
+            if traced is not None:
+                lowered = traced.lower()
+                if self.machine is None:
+                    self.machine = machine_of(lowered._mesh)
+                if self.limit is None:
+                    self.limit = memory_of(lowered._mesh, self.machine)
+                predictor = Predictor(lowered, self.machine)
+        except ValueError as e:
+            configuration = dataclasses.replace(configuration, fault=str(e).splitlines()[0])
+        self.traced.append(traced)
         self.lowered.append(lowered)
         self.predictors.append(predictor)
-        self.found.append(Configuration(schedule, count, fault=fault))
+        self.found.append(configuration)
+        number = len(self.found) - 1
         if predictor is not None:
             loops = predictor.outline.loops
-            self.found[-1] = dataclasses.replace(
-                self.found[-1],
+            self.found[number] = dataclasses.replace(
+                configuration,
                 cuts=lowered.cuts if lowered is not None else None,
                 num_stages=max((loop.schedule.num_stages for loop in loops), default=1),
                 num_elements=predictor.num_elements,
             )
-            self.predict(len(self.found) - 1)
+            self.predict(number)
+        return number
 
     def predict(self, number: int) -> None:
         """Predicts a configuration with what is known by now."""
@@ -283,7 +301,7 @@ class _Search:
         if self.limit is not None and max(predictor.memory.values()) > self.limit:
             fits = False
             recomputed = predictor.recomputation(self.limit) or recomputed
-        prediction = predictor.predict(self.scale, self.measured.get(number), recomputed)
+        prediction = predictor.predict(self.scale, self.measured.get(number) or self.expected.get(number), recomputed)
         self.found[number] = dataclasses.replace(
             self.found[number], prediction=prediction, fits=fits, is_measured=number in self.measured
         )
@@ -326,27 +344,30 @@ class _Search:
             self.measured[number] = Costs.measured(durations)
             self.scale = _scale(predictor, durations)
             seconds = statistics.median(compiled._seconds_of_calls(_CALLS))
-            better, gain = self._better_cuts(number)
-            self.found[number] = dataclasses.replace(
-                self.found[number], measured_s=seconds, better_cuts=better, gain=gain
-            )
+            self.found[number] = dataclasses.replace(self.found[number], measured_s=seconds)
+            self._cut_again(number)
         for n in range(len(self.found)):
             self.predict(n)
 
-    def _better_cuts(self, number: int) -> tuple[tuple[int, ...] | None, float]:
-        """The cut that the measured tasks suggest, and what it would save; None if that is little or not known."""
-        predictor = self.predictors[number]
-        assert predictor is not None
-        info = predictor.outline.loops[-1].partition.info
-        if info.choice is None or info.cuts is None or len(predictor.outline.loops) > 1:
-            return None, 0.0
-        before = CutProblem(info.choice.units, info.schedule, info.num_microbatches)
-        units = info.choice.units.measured(before.spans(info.cuts), self.measured[number])
-        limits = None if self.limit is None else (self.limit - max(units.activations),) * info.schedule.num_groups
-        found = choose_cut(units, info.schedule, info.num_microbatches, limits)
-        now = CutProblem(units, info.schedule, info.num_microbatches).evaluate(info.cuts)[1]
-        gain = 1 - found.makespan / now
-        return (found.layers, gain) if gain > _WORTHWHILE and not found.excess else (None, 0.0)
+    def _cut_again(self, number: int) -> None:
+        """Predicts all configurations by the measured layers of one; adds those with cuts that suit these better."""
+        if (units := self.units.get(number) or units_of(self.lowered[number])) is None:
+            return
+        units = measured_units(self.lowered[number], units, self.measured[number])
+        own = {
+            n: x for n, x in enumerate(self.lowered) if x is not None and (n in self.units or units_of(x) is not None)
+        }
+        for again in list(recuts(units, number, own, self.limit)):
+            base = self.found[again.number]
+            if again.number not in self.measured:
+                self.expected[again.number] = again.own
+            if again.cuts is not None and not any(
+                (c.schedule, c.num_microbatches, c.cuts) == (base.schedule, base.num_microbatches, again.cuts)
+                for c in self.found
+            ):
+                other = Configuration(base.schedule, base.num_microbatches, is_cut_again=True)
+                added = self._add(other, with_cuts(self.traced[again.number], again.cuts))
+                self.units[added], self.expected[added] = units, again.costs
 
     def result(self) -> Tuning:
         """All configurations, the best first."""

@@ -11,6 +11,7 @@ import mpmd
 import scheduler
 from mpmd.__main__ import main
 from mpmd.cutting.devices import machine_of
+from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
 
 WIDTH, NUM_LAYERS, ROWS = 32, 6, 256
@@ -50,6 +51,7 @@ def test_every_configuration_is_ranked_and_the_best_one_is_measured(tuning):
     tried = {(str(c.schedule), c.num_microbatches) for c in tuning.configurations}
     names = ("gpipe", "interleaved-1f1b", "OneFOneB(num_stages=3)")
     assert tried == {(name, n) for name in names for n in (8, 16)}
+    assert len([c for c in tuning.configurations if not c.is_cut_again]) == 6
     ranks = [c.rank for c in tuning.configurations]
     assert ranks == sorted(ranks)
     assert tuning.best is tuning.configurations[0] and tuning.best.is_measured and tuning.best.measured_s > 0
@@ -71,10 +73,11 @@ def test_the_table_has_predicted_beside_measured(tuning):
     assert lines[1].split() == "schedule microbatches layers of each stage step idle memory binds measured".split()
     assert re.search(r" group \d computes \d+% of the step +\S+ .?s$", lines[2])
     assert any(
-        re.fullmatch(r"best: \S+, \d+ microbatches; memory of each group: .* KB, .* KB, .* KB", x) for x in lines
+        re.fullmatch(r"best: \S+, \d+ microbatches(, cuts=.*)?; memory of each group: .* KB, .* KB, .* KB", x)
+        for x in lines
     )
     answer = json.loads(tuning.as_json())
-    assert len(answer["configurations"]) == 6 and answer["configurations"][0]["measured_s"] > 0
+    assert len(answer["configurations"]) >= 6 and answer["configurations"][0]["measured_s"] > 0
 
 
 def test_without_a_measurement_more_microbatches_idle_less(build):
@@ -85,6 +88,20 @@ def test_without_a_measurement_more_microbatches_idle_less(build):
         machine = machine_of(lowered._mesh)
         predicted[count] = Predictor(lowered, machine).predict()
     assert predicted[8].idle > predicted[16].idle > predicted[32].idle
+
+
+def test_measured_layers_suggest_other_cuts_to_every_schedule_with_as_many_microbatches(build):
+    configurations = [("1f1b", 8), ("gpipe", 8), ("1f1b", 16)]
+    steps = [build(*c) for c in configurations]
+    traced = [step.trace(*arguments) for step, arguments in steps]
+    lowered = dict(enumerate(t.lower() for t in traced))
+    assert [x.cuts for x in lowered.values()] == [(2, 2, 2)] * 3
+    tasks = scheduler.Costs(forward=(2e-3, 2e-3, 8e-3), input_grad=(2e-3, 2e-3, 8e-3), weight_grad=(2e-3, 2e-3, 8e-3))
+    units = measured_units(lowered[0], units_of(lowered[0]), tasks)
+    found = {again.number: again for again in recuts(units, 0, lowered, None)}
+    assert sorted(found) == [0, 1] and found[0].own.forward == pytest.approx(tasks.forward)
+    assert found[0].cuts == (4, 1, 1) and max(found[0].costs.forward) == pytest.approx(4e-3, rel=0.15)
+    assert with_cuts(traced[0], found[0].cuts).lower().cuts == found[0].cuts
 
 
 def predictors(build, num_microbatches=16):

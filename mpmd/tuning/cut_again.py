@@ -1,0 +1,88 @@
+"""Cuts a step again by what its tasks were measured to take: what each layer costs is then known, and not estimated."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mpmd.cutting.cut import with_given_cuts
+from scheduler import Costs
+from scheduler.optimize.cuts import choose_cut
+from scheduler.optimize.units import CutProblem, Units
+
+WORTHWHILE = 0.02  # what another cut has to save to be tried
+
+
+class Recut(NamedTuple):
+    """What measured layers say of a configuration.
+
+    Attributes:
+      number: of the configuration.
+      cuts: another cut that takes less time; None if its own is as good.
+      own, costs: seconds of its tasks with its own cut, and with the other one.
+    """
+
+    number: int
+    cuts: tuple[int, ...] | None
+    own: Costs
+    costs: Costs
+
+
+def loop_info(lowered: Any) -> Any:
+    """The loop of a lowered step whose stages are chosen; None if it has none or several, or the user says its cuts."""
+    loops = lowered._outline.loops
+    if len(loops) != 1 or loops[0].partition.info.cuts is None:
+        return None
+    return loops[0].partition.info
+
+
+def units_of(lowered: Any) -> Units | None:
+    """What each layer was estimated to cost, where a cut was chosen by it."""
+    info = loop_info(lowered)
+    return None if info is None or info.choice is None else info.choice.units
+
+
+def measured_units(lowered: Any, units: Units, costs: Costs) -> Units:
+    """What each layer costs, by the measured tasks."""
+    info = loop_info(lowered)
+    assert info is not None and info.cuts is not None and info.schedule is not None
+    return units.measured(CutProblem(units, info.schedule, info.num_microbatches).spans(info.cuts), costs)
+
+
+def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | None) -> Iterator[Recut]:
+    """What the layers of a measured configuration say of it and of others with as many microbatches.
+
+    Args:
+      units: its layers, as measured.
+      measured: its number.
+      lowered: the configurations, by number.
+      limit: bytes that a step may use on each device.
+    """
+    first = loop_info(lowered[measured])
+    assert first is not None
+    best = float("inf")
+    for number in [measured, *(n for n in lowered if n != measured)]:
+        info = loop_info(lowered[number])
+        if (
+            info is None
+            or info.cuts is None
+            or info.schedule is None
+            or info.num_microbatches != first.num_microbatches
+        ):
+            continue
+        if not sum(info.cuts) <= units.num_places:
+            continue  # layers of other microbatches, or of another model
+        limits = None if limit is None else (limit - max(units.activations),) * info.schedule.num_groups
+        problem = CutProblem(units, info.schedule, info.num_microbatches)
+        now = problem.evaluate(info.cuts)[1]
+        found = choose_cut(units, info.schedule, info.num_microbatches, limits)
+        own = problem.costs(info.cuts)
+        better = found.makespan < now * (1 - WORTHWHILE) and not found.excess and found.makespan < best
+        best = min(best, now, found.makespan)
+        yield Recut(number, found.layers if better else None, own, problem.costs(found.layers) if better else own)
+
+
+def with_cuts(traced: Any, cuts: tuple[int, ...]) -> Any:
+    """A traced step whose loop has other cuts."""
+    other = copy.copy(traced)
+    other._trace = with_given_cuts(traced._trace, cuts)
+    return other
