@@ -50,9 +50,11 @@ def _lines(records: Mapping[int, Record], plans: Mapping[str, Program]) -> Itera
 
 
 def _verdict(records: Mapping[int, Record]) -> str:
-    """The line that most records begin with."""
+    """The line that most records begin with; of as many, one that names a rank."""
     said = [r["why"] for r in records.values()]
-    return max(sorted(set(said)), key=said.count)
+    most = max(sorted(set(said)), key=lambda why: (said.count(why), why.startswith("jax-mpmd: rank ")))
+    ranks = [rank for rank, record in records.items() if record["why"] == most]
+    return most if len(ranks) > 1 or most.startswith("jax-mpmd: ") else f"rank {ranks[0]}: {most}"
 
 
 def _guilty(records: Mapping[int, Record]) -> int | None:

@@ -13,7 +13,7 @@ from jobs import ROOT, VICTIM_STATUS, Job, results
 import scheduler
 from mpmd.observe import flight_files
 from mpmd.observe.flight import Flight, Samples
-from mpmd.report.replay import reach
+from mpmd.report.replay import _verdict, reach
 from scheduler.programs.stored import of_data, to_data
 
 NUM_RANKS, GUILTY = 3, 1
@@ -139,6 +139,13 @@ def test_the_ring_keeps_the_last_steps_and_knows_the_instruction():
             flight.end()
     kept = flight.steps()
     assert [(s["step"], len(s["times"]), s["ended"] is None) for s in kept] == [(2, 2000, False), (3, 5, True)]
+
+
+def test_the_rank_that_failed_is_named_also_where_two_records_say_different_things():
+    own, other = {"why": "ValueError: a bad batch"}, {"why": "jax-mpmd: rank 1: ValueError: a bad batch"}
+    assert _verdict({0: other, 1: own}) == _verdict({0: own, 1: other}) == other["why"]
+    assert _verdict({1: own}) == "rank 1: ValueError: a bad batch"
+    assert _verdict({0: {"why": "asked for"}, 1: {"why": "asked for"}}) == "asked for"
 
 
 def test_a_sample_that_says_the_same_extends_the_one_before():
