@@ -7,6 +7,8 @@ import time
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +209,17 @@ def test_a_report_without_a_measurement_says_how_to_get_one(tmp_path):
     profile = compiled.profile((np.ones(3, np.float32),), steps=1)  # a step without a loop
     assert np.asarray(profile.result).tolist() == [4.0] * 3 and "1 process" in str(profile)
     assert ET.fromstring(profile.to_svg()) is not None
+
+
+def test_the_page_on_profiles_runs_as_printed(made, tmp_path, monkeypatch, capsys):
+    compiled, (state, batch), _ = made
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "profiling.md").read_text()
+    (code,) = re.findall(r"<!-- profiling: python -->\n+```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    step = SimpleNamespace(lower=lambda *args: SimpleNamespace(compile=lambda: compiled))
+    exec(code, {"step": step, "state": state, "batch": batch})
+    assert "median of 5; 3 groups in 1 process" in capsys.readouterr().out
+    assert {p.name for p in tmp_path.iterdir()} == {"step.svg", "step.json", "run.html"}
 
 
 def test_a_timed_call_gives_what_an_untimed_one_gives(made):
