@@ -3,16 +3,22 @@
 Everything is random access: the batch of a step depends on the step alone, and not on how many processes read it. So
 the number of steps is all that a checkpoint needs to know of the data, and a run that goes on with other processes or
 groups sees exactly the examples that it would have seen.
+
+A process makes only the rows that its own devices read.
 """
 
+import functools
 import json
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
+
+import mpmd
 
 
 class Tokenizer(Protocol):
@@ -60,10 +66,19 @@ class OfFolder:
 
 
 def tokenizer_of(folder: str | None) -> Tokenizer:
-    """That of a Hugging Face folder where it has one, else bytes."""
-    if folder and (Path(folder) / "tokenizer.json").exists():
-        return OfFolder(Path(folder))
-    return Bytes()
+    """That of a Hugging Face folder; without a folder, bytes.
+
+    Raises:
+      FileNotFoundError: the folder has no tokenizer.json.
+    """
+    if folder is None:
+        return Bytes()
+    if not (Path(folder) / "tokenizer.json").exists():
+        raise FileNotFoundError(
+            f"{folder}: there is no tokenizer.json. With `transformers`, AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(folder) writes one."
+        )
+    return OfFolder(Path(folder))
 
 
 class Packed(grain.sources.RandomAccessDataSource):
@@ -112,8 +127,17 @@ def standard_library() -> str:
     return sysconfig.get_paths()["stdlib"]
 
 
+def path_and_weight(source: str) -> tuple[str, float]:
+    """`path` or `path=weight`."""
+    path, _, weight = source.rpartition("=")
+    try:
+        return (path, float(weight)) if path else (source, 1.0)
+    except ValueError:  # a path that has a = in it
+        return source, 1.0
+
+
 class Batches:
-    """Training batches, and others that are held out.
+    """Training batches, and others that are held out: one document of twenty, or the end of a single document.
 
     Args:
       sources: `path` or `path=weight` each; a path is a file or a folder of text. By default Python's own library.
@@ -127,23 +151,61 @@ class Batches:
     def __init__(
         self, sources: Sequence[str], tokenizer: Tokenizer, rows: int, length: int, microbatches: int, seed: int = 0
     ):
-        self.microbatches = microbatches
-        parts, weights, held_out = [], [], []
+        self.shape = (microbatches, rows // microbatches, length)
+        parts, held_out, weights = [], [], []
         for source in sources or [standard_library()]:
-            path, _, weight = source.partition("=")
+            path, weight = path_and_weight(source)
             files = files_of(path) if sources else sorted(Path(path).glob("*.py"))
-            away = files[::20] if len(files) > 1 else files  # one document of twenty is held out
-            kept = [file for file in files if file not in away] or files
-            train = grain.MapDataset.source(Packed(kept, tokenizer, length))
+            if len(files) > 1:
+                kept = [file for i, file in enumerate(files) if i % 20]
+                train, away = (grain.MapDataset.source(Packed(x, tokenizer, length)) for x in (kept, files[::20]))
+            else:
+                whole = grain.MapDataset.source(Packed(files, tokenizer, length))
+                last = max(1, len(whole) // 20) if len(whole) > 1 else 0
+                train, away = whole[: len(whole) - last], whole[-last:]
             parts.append(train.shuffle(seed=seed).repeat())
-            weights.append(float(weight or 1))
-            held_out.append(grain.MapDataset.source(Packed(away, tokenizer, length)))
-        mixed = grain.MapDataset.mix(parts, weights) if len(parts) > 1 else parts[0]
-        self.train = mixed.batch(rows)
-        self.held_out = grain.MapDataset.concatenate(held_out).repeat().batch(rows)
+            held_out.append(away.repeat())
+            weights.append(weight)
+        self.train, self.held_out = (
+            grain.MapDataset.mix(x, weights) if len(weights) > 1 else x[0] for x in (parts, held_out)
+        )
+
+    def row(self, number: int, held_out: bool = False) -> dict[str, np.ndarray]:
+        """A row, counted from the first one of the first batch."""
+        row = (self.held_out if held_out else self.train)[number]
+        assert row is not None  # Grain: for elements that were filtered out
+        return row
 
     def at(self, step: int, held_out: bool = False) -> dict[str, np.ndarray]:
-        """The batch of a step, leaves of (microbatches, rows / microbatches, length)."""
-        batch = (self.held_out if held_out else self.train)[step]
-        assert batch is not None  # Grain: for elements that were filtered out
-        return {name: x.reshape(self.microbatches, -1, x.shape[-1]) for name, x in batch.items()}
+        """The whole batch of a step, leaves of (microbatches, rows / microbatches, length)."""
+        count = self.shape[0] * self.shape[1]
+        rows = [self.row(number, held_out) for number in range(step * count, (step + 1) * count)]
+        return {name: np.stack([row[name] for row in rows]).reshape(self.shape) for name in rows[0]}
+
+    def placed(self, step: int, shardings: Mapping[str, mpmd.MpmdSharding], held_out: bool = False) -> dict[str, Any]:
+        """The batch of a step where the groups want it. A process makes the rows that its own devices read.
+
+        Args:
+          step: from 0.
+          shardings: where each leaf is wanted, as `compiled.input_shardings` has it.
+          held_out: whether the batch is for evaluation.
+        """
+        row = functools.lru_cache(self.shape[0] * self.shape[1])(lambda number: self.row(number, held_out))
+
+        def part(name: str, index: Any) -> np.ndarray:
+            parts, rows, positions = (range(size)[i] for size, i in zip(self.shape, index, strict=True))
+            first = [(step * self.shape[0] + m) * self.shape[1] for m in parts]
+            return np.stack([[row(k + r)[name][positions.start : positions.stop] for r in rows] for k in first])
+
+        def array(name: str, sharding: mpmd.MpmdSharding) -> mpmd.MpmdArray:
+            dtype = np.float32 if name == "weights" else np.int32
+            here = {
+                group: jax.make_array_from_callback(
+                    self.shape, sharding.group_sharding(group), functools.partial(part, name), dtype
+                )
+                for group in sharding.groups
+                if group in sharding.mpmd_mesh.local_groups
+            }
+            return mpmd.MpmdArray(here, sharding, self.shape, dtype)
+
+        return {name: array(name, sharding) for name, sharding in shardings.items()}

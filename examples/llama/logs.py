@@ -1,11 +1,17 @@
-"""Where the numbers of a run go. A writer is a function of a step and a dict of numbers; add your own in ten lines."""
+"""Where the numbers of a run go, and how fast it is.
+
+A writer is a function of a step and a dict of numbers; add your own in ten lines.
+"""
 
 import contextlib
 import csv
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
 
 Writer = Callable[[int, Mapping[str, float]], None]
 
@@ -14,7 +20,10 @@ def to_terminal(num_steps: int) -> Writer:
     """A line for each step that is reported."""
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
-        shown = "  ".join(f"{name} {value:,.4g}" for name, value in numbers.items() if name != "eta_s")
+        apart = {name: x for name, x in numbers.items() if name == "eta_s" or name.startswith("busy_s/")}
+        shown = "  ".join(f"{name} {value:,.4g}" for name, value in numbers.items() if name not in apart)
+        if busy := [f"{x:.3g}" for name, x in apart.items() if name != "eta_s"]:
+            shown += f"  busy_s {' '.join(busy)}"
         eta = time.strftime("%H:%M:%S", time.gmtime(numbers["eta_s"])) if "eta_s" in numbers else ""
         print(f"step {step}/{num_steps}  {shown}" + (f"  {eta} left" if eta else ""), file=sys.stderr, flush=True)
 
@@ -59,3 +68,56 @@ def writers(num_steps: int, folder: str | None) -> list[Writer]:
         with contextlib.suppress(ModuleNotFoundError):
             found.append(to_tensorboard(Path(folder)))
     return found
+
+
+class Speed:
+    """Tokens and seconds of the steps since `start`.
+
+    Args:
+      num_steps: of the whole run.
+      tokens: of a step.
+      ideal_s: seconds of a step at the devices' peak, where it is known.
+    """
+
+    def __init__(self, num_steps: int, tokens: int, ideal_s: float | None):
+        self.num_steps, self.tokens, self.ideal_s = num_steps, tokens, ideal_s
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Begins to measure after a step that has ended."""
+        self.began, self.step = time.perf_counter(), step
+
+    def numbers(self, step: int, busy: Sequence[float]) -> dict[str, float]:
+        """What there is to report after a step that has ended; in it, each group computed for `busy` seconds."""
+        seconds = (time.perf_counter() - self.began) / (step - self.step)
+        found = {"tokens_per_s": self.tokens / seconds, "step_s": seconds, "eta_s": (self.num_steps - step) * seconds}
+        if self.ideal_s:
+            found["mfu"] = self.ideal_s / seconds
+        return found | {f"busy_s/group{group}": x for group, x in enumerate(busy)}
+
+
+class Trace:
+    """A profile of some steps, for xprof or Perfetto.
+
+    Args:
+      steps: the first and the last one, or None.
+      folder: where it is written.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: str):
+        self.steps, self.folder, self.is_on = steps or (-1, -1), folder, False
+
+    def before(self, step: int) -> None:
+        if step == self.steps[0]:
+            jax.profiler.start_trace(self.folder)
+            self.is_on = True
+
+    def after(self, step: int, results: Any) -> None:
+        if self.is_on and step >= self.steps[1]:
+            self.end(results)
+
+    def end(self, results: Any) -> None:
+        if self.is_on:
+            jax.block_until_ready(results)
+            jax.profiler.stop_trace()
+            self.is_on = False

@@ -63,6 +63,7 @@ class Config:
             raise ValueError(f"config.json: model_type is {family!r}; this example has Llama, Qwen, Gemma and Mixtral.")
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
         gemma = family.startswith("gemma")
+        cls._check(c, rope.get("rope_type", rope.get("type", "default")), gemma)
         sliding = c.get("sliding_window") if c.get("use_sliding_window", family in ("mistral", "gemma2")) else None
         windows = None
         if sliding:
@@ -79,7 +80,7 @@ class Config:
             "rope_theta": rope.get("rope_theta") or c.get("rope_theta") or 10_000.0,
             "norm_epsilon": c["rms_norm_eps"],
             "tied": c.get("tie_word_embeddings", gemma),
-            "qkv_bias": family == "qwen2" or c.get("attention_bias", False),
+            "qkv_bias": family == "qwen2",
             "qk_norm": family == "qwen3",
             "norm_plus_one": gemma,
             "post_norms": family == "gemma2",
@@ -97,6 +98,26 @@ class Config:
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             found["rope_scaling"] = tuple(float(rope[name]) for name in names)
         return cls(**found | changes)
+
+    @staticmethod
+    def _check(c: dict[str, Any], rope: str, gemma: bool) -> None:
+        """Refuses what would be computed in another way than the folder means it."""
+        activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+        faults = [
+            f"rope_type {rope!r} (known: default, llama3)" * (rope not in ("default", "llama3")),
+            f"hidden_act {activation!r}" * (not activation.startswith("gelu" if gemma else "silu")),
+            "biases of the MLP" * bool(c.get("mlp_bias")),
+            "attention biases" * bool(c.get("attention_bias") and c["model_type"] != "qwen2"),
+        ]
+        if any(faults):
+            raise ValueError(f"config.json: this example has no {', '.join(filter(None, faults))}.")
+
+    def flops_per_token(self, length: int) -> float:
+        """Of a forward pass: two for each weight that a token is multiplied with, and attention to half of `length`."""
+        attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        mlp = 3 * self.width * self.hidden * (self.experts_per_token if self.experts else 1) + self.width * self.experts
+        scores = self.heads * self.head_dim * length
+        return 2.0 * (self.layers * (attention + mlp + scores) + self.width * self.vocabulary)
 
 
 def normal(rngs: nnx.Rngs, *shape: int, fan_in: int) -> nnx.Param:

@@ -6,16 +6,17 @@
     scripts/launch_multihost.sh -n 4 --cpu-devices 1 -- python examples/llama/train.py --checkpoint-dir run
     python -m mpmd plan examples/llama/train.py:plan --target h100 --groups 8        # before you book the cluster
 
-A group of devices runs one stage or several; inside a group, RULES say which axis of the mesh divides which axis of the
-parameters. Where stages end is chosen by cost (`mark_layer_end` in model.py), or given by --cuts.
+A group of devices runs one stage or several; inside a group, the rules in parallel.py say which axis of the mesh
+divides which axis of the parameters. Where stages end is chosen by cost (`mark_layer_end` in model.py), or given by
+--cuts.
 """
 
 import argparse
+import json
 import math
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +29,14 @@ import orbax.checkpoint as ocp
 from data import Batches, Tokenizer, tokenizer_of
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from logs import writers
+from logs import Speed, Trace, writers
 from model import Config, Decoder, LoRA
+from parallel import AXES, RULES, make_mesh, peak_flops, spec_of
 
 import mpmd
 import reshard.checkpoint  # makes Orbax take the arrays of a pipeline
-
-# How parameters lie in a group: the names of their axes, and which axis of the mesh divides each name.
-
-AXES = {
-    "embed": ("vocabulary", "width"),
-    "head": ("width", "vocabulary"),
-    "query": ("width", "heads", None),
-    "key": ("width", "heads", None),
-    "value": ("width", "heads", None),
-    "output": ("heads", None, "width"),
-    "gate": ("width", "hidden"),
-    "up": ("width", "hidden"),
-    "down": ("hidden", "width"),
-}
-RULES: dict[str, str | None] = dict.fromkeys(("vocabulary", "heads", "hidden", "experts"), "tensor")
-RULES["width"] = "data"
-"""Width over the data axis is FSDP; heads and hidden over the tensor axis are tensor parallel."""
-
-
-def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The spec of a parameter in a group, by the last name of its path. What does not divide is not divided."""
-    names = [key.key for key in path if hasattr(key, "key")]
-    axes = AXES.get(names[-1], ()) if names else ()
-    if "experts" in names and axes:
-        axes = ("experts", *(axis if axis == "width" else None for axis in axes))
-    axes = (*(None,) * (len(shape) - len(axes)), *axes)  # stacked layers stand in front
-    wanted = [RULES.get(axis or "") for axis in axes]
-    return P(
-        *(name if name and size % mesh.shape[name] == 0 else None for name, size in zip(wanted, shape, strict=True))
-    )
 
 
 class Model:
@@ -77,9 +49,10 @@ class Model:
         self.kinds = kinds
 
     def init(self, key: jax.Array) -> list[Any]:
-        """Parameters: the trained ones, and the frozen ones if there are any."""
+        """Parameters: the trained ones in float32, and the frozen ones, if there are any, as they are computed with."""
         _, *states = nnx.split(Decoder(self.config, nnx.Rngs(key)), *self.kinds)
-        return [nnx.to_pure_dict(state) for state in states]
+        trained, *frozen = [nnx.to_pure_dict(state) for state in states]
+        return [trained, *jax.tree.map(lambda x: x.astype(self.config.dtype), frozen)]
 
     def bind(self, params: list[Any]) -> Decoder:
         """The module with these parameters."""
@@ -121,7 +94,7 @@ class Program:
         self.model, self.mesh, self.options, self.cuts = Model(config), mesh, options, options.cuts
         self.optimizer = optimizer_of(options)
         self.step = mpmd.jit(self._step, mpmd_mesh=mesh, donate_argnums=0)
-        self.evaluate = mpmd.jit(self._evaluate, mpmd_mesh=mesh)
+        self.evaluation: Any = None
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         params = self.model.init(key)
@@ -145,6 +118,16 @@ class Program:
     def _evaluate(self, params, batch):
         return self._loop(lambda batch: self.model.bind(params).loss(batch), batch)
 
+    def held_out_loss(self, params: Any, batches: Batches) -> float:
+        """The loss on text that is not trained on: the forward half of the same pipeline, where the parameters are."""
+        if self.evaluation is None:
+            function = mpmd.jit(self._evaluate, mpmd_mesh=self.mesh)
+            self.evaluation = function.lower(params, self.abstract()[1]).compile()
+        layout = self.evaluation.input_shardings[0][1]
+        indices = range(self.options.eval_batches)
+        losses = [self.evaluation(params, batches.placed(i, layout, held_out=True)) for i in indices]
+        return float(np.mean([float(loss) for loss in losses]))
+
     def abstract(self) -> tuple[Any, Any]:
         """Types and layouts inside of a group of the state and of a batch."""
         group = self.mesh.tracing_mesh()
@@ -162,6 +145,12 @@ class Program:
 
         names = ("tokens", "targets", "segments", "positions")
         return state, {name: array(jnp.int32) for name in names} | {"weights": array(jnp.float32)}
+
+    def flops_per_step(self) -> float:
+        """Of the model, as MFU counts them: forward, and twice as much backward; not what is computed again."""
+        o, c = self.options, self.model.config
+        passes = 2 if c.lora_rank else 3  # a frozen matrix has no gradient
+        return passes * c.flops_per_token(o.length) * o.batch * o.length
 
 
 class Stop:
@@ -186,39 +175,28 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def peak_flops() -> float | None:
-    """FLOP/s of all devices in bfloat16 where the data sheet is known."""
-    kind = jax.devices()[0].device_kind.lower()
-    for name in ("h100", "h200", "b200", "a100"):
-        if name in kind:
-            return mpmd.Target.named(name).flops * jax.device_count()
-    return None
+def generate(program: Program, params: Any, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    """The likeliest continuation of a prompt. The parameters stay where they are; a token passes through all groups."""
+    window = program.options.length
+
+    @mpmd.jit(mpmd_mesh=program.mesh)
+    def next_token(params, buffer, filled):
+        return program.model.bind(params)(buffer[None])[0, filled - 1].argmax()
+
+    tokens = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end]
+    start = len(tokens)
+    while len(tokens) < start + count:
+        seen = tokens[-window:]
+        buffer = np.array(seen + [0] * (window - len(seen)), np.int32)
+        tokens.append(int(mpmd.device_get(next_token(params, buffer, np.int32(len(seen))))))
+        if tokens[-1] == tokenizer.end:
+            break
+    return prompt + tokenizer.decode(tokens[start:])
 
 
-def generate(model: Model, params: Any, tokenizer: Tokenizer, prompt: str, count: int, window: int) -> str:
-    """The likeliest continuation of a prompt. One device computes it, from at most `window` tokens."""
-
-    @jax.jit
-    def continued(params, buffer, filled):
-        decoder = model.bind(params)
-
-        def one(carry, _):
-            buffer, filled = carry
-            token = decoder(buffer[None])[0, filled - 1].argmax().astype(jnp.int32)
-            buffer = jnp.where(filled == window, jnp.roll(buffer, -1), buffer)
-            filled = jnp.minimum(filled + 1, window)
-            return (buffer.at[filled - 1].set(token), filled), token
-
-        return jax.lax.scan(one, (buffer, filled), length=count)[1]
-
-    start = tokenizer.encode(prompt.encode())[-window:]
-    buffer = np.zeros(window, np.int32)
-    buffer[: len(start)] = start
-    return prompt + tokenizer.decode(np.asarray(continued(mpmd.device_get(params), buffer, len(start))).tolist())
-
-
-def first_state(program: Program, options: argparse.Namespace, shardings: Any) -> Any:
+def first_state(program: Program, shardings: Any) -> Any:
     """A state at random, or the weights of a Hugging Face folder with a new optimizer state."""
+    options = program.options
     make = mpmd.jit(program.init, mpmd_mesh=program.mesh, out_shardings=shardings)
     state = make(jax.random.key(options.seed))
     if options.model:
@@ -232,16 +210,32 @@ def export(program: Program, params: list[Any], options: argparse.Namespace) -> 
     if options.lora:
 
         def merged(factors, base):
-            change = jnp.einsum(
-                "ldr,lrhk->ldhk", *(factors["layers"]["attention"][n] for n in ("query_in", "query_out"))
-            )
-            attention = base["layers"]["attention"] | {"query": base["layers"]["attention"]["query"] + change}
+            low, attention = factors["layers"]["attention"], base["layers"]["attention"]
+            change = jnp.einsum("ldr,lrhk->ldhk", low["query_in"], low["query_out"])
+            attention = attention | {"query": attention["query"] + change}
             return base | {"layers": base["layers"] | {"attention": attention}}
 
         layout = jax.tree.map(lambda x: x.mpmd_sharding, params[-1])
         params = [mpmd.jit(merged, mpmd_mesh=program.mesh, out_shardings=layout)(*params)]
-    how = reshard.checkpoint.TensorFormat("auto", files_of=options.model, dtype="bfloat16")
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    how = reshard.checkpoint.TensorFormat("auto", files_of=options.model, dtype=dtype)
     reshard.checkpoint.save(options.export, params[-1], tensors=how)
+
+
+def saved(state: Any) -> Any:
+    """What a checkpoint holds of a state, of its types or of its shardings: all but what is frozen."""
+    return state | {"params": state["params"][:1]}
+
+
+def resumed(program: Program, manager: ocp.CheckpointManager, step: int, shardings: Any) -> Any:
+    """The state of a checkpoint. What is frozen comes from where it came from at first."""
+    plain = jax.eval_shape(program.init, jax.random.key(0))
+    target = reshard.checkpoint.abstract(saved(plain), saved(shardings))
+    state: Any = manager.restore(step, args=ocp.args.StandardRestore(target))
+    frozen = first_state(program, shardings)["params"][1:] if program.options.lora else []
+    say(f"goes on after step {step}")
+    return state | {"params": [*state["params"], *frozen]}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -249,35 +243,27 @@ def run(options: argparse.Namespace) -> int:
     mpmd.initialize()
     tokenizer = tokenizer_of(options.model)
     config = config_of(options, tokenizer)
-    program = Program(config, options, make_mesh(options))
+    program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
     batches = Batches(options.text, tokenizer, options.batch, options.length, options.microbatches, options.seed)
-    abstract, batch = program.abstract()
-    lowered = program.step.lower(abstract, batch)
+    lowered = program.step.lower(*program.abstract())
     program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
     compiled = lowered.compile()
-    say(
-        f"{sum(x.size for x in jax.tree.leaves(abstract['params'])):,} parameters, layers of each stage: {lowered.cuts}"
-    )
+    count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
+    say(f"{count:,} parameters, layers of each stage: {lowered.cuts}")
     shardings = compiled.input_shardings[0][0]
     manager, first = None, 0
     if options.checkpoint_dir:
         kept = ocp.CheckpointManagerOptions(max_to_keep=options.keep)
         manager = ocp.CheckpointManager(Path(options.checkpoint_dir).absolute(), options=kept)
         first = manager.latest_step() or 0
-    if manager and first:
-        plain = jax.eval_shape(program.init, jax.random.key(0))
-        target = reshard.checkpoint.abstract(plain, shardings)
-        state = manager.restore(first, args=ocp.args.StandardRestore(target))
-        say(f"goes on after step {first}")
-    else:
-        state = first_state(program, options, shardings)
+    state = resumed(program, manager, first, shardings) if manager and first else first_state(program, shardings)
     status, state = train(program, compiled, state, batches, manager, first)
     if manager:
         manager.wait_until_finished()
     if status == 0 and options.export:
         export(program, state["params"], options)
     if status == 0 and options.generate:
-        text = generate(program.model, state["params"], tokenizer, options.generate, 64, options.length)
+        text = generate(program, state["params"], tokenizer, options.generate, 64)
         if jax.process_index() == 0:
             print(text)
     return status
@@ -285,59 +271,51 @@ def run(options: argparse.Namespace) -> int:
 
 def train(program: Program, compiled: Any, state: Any, batches: Batches, manager: Any, first: int) -> tuple[int, Any]:
     """Steps from `first` on. The status is 75 where a signal stopped them: the launcher's --restarts goes on."""
-    options = program.options
-    stop = Stop()
+    options, stop, layout = program.options, Stop(), compiled.input_shardings[0][1]
+    trace = Trace(options.profile, options.log or "profile")
+    flops, peak = program.flops_per_step(), peak_flops(program.mesh)
+    speed = Speed(options.steps, options.batch * options.length, flops / peak if peak else None)
     report = writers(options.steps, options.log) if jax.process_index() == 0 else []
-    flops, peak = compiled.cost_analysis().get("flops"), peak_flops()
-    trace_from, trace_to = options.profile or (-1, -1)
-    began, reported = time.perf_counter(), first
 
     def save(step: int) -> None:
         if manager and manager.latest_step() != step:
             jax.block_until_ready(state)  # Orbax waits for the other processes; no step may be in flight
-            manager.save(step, args=ocp.args.StandardSave(state))
+            manager.save(step, args=ocp.args.StandardSave(saved(state)))
 
     for step in range(first + 1, options.steps + 1):
-        if step == trace_from:
-            jax.profiler.start_trace(options.log or "profile")
-        state, metrics = compiled(state, batches.at(step - 1))
-        if step == trace_to:
-            jax.block_until_ready(state)
-            jax.profiler.stop_trace()
-        is_last = step == options.steps
-        if manager and step % options.save_every == 0:
-            save(step)
-        if step % options.report_every and not is_last and step != first + 1:
+        is_first, is_last = step == first + 1, step == options.steps
+        reports, evaluates, saves = (
+            is_last or (bool(every) and step % every == 0)
+            for every in (options.report_every, options.eval_every, options.save_every)
+        )
+        reports |= is_first
+        trace.before(step)
+        compiled.timing = reports and not is_first  # notes when each group computes
+        state, metrics = compiled(state, batches.placed(step - 1, layout))
+        trace.after(step, state)
+        if not (reports or evaluates or saves):
             continue
-        loss = float(metrics["loss"])
-        seconds, began = time.perf_counter() - began, time.perf_counter()
-        count, reported = step - reported, step
-        numbers = {"loss": loss, "grad_norm": float(metrics["grad_norm"])}
-        if step > first + 1:  # the first call also loads programs
-            numbers["tokens_per_s"] = count * options.batch * options.length / seconds
-            numbers["step_s"] = seconds / count
-            numbers["eta_s"] = (options.steps - step) * seconds / count
-            if flops and peak:
-                numbers["mfu"] = flops * count / seconds / peak
-        if options.eval_every and (step % options.eval_every == 0 or is_last):
-            losses = [
-                program.evaluate(state["params"], batches.at(i, held_out=True)) for i in range(options.eval_batches)
-            ]
-            numbers["held_out_loss"] = sum(map(float, losses)) / len(losses)
-            began = time.perf_counter()
-        for write in report:
-            write(step, numbers)
-        if not math.isfinite(loss):
-            say(
-                f"the loss of step {step} is {loss}; the last checkpoint is of step {manager and manager.latest_step()}"
-            )
+        numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        if not all(map(math.isfinite, numbers.values())):  # before this state is saved
+            say(f"step {step}: {numbers}; the last checkpoint is of step {manager and manager.latest_step()}")
             return 1, state
-        jax.block_until_ready(state)
-        if stop.agreed():
+        if reports and not is_first:  # the first step also loads programs
+            numbers |= speed.numbers(step, compiled.last_timeline().busy)
+        if options.eval_every and evaluates:
+            numbers["held_out_loss"] = program.held_out_loss(state["params"], batches)
+        if reports or evaluates:
+            for write in report:
+                write(step, numbers)
+        if saves:
             save(step)
-            say(f"stopped by a signal after step {step}" + ("; saved" if manager else ""))
-            return 75, state
-    save(options.steps)
+        if reports:
+            jax.block_until_ready(state)
+            if stop.agreed():
+                save(step)
+                say(f"stopped by a signal after step {step}" + ("; saved" if manager else ""))
+                return 75, state
+        speed.start(step)  # what is done between steps does not count
+    trace.end(state)
     return 0, state
 
 
@@ -347,24 +325,6 @@ def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
         return Config.of_folder(options.model, lora_rank=options.lora)
     return Config(vocabulary=tokenizer.vocabulary, layers=options.layers, width=options.width, hidden=3 * options.width,
                   experts=options.experts, lora_rank=options.lora)  # fmt: skip
-
-
-def make_mesh(options: argparse.Namespace) -> mpmd.MpmdMesh:
-    """Groups of data × tensor devices. With too few devices, groups share them."""
-    inside = options.data * options.tensor
-    wanted = options.groups * inside
-    if jax.devices()[0].platform != "cpu" and len(jax.devices()) < inside:
-        sys.exit(f"a group of --data {options.data} × --tensor {options.tensor} needs {inside} devices")
-    devices = np.array(jax.devices())
-    types = (AxisType.Auto,) * 2
-    if len(devices) >= wanted:
-        grid = devices[:wanted].reshape(options.groups, options.data, options.tensor)
-        return mpmd.MpmdMesh(Mesh(grid, ("stage", "data", "tensor"), axis_types=(AxisType.Auto, *types)), "stage")
-    meshes = [
-        Mesh(devices[i : i + inside].reshape(options.data, options.tensor), ("data", "tensor"), axis_types=types)
-        for i in range(0, len(devices) - inside + 1, inside)
-    ]
-    return mpmd.MpmdMesh.from_groups([meshes[g * len(meshes) // options.groups] for g in range(options.groups)])
 
 
 def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
@@ -412,6 +372,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.export and not options.model:
         parser.error("--export writes a folder like that of --model, which is missing")
+    if options.export and Path(options.export).exists():
+        parser.error(f"--export {options.export}: there is something already; give another path, or delete it first")
     if options.batch % options.microbatches or options.batch // options.microbatches % options.data:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"

@@ -1,8 +1,13 @@
 """examples/llama: the pipeline's losses are those of one device, and a run goes on elsewhere with the same losses."""
 
+import contextlib
 import csv
 import importlib
+import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import reshard
+from reshard.checkpoint import TensorFormat
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +34,7 @@ def example():
         yield importlib.import_module("train")
     finally:
         sys.path.remove(str(ROOT / "examples" / "llama"))
-        for name in ("train", "model", "data", "logs"):
+        for name in ("train", "model", "data", "logs", "parallel"):
             sys.modules.pop(name, None)
 
 
@@ -56,17 +64,25 @@ def test_the_losses_are_those_of_one_device(example, family, options):
         width=64, hidden=96, layers=4, head_dim=16, dtype=jnp.float32, lora_rank=options.lora, **FAMILIES[family]
     )
     batches = example.Batches([], example.tokenizer_of(None), options.batch, options.length, options.microbatches)
-    program = example.Program(config, options, example.make_mesh(options))
+    program = example.Program(config, options, example.make_mesh(options.groups, options.data, options.tensor))
     abstract, batch = program.abstract()
     compiled = program.step.lower(abstract, batch).compile()
     make = example.mpmd.jit(program.init, mpmd_mesh=program.mesh, out_shardings=compiled.input_shardings[0][0])
     state, plain_state = make(jax.random.key(0)), program.init(jax.random.key(0))
     plain = jax.jit(program._step)
-    for step in range(5):
-        state, metrics = compiled(state, batches.at(step))
+    for step in range(20):
+        state, metrics = compiled(state, batches.placed(step, compiled.input_shardings[0][1]))
         plain_state, expected = plain(plain_state, batches.at(step))
         np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=2e-5)
         np.testing.assert_allclose(float(metrics["grad_norm"]), float(expected["grad_norm"]), rtol=1e-3)
+
+
+def test_the_commands_of_the_page_have_options_that_exist(example):
+    page = (ROOT / "docs/finetuning.md").read_text()
+    commands = [line.split("train.py ")[1] for line in page.splitlines() if "python examples/llama/train.py" in line]
+    assert len(commands) == 3
+    for command in commands:
+        example.parse(shlex.split(command, comments=True))
 
 
 def test_a_run_goes_on_with_other_groups_and_the_same_examples(tmp_path):
@@ -85,10 +101,8 @@ def test_a_run_goes_on_with_other_groups_and_the_same_examples(tmp_path):
         assert any(row["name"] == "held_out_loss" for row in rows)
         return {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "loss"}
 
-    whole = run("whole", "--steps", "6")
     saved = ("--checkpoint-dir", str(tmp_path / "run"), "--lr", "3e-3")
-    begun = run("begun", "--steps", "6", "--save-every", "3", "--groups", "4", *saved)
-    assert begun == whole
+    whole = run("whole", "--steps", "6", "--save-every", "3", "--groups", "4", *saved)
     for step in (4, 5, 6):  # as if the job had ended after step 3
         for newer in (tmp_path / "run").glob(str(step)):
             shutil.rmtree(newer)
@@ -96,3 +110,81 @@ def test_a_run_goes_on_with_other_groups_and_the_same_examples(tmp_path):
     assert sorted(resumed) == [4, 5, 6]
     for step, loss in resumed.items():
         assert loss == pytest.approx(whole[step], rel=2e-3)  # bfloat16, in other stages
+
+
+def make_folder(folder: Path) -> dict:
+    """A small random Llama with a tokenizer whose words are letters; its tensors, as a tree."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {chr(code): code - 32 for code in range(32, 127)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [], unk_token=" "))
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "rms_norm_eps": 1e-5}
+    config |= sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 95, "head_dim": 16}
+    width, hidden, kv = 32, 48, 16
+    shapes = {"model.embed_tokens.weight": (96, width), "lm_head.weight": (96, width), "model.norm.weight": (width,)}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        shapes |= {f"{layer}self_attn.{n}_proj.weight": (m, width) for n, m in (("q", width), ("k", kv), ("v", kv))}
+        shapes |= {f"{layer}self_attn.o_proj.weight": (width, width), f"{layer}mlp.down_proj.weight": (width, hidden)}
+        shapes |= {f"{layer}mlp.{n}_proj.weight": (hidden, width) for n in ("gate", "up")}
+        shapes |= {f"{layer}{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+    tree: dict = {}
+    for name, shape in shapes.items():
+        node, *path = tree, *name.split(".")
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = (jax.random.normal(keys[name], shape) / 6 + (len(shape) == 1)).astype(jnp.bfloat16)
+    reshard.save(folder, tree, tensors=TensorFormat())
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tree
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """The processes that run train.py there."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            is_ours = b"python" in command[0] and any(b"train.py" in word for word in command)
+            if is_ours and (process / "cwd").resolve() == folder.resolve():
+                found.append(int(process.name))
+    return found
+
+
+def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_path):
+    """LoRA, evaluated in the layout of the training; a rank that gets SIGTERM leaves, and the launcher starts again."""
+    pytest.importorskip("grain")
+    base = make_folder(tmp_path / "base")
+    (tmp_path / "text").mkdir()
+    for i in range(3):
+        (tmp_path / "text" / f"{i}.txt").write_text("to be or not to be, " * 40)
+    launcher = [str(ROOT / "scripts/launch_multihost.sh"), "-n", "2", "--cpu-devices", "1", "--restarts", "1", "--"]
+    options = "--model base --text text --lora 2 --lr 0.05 --groups 2 --microbatches 2 --batch 4 --length 16 --steps 8"
+    options += " --report-every 1 --eval-every 4 --eval-batches 1 --log log --checkpoint-dir run --export tuned"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    job = subprocess.Popen(
+        [*launcher, sys.executable, str(ROOT / "examples/llama/train.py"), *options.split()],
+        env=environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert job.stderr is not None
+    lines = []
+    for line in job.stderr:
+        lines.append(line)
+        if "step 4/" in line:
+            os.kill(ranks_in(tmp_path)[0], signal.SIGTERM)
+    assert job.wait(60) == 0, "".join(lines)[-3000:]
+    text = "".join(lines)
+    assert "stopped by a signal" in text and "starts over (restart 1 of 1)" in text and "goes on after step" in text
+    rows = list(csv.DictReader((tmp_path / "log/metrics.csv").open()))
+    losses = {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "held_out_loss"}
+    assert losses[8] < losses[4]
+    tuned = reshard.restore(tmp_path / "tuned", jax.eval_shape(lambda: base))
+    changed = {
+        jax.tree_util.keystr(path)
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(base), jax.tree.leaves(tuned), strict=True)
+        if (np.asarray(x) != np.asarray(y)).any()
+    }
+    assert changed == {f"['model']['layers']['{i}']['self_attn']['q_proj']['weight']" for i in range(2)}
