@@ -69,10 +69,12 @@ def tokenizer_of(folder: str | None) -> Tokenizer:
     """That of a Hugging Face folder; without a folder, bytes.
 
     Raises:
-      FileNotFoundError: the folder has no tokenizer.json.
+      FileNotFoundError: the folder has no config.json or no tokenizer.json.
     """
     if folder is None:
         return Bytes()
+    if not (Path(folder) / "config.json").exists():
+        raise FileNotFoundError(f"{folder}: this is no Hugging Face folder; it has no config.json.")
     if not (Path(folder) / "tokenizer.json").exists():
         raise FileNotFoundError(
             f"{folder}: there is no tokenizer.json. With `transformers`, AutoTokenizer.from_pretrained(...)"
