@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 NUM_GROUPS, NUM_LAYERS = 4, 11
 TARGET = 0.05
@@ -74,7 +75,8 @@ def run(args) -> int:
     def loss(ws, x):
         for w in ws[:-1]:
             x = mpmd.mark_layer_end(layer(w, x, seconds))
-        return (layer(ws[-1], x, 2 * seconds) ** 2).mean()
+        out: Any = layer(ws[-1], x, 2 * seconds)
+        return (out**2).mean()
 
     def build(schedule, num_microbatches):
         def step(ws, xs):
