@@ -199,7 +199,7 @@ def _sums_over_groups(loop: Loop, roles: Roles) -> Iterator[str]:
         arguments[t.place.stage] |= roles.arguments(t.operands)
     stages = {a.result: {a.place.stage} for a in partition.accumulators}
     for eqn in partition.after:
-        here = set().union(*(stages[v] for v in eqn.invars if v in stages))
+        here = set().union(*(stages[v] for v in equations.variables(eqn.invars) if v in stages))
         groups = {loop.schedule.placement[s] for s in here}
         if len(groups) > 1 and eqn.primitive.name in ("add", "add_any"):
             aval = eqn.outvars[0].aval
