@@ -31,7 +31,7 @@ from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import estimate
 from mpmd.report.explain import WholeTraffic, explain
-from mpmd.report.flops import flops_per_step
+from mpmd.report.flops import flops_per_step, nbytes_per_step
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
 from mpmd.report.profile import Profile
@@ -349,8 +349,17 @@ class Compiled:
         return measured(self._programs, self._program)
 
     def cost_analysis(self) -> dict[str, float]:
-        """Floating-point operations of one step, by XLA's cost analysis of each executable."""
-        return {"flops": flops_per_step(self._programs, self._program)}
+        """Operations and bytes of one step on all devices, by XLA's cost analysis of each executable.
+
+        For devices that are not here (`topology_mesh`), where XLA has none, they are counted in the equations.
+
+        Returns:
+          `"flops"`, floating-point operations, and `"bytes accessed"`, read from and written to device memory.
+        """
+        return {
+            "flops": flops_per_step(self._programs, self._program),
+            "bytes accessed": nbytes_per_step(self._programs, self._program),
+        }
 
     @compat.api_boundary
     def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, steps: int = 3) -> Profile:
