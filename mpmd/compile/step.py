@@ -6,7 +6,7 @@ The user's specs win, then those that state leaves came in with, then what XLA i
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -187,6 +187,7 @@ class _StepCompiler:
         self._mesh = mesh
         self._name = name
         self._segment_names = segment_names(name, outline)
+        self._zeros_of: dict[Hashable, compat.ClosedJaxpr] = {}
 
     def segment(self, item: Segment, donated: Set[compat.Var]) -> Executable:
         mesh = self._mesh.groups[item.group]
@@ -254,7 +255,10 @@ class _StepCompiler:
         accs = [loop.partition.accumulators[k] for k in own]
         mesh = self._mesh.groups[group]
         n = loop.partition.info.num_microbatches
-        with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
-            closed = jax.make_jaxpr(lambda: [a.operation.init(a.value.aval, n) for a in accs])()
+        key = tuple((a.operation, a.value.aval, n) for a in accs)
+        if (closed := self._zeros_of.get(key)) is None:
+            with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
+                closed = jax.make_jaxpr(lambda: [a.operation.init(a.value.aval, n) for a in accs])()
+            self._zeros_of[key] = closed
         name, outs = zeros_name(self._name, loop, group), [self.layouts.known(a.result, mesh) for a in accs]
         return self.compiler.compile(name, "zeros", closed, mesh, [], outs)

@@ -5,7 +5,7 @@ from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import LoopPartition, TaskBody
 from mpmd.partition.outline import Loop
-from mpmd.tracing.trace import trace_equations
+from mpmd.tracing.trace import trace_equations, trace_operation
 
 
 def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:
@@ -65,7 +65,7 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody) -> tuple[compat.ClosedJ
                 lambda a, i, acc=acc, value=acc.value: acc.operation.update(a, value.val, i), start, partition.index
             )
         else:
-            more, (total,) = trace_equations(acc.operation.update, start, acc.value, partition.index)
+            more, (total,) = trace_operation(acc.operation, "update", (start, acc.value, partition.index))
         eqns += more
         new.append(total)
     args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
-from mpmd.tracing.trace import Atom, Equations, copy_equations, trace_equations
+from mpmd.tracing.trace import Atom, Equations, copy_equations, trace_equations, trace_operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,7 @@ class _Outputs:
         self.after: list[compat.JaxprEqn] = []
         self._joins = Joins(body) if split else None
         self._stacks: dict[compat.Var, compat.Var] = {}
+        self._types: dict[tuple[Operation, Any], Any] = {}  # of accumulators
         self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
         for node in body.nodes:
             for v in node.inputs:
@@ -131,8 +132,11 @@ class _Outputs:
         self.after += _combine(totals, operation, n, result)
 
     def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
-        start = functools.partial(operation.init, value.aval, self.num_microbatches)
-        result = compat.Var(result_types(start)[0])
+        key = operation, value.aval
+        if key not in self._types:
+            start = functools.partial(operation.init, value.aval, self.num_microbatches)
+            self._types[key] = result_types(start)[0]
+        result = compat.Var(self._types[key])
         self.accumulators.append(Accumulator(value, result, operation, place))
         return result
 
@@ -276,6 +280,9 @@ def _combine(
     result: compat.Var,
 ) -> list[compat.JaxprEqn]:
     """After the loop: pads each part, sums them in stage order, finishes the reduction."""
+    if len(totals) == 1 and not totals[0][1]:
+        total = totals[0][0]
+        return _named(trace_operation(operation, "finish", (total,), num_microbatches), [total], result)
 
     def fun(*accs):
         parts = []
@@ -318,7 +325,12 @@ def _same_every_time(
 
 def _bound(fun: Callable, atoms: Sequence[Atom], result: compat.Var) -> list[compat.JaxprEqn]:
     """The equations of `fun(*atoms)`, whose one result gets the name `result`."""
-    eqns, (out,) = trace_equations(fun, *atoms)
+    return _named(trace_equations(fun, *atoms), atoms, result)
+
+
+def _named(found: Equations, atoms: Sequence[Atom], result: compat.Var) -> list[compat.JaxprEqn]:
+    """Equations on `atoms`, whose one result gets the name `result`."""
+    eqns, (out,) = found
     if isinstance(out, compat.Literal) or out in atoms:
         return [*eqns, *copy_equations(out).named([result])]
     return Equations(eqns, [out]).named([result])

@@ -22,7 +22,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_p
-from mpmd.ops.reductions import explicit_sharding
+from mpmd.ops.reductions import Operation, explicit_sharding
 from mpmd.ops.stage_end import mark_name, mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
 
@@ -406,14 +406,42 @@ def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
     """The equations of `fun` on `atoms`."""
-    meshes = (cast(AbstractMesh, s.mesh) for a in atoms if (s := explicit_sharding(a.aval)) is not None)
-    with compat.use_abstract_mesh(next(meshes, compat.current_mesh())):
-        closed = jax.make_jaxpr(fun)(*map(_abstract, atoms))
-    return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), atoms)
+    avals = tuple(a.aval for a in atoms)
+    return equations_on(_trace_on(fun, avals, _mesh_of(avals)), atoms)
 
 
-def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
-    aval: Any = atom.aval
+def trace_operation(operation: Operation, method: str, atoms: Sequence[Atom], *args: int) -> Equations:
+    """The equations of a method of an operation, traced once for all operands of the same types.
+
+    Args:
+      args: what it takes after the atoms.
+    """
+    avals = tuple(a.aval for a in atoms)
+    return equations_on(
+        _operation_jaxpr(operation, method, avals, args, _mesh_of(avals), compat.trace_context()), atoms
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _operation_jaxpr(
+    operation: Operation, method: str, avals: tuple[Any, ...], args: tuple[int, ...], mesh: AbstractMesh, context: Any
+) -> compat.ClosedJaxpr:
+    return _trace_on(lambda *xs: getattr(operation, method)(*xs, *args), avals, mesh)
+
+
+def _trace_on(fun: Callable, avals: Sequence[Any], mesh: AbstractMesh) -> compat.ClosedJaxpr:
+    with compat.use_abstract_mesh(mesh):
+        closed = jax.make_jaxpr(fun)(*map(_abstract, avals))
+    return compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts)
+
+
+def _mesh_of(avals: Sequence[Any]) -> AbstractMesh:
+    """That of the first operand with a sharding of its own, else the one that is set."""
+    meshes = (cast(AbstractMesh, s.mesh) for aval in avals if (s := explicit_sharding(aval)) is not None)
+    return next(meshes, compat.current_mesh())
+
+
+def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
     sharding = explicit_sharding(aval)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
