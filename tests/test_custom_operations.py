@@ -1,5 +1,7 @@
 """Reductions beyond the built-in classes, and schedules by name: the same numbers as plain JAX, and clear errors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,10 +107,25 @@ class Growing(mpmd.Operation):
         return jnp.stack([acc, x])
 
 
+@dataclasses.dataclass
+class Changing(mpmd.Operation):
+    factor: float = 2.0
+
+    def update(self, acc, x, index):
+        return acc + self.factor * x
+
+
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
+        (
+            Changing(),
+            (
+                "treduce: Changing(factor=2.0) has no hash, for its class defines __eq__ alone. Of a dataclass, write"
+                " @dataclasses.dataclass(frozen=True)."
+            ),
+        ),
         (mpmd.Concat(axis=3), "treduce: Concat(axis=3) stacks an output with 2 axes. Pass an int from -3 to 2."),
         (
             Growing,
@@ -122,7 +139,7 @@ class Growing(mpmd.Operation):
             "treduce: operation holds 'sum'. Pass mpmd.Add, Mean, Max, Min or Concat, or a subclass of mpmd.Operation.",
         ),
     ],
-    ids=["axis", "growing", "text"],
+    ids=["no hash", "axis", "growing", "text"],
 )
 def test_what_is_no_reduction_is_refused(operation, message, schedule):
     with pytest.raises(mpmd.StageError) as error:

@@ -228,6 +228,11 @@ def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: 
                 f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat, or a subclass of"
                 " mpmd.Operation."
             )
+        if type(op).__hash__ is None:
+            raise StageError(
+                f"{name}: {op!r} has no hash, for its class defines __eq__ alone. Of a dataclass, write"
+                " @dataclasses.dataclass(frozen=True)."
+            )
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
             raise StageError(
                 f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it."

@@ -242,7 +242,7 @@ def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
     """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
     body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
     loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
-    closed = jax.make_jaxpr(loop)(*map(_abstract, eqn.invars))
+    closed = jax.make_jaxpr(loop)(*(_abstract(x.aval) for x in eqn.invars))
     return compat.call(eqn, closed)
 
 

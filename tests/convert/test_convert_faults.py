@@ -1,8 +1,9 @@
 """Conversions that cannot be, fail or are killed: an error that says what and where, and never half a target."""
 
+import functools
+import io
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
 from reshard.edits.tree_edits import unstack
+from scheduler.waiting import CLEAR, waiting
 
 
 def error_of(capsys, *arguments):
@@ -80,18 +82,23 @@ def test_a_stopped_conversion_leaves_nothing(tmp_path, large, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path, monkeypatch, capsys):
     source = save(tmp_path / "source", {"w": np.zeros((4, 2))})
-    ours, theirs = pty.openpty()
-    line = [sys.executable, "-m", "reshard", "convert", str(source), str(tmp_path / "target"), "--verify"]
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs)
-    out, _ = process.communicate(timeout=60)
-    os.close(theirs)
-    seen = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert (process.returncode, out.decode()) == (0, f"{tmp_path / 'target'}: 1 array, 64 B, verified\n")
-    assert [step.split()[0] for step in seen.split("\r\x1b[K") if step] == ["copying", "copying", "reading", "reading"]
-    assert "100%  64 B of 64 B" in seen
+    seen = []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr("reshard.__main__.waiting", functools.partial(waiting, patience_s=0))
+        target = tmp_path / f"target{len(seen)}"
+        assert main(["convert", str(source), str(target), "--verify"]) == 0
+        assert capsys.readouterr().out == f"{target}: 1 array, 64 B, verified\n"
+        seen.append(stream.getvalue())
+    assert seen[0].startswith(CLEAR) and seen[0].endswith(CLEAR)
+    assert {step.split()[0] for step in seen[0].split(CLEAR) if step} <= {"copying", "reading"} and not seen[1]
 
 
 @contextmanager

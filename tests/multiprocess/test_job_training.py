@@ -21,7 +21,7 @@ ODD = ("turned", "uneven")
         (DATA_PARALLEL, [ONE_EACH]),
         (("pairs", *ODD), [TWO_EACH]),
         (ODD, [ONE_EACH]),
-        (("across",), [(8, 1)]),
+        (("across",), [(2, 4), (8, 1)]),
     ],
     ids=lambda x: "+".join(x) if isinstance(x[0], str) else ",".join(f"{p}x{d}" for p, d in x),
 )
