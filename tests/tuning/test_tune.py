@@ -125,7 +125,7 @@ def test_a_schedule_that_holds_too_much_is_judged_with_recomputation(build):
     assert again.recomputed == tuple(sorted(stages)) and max(again.memory) <= limit
     assert again.seconds > plain.seconds
     tuning = mpmd.tune(build, schedules=["gpipe", "1f1b"], num_microbatches=16, memory_limit=limit)
-    assert [c.schedule for c in tuning.configurations] == ["1f1b", "gpipe"]
+    assert [c.schedule for c in tuning.configurations if not c.is_cut_again] == ["1f1b", "gpipe"]
     assert f"memory: fits if stages {', '.join(map(str, sorted(stages)))} recompute their forward" in str(tuning)
 
 
