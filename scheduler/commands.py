@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from scheduler.timing.costs import Costs
 from scheduler.timing.pictures import critical_path_text, to_text
 from scheduler.timing.simulate import simulate
 from scheduler.timing.timeline import Timeline
+from scheduler.waiting import waiting
 
 
 def show(options: argparse.Namespace) -> int:
@@ -92,36 +93,37 @@ def _comparison(
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """The facts about each built-in schedule, shortest first; and those that are left out, with the reason."""
     rows, skipped = [], []
-    for named in on_groups(num_groups, stages_per_group):
-        schedule = named.schedule
+    for name, schedule in on_groups(num_groups, stages_per_group).items():
         costs = split_costs(base, schedule)
         try:
             timeline = simulate(schedule, num_microbatches, costs)
         except ValueError as error:
-            skipped.append({"schedule": named.name, "reason": str(error)})
+            skipped.append({"schedule": name, "reason": str(error)})
             continue
         if memory is not None and max(timeline.peak_bytes) > memory + 1e-9:
-            skipped.append({"schedule": named.name, "reason": f"holds {max(timeline.peak_bytes):g}"})
+            skipped.append({"schedule": name, "reason": f"holds {max(timeline.peak_bytes):g}"})
             continue
         bound = lower_bound(Problem(schedule.placement, num_groups, num_microbatches, costs))
-        rows.append({"schedule": named.name} | _facts(timeline) | {"above_bound": bound.above(timeline.makespan)})
+        rows.append({"schedule": name} | _facts(timeline) | {"above_bound": bound.above(timeline.makespan)})
     rows.sort(key=lambda row: (row["makespan"], max(row["peak_bytes"])))
     return rows, skipped
 
 
 def search(options: argparse.Namespace) -> int:
     """A better order than the built-in ones."""
-    found = investigate(
-        options.stages,
-        options.groups or _groups_of(options.placement, options.stages),
-        options.microbatches,
-        _costs(options),
-        placement=options.placement,
-        memory_limit=options.memory,
-        seconds=options.seconds,
-        seed=options.seed,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    latest, begun = ["starts"], time.monotonic()
+    with waiting(lambda: (f"search: {latest[-1]}", min(1.0, (time.monotonic() - begun) / max(1e-9, options.seconds)))):
+        found = investigate(
+            options.stages,
+            options.groups or _groups_of(options.placement, options.stages),
+            options.microbatches,
+            _costs(options),
+            placement=options.placement,
+            memory_limit=options.memory,
+            seconds=options.seconds,
+            seed=options.seed,
+            progress=latest.append,
+        )
     _write(options, found.timeline)
     if options.csv:
         found.schedule.to_csv(options.csv)
@@ -152,12 +154,8 @@ def _groups_of(placement: str | list[int], num_stages: int) -> int:
 def check(options: argparse.Namespace) -> int:
     """The proof that the orders of a file are right, or their faults."""
     schedule = CustomSchedule.from_csv(options.file)
-    for name, found in (
-        ("stages", schedule.num_stages),
-        ("groups", schedule.num_groups),
-        ("microbatches", schedule.num_microbatches),
-    ):
-        wanted = getattr(options, name)
+    for name in ("stages", "groups", "microbatches"):
+        found, wanted = getattr(schedule, f"num_{name}"), getattr(options, name)
         if wanted not in (None, found):
             raise ScheduleError(f"{options.file}: the number of {name} is {found}; expected {wanted}. Is it cut off?")
     if not options.forward_only:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
@@ -109,40 +109,41 @@ def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]
     return [need for need in wanted if orders_have(need)]
 
 
-def start_times(
-    orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], duration: Callable[[Unit], int]
-) -> tuple[dict[Unit, int], list[int]]:
-    """When each unit starts if each group runs its order as fast as it can, and how many units each group ran.
-
-    A group that ran fewer units than its order has is stuck: see :func:`find_cycle`.
-    """
-    starts: dict[Unit, int] = {}
-    ends: dict[Unit, int] = {}
+def _positions(orders: Orders, needs: Mapping[Task, Iterable[Task]]) -> list[int]:
+    """How many of its tasks each group can run; if not all, it is stuck there: see :func:`find_cycle`."""
+    done: set[Task] = set()
     position = [0] * len(orders)
-    clock = [0] * len(orders)
-    waiting: dict[Unit, list[int]] = {}
-    ready = deque(range(len(orders)))
+    waiting: dict[Task, list[int]] = {}
+    ready = list(range(len(orders)))
     while ready:
-        group = ready.popleft()
+        group = ready.pop()
         order = orders[group]
         while position[group] < len(order):
-            unit = order[position[group]]
-            start = clock[group]
-            blocker = None
-            for need in needs.get(unit, ()):
-                end = ends.get(need)
-                if end is None:
-                    blocker = need
-                    break
-                start = max(start, end)
+            task = order[position[group]]
+            blocker = next((need for need in needs[task] if need not in done), None)
             if blocker is not None:
                 waiting.setdefault(blocker, []).append(group)
                 break
-            starts[unit] = start
-            ends[unit] = clock[group] = start + duration(unit)
+            done.add(task)
             position[group] += 1
-            ready.extend(waiting.pop(unit, ()))
-    return starts, position
+            ready.extend(waiting.pop(task, ()))
+    return position
+
+
+def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple[Task, ...]]:
+    """The tasks of an order, each alone or with the one that it is fused with."""
+    if not second:
+        return zip(order)
+    units: list[tuple[Task, ...]] = []
+    previous = None
+    for task in order:
+        if previous is not None and second.get(previous) == task:
+            units[-1] = (previous, task)
+            previous = None
+        else:
+            units.append((task,))
+            previous = task
+    return units
 
 
 def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], position: Sequence[int]) -> str:
@@ -180,7 +181,7 @@ def order_faults(
     present = {task for _, task in runs}
     if len(present) == len(runs):
         needs = {task: chain_needs(task, len(placement), present.__contains__) for task in present}
-        _, position = start_times(orders, needs, lambda _: 1)
+        position = _positions(orders, needs)
         if any(position[group] < len(order) for group, order in enumerate(orders)):
             faults.append(f"the orders deadlock: {find_cycle(orders, needs, position)}")
     return faults

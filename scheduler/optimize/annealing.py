@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -56,9 +57,7 @@ def improve(
                     local[task] = task - n * m
                 nbytes[task] = memory[kind][stage]
     sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
-    begin = [0]
-    for order in orders:
-        begin.append(begin[-1] + len(order))
+    begin = [0, *itertools.accumulate(map(len, orders))]
     limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]
     work: list[Any] = [sequence, begin, time, across, lag, local, lane, nbytes, limits]
     work += [[0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups, list(sequence)]

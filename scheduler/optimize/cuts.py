@@ -36,7 +36,7 @@ class Cut:
         even, even_makespan: The even cut, and its seconds.
         even_excess: Bytes by which the even cut exceeds the memory.
         near, near_makespan: The best cut with one layer in another stage, and its seconds; the cut itself if there is
-            no other.
+            no other. Where the even cut is taken because it is about as fast: the fastest.
         units: The costs by which it was chosen.
     """
 

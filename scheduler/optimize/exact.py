@@ -85,15 +85,15 @@ def _add_tasks(model: Any, problem: Problem, ticks: _Ticks, horizon: int) -> dic
     """Adds a start for each task: a group runs one task at a time, and microbatches stay in order."""
     start: dict[Task, Any] = {}
     for stage in range(problem.num_stages):
-        boxes = []
+        intervals = []
         for kind, times in ticks.time.items():
             for microbatch in range(problem.num_microbatches):
                 task = Task(stage, kind, microbatch)
                 start[task] = model.new_int_var(0, horizon, str(task))
-                boxes.append(model.new_fixed_size_interval_var(start[task], times[stage], str(task)))
+                intervals.append(model.new_fixed_size_interval_var(start[task], times[stage], str(task)))
                 if microbatch:
                     model.add(start[task] >= start[Task(stage, kind, microbatch - 1)] + times[stage])
-        model.add_no_overlap(boxes)
+        model.add_no_overlap(intervals)
     return start
 
 

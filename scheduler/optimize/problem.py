@@ -21,12 +21,9 @@ def problem_for(
     seconds: float,
 ) -> Problem:
     """The problem that :func:`scheduler.search` is given, with its arguments checked."""
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_groups", num_groups),
-        ("num_microbatches", num_microbatches),
-    ):
-        check_count("search", name, value)
+    check_count("search", "num_stages", num_stages)
+    check_count("search", "num_groups", num_groups)
+    check_count("search", "num_microbatches", num_microbatches)
     if placement == "loop":
         groups = tuple(stage % num_groups for stage in range(num_stages))
     elif placement == "v":

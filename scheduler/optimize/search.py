@@ -24,6 +24,7 @@ from scheduler.timing.timeline import Timeline
 
 _CLOSE = 1e-9
 _NOISE = 0.1
+_SAMPLES = 12
 # Tasks placed or moved a second by one slow core. The budget of time is spent as a number of tries that follows
 # from these, so that a seed gives the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
@@ -379,11 +380,11 @@ def _timed(problem: Problem, orders: Orders) -> _Candidate | None:
     return _Candidate(timeline.makespan, orders)
 
 
-def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int, samples: int = 12) -> float:
+def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int) -> float:
     """The mean gain when every cost is off by up to a tenth."""
     rng = random.Random(seed)
     gains = []
-    for _ in range(samples):
+    for _ in range(_SAMPLES):
         forward, input_grad, weight_grad = (
             tuple(value * (1 + rng.uniform(-_NOISE, _NOISE)) for value in values)
             for values in problem.costs.seconds(problem.num_stages).values()

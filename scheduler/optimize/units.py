@@ -101,24 +101,22 @@ class CutProblem:
     schedule: Schedule
     num_microbatches: int
     memory_limit: Sequence[float] | None = None
-    num_evaluated: int = 0
-    """How many cuts have been put on the clock."""
     _known: dict[Layers, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         orders = self.schedule.orders(self.num_microbatches)
-        self.placement = tuple(self.schedule.placement)
-        self.num_stages, self.num_groups = self.schedule.num_stages, self.schedule.num_groups
-        self.replay = Replay(orders, self.placement)
+        self.num_stages = self.schedule.num_stages
+        self.replay = Replay(orders, self.schedule.placement)
         self.warmup, self.late = _positions(orders, self.num_stages)
         """For each stage, how many F come before its first I or B, and how many W after its last I."""
         self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)
         u = self.units
         self._sums = [tuple(accumulate(x, initial=0.0)) for x in (u.forward, u.input_grad, u.weight_grad)]
         self._held, self._activations = (tuple(accumulate(x, initial=0.0)) for x in (u.held, u.activations))
-        if self.memory_limit is not None and len(self.memory_limit) != self.num_groups:
+        num_groups = self.schedule.num_groups
+        if self.memory_limit is not None and len(self.memory_limit) != num_groups:
             raise ValueError(
-                f"memory_limit has {len(self.memory_limit)} entries; expected one for each of {self.num_groups} groups."
+                f"memory_limit has {len(self.memory_limit)} entries; expected one for each of {num_groups} groups."
             )
 
     def spans(self, layers: Layers) -> list[tuple[int, int]]:
@@ -144,8 +142,9 @@ class CutProblem:
         """For each group, the bytes that it needs."""
         spans = self.spans(layers)
         peaks = self.replay.peaks([self._activations[b] - self._activations[a] for a, b in spans])
-        for group in range(self.num_groups):
-            peaks[group] += self._kept([span for span, g in zip(spans, self.placement, strict=True) if g == group])
+        placement = self.schedule.placement
+        for group in range(self.schedule.num_groups):
+            peaks[group] += self._kept([span for span, g in zip(spans, placement, strict=True) if g == group])
         return peaks
 
     def _kept(self, spans: Sequence[tuple[int, int]]) -> float:
@@ -164,7 +163,6 @@ class CutProblem:
                 needs = self.memory(layers)
                 over = max(0.0, *(n - limit for n, limit in zip(needs, self.memory_limit, strict=True)))
             c = self.costs(layers)
-            self.num_evaluated += 1
             makespan = self.replay.makespan(c.forward, c.input_grad, c.weight_grad, c.transfer_s)  # type: ignore[arg-type]
             known = self._known[layers] = over, makespan
         return known
@@ -179,7 +177,7 @@ class CutProblem:
         m, units = self.num_microbatches, self.units
         forward, input_grad, weight_grad = self.seconds(first, stop)
         if self.memory_limit is not None:
-            group = self.placement[stage]
+            group = self.schedule.placement[stage]
             held = self.replay.counts[stage] * (self._activations[stop] - self._activations[first])
             if self._kept([(first, stop)]) + held > self.memory_limit[group]:
                 return math.inf
@@ -201,7 +199,7 @@ class CutProblem:
         """A lower bound of the makespan of any cut: the mean work of a group, and the way of one microbatch."""
         total = [sums[-1] + self.num_stages * self.units.task_s * (i < 2) for i, sums in enumerate(self._sums)]
         one = total[0] + total[1] + (total[2] if self.is_whole else 0.0)
-        return max(self.num_microbatches * sum(total) / self.num_groups, one)
+        return max(self.num_microbatches * sum(total) / self.schedule.num_groups, one)
 
 
 def _positions(orders: Sequence[Sequence[tuple[int, str, int]]], num_stages: int) -> tuple[list[int], list[int]]:

@@ -146,22 +146,18 @@ class _Flows:
         for number, edge in enumerate(self.edges):
             for end in {edge.producer, *edge.consumers}:
                 self.edges_at.setdefault(end, []).append(number)
-        self.single: dict[tuple[int, str], _Flow] = {}
-        self.paired: dict[Shape, _Flow] = {}
+        self.flows: dict[Slot | Shape, _Flow] = {}
 
     def of(self, tasks: tuple[Task, ...]) -> tuple[_Flow, int, int]:
         """A unit's values, and its lower and higher microbatch."""
         if len(tasks) == 1:
-            stage, kind, microbatch = tasks[0]
-            flow = self.single.get((stage, kind))
-            if flow is None:
-                flow = self.single[stage, kind] = self._find(Shape(((stage, kind, 0),)))
-            return flow, microbatch, microbatch
-        shape = Shape.of(tasks)
-        if shape not in self.paired:
-            self.paired[shape] = self._find(shape)
-        microbatches = [task.microbatch for task in tasks]
-        return self.paired[shape], min(microbatches), max(microbatches)
+            stage, kind, low = tasks[0]
+            key, high = (stage, kind), low
+        else:
+            key, (low, high) = Shape.of(tasks), sorted(task.microbatch for task in tasks)
+        if key not in self.flows:
+            self.flows[key] = self._find(Shape.of(tasks))
+        return self.flows[key], low, high
 
     def _find(self, shape: Shape) -> _Flow:
         placement = self.units.schedule.placement

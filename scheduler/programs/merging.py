@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
-from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send
+from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Value
 from scheduler.programs.units import DURATION
 
 GroupInstruction = tuple[int, Instruction]
@@ -46,7 +46,8 @@ class _Merge:
         issued: When the group started its last instruction.
         free_at: When the group's devices are done with it.
         received_at: When the group received last.
-        waiting: For each group that has come to a transfer whose other side has not, the transfer.
+        waiting: For each group that has come to a transfer whose other side has not, the transfer:
+            its value, source and target.
         heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
 
@@ -58,7 +59,7 @@ class _Merge:
         self.issued = [0] * program.num_groups
         self.free_at = [0] * program.num_groups
         self.received_at = [-1] * program.num_groups
-        self.waiting: dict[int, Send | Recv] = {}
+        self.waiting: dict[int, tuple[Value, int, int]] = {}
         self.heap: list[tuple[int, int, int]] = []
 
     def run(self) -> list[GroupInstruction]:
@@ -99,18 +100,13 @@ class _Merge:
 
     def _meet(self, group: int, mine: Send | Recv, time: int) -> None:
         """One side of a transfer has come: it waits for the other, or both happen."""
-        is_send = isinstance(mine, Send)
-        other = mine.to_group if isinstance(mine, Send) else mine.from_group
-        theirs = self.waiting.get(other)
-        if isinstance(theirs, Send):
-            meets = not is_send and theirs.to_group == group and theirs.value == mine.value
-        else:
-            meets = theirs is not None and is_send and theirs.from_group == group and theirs.value == mine.value
-        if not meets:
-            self.waiting[group] = mine
+        source, target = (group, mine.to_group) if isinstance(mine, Send) else (mine.from_group, group)
+        other = target if source == group else source
+        transfer = (mine.value, source, target)
+        if self.waiting.get(other) != transfer:
+            self.waiting[group] = transfer
             return
         del self.waiting[other]
-        source, target = (group, other) if is_send else (other, group)
         for side in (source, target):
             self._happen(side, time)
         self.received_at[target] = time

@@ -32,7 +32,7 @@ def peak_bytes(program: Program) -> list[int] | None:
             return None
     except TypeError:  # something stands there that is no task, no value, or no number
         return None
-    if sent != received or not all(loop.is_complete for loop in coverage) or not _can_run([w.meets for w in walks]):
+    if sent != received or any(loop.left for loop in coverage) or not _can_run([w.meets for w in walks]):
         return None
     return [walk.peak for walk in walks]
 
@@ -54,10 +54,6 @@ class _Coverage:
             done[task.microbatch] = 1
             self.left -= 1
         return True
-
-    @property
-    def is_complete(self) -> bool:
-        return self.left == 0
 
 
 class _Walk:
@@ -106,13 +102,12 @@ class _Walk:
         if type(run.loop) is not int or not 0 <= run.loop < len(self.coverage):
             return False
         placement, loop = self.program.placement, self.coverage[run.loop]
-        tasks = (run.task, *run.also) if run.also else (run.task,)
         return all(
             type(task) is Task
             and loop.add(task)
             and task.stage < len(placement)
             and placement[task.stage] == self.group
-            for task in tasks
+            for task in run.tasks
         )
 
     def _work(self, instruction: Run | Call) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Hashable, Sequence
 
 from scheduler.programs.instructions import TRANSFERS, WORK, Instruction, Program, Recv, Send, Transfer
 from scheduler.programs.merging import GroupInstruction, merge
+from scheduler.programs.transfers import Meeting, run_meetings
 
 # What a stream may be given as: the groups that it runs, in the order of `merge`, or its instructions in its own order.
 Stream = Collection[int] | Sequence[GroupInstruction]
-Meeting = tuple[Hashable, frozenset[int]]
 
 
 def stream_faults(program: Program, streams: Sequence[Stream]) -> list[str]:
@@ -82,19 +82,7 @@ def _incomplete(program: Program, orders: Sequence[Sequence[GroupInstruction]]) 
 def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
     """The streams that never come to the end, and what each waits for."""
     todo = meetings(orders)
-    position = [0] * len(todo)
-    arrived: dict[Hashable, set[int]] = defaultdict(set)
-    ready = list(range(len(todo)))
-    while ready:
-        stream = ready.pop()
-        if position[stream] == len(todo[stream]):
-            continue
-        name, wanted = todo[stream][position[stream]]
-        arrived[name].add(stream)
-        if arrived[name] >= wanted:
-            for other in wanted:
-                position[other] += 1
-                ready.append(other)
+    position, arrived = run_meetings(todo)
     stuck = [s for s, at in enumerate(position) if at < len(todo[s])]
     if not stuck:
         return []

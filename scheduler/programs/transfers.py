@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 
 from scheduler.programs.instructions import TRANSFERS, Instruction, Program, Recv, Send, Transfer, Value
+
+Meeting = tuple[Hashable, frozenset[int]]
+"""Something that several do together: its name, and who has to come to it."""
 
 
 def transfer_faults(program: Program) -> list[str]:
     """Sends and receives that do not match, and the circle in which groups wait for each other's."""
     faults = _unmatched(program)
-    return faults + _deadlock(_only_matched(program) if faults else program)
+    return faults + _deadlock(program)
 
 
 def _unmatched(program: Program) -> list[str]:
@@ -48,11 +52,17 @@ def _unmatched(program: Program) -> list[str]:
 
 
 def _deadlock(program: Program) -> list[str]:
-    """The circle in which groups wait for each other's transfers, if any. Every transfer has its partner."""
-    position = _run_transfers(program)
-    stuck = {
-        g: program.groups[g][position[g]] for g in range(program.num_groups) if position[g] < len(program.groups[g])
-    }
+    """The circle in which groups wait for each other's transfers, if any. What has no partner is left out."""
+    numbered = [_numbered(group, instructions) for group, instructions in enumerate(program.groups)]
+    sides = Counter(name for own in numbered for name, _ in own)
+    matched = [[one for one in own if sides[one[0]] == 2] for own in numbered]
+    todo: list[list[Meeting]] = []
+    for group, own in enumerate(matched):
+        partners = [_partner(instruction) for _, instruction in own]
+        both = [{group, -1 if partner == group else partner} for partner in partners]  # nobody meets itself
+        todo.append([(name, frozenset(pair)) for (name, _), pair in zip(own, both, strict=True)])
+    position, _ = run_meetings(todo)
+    stuck = {g: own[at][1] for g, (own, at) in enumerate(zip(matched, position, strict=True)) if at < len(own)}
     if not stuck:
         return []
     group = min(stuck)
@@ -65,55 +75,37 @@ def _deadlock(program: Program) -> list[str]:
     return [f"deadlock: {', '.join(links)}"]
 
 
-def _run_transfers(program: Program) -> list[int]:
-    """How far each group comes if a send and its receive wait for each other, and nothing else waits."""
-    position = [0] * program.num_groups
-    waiting: dict[type, set[Transfer]] = {Send: set(), Recv: set()}
-    ready = list(range(program.num_groups))
-    while ready:
-        group = ready.pop()
-        instructions = program.groups[group]
-        index = position[group]
-        while index < len(instructions):
-            instruction = instructions[index]
-            if isinstance(instruction, TRANSFERS):
-                transfer, other = Transfer.of(group, instruction), _partner(instruction)
-                partners = waiting[Recv if isinstance(instruction, Send) else Send]
-                if transfer not in partners:
-                    waiting[type(instruction)].add(transfer)
-                    break
-                partners.remove(transfer)
-                position[other] += 1
-                ready.append(other)
-            index += 1
-        position[group] = index
-    return position
+def _numbered(group: int, instructions: Sequence[Instruction]) -> list[tuple[Hashable, Send | Recv]]:
+    """A group's transfers, each with a name that its partner has too: the first send of a value is that of its first
+    receive.
+    """
+    count: Counter[Hashable] = Counter()
+    found: list[tuple[Hashable, Send | Recv]] = []
+    for instruction in instructions:
+        if isinstance(instruction, TRANSFERS):
+            transfer = Transfer.of(group, instruction)
+            count[type(instruction), transfer] += 1
+            found.append(((transfer, count[type(instruction), transfer]), instruction))
+    return found
 
 
-def _partner(instruction: Instruction) -> int:
-    assert isinstance(instruction, TRANSFERS)
+def _partner(instruction: Send | Recv) -> int:
     return instruction.to_group if isinstance(instruction, Send) else instruction.from_group
 
 
-def _only_matched(program: Program) -> Program:
-    """The program without sends and receives that have no partner."""
-    counts: dict[type, Counter[Transfer]] = {Send: Counter(), Recv: Counter()}
-    for group, instructions in enumerate(program.groups):
-        for instruction in instructions:
-            if isinstance(instruction, TRANSFERS):
-                counts[type(instruction)][Transfer.of(group, instruction)] += 1
-    both = counts[Send] & counts[Recv]
-    left = {Send: both.copy(), Recv: both.copy()}
-
-    def has_partner(group: int, instruction: Instruction) -> bool:
-        if not isinstance(instruction, TRANSFERS):
-            return True
-        transfer = Transfer.of(group, instruction)
-        left[type(instruction)][transfer] -= 1
-        return left[type(instruction)][transfer] >= 0
-
-    groups = tuple(
-        tuple(instruction for instruction in instructions if has_partner(group, instruction))
-        for group, instructions in enumerate(program.groups)
-    )
-    return Program(groups, program.placement, program.tasks)
+def run_meetings(todo: Sequence[Sequence[Meeting]]) -> tuple[list[int], dict[Hashable, set[int]]]:
+    """How far each comes if a meeting happens when all whom it needs have come to it; and who has come to which."""
+    position = [0] * len(todo)
+    arrived: dict[Hashable, set[int]] = defaultdict(set)
+    ready = list(range(len(todo)))
+    while ready:
+        one = ready.pop()
+        if position[one] == len(todo[one]):
+            continue
+        name, wanted = todo[one][position[one]]
+        arrived[name].add(one)
+        if arrived[name] >= wanted:
+            for other in wanted:
+                position[other] += 1
+                ready.append(other)
+    return position, arrived

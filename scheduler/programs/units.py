@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
-from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, raise_faults
+from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, paired, raise_faults
 from scheduler.programs.instructions import TaskGraph
-from scheduler.task import Orders, Pairs, Schedule, Task
+from scheduler.task import Orders, Schedule, Task
 
 DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
 PARTS = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
@@ -58,9 +58,9 @@ class Units:
         self.graph = task_graph
         self.tasks = expected_tasks(schedule.num_stages, num_microbatches, task_graph.forward_only)
         self.units: list[tuple[Task, ...]] = []
-        self.first = [0]
+        self.first, second = [0], dict(pairs)
         for order in orders:
-            self.units += _paired(order, pairs)
+            self.units += paired(order, second)
             self.first.append(len(self.units))
         self.unit_of = self._numbers() or self._refuse(orders)
         if len(self.units) + len(pairs) > sum(map(len, orders)):
@@ -180,20 +180,3 @@ class Units:
             [at - begin for at, begin in zip(position, self.first, strict=False)],
         )
         raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")
-
-
-def _paired(order: Sequence[Task], pairs: Pairs) -> Iterable[tuple[Task, ...]]:
-    """The tasks of an order, each alone or with the one that it is fused with."""
-    if not pairs:
-        return zip(order)
-    second = dict(pairs)
-    units: list[tuple[Task, ...]] = []
-    previous = None
-    for task in order:
-        if previous is not None and second.get(previous) == task:
-            units[-1] = (previous, task)
-            previous = None
-        else:
-            units.append((task,))
-            previous = task
-    return units

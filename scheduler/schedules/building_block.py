@@ -8,8 +8,10 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
+from scheduler.ordering import chain_needs
 from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
 from scheduler.task import Kind, Orders, Task
 
@@ -188,24 +190,13 @@ def _peak(row: dict[int, Task]) -> int:
 
 def _live(row: dict[int, Task], length: int) -> list[int]:
     """How many activations a group holds after each slot."""
-    live, count = [], 0
-    for slot in range(length):
-        if slot in row:
-            count += _HELD[row[slot].kind]
-        live.append(count)
-    return live
+    return list(accumulate(_HELD[row[slot].kind] if slot in row else 0 for slot in range(length)))
 
 
 def _needs(task: Task, num_stages: int) -> list[Task]:
     """The tasks that have to come before a task. The microbatches of a kind and stage stay in order."""
-    stage, kind, microbatch = task
-    needs = [Task(stage, kind, microbatch - 1)] if microbatch else []
-    if kind == "F":
-        return needs + ([Task(stage - 1, "F", microbatch)] if stage else [])
-    if kind == "W":
-        return [*needs, Task(stage, "I", microbatch)]
-    needs.append(Task(stage, "F", microbatch))
-    return needs + ([Task(stage + 1, "I", microbatch)] if stage + 1 < num_stages else [])
+    before = [Task(task.stage, task.kind, task.microbatch - 1)] if task.microbatch else []
+    return before + chain_needs(task, num_stages, lambda need: need.kind != "B")
 
 
 def in_order(slots: Slots, before: int | None = None) -> Orders:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from scheduler.schedules.one_f_one_b import (
     ChainSchedule,
@@ -35,14 +34,6 @@ SCHEDULES: dict[str, type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]]
     "v-min": VMin,
     "dualpipe-v": DualPipeV,
 }
-
-
-@dataclass(frozen=True)
-class Named:
-    """A schedule and the name it goes by."""
-
-    name: str
-    schedule: Schedule
 
 
 def find(name: str) -> type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]:
@@ -113,13 +104,12 @@ def for_marks(name: str, num_marks: int, num_groups: int) -> Schedule:
     return make(name, stages, num_groups)
 
 
-def on_groups(num_groups: int, stages_per_group: int = 2) -> Iterator[Named]:
-    """Every built-in schedule for a number of groups, the looped ones with so many stages a group."""
-    for name, kind in SCHEDULES.items():
-        if issubclass(kind, LoopSchedule):
-            yield Named(name, kind(num_groups * stages_per_group, num_groups))
-        else:
-            yield Named(name, kind(num_groups))
+def on_groups(num_groups: int, stages_per_group: int = 2) -> dict[str, Schedule]:
+    """Every built-in schedule by name, for a number of groups; the looped ones with so many stages a group."""
+    return {
+        name: kind(num_groups * stages_per_group, num_groups) if issubclass(kind, LoopSchedule) else kind(num_groups)
+        for name, kind in SCHEDULES.items()
+    }
 
 
 def split_costs(costs: Costs, schedule: Schedule) -> Costs:

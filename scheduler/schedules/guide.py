@@ -99,10 +99,10 @@ def _table() -> str:
         "| schedule | stages | makespan | bubble | idle in span | memory |",
         "|---|---|---|---|---|---|",
     ]
-    for named in on_groups(_TABLE_GROUPS):
-        timeline = simulate(named.schedule, _TABLE_MICROBATCHES, split_costs(Costs(), named.schedule))
+    for schedule in on_groups(_TABLE_GROUPS).values():
+        timeline = simulate(schedule, _TABLE_MICROBATCHES, split_costs(Costs(), schedule))
         rows.append(
-            f"| {type(named.schedule).__name__} | {named.schedule.num_stages} | {timeline.makespan:g} | "
+            f"| {type(schedule).__name__} | {schedule.num_stages} | {timeline.makespan:g} | "
             f"{timeline.bubble_fraction:.1%} | {max(timeline.idle_within_span):g} | {max(timeline.peak_bytes):g} |"
         )
     return "\n".join(rows) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, check_rounds, looped
@@ -73,14 +74,8 @@ class InterleavedZeroBubble(LoopSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_rounds("InterleavedZeroBubble", num_microbatches, self.num_groups)
-        p = self.num_groups
-        orders = []
-        for group in range(p):
-            forwards = looped(self, group, "F", num_microbatches, p)
-            gradients = looped(self, group, "I", num_microbatches, p)
-            warmup = (self.num_chunks - 1) * p + p - 1 - group
-            orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=group))
-        return tuple(orders)
+        groups = range(self.num_groups)
+        return _looped(self, num_microbatches, [self.num_stages - 1 - group for group in groups], groups)
 
 
 @dataclass(frozen=True)
@@ -104,19 +99,23 @@ class KimiK2(LoopSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_rounds("KimiK2", num_microbatches, self.num_groups)
-        p = self.num_groups
-        orders = []
-        for group in range(p):
-            forwards = looped(self, group, "F", num_microbatches, p)
-            gradients = looped(self, group, "I", num_microbatches, p)
-            warmup = (self.num_chunks - 1) * p + 2 * (p - 1 - group) + 1
-            orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=0))
-        return tuple(orders)
+        most = self.num_stages + self.num_groups - 1
+        warmups = [most - 2 * group for group in range(self.num_groups)]
+        return _looped(self, num_microbatches, warmups, [0] * self.num_groups)
 
 
 def _one_stage(stage: int, num_microbatches: int) -> tuple[list[Task], list[Task]]:
     microbatches = range(num_microbatches)
     return [Task(stage, "F", one) for one in microbatches], [Task(stage, "I", one) for one in microbatches]
+
+
+def _looped(schedule: LoopSchedule, num_microbatches: int, warmups: Sequence[int], delays: Sequence[int]) -> Orders:
+    orders = []
+    for group, (warmup, delay) in enumerate(zip(warmups, delays, strict=True)):
+        forwards = looped(schedule, group, "F", num_microbatches, schedule.num_groups)
+        gradients = looped(schedule, group, "I", num_microbatches, schedule.num_groups)
+        orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=delay))
+    return tuple(orders)
 
 
 def _delayed_weights(forwards: list[Task], gradients: list[Task], warmup: int, delay: int) -> tuple[Task, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
-from scheduler.ordering import chain_needs, find_cycle
+from scheduler.ordering import chain_needs, find_cycle, paired
 from scheduler.task import Kind, Orders, Task
 
 Times = tuple[array, ...]
@@ -59,7 +58,7 @@ class Clock:
         starts: Times = tuple(array("d") for _ in orders)
         ends: Times = tuple(array("d") for _ in orders)
         todo = deque(range(len(orders)))
-        with without_collector():
+        with without_collection():
             while todo:
                 group = todo.popleft()
                 if second:
@@ -173,7 +172,7 @@ class Clock:
 def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, position: Sequence[int]) -> str:
     """Why no group can go on, where each has run so many of its tasks; a fused pair waits as one."""
     present = {task for order in orders for task in order}
-    units = [list(_units(order, second)) for order in orders]
+    units = [list(paired(order, second)) for order in orders]
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
     needs = {
         name[unit[0]]: [
@@ -194,23 +193,3 @@ def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, positio
         if counts[group] < len(row) and all(need in done for need in needs[row[counts[group]]]):
             return f"{row[counts[group]]} (group {group}) waits for a task that no group runs"
     return find_cycle(rows, needs, counts)
-
-
-def _units(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterator[Sequence[Task]]:
-    index = 0
-    while index < len(order):
-        unit = order[index : index + 2] if order[index] in second else order[index : index + 1]
-        yield unit
-        index += len(unit)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Turns the cyclic collector off: it would only scan millions of tasks again and again, which form no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -95,13 +95,10 @@ class Costs:
 
     def duration(self, kind: Kind, stage: int) -> float:
         """Seconds of a task."""
-
-        def of(value: PerStage) -> float:
-            return value[stage] if isinstance(value, tuple) else value
-
         if kind == "B":
-            return of(self.input_grad) + of(self.weight_grad)
-        return of({"F": self.forward, "I": self.input_grad, "W": self.weight_grad}[kind])
+            return self.duration("I", stage) + self.duration("W", stage)
+        value = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad}[kind]
+        return value[stage] if isinstance(value, tuple) else value
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
         """For each of the kinds F, I and W, the seconds of each stage's task."""

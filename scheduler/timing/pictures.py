@@ -137,8 +137,8 @@ _HATCHES = {
 def pattern_definitions() -> str:
     """What `pattern_of` refers to, to be put into an SVG once."""
     made = (
-        f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{mark}</pattern>'
-        for kind, mark in _HATCHES.items()
+        f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{drawing}</pattern>'
+        for kind, drawing in _HATCHES.items()
     )
     return "\n".join(["<defs>", *made, "</defs>"])
 

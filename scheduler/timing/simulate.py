@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scheduler.collector import without_collection
 from scheduler.task import Orders, Pairs, Schedule, check_schedule
-from scheduler.timing.clock import Clock, without_collector
+from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
 from scheduler.timing.timeline import Timeline
 
@@ -33,7 +34,7 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         (33.0, (4, 3, 2, 1))
     """
     check_schedule("simulate", schedule)
-    with without_collector():
+    with without_collection():
         orders = schedule.orders(num_microbatches)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)

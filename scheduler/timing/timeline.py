@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,12 +55,8 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each group, the time it works."""
-        counts: list[dict[tuple[Kind, int], int]] = []
-        for order in self.orders:
-            count: dict[tuple[Kind, int], int] = {}
-            for stage, kind, _ in order:
-                count[kind, stage] = count.get((kind, stage), 0) + 1
-            counts.append(count)
+        counts: list[Counter[tuple[Kind, int]]]
+        counts = [Counter((kind, stage) for stage, kind, _ in order) for order in self.orders]
         return tuple(sum(n * self.costs.duration(*key) for key, n in count.items()) for count in counts)
 
     @property

@@ -82,7 +82,7 @@ def test_search_prints_its_distance_from_the_bound(capsys, tmp_path):
     status, out, err = run(capsys, *arguments, "--csv", str(path))
     assert status == 0
     assert out.startswith("makespan 25, at the bound 25")
-    assert err.startswith("best built-in: zb-v with 25")
+    assert err == ""  # how far it is is said on a terminal alone
     status, out, _ = run(capsys, "check", str(path))
     assert out == f"{path}: right; groups: 2, stages: 4, microbatches: 4, transfers: 16\n"
     status, out, _ = run(capsys, *arguments, "--memory", "4,4", "--json")

@@ -14,13 +14,13 @@ from scheduler.schedules.catalogue import on_groups
 @given(st.integers(1, 4), st.integers(1, 8))
 def test_every_schedule_survives_a_round_trip_through_a_file(tmp_path_factory, p, m):
     path = tmp_path_factory.mktemp("orders") / "orders.csv"
-    for named in on_groups(p):
+    for schedule in on_groups(p).values():
         try:
-            schedule = CustomSchedule.from_schedule(named.schedule, m)
+            finished = CustomSchedule.from_schedule(schedule, m)
         except ValueError:
             continue
-        schedule.to_csv(path)
-        assert CustomSchedule.from_csv(path) == schedule
+        finished.to_csv(path)
+        assert CustomSchedule.from_csv(path) == finished
 
 
 def test_a_file_with_empty_steps_and_communication_is_read(tmp_path):

@@ -54,22 +54,22 @@ def spans(timeline):
 @settings(deadline=None, max_examples=30)
 @given(groups, microbatches, chunks)
 def test_every_schedule_is_complete_and_runs_or_says_which_numbers_work(p, m, v):
-    for named in on_groups(p, v):
+    for schedule in on_groups(p, v).values():
         try:
-            orders = named.schedule.orders(m)
+            orders = schedule.orders(m)
         except ValueError as error:
             assert "num_microbatches is" in str(error)
             assert "Use " in str(error)
             continue
-        assert order_faults(orders, named.schedule.placement, m) == []
+        assert order_faults(orders, schedule.placement, m) == []
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
 def test_every_schedule_lowers_to_a_right_program(p, m, v):
-    for named in on_groups(p, v):
+    for schedule in on_groups(p, v).values():
         try:
-            program = lower(TaskGraph.chain(named.schedule.num_stages), named.schedule, m)
+            program = lower(TaskGraph.chain(schedule.num_stages), schedule, m)
         except ValueError:
             continue
         check(program)

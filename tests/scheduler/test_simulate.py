@@ -69,10 +69,10 @@ def test_idle_is_counted_in_the_whole_and_within_each_groups_span():
 @settings(deadline=None, max_examples=30)
 @given(st.data(), st.integers(1, 5), st.integers(1, 10))
 def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, p, m):
-    for named in on_groups(p):
-        costs = data.draw(uneven_costs(named.schedule.num_stages))
+    for schedule in on_groups(p).values():
+        costs = data.draw(uneven_costs(schedule.num_stages))
         try:
-            timeline = simulate(named.schedule, m, costs)
+            timeline = simulate(schedule, m, costs)
         except ValueError:
             continue
         path = timeline.critical_path
@@ -88,8 +88,7 @@ def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, p, m):
 @settings(deadline=None, max_examples=30)
 @given(st.data(), st.integers(1, 5), st.integers(1, 10))
 def test_no_schedule_is_shorter_than_the_lower_bound(data, p, m):
-    for named in on_groups(p):
-        schedule = named.schedule
+    for schedule in on_groups(p).values():
         costs = data.draw(uneven_costs(schedule.num_stages))
         try:
             timeline = simulate(schedule, m, costs)
