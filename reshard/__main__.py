@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
@@ -26,13 +27,14 @@ from reshard.conversion.read_report import plan_reading
 from reshard.conversion.tensor_target import TensorTarget
 from reshard.edits import tree_edits
 from reshard.edits.edited import edited
-from reshard.edits.mapped import exported, imported
+from reshard.edits.mapped import exported, imported_from
 from reshard.edits.mapping import built_in, config_of, read_mapping
 from reshard.sizes import nbytes_of
+from reshard.storage.huggingface import missing_weights
 from reshard.storage.paths import compiled
 from reshard.storage.stored import Checkpoint, absolute, find, is_folder
 from reshard.storage.tensor_files import FILE_NBYTES
-from reshard.texts import counted, human
+from reshard.texts import counted, how_far, human
 from scheduler.waiting import waiting
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -75,12 +77,7 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
     checkpoint = find(options.folder, options.step, options.item)
     if options.mapping is None:
         return checkpoint
-    config = _folder_of(checkpoint.folder)
-    return edited(checkpoint, imported(read_mapping(options.mapping, config), config_of(config)))
-
-
-def _folder_of(path: File) -> File:
-    return path if path.is_dir() else path.parent
+    return edited(checkpoint, imported_from(checkpoint.folder, options.mapping))
 
 
 def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
@@ -90,8 +87,11 @@ def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
     changes = [tree_edits.select(options.only, options.drop), *(options.changes or [])]
     if options.mapping is None:
         return changes
-    from_tensors, to_tensors = is_folder(absolute(options.source)), options.format == "safetensors"
+    source = absolute(options.source)
+    from_tensors, to_tensors = is_folder(source), options.format == "safetensors"
     if from_tensors == to_tensors:
+        if not from_tensors and (missing := missing_weights(source)) is not None:
+            raise ReshardError(missing)
         raise ReshardError(
             "--mapping is for one side: from a Hugging Face folder to an Orbax checkpoint, or back with"
             " --format safetensors."
@@ -99,8 +99,7 @@ def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
     if to_tensors:
         mapping = read_mapping(options.mapping, options.files_of)
         return [*changes, exported(mapping, config_of(options.files_of))]
-    folder = _folder_of(absolute(options.source))
-    return [changes[0], imported(read_mapping(options.mapping, folder), config_of(folder)), *changes[1:]]
+    return [changes[0], imported_from(source, options.mapping), *changes[1:]]
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -153,15 +152,9 @@ def _convert(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[CopyProgress], None]]:
     """A progress bar if somebody is there to see it."""
-    latest: list[CopyProgress] = []
-
-    def far() -> tuple[str, float]:
-        if not latest:
-            return "reading", 0.0
-        return str(latest[-1]), latest[-1].bytes_done / max(1, latest[-1].bytes_total)
-
-    with waiting(far):
-        yield lambda progress: latest.__setitem__(slice(None), [progress])
+    latest: deque[CopyProgress] = deque(maxlen=1)
+    with waiting(lambda: how_far(latest, "reading")):
+        yield latest.append
 
 
 @contextlib.contextmanager
@@ -184,14 +177,26 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What `argparse` calls for a text; it shows the message of an `ArgumentTypeError`, and of no other."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
 def _dtype(text: str) -> tuple[str | None, np.dtype]:
     pattern, _, name = text.rpartition("=")
     try:
         dtype = jnp.dtype(name)
     except TypeError:
-        raise argparse.ArgumentTypeError(f"{name!r} is no dtype; write it like bfloat16 or 'opt/**=float32'") from None
+        raise ValueError(f"{name!r} is no dtype; write it like bfloat16 or 'opt/**=float32'") from None
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise argparse.ArgumentTypeError(f"{name} is no floating-point dtype; other arrays are not cast")
+        raise ValueError(f"{name} is no floating-point dtype; other arrays are not cast")
     return (_pattern(pattern) if pattern else None), dtype
 
 
@@ -202,48 +207,33 @@ def _chunk(text: str) -> tuple[str, tuple[int, ...]]:
     except ValueError:
         chunk = (0,)
     if not pattern or not all(size > 0 or size == -1 for size in chunk):
-        raise argparse.ArgumentTypeError(f"{text!r} is not written like 'params/layers/w=1,-1,-1' (-1: the whole axis)")
+        raise ValueError(f"{text!r} is not written like 'params/layers/w=1,-1,-1' (-1: the whole axis)")
     return _pattern(pattern), chunk
 
 
 def _pattern(text: str) -> str:
-    try:
-        compiled(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    compiled(text)
     return text
 
 
 def _rename(text: str) -> tree_edits.Change:
     pattern, equals, replacement = text.partition("=")
     if not equals or not pattern or not replacement:
-        raise argparse.ArgumentTypeError(f"{text!r} is not written like 'params/(.*)=model/\\1'")
-    try:
-        return tree_edits.rename(pattern, replacement)
-    except ReshardError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ValueError(f"{text!r} is not written like 'params/(.*)=model/\\1'")
+    return tree_edits.rename(pattern, replacement)
 
 
 def _unstack(text: str) -> tree_edits.Change:
     pattern, equals, kind = text.partition("=")
     if equals and kind not in ("list", "dict"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not written like '**/layers', '**/layers=list' or '**/layers=dict'"
-        )
+        raise ValueError(f"{text!r} is not written like '**/layers', '**/layers=list' or '**/layers=dict'")
     return tree_edits.unstack(_pattern(pattern), as_list=kind != "dict")
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return nbytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _folder(text: str) -> File:
     folder = File(text).expanduser().absolute()
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+        raise ValueError(f"{text} is not a folder")
     return folder
 
 
@@ -255,29 +245,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="inspect|plan|convert")
-    _add_inspect(commands)
-    _add_plan(commands)
+    _add_readers(commands)
     _add_convert(commands)
     return parser
 
 
-def _add_inspect(commands: Any) -> None:
+def _add_readers(commands: Any) -> None:
     text = "print the tree, shapes, dtypes, bytes and chunks of a checkpoint"
-    command = _command(commands, "inspect", _inspect, text, _FOLDERS)
-    command.add_argument("folder", metavar="DIR")
-    _add_json(command)
-    _add_mapping(command)
-    _add_step(command)
-
-
-def _add_plan(commands: Any) -> None:
+    inspect = _command(commands, "inspect", _inspect, text, _FOLDERS)
     text = "print what each process of a layout would read of a checkpoint"
-    command = _command(commands, "plan", _plan, text, _FOLDERS)
-    command.add_argument("folder", metavar="DIR")
-    command.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
-    _add_json(command)
-    _add_mapping(command)
-    _add_step(command)
+    plan = _command(commands, "plan", _plan, text, _FOLDERS)
+    plan.add_argument("--to", metavar="LAYOUT", required=True, help="a layout file, YAML or JSON")
+    for command in (inspect, plan):
+        command.add_argument("folder", metavar="DIR")
+        command.add_argument("--json", action="store_true", help="print a JSON document")
+        _add_mapping(command)
+        _add_step(command)
 
 
 def _add_convert(commands: Any) -> None:
@@ -312,10 +295,6 @@ def _command(
     return command
 
 
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print a JSON document")
-
-
 def _add_step(command: argparse.ArgumentParser) -> None:
     """Which tree is meant, where a folder has several."""
     command.add_argument("--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest")
@@ -337,7 +316,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     add(
         "--unstack",
         dest="changes",
-        type=_unstack,
+        type=_argument(_unstack),
         action="append",
         metavar="NODE[=list|dict]",
         help="cut the arrays below these nodes along axis 0: layers/w[L, …] becomes layers/3/w",
@@ -345,7 +324,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     add(
         "--stack",
         dest="changes",
-        type=lambda text: tree_edits.stack(_pattern(text)),
+        type=_argument(lambda text: tree_edits.stack(_pattern(text))),
         action="append",
         metavar="NODE",
         help="stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]",
@@ -353,13 +332,14 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     add(
         "--rename",
         dest="changes",
-        type=_rename,
+        type=_argument(_rename),
         action="append",
         metavar="REGEX=PATH",
         help=r"give paths that match all of a regular expression another one; \1 is its first group",
     )
-    add("--only", type=_pattern, action="append", default=[], metavar="PATTERN", help="keep these leaves or nodes")
-    add("--drop", type=_pattern, action="append", default=[], metavar="PATTERN", help="leave these leaves or nodes out")
+    pattern = _argument(_pattern)
+    add("--only", type=pattern, action="append", default=[], metavar="PATTERN", help="keep these leaves or nodes")
+    add("--drop", type=pattern, action="append", default=[], metavar="PATTERN", help="leave these leaves or nodes out")
 
 
 def _add_storage(command: argparse.ArgumentParser) -> None:
@@ -367,7 +347,7 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--dtype",
-        type=_dtype,
+        type=_argument(_dtype),
         action="append",
         default=[],
         metavar="[PATTERN=]DTYPE",
@@ -375,7 +355,7 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--chunk",
-        type=_chunk,
+        type=_argument(_chunk),
         action="append",
         default=[],
         metavar="PATTERN=SIZES",
@@ -389,21 +369,21 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--files-of",
-        type=_folder,
+        type=_argument(_folder),
         metavar="DIR",
         help="with --format safetensors: copy config.json, tokenizer and other files from this folder, and divide the"
         " tensors among files as it does",
     )
     add(
         "--file-size",
-        type=_nbytes,
+        type=_argument(nbytes_of),
         default=FILE_NBYTES,
         metavar="BYTES",
         help="with --format safetensors: how large a file may be; default: 5 GB",
     )
     add(
         "--threshold",
-        type=_nbytes,
+        type=_argument(nbytes_of),
         metavar="BYTES",
         help="memory for array data, as in 64MiB; default: 256 MiB more than it takes to read each chunk once",
     )

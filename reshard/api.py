@@ -1,4 +1,4 @@
-"""The functions that move pytrees of arrays between layouts."""
+"""The functions that move pytrees of arrays between layouts: their checks, and how much memory they take by default."""
 
 import contextlib
 import os
@@ -28,6 +28,7 @@ from reshard.moving.remote import agree
 from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
+from reshard.texts import how_far
 from reshard.trees import broadcast, flatten, is_sharding
 from scheduler.collector import without_collection
 from scheduler.waiting import is_terminal, waiting
@@ -193,7 +194,7 @@ def _reshard(
     bar = print_bar if progress is True else progress or None
     if progress is None and is_terminal(sys.stderr):
         bar = latest.append
-    with waiting(lambda: _how_far(latest)) if progress is None else contextlib.nullcontext():
+    with waiting(lambda: how_far(latest, "reshard")) if progress is None else contextlib.nullcontext():
         moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
     results = [
         keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
@@ -201,11 +202,6 @@ def _reshard(
     for source in sources if donate else ():
         delete(source)
     return jax.tree.unflatten(treedef, results)
-
-
-def _how_far(reports: Sequence[Progress]) -> tuple[str, float]:
-    last = reports[-1] if reports else None
-    return ("reshard", 0.0) if last is None else (str(last), last.bytes_done / max(1, last.bytes_total))
 
 
 def _as_jax_would(source: Any, job: Job | None) -> Any:

@@ -6,12 +6,15 @@ that are only names, which `NamedSharding`, `MpmdMesh` and `MpmdSharding` take l
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+
+# XLA's CPU runtime takes over numpy memory of this alignment as it is.
+_ALIGNMENT = 64
 
 
 class _NoClient:
@@ -89,11 +92,6 @@ class EveryHost:
 
     num_processes: int
 
-    @property
-    def memories(self) -> tuple[HostMemory, ...]:
-        """One for each process."""
-        return tuple(map(HostMemory, range(self.num_processes)))
-
     def __repr__(self) -> str:
         return f"EveryHost({self.num_processes} processes)"
 
@@ -108,3 +106,11 @@ def is_local(device: Any) -> bool:
     if isinstance(device, HostMemory):
         return device.process_index == jax.process_index()
     return device.process_index == device.client.process_index()
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device can take over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

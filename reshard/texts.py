@@ -38,6 +38,19 @@ def a(kind: type) -> str:
     return f"a{'n' if kind.__name__[0] in 'aeiou' else ''} {kind.__name__}"
 
 
+def first_of(lines: Sequence[object], indent: str = "  ") -> str:
+    """The first eight lines of a list, each on its own and indented, and how many more there are."""
+    more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return "\n".join(f"{indent}{line}" for line in [*lines[:8], *more])
+
+
+def how_far(reports: Sequence[Any], doing: str) -> tuple[str, float]:
+    """What `waiting` shows: the last report of a copy, and the share of its bytes that it has done."""
+    if not reports:
+        return doing, 0.0
+    return str(reports[-1]), reports[-1].bytes_done / max(1, reports[-1].bytes_total)
+
+
 def bar(done: int, total: int) -> str:
     """How far something is: a bar and a percentage."""
     part = done / total if total else 1.0

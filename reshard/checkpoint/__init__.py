@@ -5,8 +5,6 @@ Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `Sta
 `MpmdArray`s. What they write is an ordinary Orbax checkpoint. `save` and `restore` are the short forms.
 """
 
-import errno
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from mpmd.errors import ReshardError
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.commit import Working
+from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, tree_path, wants_of
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, open_checkpoint, read_parts
 from reshard.checkpoint.requests import Request
@@ -24,7 +23,7 @@ from reshard.checkpoint.tensor_reading import as_wanted
 from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
-from reshard.storage.stored import Leaf, absolute, said
+from reshard.storage.stored import Leaf, absolute
 from reshard.texts import a, human
 from scheduler.waiting import waiting
 
@@ -83,7 +82,7 @@ def save(
     except Exception as error:
         if jax.process_count() == 1:
             working.remove()
-        raise _explained(error, folder) from error
+        raise failure_of(error, folder) from error
     working.put_in_place(timeout_s)
 
 
@@ -134,7 +133,12 @@ def restore(
         requests.setdefault(leaf, []).append(want.request(leaf))
     limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
     reads = Reads() if reads is None else reads
-    with waiting(lambda: (f"restore: {human(reads.nbytes)} read of {checkpoint.folder}", 0.0)):
+
+    def far() -> tuple[str, float]:
+        done, whole = reads.nbytes, reads.nbytes_expected
+        return f"restore: {human(done)} of {human(whole)} read of {checkpoint.folder}", min(1.0, done / max(1, whole))
+
+    with waiting(far):
         found_of = read_parts(checkpoint, requests, reads, limit)
     parts = {leaf.names: iter(found) for leaf, found in found_of.items()}
     return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
@@ -167,28 +171,3 @@ def _fault_of_leaf(leaf: Any) -> str | None:
     if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
         return None
     return f"{a(type(leaf))} is no array, number or string"
-
-
-def _explained(error: BaseException, folder: Any) -> BaseException:
-    """The error of a save, as the user is to see it."""
-    text, reason = "\n".join(map(str, _chain(error))), said(error)
-    cases = (
-        (errno.ENOSPC, ("No space left", "RESOURCE_EXHAUSTED", "Errno 28"), "the disk is full"),
-        (errno.EDQUOT, ("quota exceeded", "Errno 122"), "the disk quota is used up"),
-        (errno.EROFS, ("Read-only file system", "Errno 30"), "the file system is read-only"),
-        (errno.EACCES, ("Permission denied", "PERMISSION_DENIED", "Errno 13"), "this user may not write there"),
-    )
-    for code, signs, what in cases:
-        if any(sign in text for sign in signs):
-            return OSError(
-                code, f"save: {what}; nothing was saved, and what was saved before is untouched", str(folder)
-            )
-    if "DEADLINE_EXCEEDED" in text or any(isinstance(e, TimeoutError) for e in _chain(error)):
-        return TimeoutError(f"save: other processes did not take part in saving {folder}: {reason}")
-    return OSError(errno.EIO, f"save: it could not be written ({reason}); nothing was saved", str(folder))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -34,6 +34,7 @@ from reshard._orbax_compat import (
     tensorstore_utils,
 )
 from reshard.checkpoint.abstract import abstract
+from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
@@ -81,7 +82,12 @@ class MpmdLeaves(ArrayHandler):
                 if arg.dtype is None or arg.dtype == x.dtype
             ],
         )
-        await asyncio.gather(written, sums)
+        try:
+            await asyncio.gather(written, sums)
+        except Exception as error:  # storage has many
+            if (known := known_failure(error, infos[0].parent_dir)) is not None:
+                raise known from error
+            raise
 
     def _to_host(self, data: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         ours = [i for i, x in enumerate(data) if isinstance(x, MpmdArray)]
@@ -134,7 +140,12 @@ class MpmdLeaves(ArrayHandler):
                 metadata_key=self._metadata_key,
                 raise_array_data_missing_error=info.raise_array_data_missing_error,
             ).json
-            return ZarrArray(await ts.open(ts.Spec(spec), open=True, context=info.ts_context))
+            try:
+                return ZarrArray(await ts.open(ts.Spec(spec), open=True, context=info.ts_context))
+            except ValueError as error:
+                raise ReshardError(
+                    f"{where}: the checkpoint is damaged, this array cannot be opened: {stored.said(error)}"
+                ) from error
 
         where = f"{info.parent_dir / info.name}"
         (value,) = await read_array(opened, info.name, where, [request], key_dtype(extra), sums, info.byte_limiter)
@@ -190,9 +201,8 @@ def _check_savable(values: Sequence[Any], infos: Sequence[Any]) -> None:
 
 def all_processes() -> ocp.options.MultiprocessingOptions:
     """Naming the processes makes Orbax wait for them with a time limit, and without a computation on their devices."""
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+    several = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    return ocp.options.MultiprocessingOptions(active_processes=several)
 
 
 def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int) -> None:

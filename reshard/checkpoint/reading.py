@@ -1,4 +1,4 @@
-"""Reads the parts of stored arrays that the devices of this process need, and nothing else."""
+"""Opens a checkpoint to restore it, and reads the parts of its arrays that the devices of this process need."""
 
 import asyncio
 import functools
@@ -16,6 +16,8 @@ from reshard._orbax_compat import RANDOM_KEY_IMPL, limits
 from reshard.checkpoint.requests import Request, Target, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
 from reshard.storage.arrays import Reads, StoredArray
+from reshard.storage.huggingface import missing_weights
+from reshard.storage.paths import dotted
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
 
@@ -62,6 +64,8 @@ def _find_item(folder: Any) -> Any:
     elif steps:
         known = ", ".join(map(str, sorted(steps)))
         hint = f"it is a CheckpointManager's folder with steps {known}; give {steps[max(steps)]}"
+    elif (missing := missing_weights(folder)) is not None:
+        raise FileNotFoundError(missing)
     else:
         hint = f"it has no file {stored.METADATA}"
     raise FileNotFoundError(f"{folder} is not a checkpoint: {hint}.")
@@ -101,10 +105,11 @@ def read_parts(
         async def values_of(leaf: Leaf, asked: Sequence[Request]) -> list[Any]:
             if not leaf.is_array:
                 return [checkpoint.text(leaf.path)] * len(asked)
-            name = stored.array_name(leaf.path)
+            name = dotted(leaf.path)
             opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
             where = f"{checkpoint.folder / name}"
-            return await read_array(opened, name, where, asked, key_dtype(leaf.extra), sums.get(name, ()), limiter)
+            keys, known = key_dtype(leaf.extra), sums.get(name, ())
+            return await read_array(opened, name, where, asked, keys, known, limiter, reads.expect)
 
         return await stored.all_of([values_of(leaf, asked) for leaf, asked in requests.items()])
 
@@ -133,6 +138,7 @@ async def read_array(
     keys: Any,
     sums: Sequence[tuple[Box, int]],
     limiter: Any,
+    expect: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Any]:
     """Reads the parts of one stored array that this process's devices want.
 
@@ -144,6 +150,7 @@ async def read_array(
         keys: the dtype of the typed keys whose data it is; None for other arrays.
         sums: the checksums of its boxes.
         limiter: bounds the bytes of reads in flight.
+        expect: told how many bytes will be read, as soon as this is known.
     """
     array = None
     if any(request.shape is None or request.dtype is None for request in requests):
@@ -170,6 +177,7 @@ async def read_array(
 
     boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
     reads = plan_reads(boxes, array.chunk)
+    expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
     await stored.all_of([read(one.box, one.wanted) for one in reads])
     return [target.finish() for target in targets]
 

@@ -12,11 +12,11 @@ import numpy as np
 from reshard.checkpoint.matching import Want
 from reshard.edits.edited import edited
 from reshard.edits.entries import Entry
-from reshard.edits.mapped import imported
-from reshard.edits.mapping import Mapping, config_of, read_mapping
+from reshard.edits.mapped import imported_from
+from reshard.edits.mapping import Mapping
 from reshard.edits.tree_edits import Entries
-from reshard.storage.huggingface import TensorFolder, name_of
-from reshard.storage.paths import Key, compiled, show
+from reshard.storage.huggingface import TensorFolder
+from reshard.storage.paths import Key, compiled, dotted, show
 from reshard.storage.stored import Checkpoint
 
 
@@ -32,11 +32,9 @@ def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, want
 
     def change(entries: Entries) -> list[Entry]:
         if mapping is not None:
-            folder = checkpoint.folder if checkpoint.folder.is_dir() else checkpoint.folder.parent
-            read = read_mapping(mapping, folder)
-            entries = imported(read, config_of(folder), lambda node: _is_apart(node, wanted))(entries)
+            entries = imported_from(checkpoint.folder, mapping, lambda node: _is_apart(node, wanted))(entries)
         elif any("." in name for source in wanted for name in source):
-            entries = [dataclasses.replace(e, path=(Key(name_of(e.path)),)) for e in entries]
+            entries = [dataclasses.replace(e, path=(Key(dotted(e.path)),)) for e in entries]
         return [_cast(e, wanted.get(tuple([key.name for key in e.path]))) for e in entries]
 
     return edited(checkpoint, change)

@@ -22,10 +22,9 @@ from reshard.edits.mapped import exported
 from reshard.edits.mapping import Mapping, config_of, read_mapping
 from reshard.edits.tree_edits import cast
 from reshard.sizes import nbytes_of
-from reshard.storage.huggingface import name_of
-from reshard.storage.paths import Key, Path, show
+from reshard.storage.paths import Key, Path, dotted, show
 from reshard.storage.stored import Leaf
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, described, file_of_each_tensor, plan_files
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, plan_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +53,7 @@ def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int)
         raise ReshardError(f"save: files_of is {beside}, which is no folder.")
     arrays = dict(_arrays(tree))
     entries = _entries(arrays, how, beside)
-    files = plan_files(
-        described([(e.path, e.dtype, e.shape, e.extra) for e in entries]),
-        nbytes_of(how.file_size),
-        None if beside is None else file_of_each_tensor(beside),
-    )
+    files = plan_folder(entries, nbytes_of(how.file_size), beside)
     folder = File(working.folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, files, arrays, entries)
@@ -92,16 +87,11 @@ def _leaf(path: Path, array: Any) -> Leaf:
 
 def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry]) -> None:
     tensors_of = _tensors_of(entries)
-    writer = Writer(folder, files)
-    try:
+    with Writer(folder, files) as writer:
         for path, array in arrays.items():
             if path in tensors_of:
                 for box, data in _owned(array):
                     _write_box(writer, tensors_of[path], box, data)
-    except BaseException:
-        writer.close(sync=False)
-        raise
-    writer.close()
 
 
 def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:
@@ -109,10 +99,9 @@ def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:
     origins: dict[Path, list[Origin]] = {}
     leaves: dict[Path, Leaf] = {}
     for entry in entries:
-        tensor = Leaf(entry.path, entry.value_type, entry.shape, entry.dtype, entry.shape)
         for origin in entry.origins:
             leaves[origin.leaf.path] = origin.leaf
-            origins.setdefault(origin.leaf.path, []).append(dataclasses.replace(origin.inverse, leaf=tensor))
+            origins.setdefault(origin.leaf.path, []).append(dataclasses.replace(origin.inverse, leaf=entry))
     return {path: dataclasses.replace(Entry.of(leaves[path]), origins=tuple(o)) for path, o in origins.items()}
 
 
@@ -123,7 +112,7 @@ def _write_box(writer: Writer, array: Entry, box: Box, data: np.ndarray) -> None
             wanted = np.empty(values.shape, part.leaf.dtype)
             copy_cast(values, wanted, show(array.path))
             values = wanted
-        writer.write(name_of(part.leaf.path), part.source, values)
+        writer.write(dotted(part.leaf.path), part.source, values)
 
 
 def _owned(array: Any) -> Iterator[tuple[Box, np.ndarray]]:

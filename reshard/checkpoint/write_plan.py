@@ -114,10 +114,10 @@ def _share(
     rows = 1 if axis is None else shape[axis] // chunk[axis]
     row_nbytes = cell.nbytes(itemsize) // max(rows, 1)
     order = sorted(processes, key=lambda p: (load.get(p, 0), p))
-    level = _water_level([load.get(p, 0) for p in order], cell.nbytes(itemsize))
+    even = _even_load([load.get(p, 0) for p in order], cell.nbytes(itemsize))
     first = 0
     for i, process in enumerate(order):
-        share = math.ceil(max(0, level - load.get(process, 0)) / max(1, row_nbytes))
+        share = math.ceil(max(0, even - load.get(process, 0)) / max(1, row_nbytes))
         count = rows - first if i == len(order) - 1 else min(rows - first, share)
         if not count:
             continue
@@ -130,14 +130,14 @@ def _share(
         first += count
 
 
-def _water_level(loads: Sequence[int], nbytes: int) -> int:
+def _even_load(loads: Sequence[int], nbytes: int) -> int:
     """How high all loads (ascending) stand when `nbytes` are poured onto the lowest."""
-    level = 0
+    even = 0
     for n, load in enumerate(loads, 1):
-        level = (sum(loads[:n]) + nbytes) // n
-        if n == len(loads) or level <= loads[n]:
-            return max(level, load)
-    return level
+        even = (sum(loads[:n]) + nbytes) // n
+        if n == len(loads) or even <= loads[n]:
+            return max(even, load)
+    return even
 
 
 @dataclasses.dataclass(frozen=True)

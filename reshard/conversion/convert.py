@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path as File
@@ -94,7 +93,6 @@ class Converted:
     nbytes: int
     copied: CopyStats
     verified: bool
-    seconds: float
 
 
 def plan_conversion(
@@ -207,7 +205,6 @@ def convert(
         ReshardError: something could not be read or written, or is not what it should be. There is no target then.
         copying.Stopped: `should_stop` said so. There is no target then.
     """
-    start = time.monotonic()
     working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
     if verify:
@@ -221,7 +218,7 @@ def convert(
         os.rename(working, conversion.target)
         _sync(conversion.target.parent)
     num_arrays = sum(entry.is_array for entry in conversion.entries)
-    return Converted(num_arrays, conversion.nbytes, copied, verify, time.monotonic() - start)
+    return Converted(num_arrays, conversion.nbytes, copied, verify)
 
 
 def _write(conversion: Conversion, working: File, copier: Copier) -> None:
@@ -232,13 +229,6 @@ def _write(conversion: Conversion, working: File, copier: Copier) -> None:
     async def fill(targets: dict[Any, Any]) -> None:
         await copier.copy(functools.partial(orbax_writer.write_boxes, targets))
 
-    tree = tree_edits.nested(conversion.entries, _value(conversion))
-    return orbax_writer.write(working, tree, fill, zarr3=conversion.zarr3)
-
-
-def _value(conversion: Conversion) -> Callable[[Entry], Any]:
-    from reshard.conversion import orbax_writer
-
     def value(entry: Entry) -> Any:
         if entry.is_array:
             assert entry.dtype is not None
@@ -248,7 +238,8 @@ def _value(conversion: Conversion) -> Callable[[Entry], Any]:
             return conversion.source.text(entry.origins[0].leaf.path)
         return EMPTY_TYPES[entry.value_type]
 
-    return value
+    tree = tree_edits.nested(conversion.entries, value)
+    return orbax_writer.write(working, tree, fill, zarr3=conversion.zarr3)
 
 
 def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:

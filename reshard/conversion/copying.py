@@ -23,8 +23,8 @@ from reshard.edits.edited import copy_cast
 from reshard.edits.entries import Entry, Origin
 from reshard.storage import checksums
 from reshard.storage.arrays import StoredArray
-from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint, Leaf, all_of, array_name, open_array, reading_context, said
+from reshard.storage.paths import Path, dotted, show
+from reshard.storage.stored import Checkpoint, Leaf, all_of, open_array, reading_context, said
 from reshard.texts import bar, human
 
 _WRITING = 4
@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class TargetChunk:
     """One target chunk, or the part of it within the array."""
 
     entry: Entry
@@ -65,11 +65,11 @@ class CopyPlan:
     cache_nbytes: int
     batch_nbytes: int
     reading_nbytes: int
-    tasks: tuple[Task, ...]
+    chunks: tuple[TargetChunk, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(task.nbytes for task in self.tasks)
+        return sum(chunk.nbytes for chunk in self.chunks)
 
 
 @dataclasses.dataclass
@@ -78,7 +78,6 @@ class CopyStats:
 
     bytes_read: int = 0
     bytes_written: int = 0
-    num_commits: int = 0
     peak_nbytes: int = 0
 
 
@@ -108,12 +107,12 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     Raises:
         ReshardError: even one chunk at a time takes more; says which and how much is needed.
     """
-    tasks = [task for entry in entries if entry.is_array for task in _tasks(entry)]
-    if not tasks:
+    chunks = [chunk for entry in entries if entry.is_array for chunk in _chunks(entry)]
+    if not chunks:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
-    tasks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
-    largest = max(tasks, key=lambda task: task.nbytes)
-    most_elements = max(task.box.size for task in tasks)
+    chunks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
+    largest = max(chunks, key=lambda chunk: chunk.nbytes)
+    most_elements = max(chunk.box.size for chunk in chunks)
 
     def read_nbytes(leaf: Leaf) -> int:
         """What has to be read at once; of plain files no more than is written."""
@@ -122,7 +121,7 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=read_nbytes)
     least = _WRITING * largest.nbytes + _READING * read_nbytes(widest)
     # A cache that is full to the last byte keeps nothing: its entries are a little larger than their data.
-    shared = math.ceil(1.125 * _shared_nbytes(tasks))
+    shared = math.ceil(1.125 * _shared_nbytes(chunks))
     if threshold is None:
         threshold = least + shared + _LARGEST_BATCH
     if threshold < least:
@@ -137,27 +136,27 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     rest = threshold - least - cache
     batch = max(largest.nbytes, min(_LARGEST_BATCH, largest.nbytes + rest // 2 // _WRITING))
     reading = threshold - cache - _WRITING * batch
-    return CopyPlan(threshold, cache, batch, reading, tuple(tasks))
+    return CopyPlan(threshold, cache, batch, reading, tuple(chunks))
 
 
-def _tasks(entry: Entry) -> Iterator[Task]:
-    return (Task(entry, box) for box in Box.whole(entry.shape).grid(entry.chunk))
+def _chunks(entry: Entry) -> Iterator[TargetChunk]:
+    return (TargetChunk(entry, box) for box in Box.whole(entry.shape).grid(entry.chunk))
 
 
-def _source_order(order: Mapping[int, int]) -> Callable[[Task], Any]:
-    def key(task: Task) -> Any:
-        first = next(task.pieces())
+def _source_order(order: Mapping[int, int]) -> Callable[[TargetChunk], Any]:
+    def key(chunk: TargetChunk) -> Any:
+        first = next(chunk.pieces())
         leaf = first.leaf
-        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, task.box.start
+        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, chunk.box.start
 
     return key
 
 
-def _shared_nbytes(tasks: Sequence[Task]) -> int:
-    """Bytes of the largest set of source chunks that one task reads and the next one reads again."""
+def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
+    """Bytes of the largest set of source chunks that one chunk reads and the next one reads again."""
     largest, previous = 0, set[tuple[int, Box]]()
-    for task in tasks:
-        cells = [(piece.leaf, piece.leaf.cells(piece.source)) for piece in task.pieces() if not piece.leaf.files]
+    for chunk in chunks:
+        cells = [(piece.leaf, piece.leaf.cells(piece.source)) for piece in chunk.pieces() if not piece.leaf.files]
         read = {(id(leaf), box) for leaf, box in cells}
         if read & previous:
             nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box in cells)
@@ -218,11 +217,10 @@ class Copier:
     async def copy(self, write: Callable[[list[Written]], Awaitable[None]]) -> None:
         """Hands all data to `write`, in batches: what belongs in which box of which entry."""
 
-        async def batch(tasks: list[Task]) -> None:
-            data = await self._gather(tasks)
-            await write([(task.entry, task.box, one) for task, one in zip(tasks, data, strict=True)])
-            self.stats.bytes_written += sum(task.nbytes for task in tasks)
-            self.stats.num_commits += 1
+        async def batch(chunks: list[TargetChunk]) -> None:
+            data = await self._gather(chunks)
+            await write([(chunk.entry, chunk.box, one) for chunk, one in zip(chunks, data, strict=True)])
+            self.stats.bytes_written += sum(chunk.nbytes for chunk in chunks)
 
         await self._run("copying", batch)
 
@@ -233,8 +231,8 @@ class Copier:
             ReshardError: a box is not what was written there; says which.
         """
         sums = await checksums.read(self.source.folder)
-        leaves = {id(p.leaf): p.leaf for task in self.plan.tasks for p in task.entry.origins}.values()
-        boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(array_name(leaf.path), ())]
+        leaves = {id(p.leaf): p.leaf for chunk in self.plan.chunks for p in chunk.entry.origins}.values()
+        boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(dotted(leaf.path), ())]
         context, start, done = self._context(), time.monotonic(), 0
         nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box, _ in boxes)
         for leaf, box, expected in boxes:
@@ -261,32 +259,32 @@ class Copier:
         context = self._context()
         arrays = {}
 
-        async def batch(tasks: list[Task]) -> None:
-            for task, expected in zip(tasks, await self._gather(tasks), strict=True):
-                entry = task.entry
+        async def batch(chunks: list[TargetChunk]) -> None:
+            for chunk, expected in zip(chunks, await self._gather(chunks), strict=True):
+                entry = chunk.entry
                 if id(entry) not in arrays:
                     arrays[id(entry)] = await open_array(written, entry.path, context)
-                found = await _read(written, entry.path, arrays[id(entry)], task.box)
+                found = await _read(written, entry.path, arrays[id(entry)], chunk.box)
                 if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
                     raise ReshardError(
-                        f"{written.folder}: {show(entry.path)}{list(task.box.start)} to {list(task.box.stop)} "
+                        f"{written.folder}: {show(entry.path)}{list(chunk.box.start)} to {list(chunk.box.stop)} "
                         "is not what was written; the storage cannot be trusted."
                     )
 
         await self._run("reading", batch)
 
-    async def _run(self, doing: str, batch: Callable[[list[Task]], Any]) -> None:
+    async def _run(self, doing: str, batch: Callable[[list[TargetChunk]], Any]) -> None:
         self._budget = _Budget(self.plan.reading_nbytes)
         self._reader = self._context()
         self._sources: dict[int, StoredArray] = {}
         start, done = time.monotonic(), 0
-        for tasks in _batches(self.plan):
+        for chunks in _batches(self.plan):
             if self.should_stop():
                 raise Stopped
             self.progress(CopyProgress(doing, done, self.plan.nbytes, time.monotonic() - start))
-            await batch(tasks)
-            done += sum(task.nbytes for task in tasks)
-            writing = _WRITING * sum(task.nbytes for task in tasks)
+            await batch(chunks)
+            done += sum(chunk.nbytes for chunk in chunks)
+            writing = _WRITING * sum(chunk.nbytes for chunk in chunks)
             peak = self.plan.cache_nbytes + writing + self._budget.peak
             self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
             self._budget.peak = 0
@@ -296,14 +294,14 @@ class Copier:
     def _context(self) -> ts.Context:
         return reading_context(self.plan.cache_nbytes)
 
-    async def _gather(self, tasks: list[Task]) -> list[np.ndarray]:
-        """The data of each task, in the dtype of its target."""
-        buffers = [np.empty(task.box.shape, task.entry.dtype) for task in tasks]
-        await all_of([self._fill(task, buffer) for task, buffer in zip(tasks, buffers, strict=True)])
+    async def _gather(self, chunks: list[TargetChunk]) -> list[np.ndarray]:
+        """The data of each chunk, in the dtype of its target."""
+        buffers = [np.empty(chunk.box.shape, chunk.entry.dtype) for chunk in chunks]
+        await all_of([self._fill(chunk, buffer) for chunk, buffer in zip(chunks, buffers, strict=True)])
         return buffers
 
-    async def _fill(self, task: Task, buffer: np.ndarray) -> None:
-        for piece in task.pieces():
+    async def _fill(self, chunk: TargetChunk, buffer: np.ndarray) -> None:
+        for piece in chunk.pieces():
             leaf, whole = piece.leaf, piece.leaf.cells(piece.source)
             if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
                 parts = iter([piece])
@@ -316,8 +314,8 @@ class Copier:
                 try:
                     data = await _read(self.source, leaf.path, await self._open(leaf), part.source)
                     self.stats.bytes_read += data.nbytes
-                    view = buffer[(*part.target.relative_to(task.box).slices, ...)]
-                    await asyncio.to_thread(copy_cast, part.arranged(data), view, show(task.entry.path))
+                    view = buffer[(*part.target.relative_to(chunk.box).slices, ...)]
+                    await asyncio.to_thread(copy_cast, part.arranged(data), view, show(chunk.entry.path))
                     del data
                 finally:
                     await self._budget.give(cost)
@@ -359,15 +357,15 @@ def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]
         start = layer.stop[axis]
 
 
-def _batches(plan: CopyPlan) -> Iterator[list[Task]]:
-    batch: list[Task] = []
+def _batches(plan: CopyPlan) -> Iterator[list[TargetChunk]]:
+    batch: list[TargetChunk] = []
     nbytes = 0
-    for task in plan.tasks:
-        if batch and (nbytes + task.nbytes > plan.batch_nbytes or len(batch) == 1024):
+    for chunk in plan.chunks:
+        if batch and (nbytes + chunk.nbytes > plan.batch_nbytes or len(batch) == 1024):
             yield batch
             batch, nbytes = [], 0
-        batch.append(task)
-        nbytes += task.nbytes
+        batch.append(chunk)
+        nbytes += chunk.nbytes
     if batch:
         yield batch
 

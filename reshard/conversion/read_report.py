@@ -19,7 +19,7 @@ from reshard.conversion.layout_file import Rule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.texts import human
+from reshard.texts import first_of, human
 from reshard.trees import fault_of_sharding
 from scheduler.texts import table
 
@@ -82,11 +82,10 @@ class ReadPlan:
             memory = human(sum(sum(p.device_bytes.values()) for p in self.processes))
             rows.append(("all", str(self.layout.mesh.size), *_bytes(needed, read), memory, ""))
         lines = [str(self.layout), *table(rows, ">" * len(rows[0]))]
-        over = sorted((x for x in self.leaves if x.read_bytes > x.needed_bytes), key=_excess, reverse=True)
+        over = [x for x in self.leaves if x.read_bytes > x.needed_bytes]
+        over.sort(key=lambda x: (x.read_bytes - x.needed_bytes, show(x.leaf.path)), reverse=True)
         if over:
-            lines.append("Chunks are read whole:")
-            lines += [f"  {one}" for one in over[:8]]
-            lines += [f"  and {len(over) - 8} more"] if len(over) > 8 else []
+            lines += ["Chunks are read whole:", first_of(over)]
         else:
             lines.append("No process reads more than it needs: the chunks fit the layout.")
         return "\n".join(lines)
@@ -117,10 +116,6 @@ class ReadPlan:
             ],
             "too_large_devices": self.too_large,
         }
-
-
-def _excess(one: LeafReads) -> tuple[int, str]:
-    return one.read_bytes - one.needed_bytes, show(one.leaf.path)
 
 
 def _bytes(needed: int, read: int) -> tuple[str, str, str]:
@@ -168,10 +163,9 @@ def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
             shares = _shares(leaf, rule, layer, num_layers.get(id(rule), 0), layout)
             reads.append(_read(leaf, _wanted(rule, shares, layout), processes))
         except ReshardError as error:
-            faults.append(f"  {show(leaf.path)} {list(leaf.shape)}: {error}.")
+            faults.append(f"{show(leaf.path)} {list(leaf.shape)}: {error}.")
     if faults:
-        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-        raise ReshardError("the layout does not fit the checkpoint:\n" + "\n".join(faults[:8] + more))
+        raise ReshardError(f"the layout does not fit the checkpoint:\n{first_of(faults)}")
     return ReadPlan(checkpoint, layout, tuple(processes.values()), tuple(reads))
 
 
@@ -240,7 +234,8 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
     parts: list[Box] = []
     reads = LeafReads(leaf, (), num_processes=len(by_process))
     for index, boxes in by_process.items():
-        needed = _union_nbytes(boxes, leaf)
+        seen = list(boxes)
+        needed = sum(p.nbytes(leaf.itemsize) for i, box in enumerate(seen) for p in box.without(seen[:i]))
         read = sum(leaf.cells(one.box).nbytes(leaf.itemsize) for one in plan_reads(boxes, leaf.read_chunk))
         processes[index].needed_bytes += needed
         processes[index].read_bytes += read
@@ -259,12 +254,3 @@ def _fitting_chunk(parts: Iterable[Box], shape: tuple[int, ...]) -> tuple[int, .
         borders = {border for part in parts for border in (part.start[axis], part.stop[axis])} - {0, n}
         sizes.append(math.gcd(*borders) or n)
     return tuple(sizes)
-
-
-def _union_nbytes(boxes: Iterable[Box], leaf: Leaf) -> int:
-    seen: list[Box] = []
-    size = 0
-    for box in boxes:
-        size += sum(part.size for part in box.without(seen))
-        seen.append(box)
-    return size * leaf.itemsize

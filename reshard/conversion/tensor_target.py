@@ -8,10 +8,10 @@ from pathlib import Path as File
 from reshard.conversion.copying import Copier, Written
 from reshard.edits.entries import Entry
 from reshard.storage import event_loops
-from reshard.storage.huggingface import name_of, path_of
-from reshard.storage.paths import matches
+from reshard.storage.huggingface import path_of
+from reshard.storage.paths import dotted, matches
 from reshard.storage.stored import EMPTY_TYPES, all_of
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, described, file_of_each_tensor, plan_files
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, plan_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +36,11 @@ def plan_tensors(
         ReshardError: something cannot be a tensor; lists it.
     """
     arrays = [e for e in entries if e.value_type not in EMPTY_TYPES]
-    files = plan_files(
-        described([(e.path, e.dtype, e.shape, e.extra) for e in arrays]),
-        target.file_nbytes,
-        file_of_each_tensor(target.beside) if target.beside is not None else None,
-    )
+    files = plan_folder(arrays, target.file_nbytes, target.beside)
 
     def named(entry: Entry) -> Entry:
         chunk = entry.chunk if any(matches(pattern, entry.path) for pattern in keep) else entry.shape
-        return dataclasses.replace(entry, path=path_of(name_of(entry.path)), chunk=chunk)
+        return dataclasses.replace(entry, path=path_of(dotted(entry.path)), chunk=chunk)
 
     return [named(entry) for entry in arrays], files
 
@@ -52,15 +48,10 @@ def plan_tensors(
 def write_tensors(folder: File, files: TensorFiles, copier: Copier, beside: File | None) -> None:
     """Makes the folder. Its index is written last."""
     folder.mkdir()
-    writer = Writer(folder, files)
+    with Writer(folder, files) as writer:
 
-    async def write(written: Sequence[Written]) -> None:
-        await all_of([asyncio.to_thread(writer.write, name_of(e.path), box, data) for e, box, data in written])
+        async def write(written: Sequence[Written]) -> None:
+            await all_of([asyncio.to_thread(writer.write, dotted(e.path), box, data) for e, box, data in written])
 
-    try:
         event_loops.run(copier.copy(write))
-    except BaseException:
-        writer.close(sync=False)
-        raise
-    writer.close()
     files.finish(folder, beside)

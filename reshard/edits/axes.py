@@ -88,8 +88,8 @@ def shape_of(side: Named, sizes: Mapping[str, int]) -> Shape:
 
 
 def moves(
-    leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None, joined: str | None,
-    total: int, first: int,
+    leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None = None,
+    joined: str | None = None, total: int = 0, first: int = 0,
 ) -> Iterator[Origin]:  # fmt: skip
     """What one array of several is of the one that they are joined into, or the other way round.
 

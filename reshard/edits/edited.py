@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from collections.abc import Mapping as Map
 from typing import Any
 
@@ -13,32 +12,31 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.entries import Entry
 from reshard.edits.tree_edits import Change
-from reshard.storage.arrays import Reads, StoredArray, empty
+from reshard.places import aligned_empty
+from reshard.storage.arrays import Reads, StoredArray
 from reshard.storage.huggingface import natural
 from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint, Leaf
+from reshard.storage.stored import Checkpoint
 
 _SLAB_NBYTES = 2 << 20
 
 
 def edited(checkpoint: Checkpoint, change: Change) -> Checkpoint:
     """The checkpoint as a change makes it; its leaves are read through it."""
-    entries = change([Entry.of(leaf) for leaf in checkpoint.leaves])
+    entries = [_with_files(entry) for entry in change([Entry.of(leaf) for leaf in checkpoint.leaves])]
+    entries.sort(key=lambda e: natural(e.path))
+    fields: dict[str, Any] = {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(Checkpoint)}
     by_path = {entry.path: entry for entry in entries}
-    leaves = tuple([_leaf(entry) for entry in sorted(entries, key=lambda e: natural(e.path))])
-    return Edited(**{**_fields(checkpoint), "leaves": leaves}, stored=checkpoint, entries=by_path)
+    fields["leaves"] = tuple(entries)
+    return Edited(**fields, stored=checkpoint, entries=by_path)
 
 
-def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(Checkpoint)}
+def _with_files(entry: Entry) -> Entry:
+    files = {file for origin in entry.origins for file in origin.leaf.files}
+    return dataclasses.replace(entry, files=tuple(sorted(files)))
 
 
-def _leaf(entry: Entry) -> Leaf:
-    files = sorted({file for origin in entry.origins for file in origin.leaf.files})
-    return Leaf(entry.path, entry.value_type, entry.shape, entry.dtype, entry.chunk, entry.extra, tuple(files))
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Edited(Checkpoint):
     """A checkpoint whose leaves are made of those of another one.
 
@@ -47,29 +45,24 @@ class Edited(Checkpoint):
         entries: what each leaf is made of, by path.
     """
 
-    stored: Checkpoint | None = None
-    entries: Map[Path, Entry] = dataclasses.field(default_factory=dict)
+    stored: Checkpoint
+    entries: Map[Path, Entry]
 
     @property
     def format(self) -> str:
-        assert self.stored is not None
         return self.stored.format
 
     @property
     def driver(self) -> str:
-        assert self.stored is not None
         return self.stored.driver
 
     def stored_nbytes(self) -> int:
-        assert self.stored is not None
         return self.stored.stored_nbytes()
 
     async def array(self, path: Path, context: ts.Context, reads: Reads) -> StoredArray:
-        assert self.stored is not None
         return EditedArray(self.stored, self.entries[path], context, reads)
 
     def text(self, path: Path) -> str:
-        assert self.stored is not None
         return self.stored.text(self.entries[path].origins[0].leaf.path)
 
 
@@ -79,28 +72,20 @@ class EditedArray:
     def __init__(self, stored: Checkpoint, entry: Entry, context: ts.Context, reads: Reads):
         assert entry.dtype is not None
         self.shape, self.dtype = entry.shape, entry.dtype
-        self.chunk = _leaf(entry).read_chunk
+        self.chunk = entry.read_chunk
         self._stored, self._entry, self._context, self._reads = stored, entry, context, reads
 
     async def read(self, box: Box) -> np.ndarray:
-        data = empty(box.shape, self.dtype)
+        data = aligned_empty(box.shape, self.dtype)
         for part in self._entry.parts(box):
             array = await self._stored.array(part.leaf.path, self._context, self._reads)
-            for cell in _slabs(part.source, part.leaf.itemsize):
+            # In slabs, so that what is read on the way to its place takes little memory.
+            for cell, _ in part.source.split_sized(max(1, _SLAB_NBYTES // part.leaf.itemsize)):
                 for piece in part.taking(cell):
                     view = data[(*piece.target.relative_to(box).slices, ...)]
                     found = await array.read(piece.source)
                     await asyncio.to_thread(copy_cast, piece.arranged(found), view, show(self._entry.path))
         return data
-
-
-def _slabs(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts, so that what is read on the way to its place takes little memory."""
-    if not box.ndim:
-        yield box
-        return
-    for part, _ in box.split_sized(max(1, _SLAB_NBYTES // itemsize)):
-        yield part
 
 
 def copy_cast(data: np.ndarray, view: np.ndarray, name: str) -> None:

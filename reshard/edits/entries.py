@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from mpmd.arrays.boxes import Box
-from reshard.storage.paths import Path, show
+from reshard.storage.paths import show
 from reshard.storage.stored import Leaf
 from reshard.texts import type_text
 
@@ -165,12 +165,16 @@ class Origin:
         second_parts: dict[int, tuple[int, ...]] = {}
         for mine, theirs in zip(self.target_axes, second.source_axes, strict=True):
             a, b = [self.factors[f] for f in mine], [second.factors[f] for f in theirs]
-            for factors, parts, refined in ((mine, first_parts, 0), (theirs, second_parts, 1)):
-                first = len(sizes)
-                for f, n in zip(factors, _refined(a, b)[refined], strict=True):
-                    parts[f] = tuple(range(first, first + n))
-                    first += n
-            sizes += _common(a, b)
+            common = _common(a, b)
+            for factors, parts, own in ((mine, first_parts, a), (theirs, second_parts, b)):
+                numbers = itertools.count(len(sizes))
+                left = iter(common)
+                for f, size in zip(factors, own, strict=True):
+                    parts[f] = ()
+                    while size > 1:
+                        size //= next(left)
+                        parts[f] += (next(numbers),)
+            sizes += common
         for f, n in enumerate(self.factors):  # what only one side has is of size 1
             if f not in first_parts:
                 first_parts[f] = (len(sizes),)
@@ -219,23 +223,6 @@ def _common(a: Sequence[int], b: Sequence[int]) -> list[int]:
     return sizes[::-1]
 
 
-def _refined(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many of the common sizes each size of either list is made of."""
-
-    def counts(sizes: Sequence[int]) -> list[int]:
-        common = iter(_common(a, b))
-        found = []
-        for size in sizes:
-            count = 0
-            while size > 1:
-                size //= next(common)
-                count += 1
-            found.append(count)
-        return found
-
-    return counts(a), counts(b)
-
-
 def _boxes_of_run(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
     """Boxes that together are the elements from `start` to `stop` of an array of these sizes, in C order."""
     if len(sizes) <= 1:
@@ -255,35 +242,15 @@ def _boxes_of_run(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(Leaf):
     """A leaf of the new tree. What is no array (empty containers, text) has one part and is taken over whole."""
 
-    path: Path
-    value_type: str
-    shape: tuple[int, ...]
-    dtype: np.dtype | None
-    chunk: tuple[int, ...]
-    origins: tuple[Origin, ...]
+    origins: tuple[Origin, ...] = dataclasses.field(default=(), compare=False)
 
     @classmethod
     def of(cls, leaf: Leaf) -> "Entry":
-        return cls(leaf.path, leaf.value_type, leaf.shape, leaf.dtype, leaf.chunk, (Origin.whole(leaf),))
-
-    @property
-    def is_array(self) -> bool:
-        return self.origins[0].leaf.is_array
-
-    @property
-    def extra(self) -> str | None:
-        return self.origins[0].leaf.extra
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize if self.is_array else 0
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize if self.dtype is not None else 0
+        fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(Leaf)}
+        return cls(**fields, origins=(Origin.whole(leaf),))
 
     def through(self, seconds: Iterable[Origin]) -> list[Origin]:
         """The origins of what takes from this entry, as if it were stored, by `seconds`.

@@ -5,20 +5,18 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path as File
 from typing import Any
 
 from mpmd.errors import ReshardError
 from reshard.edits import axes, tree_edits
 from reshard.edits.axes import Named
-from reshard.edits.entries import Entry, Origin
-from reshard.edits.mapping import Mapping, Rule
+from reshard.edits.entries import Entry, Origin, described
+from reshard.edits.mapping import Mapping, Rule, config_of, read_mapping
 from reshard.edits.tree_edits import Change, Entries
-from reshard.storage.huggingface import name_of, path_of
-from reshard.storage.paths import Key, Path, matches, parts_of, show
-from reshard.storage.stored import Leaf
-from reshard.texts import type_text
-
-_MOST_FAULTS = 8
+from reshard.storage.huggingface import path_of
+from reshard.storage.paths import Key, Path, dotted, matches, parts_of, show
+from reshard.texts import first_of
 
 
 def imported(
@@ -33,14 +31,22 @@ def imported(
     """
 
     def change(entries: Entries) -> list[Entry]:
-        kept = [e for e in entries if not any(fnmatch.fnmatchcase(name_of(e.path), p) for p in mapping.ignore)]
-        made = _Run(mapping, config, {name_of(e.path): e for e in kept}, "tensor").made()
+        kept = [e for e in entries if not any(fnmatch.fnmatchcase(dotted(e.path), p) for p in mapping.ignore)]
+        made = _Run(mapping, config, {dotted(e.path): e for e in kept}, "tensor").made()
         for pattern in mapping.stack:
             if not keep_apart(pattern) and any(_nodes(pattern, e.path) for e in made):
                 made = tree_edits.stack(pattern, f"mapping {mapping.name}: stack {pattern}")(made)
         return made
 
     return change
+
+
+def imported_from(
+    path: File, mapping: str | File | Mapping, keep_apart: Callable[[str], bool] = lambda node: False
+) -> Change:
+    """The same for the name of a mapping, or a file, and a Hugging Face folder or one of its files."""
+    folder = path if path.is_dir() else path.parent
+    return imported(read_mapping(mapping, folder), config_of(folder), keep_apart)
 
 
 def exported(mapping: Mapping, config: dict[str, Any]) -> Change:
@@ -91,16 +97,12 @@ class _Run:
         left = [e for name, e in self.entries.items() if name not in self.taken]
         self.faults += [f"no rule has the {self.given} {self._shown(e)}" for e in left]
         if self.faults:
-            more = len(self.faults) - _MOST_FAULTS
-            shown = [f"  {fault}" for fault in self.faults[:_MOST_FAULTS]] + (
-                [f"  and {more} more"] if more > 0 else []
-            )
-            raise ReshardError(f"mapping {self.mapping.name} does not fit:\n" + "\n".join(shown))
+            raise ReshardError(f"mapping {self.mapping.name} does not fit:\n{first_of(self.faults)}")
         return made
 
     def _shown(self, entry: Entry) -> str:
-        name = name_of(entry.path) if self.given == "tensor" else show(entry.path)
-        return f"{name} {type_text(entry.shape, entry.dtype) if entry.is_array else entry.value_type}"
+        name = dotted(entry.path) if self.given == "tensor" else show(entry.path)
+        return f"{name} {described(entry)}"
 
     def _of_rule(self, rule: Rule) -> Iterator[Entry]:
         sources, targets = rule.tensors, rule.arrays
@@ -140,8 +142,8 @@ class _Run:
             source, target = target, source
         if len(given) == len(paths) == 1:
             sizes = axes.sizes_of(source, given[0].shape, self._known(source))
-            stand = _stand_in(given[0])
-            yield _entry(given, paths[0], axes.shape_of(target, sizes), _whole(stand, source, target, sizes))
+            moved = axes.moves(given[0], source, target, sizes)
+            yield _entry(given, paths[0], axes.shape_of(target, sizes), moved)
         elif len(paths) == 1:
             yield self._joined(rule, given, paths[0], source, target)
         else:
@@ -162,11 +164,9 @@ class _Run:
             raise ValueError(f"it cannot be joined with {', '.join(self._shown(e) for e in given[1:])} along {along}")
         found = [sizes[along] for sizes in all_sizes]
         seconds = [
-            list(axes.moves(
-                _stand_in(e), source, target, sizes, along=along, joined="target", total=sum(found), first=first
-            ))
+            axes.moves(e, source, target, sizes, along=along, joined="target", total=sum(found), first=first)
             for e, sizes, first in zip(given, all_sizes, axes.offsets(found), strict=True)
-        ]  # fmt: skip
+        ]
         shape = axes.shape_of(target, {**all_sizes[0], along: sum(found)})
         return _entry(given, path, shape, *seconds)
 
@@ -190,9 +190,8 @@ class _Run:
             raise ValueError(f"{along} is {total}, but its parts are {parts}")
         for path, part, first in zip(paths, parts, axes.offsets(parts), strict=True):
             own = {**sizes, along: part}
-            stand = _stand_in(given)
-            moved = axes.moves(stand, source, target, own, along=along, joined="source", total=total, first=first)
-            yield _entry([given], path, axes.shape_of(target, own), list(moved))
+            moved = axes.moves(given, source, target, own, along=along, joined="source", total=total, first=first)
+            yield _entry([given], path, axes.shape_of(target, own), moved)
 
     def _known(self, side: Named) -> dict[str, int]:
         """The sizes that shapes may not say."""
@@ -228,14 +227,6 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 def _filled(pattern: str, numbers: dict[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: numbers[match[1]], pattern)
-
-
-def _stand_in(entry: Entry) -> Leaf:
-    return Leaf(entry.path, entry.value_type, entry.shape, entry.dtype, entry.chunk)
-
-
-def _whole(leaf: Leaf, source: Named, target: Named, sizes: dict[str, int]) -> list[Origin]:
-    return list(axes.moves(leaf, source, target, sizes, along=None, joined=None, total=0, first=0))
 
 
 def _entry(given: Sequence[Entry], path: Path, shape: tuple[int, ...], *seconds: Iterable[Origin]) -> Entry:

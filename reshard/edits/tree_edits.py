@@ -16,6 +16,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.entries import Entry, described
 from reshard.storage.paths import Key, Path, matches, parts_of, show, within
+from reshard.texts import first_of
 
 Entries = Sequence[Entry]
 Change = Callable[[Entries], list[Entry]]
@@ -299,21 +300,16 @@ def nested(entries: Entries, value: Callable[[Entry], Any]) -> Any:
         node = root
         for key in e.path[:-1]:
             node = node.setdefault(key, {})
-        node[e.path[-1]] = _Value(value(e))
-    return _built(root)
+        node[e.path[-1]] = e
+    return _built(root, value)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    value: Any
-
-
-def _built(node: Any) -> Any:
-    if isinstance(node, _Value):
-        return node.value
+def _built(node: Any, value: Callable[[Entry], Any]) -> Any:
+    if isinstance(node, Entry):
+        return value(node)
     if next(iter(node)).sequence:
-        return [_built(node[Key(str(index), True)]) for index in range(len(node))]
-    return {key.name: _built(child) for key, child in node.items()}
+        return [_built(node[Key(str(index), True)], value) for index in range(len(node))]
+    return {key.name: _built(child, value) for key, child in node.items()}
 
 
 def _some(option: str, pattern: str, entries: Entries, wanted: Callable[[Entry], object], what: str = "leaf") -> None:
@@ -327,8 +323,4 @@ def _nothing(option: str, entries: Entries, what: str = "") -> str:
 
 
 def _list(entries: Entries, *, origins: bool = False) -> str:
-    def line(e: Entry) -> str:
-        return f"    {e}" + (f"  from {show(e.origins[0].leaf.path)}" if origins else "")
-
-    more = [f"    and {len(entries) - 8} more"] if len(entries) > 8 else []
-    return "\n".join([*map(line, entries[:8]), *more])
+    return first_of([f"{e}" + (f"  from {show(e.origins[0].leaf.path)}" if origins else "") for e in entries], "    ")

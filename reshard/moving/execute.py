@@ -4,6 +4,7 @@ The plan says what moves when; here are the arrays themselves: which buffers are
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +20,13 @@ from reshard.moving.plan import ReshardPlan
 from reshard.moving.progress import Meter, ProgressCallback, Stats
 from reshard.moving.remote import WireCarrier
 from reshard.moving.rounds import Round
-from reshard.moving.sources import MovingArray, Sources, Way, Ways
+from reshard.moving.sources import MovingArray, Sources, Way, ways_of
 from reshard.places import HostMemory
 
 # How much may be under way before what has left is freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
+# For how many shapes the ways of pieces are kept; arrays of one shape mostly follow each other.
+_KNOWN_SHAPES = 64
 
 
 def execute(
@@ -32,7 +35,6 @@ def execute(
     *,
     donate: bool,
     progress: ProgressCallback | None = None,
-    num_threads: int | None = None,
     job: Job | None = None,
 ) -> tuple[list[Any], Stats]:
     """Moves the arrays as planned.
@@ -47,7 +49,7 @@ def execute(
     Raises:
         RuntimeError: something failed on the way; says which sources are still valid.
     """
-    run = _Run(plan, sources, donate, Meter(plan, progress), num_threads or min(8, os.cpu_count() or 1), job)
+    run = _Run(plan, sources, donate, Meter(plan, progress), job)
     try:
         with contextlib.nullcontext() if job is None else job.as_a_whole():
             return run(), run.meter.stats
@@ -66,15 +68,14 @@ class _Run:
         sources: Sequence[Any],
         donate: bool,
         meter: Meter,
-        num_threads: int,
         job: Job | None,
     ):
         self.plan = plan
         self.meter = meter
         self.rank = 0 if job is None else job.rank
         self.wire = None if job is None else WireCarrier(job)
-        self.carrier = LocalCarrier(num_threads)
-        ways = Ways()
+        self.carrier = LocalCarrier(min(8, os.cpu_count() or 1))
+        ways = functools.lru_cache(_KNOWN_SHAPES)(ways_of)
         self.arrays = [MovingArray(planned, source, ways) for planned, source in zip(plan.arrays, sources, strict=True)]
         self.sources = Sources(plan, self.arrays, donate)
         self._under_way: dict[int, int] = {}  # bytes by rank
@@ -93,14 +94,14 @@ class _Run:
 
     def _move(self, round_: Round) -> None:
         working: dict[Any, int] = {}
-        level = 0
+        hop = 0
         for batch in round_:
             array = self.arrays[batch.array]
             self.sources.start(array)
             for way in array.ways(batch):
-                if way.level > 0 and way.level != level:
+                if way.hop > 0 and way.hop != hop:
                     self._settle()
-                level = way.level
+                hop = way.hop
                 self._carry(array, way, working)
             if max(self._under_way.values(), default=0) >= _WINDOW_BYTES:
                 self._settle()
@@ -121,7 +122,14 @@ class _Run:
     def _carry(self, array: MovingArray, way: Way, working: dict[Any, int]) -> None:
         sender_rank, receiver_rank = self._rank_of(way.from_device), self._rank_of(way.to_device)
         if sender_rank != receiver_rank:
-            sent, received = self._send_or_receive(array, way)
+            assert self.wire is not None
+            sent, received = self.wire.carry(
+                (sender_rank, way.from_device),
+                (receiver_rank, way.to_device),
+                lambda: self._source(array, way),
+                lambda: (self._sink(array, way.receiver), way.into),
+                array.planned.leaf.dtype,
+            )
         elif sender_rank == self.rank:
             sent, received = self.carrier.carry(*self._source(array, way), self._sink(array, way.receiver), way.into)
         else:
@@ -133,7 +141,7 @@ class _Run:
         for rank in {sender_rank, receiver_rank}:
             self._under_way[rank] = self._under_way.get(rank, 0) + way.nbytes
         self.meter.bytes_done += way.nbytes
-        if way.level == 0:
+        if way.hop == 0:
             self.sources.leave(array, way.sender)
         array.left -= 1
         if not array.left:
@@ -141,17 +149,7 @@ class _Run:
 
     def _source(self, array: MovingArray, way: Way) -> tuple[Any, Box]:
         """The shard that is read, and which box of it."""
-        return self._sink(array, way.sender).contents if way.level else array.shards[way.sender], way.box
-
-    def _send_or_receive(self, array: MovingArray, way: Way) -> tuple[int, int]:
-        assert self.wire is not None
-        return self.wire.carry(
-            (self._rank_of(way.from_device), way.from_device),
-            (self._rank_of(way.to_device), way.to_device),
-            lambda: self._source(array, way),
-            lambda: (self._sink(array, way.receiver), way.into),
-            array.planned.leaf.dtype,
-        )
+        return self._sink(array, way.sender).contents if way.hop else array.shards[way.sender], way.box
 
     def _settle(self) -> None:
         """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""

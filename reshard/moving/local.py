@@ -9,8 +9,7 @@ and written by another into a buffer that is donated to it and so stays where it
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -20,10 +19,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays.boxes import Box
-from reshard.places import HostMemory
+from reshard.places import HostMemory, aligned_empty
 
-# XLA's CPU runtime takes over numpy memory of this alignment as it is.
-_ALIGNMENT = 64
 # Copies at least this large are worth a thread.
 _THREADED_BYTES = 1 << 18
 
@@ -196,14 +193,6 @@ class LocalCarrier:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-
-
-def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that a CPU device can take over without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def cut(array: jax.Array, box: Box) -> jax.Array:

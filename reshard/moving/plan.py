@@ -250,7 +250,7 @@ def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPl
 
 
 def _num_replicas(source: Layout) -> int:
-    return sum(grid.shards.shape[1] for grid in source.grids if grid.has_first_element)
+    return sum(grid.shards.shape[1] for grid in source.grids if all(starts[0] == 0 for starts in grid.starts))
 
 
 def _kinds(leaves: Sequence[MovedLeaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:

@@ -19,8 +19,8 @@ from mpmd.arrays.mesh import Device
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
 from mpmd.job.wires import NUMBER_BITS, receive_piece
-from reshard.moving.local import Sink, aligned_empty, cut, is_host_memory
-from reshard.places import HostMemory
+from reshard.moving.local import Sink, cut, is_host_memory
+from reshard.places import HostMemory, aligned_empty
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _RECEIPT = np.zeros(1, np.uint8)

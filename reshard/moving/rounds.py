@@ -59,7 +59,7 @@ class Loads:
         self._cut = np.where(route.moves & ~route.whole_source, route.elements, 0)
         self._wait = np.where(route.whole_target, 0, route.elements)
         self._come = np.where(route.whole_target, route.elements, 0)
-        self.whole = self.of(np.arange(len(route.level)))
+        self.whole = self.of(np.arange(len(route.hop)))
 
     def of(self, pieces: np.ndarray) -> Load:
         working = self._sum(self._route.sender_place, self._cut, pieces)
@@ -72,7 +72,7 @@ class Loads:
         return np.bincount(place[pieces], elements[pieces], self._num_places)
 
     def batches(self, limit: float) -> list[tuple[int, np.ndarray, Load]]:
-        """All pieces in batches that need at most `limit` anywhere: (level, pieces, load), levels in order.
+        """All pieces in batches that need at most `limit` anywhere: (hop, pieces, load), hops in order.
 
         No single piece may need more than half of it.
         """
@@ -88,8 +88,8 @@ class Loads:
 
     def _split(self, num: int) -> list[tuple[int, np.ndarray, Load]]:
         batches: list[tuple[int, np.ndarray, Load]] = []
-        for level in np.unique(self._route.level):
-            pieces = np.flatnonzero(self._route.level == level)
+        for hop in np.unique(self._route.hop):
+            pieces = np.flatnonzero(self._route.hop == hop)
             if num >= len(pieces):
                 parts = list(pieces[:, None])
             else:
@@ -99,7 +99,7 @@ class Loads:
                 batch = (rank + receiver) % num
                 order = np.argsort(batch, kind="stable")
                 parts = np.split(pieces[order], np.searchsorted(batch[order], np.arange(1, num)))
-            batches += [(int(level), part.astype(np.int32), self.of(part)) for part in parts if len(part)]
+            batches += [(int(hop), part.astype(np.int32), self.of(part)) for part in parts if len(part)]
         return batches
 
 
@@ -129,10 +129,10 @@ class Packer:
         if route.elements[needs_cut].max(initial=0) * unit_bytes > self._limit // 2:
             self._add_chunks(array, route, scale, itemsize)
             return
-        after = last = level_before = 0
-        for level, pieces, load in loads.batches(self._limit / unit_bytes):
-            if level > level_before:  # reads what earlier levels have written
-                level_before, after = level, last
+        after = last = hop_before = 0
+        for hop, pieces, load in loads.batches(self._limit / unit_bytes):
+            if hop > hop_before:  # reads what earlier hops have written
+                hop_before, after = hop, last
             last = max(last, self._add_batch(Batch(array, pieces), load.times(unit_bytes), after))
 
     def _add_batch(self, batch: Batch, load: Load, after: int) -> int:
@@ -154,14 +154,14 @@ class Packer:
         factor = np.array(scale, np.int64)
         starts, stops = (route.start * factor).tolist(), (route.stop * factor).tolist()
         chunks: dict[int, list[Chunk]] = {}
-        after = last = level = 0
+        after = last = hop = 0
         # Plain lists: this goes chunk by chunk, of which there may be millions.
         places = _Places(self._round.tolist(), self._working.tolist(), self._limit)
-        columns = (route.level, route.sender_place, route.receiver_place, route.moves, route.whole_source)
+        columns = (route.hop, route.sender_place, route.receiver_place, route.moves, route.whole_source)
         rows = zip(*(column.tolist() for column in columns), route.whole_target.tolist(), strict=True)
-        for piece, (at_level, sender, receiver, moves, whole_source, whole_target) in enumerate(rows):
-            if at_level > level:
-                level, after = at_level, last
+        for piece, (at_hop, sender, receiver, moves, whole_source, whole_target) in enumerate(rows):
+            if at_hop > hop:
+                hop, after = at_hop, last
             whole = Box(tuple(starts[piece]), tuple(stops[piece]))
             parts = [(whole, whole.size)] if whole_source and whole_target else list(whole.split_sized(most))
             uncut = len(parts) == 1

@@ -57,15 +57,15 @@ def _numbered(keys: Sequence[object]) -> np.ndarray:
 class Route:
     """The pieces that bring an array from one layout to another, in units of the lattice.
 
-    Piece i goes from shard `sender[i]` to target shard `receiver[i]`. Pieces of level 0 are read from the source;
-    those of a later level from the target shard `sender[i]`, which earlier levels have filled. `kept` pairs source
+    Piece i goes from shard `sender[i]` to target shard `receiver[i]`. Pieces of hop 0 are read from the source;
+    those of a later hop from the target shard `sender[i]`, which earlier hops have filled. `kept` pairs source
     and target shards that are the same box on the same device.
     """
 
     source: Layout
     target: Layout
     kept: tuple[tuple[int, int], ...]
-    level: np.ndarray
+    hop: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
     start: np.ndarray
@@ -88,8 +88,8 @@ class Route:
     def whole_source(self) -> np.ndarray:
         """Which pieces are all of their source shard: these are sent without being cut out first."""
         source = (self.source.stop - self.source.start).prod(axis=1)
-        of_sender = source[np.where(self.level == 0, self.sender, 0)]
-        return (self.level == 0) & (self.elements == of_sender)
+        of_sender = source[np.where(self.hop == 0, self.sender, 0)]
+        return (self.hop == 0) & (self.elements == of_sender)
 
     @functools.cached_property
     def whole_target(self) -> np.ndarray:
@@ -108,10 +108,12 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     lattice = _Lattice((*source.grids, *target.grids), source, target)
     num_places = len(places.devices)
     kept = _kept(source, target, source_place, target_place)
-    holders = _holders(source, source_place, lattice)
+    cell, shard = lattice.pairs(source.grids)
+    holders = _Holders(cell, source_place[shard], shard, np.zeros(len(cell), np.int64))
     wants = _wants(target, target_place, lattice, kept)
 
-    stay, wants = _from_the_same_place(wants, holders, num_places)
+    here = holders.find(wants.keys(num_places), num_places)  # what devices have already, in another shard
+    stay, wants = _Step(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
     again, wants = _wanted_again(wants, num_places)
     missing = int(lattice.volume[wants.cell].sum())
     come, holders, missing_on_hosts = _from_other_places(wants, holders, places, lattice, weight)
@@ -119,21 +121,16 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     if len(again.cell):
         steps.append(_Step(again, holders.find(again.keys(num_places), num_places), holders))
 
-    level, sender, receiver, start, stop = lattice.merged(steps)
+    hop, sender, receiver, start, stop = lattice.merged(steps)
     sender_place = np.where(
-        level == 0,
-        source_place[np.where(level == 0, sender, 0)],
-        target_place[np.where(level == 0, 0, sender)],
+        hop == 0,
+        source_place[np.where(hop == 0, sender, 0)],
+        target_place[np.where(hop == 0, 0, sender)],
     )
     return Route(
-        source, target, kept, level, sender, receiver, start, stop, sender_place, target_place[receiver],
+        source, target, kept, hop, sender, receiver, start, stop, sender_place, target_place[receiver],
         missing, missing_on_hosts,
     )  # fmt: skip
-
-
-def _holders(source: Layout, source_place: np.ndarray, lattice: "_Lattice") -> "_Holders":
-    cell, shard = lattice.pairs(source.grids)
-    return _Holders(cell, source_place[shard], shard, np.zeros(len(cell), np.int64))
 
 
 def _wants(
@@ -144,12 +141,6 @@ def _wants(
     wanted = ~_among(shard, np.array([t for _, t in kept], np.int64)) & (lattice.volume[cell] > 0)
     cell, shard = cell[wanted], shard[wanted]
     return _Wants(cell, target_place[shard], shard)
-
-
-def _from_the_same_place(wants: "_Wants", holders: "_Holders", num_places: int) -> tuple["_Step", "_Wants"]:
-    """What devices have already, in another shard; and the wants that are left."""
-    here = holders.find(wants.keys(num_places), num_places)
-    return _Step(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
 
 
 def _wanted_again(wants: "_Wants", num_places: int) -> tuple["_Wants", "_Wants"]:
@@ -186,7 +177,7 @@ def _from_other_places(
         chosen = holders.choose(entries, wider, places, volume * weight)
         steps.append(_Step(entries, chosen, holders))
         wants = wants.without(entries, num_places)
-        holders = holders.with_entries(entries, holders.level[chosen] + 1)
+        holders = holders.with_entries(entries, holders.hop[chosen] + 1)
     assert not len(wants.cell), "cells that nobody has"
     return steps, holders, missing_on_hosts
 
@@ -204,10 +195,7 @@ def _as_one_key(columns: np.ndarray) -> np.ndarray:
     sizes = [int(n) + 1 for n in columns.max(axis=0)]
     if math.prod(sizes) >= 1 << 62:
         return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
-    key = np.zeros(len(columns), np.int64)
-    for column, size in zip(columns.T, sizes, strict=True):
-        key = key * size + column
-    return key
+    return np.asarray(np.ravel_multi_index(tuple(columns.T), sizes))
 
 
 def _kept(
@@ -216,11 +204,8 @@ def _kept(
     if source.memory_kind != target.memory_kind:
         return ()
     have = {(place, box): i for i, (place, box) in enumerate(zip(source_place.tolist(), source.boxes, strict=True))}
-    pairs = [
-        (have.get((place, box), -1), t)
-        for t, (place, box) in enumerate(zip(target_place.tolist(), target.boxes, strict=True))
-    ]
-    return tuple([(s, t) for s, t in pairs if s >= 0])
+    wanted = zip(target_place.tolist(), target.boxes, strict=True)
+    return tuple([(have[key], t) for t, key in enumerate(wanted) if key in have])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,19 +240,19 @@ class _Wants:
 
 @dataclasses.dataclass(frozen=True)
 class _Holders:
-    """Cells that places have: in a source shard (level 0), or in a target shard that earlier steps filled."""
+    """Cells that places have: in a source shard (hop 0), or in a target shard that earlier steps filled."""
 
     cell: np.ndarray
     place: np.ndarray
     shard: np.ndarray
-    level: np.ndarray
+    hop: np.ndarray
 
-    def with_entries(self, entries: _Wants, level: np.ndarray) -> "_Holders":
+    def with_entries(self, entries: _Wants, hop: np.ndarray) -> "_Holders":
         return _Holders(
             np.concatenate([self.cell, entries.cell]),
             np.concatenate([self.place, entries.place]),
             np.concatenate([self.shard, entries.shard]),
-            np.concatenate([self.level, level]),
+            np.concatenate([self.hop, hop]),
         )
 
     def find(self, keys: np.ndarray, num_places: int) -> np.ndarray:
@@ -282,7 +267,7 @@ class _Holders:
         return _among(wants.cell * num + domain[wants.place], self.cell * num + domain[self.place])
 
     def choose(self, wants: _Wants, domain: np.ndarray, places: Places, nbytes: np.ndarray) -> np.ndarray:
-        """For each want a holder of its cell in its domain, so that the places' totals stay level."""
+        """For each want a holder of its cell in its domain, so that the places' totals stay even."""
         num = int(domain.max(initial=0)) + 1
         mine = self.cell * num + domain[self.place]
         order = np.argsort(mine, kind="stable")
@@ -320,12 +305,12 @@ class _Holders:
 
 
 class _Step:
-    """Wants that are met by chosen holders; knows the level of the pieces that do it."""
+    """Wants that are met by chosen holders; knows the hop of the pieces that do it."""
 
     def __init__(self, wants: _Wants, chosen: np.ndarray, holders: _Holders):
         self.wants = wants
         self.sender = holders.shard[chosen]
-        self.level = holders.level[chosen]
+        self.hop = holders.hop[chosen]
 
 
 class _Lattice:
@@ -337,10 +322,8 @@ class _Lattice:
         self.starts = [np.unique(np.concatenate([g.starts[axis] for g in grids])) for axis in range(ndim)]
         self.stops = [np.r_[starts[1:], end] for starts, end in zip(self.starts, ends, strict=True)]
         self.shape = tuple(map(len, self.starts))
-        volume = np.ones((), np.int64)
-        for starts, stops in zip(self.starts, self.stops, strict=True):
-            volume = volume[..., None] * (stops - starts)
-        self.volume = volume.reshape(-1)
+        lengths = [stops - starts for starts, stops in zip(self.starts, self.stops, strict=True)]
+        self.volume = functools.reduce(np.multiply.outer, lengths, np.ones((), np.int64)).reshape(-1)
 
     def pairs(self, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
         """Every cell with every shard that contains it."""
@@ -360,13 +343,13 @@ class _Lattice:
     def merged(self, steps: Sequence[_Step]) -> tuple[np.ndarray, ...]:
         """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first.
 
-        Returns level, sender, receiver, start and stop of each.
+        Returns hop, sender, receiver, start and stop of each.
         """
         ndim = len(self.shape)
         cell = np.concatenate([step.wants.cell for step in steps])
         low = np.stack(np.unravel_index(cell, self.shape), axis=1) if ndim else np.zeros((len(cell), 0), np.int64)
         high = low + 1
-        way = np.concatenate([np.stack([step.level, step.sender, step.wants.shard], axis=1) for step in steps])
+        way = np.concatenate([np.stack([step.hop, step.sender, step.wants.shard], axis=1) for step in steps])
         for axis in reversed(range(ndim)):
             if not len(way):
                 break

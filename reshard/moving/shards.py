@@ -32,11 +32,6 @@ class Grid:
     stop: tuple[int, ...]
     shards: np.ndarray
 
-    @property
-    def has_first_element(self) -> bool:
-        """Whether the first element of the array is in it."""
-        return all(starts[0] == 0 for starts in self.starts)
-
     def within(self, points: Sequence[np.ndarray]) -> list[np.ndarray]:
         """On each axis, which of these points are in the grid."""
         return [
@@ -118,7 +113,8 @@ def layout(sharding: Any, shape: Shape) -> Layout:
     if isinstance(sharding, HostMemory):
         by_part, memory_kind = {0: {sharding: Box.whole(shape)}}, None
     elif isinstance(sharding, EveryHost):
-        by_part, memory_kind = {0: dict.fromkeys(sharding.memories, Box.whole(shape))}, None
+        memories = map(HostMemory, range(sharding.num_processes))
+        by_part, memory_kind = {0: dict.fromkeys(memories, Box.whole(shape))}, None
     else:
         by_part, memory_kind = part_boxes(sharding, shape), sharding.memory_kind
         if isinstance(sharding, MpmdSharding):

@@ -1,6 +1,7 @@
 """Holds the arrays of a reshard on their way: source shards, freed as they leave, and target shards."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +14,15 @@ from reshard.moving.in_place import Kept, take_over
 from reshard.moving.local import Sink
 from reshard.moving.plan import PlannedArray, ReshardPlan
 from reshard.moving.rounds import Batch
+from reshard.moving.route import Route
 from reshard.places import is_local
-
-# For how many shapes the ways of pieces are kept; arrays of one shape mostly follow each other.
-_KNOWN_SHAPES = 64
 
 
 class Way(NamedTuple):
     """A piece of an array, or a chunk of one, on its way from one shard to another.
 
     Attributes:
-        sender, receiver, level: as in `Route`.
+        sender, receiver, hop: as in `Route`.
         from_device, to_device: where these shards are.
         box, into: what is sent, in its shard and in the one that it goes to, in elements of the array.
         nbytes: its bytes.
@@ -31,7 +30,7 @@ class Way(NamedTuple):
 
     sender: int
     receiver: int
-    level: int
+    hop: int
     from_device: Any
     to_device: Any
     box: Box
@@ -39,40 +38,27 @@ class Way(NamedTuple):
     nbytes: int
 
 
-class Ways:
-    """The ways of whole pieces, worked out once for all arrays of one route and shape."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, list[Way]] = {}
-
-    def of(self, planned: PlannedArray) -> list[Way]:
-        """The way of each piece of the array's route."""
-        key = (planned.route, planned.scale, planned.leaf.dtype)
-        ways = self._known.get(key)
-        if ways is None:
-            if len(self._known) >= _KNOWN_SHAPES:
-                self._known.clear()
-            starts, stops = planned.route.start.tolist(), planned.route.stop.tolist()
-            boxes = [Box(tuple(a), tuple(b)).scaled(planned.scale) for a, b in zip(starts, stops, strict=True)]
-            ways = self._known[key] = [way_of(planned, piece, box) for piece, box in enumerate(boxes)]
-        return ways
+def ways_of(route: Route, scale: tuple[int, ...], itemsize: int) -> list[Way]:
+    """The way of each piece of an array's route: the same for all arrays of one route and shape."""
+    starts, stops = route.start.tolist(), route.stop.tolist()
+    boxes = [Box(tuple(a), tuple(b)).scaled(scale) for a, b in zip(starts, stops, strict=True)]
+    return [_way_of(route, scale, itemsize, piece, box) for piece, box in enumerate(boxes)]
 
 
-def way_of(planned: PlannedArray, piece: int, box: Box) -> Way:
+def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box: Box) -> Way:
     """The way of a box of the array, which is a piece of its route or a chunk of one."""
-    route = planned.route
-    sender, receiver, level = int(route.sender[piece]), int(route.receiver[piece]), int(route.level[piece])
-    source = route.target if level else route.source
-    held, wanted = source.boxes[sender].scaled(planned.scale), route.target.boxes[receiver].scaled(planned.scale)
+    sender, receiver, hop = int(route.sender[piece]), int(route.receiver[piece]), int(route.hop[piece])
+    source = route.target if hop else route.source
+    held, wanted = source.boxes[sender].scaled(scale), route.target.boxes[receiver].scaled(scale)
     return Way(
         sender,
         receiver,
-        level,
+        hop,
         source.devices[sender],
         route.target.devices[receiver],
         box.relative_to(held),
         box.relative_to(wanted),
-        box.nbytes(planned.leaf.dtype.itemsize),
+        box.nbytes(itemsize),
     )
 
 
@@ -90,7 +76,7 @@ class MovingArray:
         stays: these source shards.
     """
 
-    def __init__(self, planned: PlannedArray, source: Any, ways: Ways):
+    def __init__(self, planned: PlannedArray, source: Any, ways: Callable[..., list[Way]]):
         self.planned = planned
         self._ways = ways
         self.source = source
@@ -113,13 +99,14 @@ class MovingArray:
         """The number of the piece of each part of a batch."""
         if batch.chunks:
             return np.array([chunk.piece for chunk in batch.chunks], np.int64)
-        return np.arange(len(self.planned.route.level)) if batch.pieces is None else batch.pieces
+        return np.arange(len(self.planned.route.hop)) if batch.pieces is None else batch.pieces
 
     def ways(self, batch: Batch) -> Iterable[Way]:
         """The ways of the parts of a batch."""
+        kind = (self.planned.route, self.planned.scale, self.planned.leaf.dtype.itemsize)
         if batch.chunks:
-            return (way_of(self.planned, chunk.piece, chunk.box) for chunk in batch.chunks)
-        ways = self._ways.of(self.planned)
+            return (_way_of(*kind, chunk.piece, chunk.box) for chunk in batch.chunks)
+        ways = self._ways(*kind)
         return ways if batch.pieces is None else [ways[piece] for piece in batch.pieces.tolist()]
 
 
@@ -129,13 +116,11 @@ class Sources:
     def __init__(self, plan: ReshardPlan, arrays: Sequence[MovingArray], donate: bool):
         self._donate = donate
         self._arrays = arrays
-        self._users: dict[int, int] = {}  # of each source: how many of the arrays are made of it
-        self._reads: dict[tuple[int, int], int] = {}  # of each shard: how many pieces have still to leave
+        self._users = Counter(id(array.source) for array in arrays)  # how many of the arrays are made of each
+        self._reads: Counter[tuple[int, int]] = Counter()  # of each shard: how many pieces have still to leave
         self._started: set[int] = set()
         self._leaving: list[tuple[MovingArray, int]] = []
         self._consumed: set[int] = set()
-        for array in arrays:
-            self._users[id(array.source)] = self._users.get(id(array.source), 0) + 1
         for round_ in plan.rounds:
             for batch in round_:
                 self._count(arrays[batch.array], batch)
@@ -143,10 +128,9 @@ class Sources:
     def _count(self, array: MovingArray, batch: Batch) -> None:
         route, pieces = array.planned.route, array.pieces(batch)
         array.left += len(pieces)
-        senders = route.sender[pieces[route.level[pieces] == 0]]
+        senders = route.sender[pieces[route.hop[pieces] == 0]]
         for shard, count in zip(*np.unique(senders, return_counts=True), strict=True):
-            key = (id(array.source), int(shard))
-            self._reads[key] = self._reads.get(key, 0) + int(count)
+            self._reads[id(array.source), int(shard)] += int(count)
 
     def start(self, array: MovingArray) -> None:
         """Frees the shards that nobody reads, just before the first one that somebody reads leaves."""
@@ -154,7 +138,7 @@ class Sources:
             return
         self._started.add(id(array))
         for shard in range(len(array.shards)):
-            if not self._reads.get((id(array.source), shard)):
+            if not self._reads[id(array.source), shard]:
                 self._free(array, shard)
 
     def leave(self, array: MovingArray, shard: int) -> None:

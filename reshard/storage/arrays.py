@@ -1,7 +1,6 @@
 """An array in files, as everything that reads one sees it."""
 
 import collections
-import math
 import threading
 from typing import Protocol
 
@@ -9,16 +8,6 @@ import numpy as np
 import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
-
-_ALIGNMENT = 64  # of memory that XLA takes for an array of a CPU device as it is
-
-
-def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory for an array, placed so that it can become an array of a CPU device without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + nbytes].view(dtype).reshape(shape)
 
 
 class StoredArray(Protocol):
@@ -47,10 +36,12 @@ class Reads:
 
     Attributes:
         by_name: the bytes, by the name of the file or array.
+        nbytes_expected: of the arrays that have been opened, how much will be read.
     """
 
     def __init__(self) -> None:
         self.by_name: collections.Counter[str] = collections.Counter()
+        self.nbytes_expected = 0
         self._lock = threading.Lock()
 
     @property
@@ -61,6 +52,10 @@ class Reads:
     def add(self, name: str, nbytes: int) -> None:
         with self._lock:
             self.by_name[name] += nbytes
+
+    def expect(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes_expected += nbytes
 
 
 class ZarrArray:

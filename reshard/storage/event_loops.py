@@ -13,12 +13,18 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
     Where a loop is running already (in a notebook), the new one runs in another thread.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_running():
         return _run(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_run, coroutine).result()
+
+
+def _is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

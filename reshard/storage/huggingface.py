@@ -85,11 +85,6 @@ def path_of(name: str) -> Path:
     return tuple(map(Key, parts)) if all(parts) else (Key(name),)
 
 
-def name_of(path: Path) -> str:
-    """The name of the tensor that a path means."""
-    return ".".join(key.name for key in path)
-
-
 def natural(path: Path) -> list[tuple[int, str]]:
     """What sorts paths as people do: layer 10 after layer 9."""
     return [(int(k.name) if re.fullmatch("[0-9]{1,9}", k.name) else -1, k.name) for k in path]
@@ -120,6 +115,18 @@ def open_folder(path: File) -> TensorFolder:
             leaves.append(_leaf(where, tensor, name))
     leaves.sort(key=lambda leaf: natural(leaf.path))
     return TensorFolder(path, None, None, False, False, False, tuple(leaves), (), tensors)
+
+
+def missing_weights(folder: File) -> str | None:
+    """Why a folder that has the config.json of a Hugging Face folder is none; None for any other folder."""
+    if not (folder / CONFIG).is_file():
+        return None
+    if any(folder.glob("*.bin")):
+        return (
+            f"{folder} has its weights in PyTorch's format (*.bin). With `transformers`, AutoModelForCausalLM"
+            ".from_pretrained(folder).save_pretrained(other_folder) writes safetensors."
+        )
+    return f"{folder} is half a Hugging Face folder: it has {CONFIG}, but no *.safetensors. Copy its weights too."
 
 
 def _leaf(path: Path, tensor: Tensor, file: str) -> Leaf:

@@ -31,6 +31,11 @@ def show(path: Iterable[Key]) -> str:
     return "/".join(key.name.replace("/", "%2F") for key in path) or "."
 
 
+def dotted(path: Iterable[Key]) -> str:
+    """What Orbax calls an array, and Hugging Face a tensor: the names with dots between."""
+    return ".".join(key.name for key in path)
+
+
 def parts_of(text: str) -> list[str]:
     """The names of a path that is written as text."""
     return [] if text == "." else [part.replace("%2F", "/") for part in text.split("/")]

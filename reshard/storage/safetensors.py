@@ -20,7 +20,7 @@ import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard.storage.arrays import empty
+from reshard.places import aligned_empty
 from scheduler.files import parse_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -44,7 +44,7 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER_NBYTES = 32 << 20
 _MOST_AXES = 32
 _LONGEST_NAME = 4096
@@ -62,11 +62,6 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def dtype_name(dtype: np.dtype) -> str | None:
-    """What the format calls a dtype; None if it has none for it."""
-    return _NAMES.get(dtype)
 
 
 def read_header(file: File) -> tuple[Tensor, ...]:
@@ -89,7 +84,10 @@ def read_header(file: File) -> tuple[Tensor, ...]:
 def _tensors(file: File) -> Iterator[Tensor]:
     descriptor, size = _open(file)
     try:
-        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        start = os.pread(descriptor, 32, 0)
+        if start.startswith(b"version https://git-lfs"):
+            raise ValueError("it is only a pointer of Git LFS; `git lfs pull` in its folder fetches the file")
+        length = int.from_bytes(start[:8], "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"its header has {length} bytes, but the file has {size}")
         if length > _MOST_HEADER_NBYTES:
@@ -157,7 +155,7 @@ def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
     Raises:
         OSError: they cannot be read, or the file has become shorter.
     """
-    data = empty(box.shape, tensor.dtype)
+    data = aligned_empty(box.shape, tensor.dtype)
     if not box.size:
         return data
     view = data.reshape(-1).view(np.uint8).data
@@ -202,13 +200,13 @@ def header_of(
     The order is that of the package `safetensors`: wide dtypes first, then by name. So what it wrote is written again
     byte for byte.
     """
-    order = list(_NAMES)
+    order = list(NAMES)
     ordered = sorted(tensors, key=lambda t: (-order.index(t[1]), t[0]))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     placed, end = [], 0
     for name, dtype, shape in ordered:
         placed.append(Tensor(name, dtype, shape, end))
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + placed[-1].nbytes]}
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + placed[-1].nbytes]}
         end += placed[-1].nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -1,4 +1,4 @@
-"""Reads what is in an Orbax checkpoint: its tree, and shape, dtype and chunking of each leaf.
+"""Finds an Orbax checkpoint (also by step and item) and reads what is in it: tree, shapes, dtypes and chunks.
 
 Read from what lies on disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and
 without touching a byte of the arrays: an inspection of a terabyte takes as long as that of a megabyte.
@@ -24,7 +24,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.storage import event_loops
 from reshard.storage.arrays import Reads, StoredArray, ZarrArray
-from reshard.storage.paths import Key, Path, show
+from reshard.storage.paths import Key, Path, dotted, show
 from scheduler.files import parse_json, read_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
@@ -128,7 +128,7 @@ class Checkpoint:
     def spec(self, path: Path) -> dict[str, Any]:
         """What tensorstore needs to open one array; it opens nothing for writing."""
         root = f"{self.folder}/" if "://" in str(self.folder) else f"file://{quote(str(self.folder))}/"
-        name = array_name(path) + "/" if path else ""
+        name = dotted(path) + "/" if path else ""
         if self.ocdbt:
             store: Any = {"driver": "ocdbt", "base": root, "path": name, "cache_pool": "cache_pool#index"}
         else:
@@ -153,15 +153,10 @@ class Checkpoint:
             ReshardError: it cannot be read.
         """
         try:
-            return self._texts[array_name(path)]
+            return self._texts[dotted(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             file = self.folder / "_strings.json"
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
-
-
-def array_name(path: Path) -> str:
-    """What Orbax calls an array."""
-    return ".".join(key.name for key in path)
 
 
 def absolute(path: Any) -> File:
@@ -182,7 +177,11 @@ def find(folder: str | File, step: int | None = None, item: str | None = None) -
     """
     path = absolute(folder)
     if is_folder(path):
-        return _open_tensors(path, step, item)
+        from reshard.storage.huggingface import open_folder
+
+        if step is not None or item is not None:
+            raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
+        return open_folder(path)
     if not path.is_dir():
         what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
         raise ReshardError(f"{path} {what}.")
@@ -201,14 +200,6 @@ def is_folder(path: File) -> bool:
     return (path / TENSORS_INDEX).exists() or any(path.glob("*.safetensors"))
 
 
-def _open_tensors(path: File, step: int | None, item: str | None) -> Checkpoint:
-    from reshard.storage.huggingface import open_folder
-
-    if step is not None or item is not None:
-        raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
-    return open_folder(path)
-
-
 def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
     if UNFINISHED in folder.name:
         raise ReshardError(f"{folder} is unfinished: its name says that Orbax was still writing when it ended.")
@@ -220,8 +211,11 @@ def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
         return _open_step(folder, item, int(named[1]) if named else None)
     found = steps(folder)
     if not found:
+        from reshard.storage.huggingface import missing_weights
+
         raise ReshardError(
-            f"{folder} is not an Orbax checkpoint: it has no {METADATA}, no items that have one, and no steps.\n"
+            missing_weights(folder)
+            or f"{folder} is not an Orbax checkpoint: it has no {METADATA}, no items that have one, and no steps.\n"
             f"  It holds {_listing(folder)}."
         )
     if step is None:
@@ -375,7 +369,7 @@ async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
             return leaf
         async with slots:
             array = await open_array(checkpoint, leaf.path, context)
-        extra = beside.get(array_name(leaf.path))
+        extra = beside.get(dotted(leaf.path))
         return dataclasses.replace(leaf, shape=array.shape, dtype=array.dtype, chunk=array.chunk, extra=extra)
 
     return await all_of(map(complete, checkpoint.leaves))

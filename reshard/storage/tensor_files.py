@@ -8,16 +8,18 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as File
+from typing import Self
 
 import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.storage import safetensors
-from reshard.storage.huggingface import SINGLE, name_of, natural, open_folder, path_of
-from reshard.storage.paths import Path, show
+from reshard.storage.huggingface import SINGLE, natural, open_folder, path_of
+from reshard.storage.paths import dotted, show
 from reshard.storage.safetensors import Tensor
-from reshard.storage.stored import TENSORS_INDEX, is_folder
+from reshard.storage.stored import TENSORS_INDEX, Leaf, is_folder
+from reshard.texts import first_of
 
 FILE_NBYTES = 5_000_000_000
 _METADATA = {"format": "pt"}  # without it `transformers` does not load a file
@@ -34,14 +36,6 @@ class TensorFiles:
 
     files: Mapping[str, tuple[bytes, tuple[Tensor, ...]]]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for _, tensors in self.files.values() for tensor in tensors)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(tensor.shape) for _, tensors in self.files.values() for tensor in tensors)
-
     def finish(self, folder: File, beside: File | None) -> None:
         """Adds what says that the folder is complete: the other files of a folder, then the index.
 
@@ -53,7 +47,9 @@ class TensorFiles:
                 shutil.copyfile(beside / name, folder / name)
         if len(self.files) > 1:
             where = {tensor.name: file for file, (_, tensors) in self.files.items() for tensor in tensors}
-            totals = {"total_parameters": self.num_parameters, "total_size": self.nbytes}
+            all_tensors = [tensor for _, tensors in self.files.values() for tensor in tensors]
+            num_parameters = sum(math.prod(tensor.shape) for tensor in all_tensors)
+            totals = {"total_parameters": num_parameters, "total_size": sum(tensor.nbytes for tensor in all_tensors)}
             index = {"metadata": totals, "weight_map": dict(sorted(where.items()))}
             with open(folder / TENSORS_INDEX, "w") as file:
                 file.write(json.dumps(index, indent=2) + "\n")
@@ -62,7 +58,7 @@ class TensorFiles:
 
 
 class Writer:
-    """The files of a folder, open for writing; several processes may have them open."""
+    """The files of a folder, open for writing in a `with` block; several processes may have them open."""
 
     def __init__(self, folder: File, plan: TensorFiles):
         self._descriptors: list[int] = []
@@ -78,43 +74,43 @@ class Writer:
         """Writes a box of a tensor."""
         safetensors.write_box(*self._places[name], box, data)
 
-    def close(self, sync: bool = True) -> None:
-        """Makes what was written last through a crash of the machine, and closes the files."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Makes what was written last through a crash of the machine, unless it has failed, and closes the files."""
         for descriptor in self._descriptors:
             try:
-                if sync:
+                if kind is None:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        self._descriptors = []
 
 
-def described(arrays: Iterable[tuple[Path, np.dtype | None, tuple[int, ...], str | None]]) -> list[Described]:
-    """The tensors that arrays become, given by path, dtype, shape and what Orbax keeps beside them.
+def plan_folder(arrays: Iterable[Leaf], file_nbytes: int, beside: File | None) -> TensorFiles:
+    """Divides the tensors that arrays become among files, as in the folder `beside` if it has the same.
 
     Raises:
         ReshardError: some cannot be tensors; lists them.
     """
     faults, found = [], dict[str, Described]()
-    for path, dtype, shape, extra in arrays:
-        name = name_of(path)
+    for leaf in arrays:
+        name, dtype = dotted(leaf.path), leaf.dtype
         if dtype is None:
-            faults.append(f"{show(path)} is text")
-        elif extra is not None:
-            faults.append(f"{show(path)} has typed keys")
-        elif safetensors.dtype_name(dtype) is None:
-            faults.append(f"{show(path)} is of {dtype}, which the format does not have")
+            faults.append(f"{show(leaf.path)} is text")
+        elif leaf.extra is not None:
+            faults.append(f"{show(leaf.path)} has typed keys")
+        elif dtype not in safetensors.NAMES:
+            faults.append(f"{show(leaf.path)} is of {dtype}, which the format does not have")
         elif name in found:
-            faults.append(f"{show(path)} would be a second tensor {name}")
+            faults.append(f"{show(leaf.path)} would be a second tensor {name}")
         else:
-            found[name] = name, dtype, shape
+            found[name] = name, dtype, leaf.shape
     if faults:
-        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-        lines = [f"  {fault}" for fault in faults[:8]] + more
-        raise ReshardError("safetensors hold arrays of numbers alone; leave the others out:\n" + "\n".join(lines))
+        raise ReshardError(f"safetensors hold arrays of numbers alone; leave the others out:\n{first_of(faults)}")
     if not found:
         raise ReshardError("nothing is left: there is no array to write.")
-    return list(found.values())
+    return plan_files(found.values(), file_nbytes, None if beside is None else file_of_each_tensor(beside))
 
 
 def plan_files(

@@ -126,14 +126,14 @@ def test_rounds_carry_every_element_once_and_keep_to_the_threshold(threshold, sh
             if batch.chunks:
                 parts = [(c.piece, c.box.size) for c in batch.chunks]
             else:
-                pieces = range(len(route.level)) if batch.pieces is None else batch.pieces
+                pieces = range(len(route.hop)) if batch.pieces is None else batch.pieces
                 parts = [(p, int(route.elements[p]) * int(np.prod(array.scale))) for p in pieces]
             for piece, size in parts:
                 seen[batch.array][piece] += size
                 uncut = size == int(route.elements[piece]) * int(np.prod(array.scale))
-                level = int(route.level[piece])
+                hop = int(route.hop[piece])
                 sender, receiver = int(route.sender_place[piece]), int(route.receiver_place[piece])
-                if level:
+                if hop:
                     assert written[batch.array][int(route.sender[piece])]
                 if route.moves[piece] and not (uncut and route.whole_source[piece]):
                     working[sender] = working.get(sender, 0) + size * itemsize

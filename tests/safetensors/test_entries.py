@@ -49,7 +49,7 @@ def read(entry: Entry, box: Box, stored: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def entry_of(shape, origins) -> Entry:
-    return Entry((Key("new"),), "jax.Array", tuple(shape), np.dtype(np.int64), tuple(shape), tuple(origins))
+    return Entry((Key("new"),), "jax.Array", tuple(shape), np.dtype(np.int64), tuple(shape), origins=tuple(origins))
 
 
 def box_of(draw, shape) -> Box:

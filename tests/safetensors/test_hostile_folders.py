@@ -104,9 +104,19 @@ def test_a_shard_that_is_missing_cut_off_or_a_pipe_is_one_clear_line(folder, cap
     os.mkfifo(file)
     assert said(capsys, "inspect", folder) == f"{file} cannot be read: it is not a plain file."
     file.unlink()
+    (folder / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5648800\n")
+    assert "it is only a pointer of Git LFS; `git lfs pull`" in said(capsys, "inspect", folder)
+    (folder / FIRST).unlink()
     (folder / INDEX).unlink()
     second = "model-00002-of-00002.safetensors"
     assert said(capsys, "inspect", folder) == (f"{folder} is incomplete: {second} says that there are 2 files like it.")
+    (folder / second).unlink()
+    assert said(capsys, "inspect", folder) == (
+        f"{folder} is half a Hugging Face folder: it has config.json, but no *.safetensors. Copy its weights too."
+    )
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"PyTorch's format \(\*\.bin\)"):
+        reshard.restore(folder, {})
 
 
 INDICES = {

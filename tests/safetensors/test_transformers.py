@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,3 +132,24 @@ def test_files_of_the_package_are_read_and_its_reader_reads_ours(tmp_path):
     loaded = safetensors.load_file(ours)
     assert all(torch.equal(loaded[name].float(), tensor.float()) for name, tensor in tensors.items())
     assert json.loads(ours.read_bytes()[8:].split(b"}}")[0] + b"}}")["t1"]["dtype"] == "BF16"
+
+
+@pytest.mark.slow
+def test_the_folder_that_the_page_makes_is_fine_tuned_and_loads(tmp_path):
+    pytest.importorskip("grain")
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "docs", tmp_path / "docs")
+    page = (root / "docs" / "finetuning.md").read_text()
+    (program,) = re.findall(r"<!-- folder -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    train = "--model DIR --text docs --lora 2 --steps 3 --lr 1e-2 --groups 2 --microbatches 2 --batch 4 --eval-every 0"
+    train = [str(root / "examples/llama/train.py"), *train.split(), "--export", "tuned"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    for words in (["-c", program], train):
+        subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, check=True, timeout=300)
+    base, tuned = (
+        dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).named_parameters())
+        for folder in ("DIR", "tuned")
+    )
+    changed = {name for name in base if not torch.equal(base[name], tuned[name])}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(6)}
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned").eos_token == "<end>"

@@ -1,0 +1,41 @@
+"""Says what an error of storage means for whoever saves: the disk is full, the folder may not be written."""
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+from reshard.storage.stored import said
+
+_CASES = (
+    (errno.ENOSPC, ("No space left", "RESOURCE_EXHAUSTED", "Errno 28"), "the disk is full"),
+    (errno.EDQUOT, ("quota exceeded", "Errno 122"), "the disk quota is used up"),
+    (errno.EROFS, ("Read-only file system", "Errno 30"), "the file system is read-only"),
+    (errno.EACCES, ("Permission denied", "PERMISSION_DENIED", "Errno 13"), "this user may not write there"),
+)
+
+
+def known_failure(error: BaseException, folder: Any) -> OSError | None:
+    """The error of a save as the user is to see it; None for one that this file knows nothing about."""
+    text = "\n".join(map(str, _chain(error)))
+    for code, signs, what in _CASES:
+        if any(sign in text for sign in signs):
+            return OSError(
+                code, f"save: {what}; nothing was saved, and what was saved before is untouched", str(folder)
+            )
+    return None
+
+
+def failure_of(error: BaseException, folder: Any) -> OSError:
+    """The error of a save, whatever it was, as the user is to see it."""
+    if (known := known_failure(error, folder)) is not None:
+        return known
+    chain = list(_chain(error))
+    if any("DEADLINE_EXCEEDED" in str(e) or isinstance(e, TimeoutError) for e in chain):
+        return TimeoutError(f"save: other processes did not take part in saving {folder}: {said(error)}")
+    return OSError(errno.EIO, f"save: it could not be written ({said(error)}); nothing was saved", str(folder))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
