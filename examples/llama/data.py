@@ -8,15 +8,15 @@ A process makes only the rows that its own devices read.
 """
 
 import functools
-import json
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grain
 import jax
 import numpy as np
+from model import config_json
 
 import mpmd
 
@@ -46,20 +46,39 @@ class Bytes:
 
 
 class OfFolder:
-    """The tokenizer of a Hugging Face folder (tokenizer.json)."""
+    """The tokenizer of a Hugging Face folder (tokenizer.json).
+
+    Raises:
+      ValueError: it is damaged, or of another model: that is said here or when a token is met that the model has not.
+    """
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer as Fast
 
-        self.tokenizer = Fast.from_file(str(folder / "tokenizer.json"))
-        config = json.loads((folder / "config.json").read_text())
+        self.file = folder / "tokenizer.json"
+        try:
+            self.tokenizer = Fast.from_file(str(self.file))
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"{self.file} is damaged, or no tokenizer: {error}. Copy it again.") from error
+        config = config_json(folder)
         end = config.get("eos_token_id")
         self.end = int(end[0] if isinstance(end, list) else end or 0)
-        self.vocabulary = int(config["vocab_size"])
+        self.vocabulary = int(config.get("vocab_size", 0))
+        if self.tokenizer.id_to_token(self.end) is None:
+            self._refuse(
+                f"config.json says that documents end with token {self.end}, which this tokenizer does not have"
+            )
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(
+            f"{self.file} is the tokenizer of another model: {why}. Copy the one that belongs to the model."
+        )
 
     def encode(self, text: bytes) -> np.ndarray:
-        ids = self.tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids
-        return np.array(ids, np.int32)
+        ids = np.array(self.tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids, np.int32)
+        if len(ids) and ids.max() >= self.vocabulary:
+            self._refuse(f"it has made token {ids.max()}, and config.json says vocab_size {self.vocabulary}")
+        return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.tokenizer.decode(list(tokens))
@@ -73,8 +92,7 @@ def tokenizer_of(folder: str | None) -> Tokenizer:
     """
     if folder is None:
         return Bytes()
-    if not (Path(folder) / "config.json").exists():
-        raise FileNotFoundError(f"{folder}: this is no Hugging Face folder; it has no config.json.")
+    config_json(folder)
     if not (Path(folder) / "tokenizer.json").exists():
         raise FileNotFoundError(
             f"{folder}: there is no tokenizer.json. With `transformers`, AutoTokenizer.from_pretrained(...)"
@@ -96,7 +114,10 @@ class Packed(grain.sources.RandomAccessDataSource):
         self.starts = np.cumsum([0, *map(len, documents)])[:-1]
         self.length = length
         if len(self) == 0:
-            raise ValueError(f"{len(files)} files have {len(self.stream)} tokens, too few for a row of {length}")
+            raise ValueError(
+                f"the text ({files[0]}{' and others' * (len(files) > 1)}) has {len(self.stream)} tokens, too few for a"
+                f" row of --length {length} and its last target; give more text, or a smaller --length"
+            )
 
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.length

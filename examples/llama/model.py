@@ -17,6 +17,26 @@ from flax import nnx
 
 import mpmd
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+CHUNK = 512  # positions for which logits exist at a time
+
+
+def config_json(folder: str | Path) -> dict[str, Any]:
+    """What config.json of a Hugging Face folder says.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged.
+    """
+    file = Path(folder) / "config.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{folder}: this is no Hugging Face folder; it has no config.json.")
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, or no configuration: {error}. Copy it again.") from error
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -53,14 +73,23 @@ class Config:
     @classmethod
     def of_folder(cls, folder: str | Path, **changes: Any) -> "Config":
         """The configuration of a Hugging Face folder, from its config.json."""
-        return cls.of_json(json.loads((Path(folder) / "config.json").read_text()), **changes)
+        return cls.of_json(config_json(folder), **changes)
 
     @classmethod
     def of_json(cls, c: dict[str, Any], **changes: Any) -> "Config":
-        """The configuration that Hugging Face writes as `c`."""
-        family = c["model_type"]
-        if family not in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral"):
-            raise ValueError(f"config.json: model_type is {family!r}; this example has Llama, Qwen, Gemma and Mixtral.")
+        """The configuration that Hugging Face writes as `c`.
+
+        Raises:
+          ValueError: it is of another family, lacks something, or asks for what this model has not.
+        """
+        family = c.get("model_type")
+        if family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ValueError(
+                f"config.json: model_type is {family!r}, which this example does not have. It has {known}."
+            )
+        if missing := [name for name in SIZES if name not in c]:
+            raise ValueError(f"config.json does not say {' nor '.join(missing)}, which every model of its family has.")
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
         gemma = family.startswith("gemma")
         cls._check(c, rope.get("rope_type", rope.get("type", "default")), gemma)
@@ -326,7 +355,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, **about: jax.Array) -> jax.Array:
         return self.logits(self.features(tokens, **about))
 
-    def loss(self, batch: dict[str, jax.Array], chunk: int = 512) -> jax.Array:
+    def loss(self, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array:
         """Mean cross-entropy in nats of the tokens that `weights` counts. Logits exist for `chunk` positions at a time.
 
         Args:

@@ -12,11 +12,12 @@ divides which axis of the parameters. Where stages end is chosen by cost (`mark_
 """
 
 import argparse
-import json
+import contextlib
 import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import orbax.checkpoint as ocp
+from checkpoints import Checkpoints
 from data import Batches, Tokenizer, tokenizer_of
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from logs import Speed, Trace, writers
-from model import Config, Decoder, LoRA
+from model import CHUNK, Config, Decoder, LoRA, config_json
 from parallel import AXES, RULES, make_mesh, peak_flops, spec_of
 
 import mpmd
-import reshard.checkpoint  # makes Orbax take the arrays of a pipeline
+import reshard.checkpoint
 
 
 class Model:
@@ -207,6 +208,8 @@ def first_state(program: Program, shardings: Any) -> Any:
 
 def export(program: Program, params: list[Any], options: argparse.Namespace) -> None:
     """Writes the weights as a Hugging Face folder like that of --model; LoRA's factors are multiplied out."""
+    config = config_json(options.model)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if options.lora:
 
         def merged(factors, base):
@@ -215,10 +218,12 @@ def export(program: Program, params: list[Any], options: argparse.Namespace) -> 
             attention = attention | {"query": attention["query"] + change}
             return base | {"layers": base["layers"] | {"attention": attention}}
 
-        layout = jax.tree.map(lambda x: x.mpmd_sharding, params[-1])
-        params = [mpmd.jit(merged, mpmd_mesh=program.mesh, out_shardings=layout)(*params)]
-    config = json.loads((Path(options.model) / "config.json").read_text())
-    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        factors, base = params
+        layout = jax.tree.map(lambda x: x.mpmd_sharding, base)
+        if jnp.dtype(dtype) != program.model.config.dtype:  # the frozen base has fewer digits than its folder
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), base)
+            base = reshard.checkpoint.restore(options.model, like, layout, mapping="auto")
+        params = [mpmd.jit(merged, mpmd_mesh=program.mesh, out_shardings=layout)(factors, base)]
     how = reshard.checkpoint.TensorFormat("auto", files_of=options.model, dtype=dtype)
     reshard.checkpoint.save(options.export, params[-1], tensors=how)
 
@@ -228,38 +233,46 @@ def saved(state: Any) -> Any:
     return state | {"params": state["params"][:1]}
 
 
-def resumed(program: Program, manager: ocp.CheckpointManager, step: int, shardings: Any) -> Any:
-    """The state of a checkpoint. What is frozen comes from where it came from at first."""
-    plain = jax.eval_shape(program.init, jax.random.key(0))
-    target = reshard.checkpoint.abstract(saved(plain), saved(shardings))
-    state: Any = manager.restore(step, args=ocp.args.StandardRestore(target))
+def resumed(program: Program, checkpoints: Checkpoints, shardings: Any) -> Any:
+    """The state of the newest checkpoint. What is frozen comes from where it came from at first."""
+    like = saved(jax.eval_shape(program.init, jax.random.key(0)))
+    state = checkpoints.restore(like, saved(shardings))
     frozen = first_state(program, shardings)["params"][1:] if program.options.lora else []
-    say(f"goes on after step {step}")
+    say(f"goes on after step {checkpoints.newest}")
     return state | {"params": [*state["params"], *frozen]}
+
+
+@contextlib.contextmanager
+def told(*kinds: type[Exception]) -> Iterator[None]:
+    """Ends the program with the text of an error that its user can mend, and without a traceback."""
+    try:
+        yield
+    except kinds as error:
+        sys.exit(f"train.py: {error}")
 
 
 def run(options: argparse.Namespace) -> int:
     """The whole run; returns the exit status."""
     mpmd.initialize()
-    tokenizer = tokenizer_of(options.model)
-    config = config_of(options, tokenizer)
+    with told(OSError, ValueError):
+        tokenizer = tokenizer_of(options.model)
+        config = config_of(options, tokenizer)
+        batches = Batches(options.text, tokenizer, options.batch, options.length, options.microbatches, options.seed)
+        checkpoints = Checkpoints(options.checkpoint_dir, options.keep) if options.checkpoint_dir else None
+        if options.model:
+            reshard.checkpoint.restore(options.model, {}, partial=True)  # are all files there, before anything compiles
     program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
-    batches = Batches(options.text, tokenizer, options.batch, options.length, options.microbatches, options.seed)
     lowered = program.step.lower(*program.abstract())
     program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
     compiled = lowered.compile()
     count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
     say(f"{count:,} parameters, layers of each stage: {lowered.cuts}")
     shardings = compiled.input_shardings[0][0]
-    manager, first = None, 0
-    if options.checkpoint_dir:
-        kept = ocp.CheckpointManagerOptions(max_to_keep=options.keep)
-        manager = ocp.CheckpointManager(Path(options.checkpoint_dir).absolute(), options=kept)
-        first = manager.latest_step() or 0
-    state = resumed(program, manager, first, shardings) if manager and first else first_state(program, shardings)
-    status, state = train(program, compiled, state, batches, manager, first)
-    if manager:
-        manager.wait_until_finished()
+    first = checkpoints.newest if checkpoints else 0
+    state = resumed(program, checkpoints, shardings) if checkpoints and first else first_state(program, shardings)
+    status, state = train(program, compiled, state, batches, checkpoints, first)
+    if checkpoints:
+        checkpoints.wait()
     if status == 0 and options.export:
         export(program, state["params"], options)
     if status == 0 and options.generate:
@@ -269,18 +282,15 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def train(program: Program, compiled: Any, state: Any, batches: Batches, manager: Any, first: int) -> tuple[int, Any]:
+def train(
+    program: Program, compiled: Any, state: Any, batches: Batches, checkpoints: Checkpoints | None, first: int
+) -> tuple[int, Any]:
     """Steps from `first` on. The status is 75 where a signal stopped them: the launcher's --restarts goes on."""
     options, stop, layout = program.options, Stop(), compiled.input_shardings[0][1]
     trace = Trace(options.profile, options.log or "profile")
     flops, peak = program.flops_per_step(), peak_flops(program.mesh)
     speed = Speed(options.steps, options.batch * options.length, flops / peak if peak else None)
     report = writers(options.steps, options.log) if jax.process_index() == 0 else []
-
-    def save(step: int) -> None:
-        if manager and manager.latest_step() != step:
-            jax.block_until_ready(state)  # Orbax waits for the other processes; no step may be in flight
-            manager.save(step, args=ocp.args.StandardSave(saved(state)))
 
     for step in range(first + 1, options.steps + 1):
         is_first, is_last = step == first + 1, step == options.steps
@@ -297,7 +307,7 @@ def train(program: Program, compiled: Any, state: Any, batches: Batches, manager
             continue
         numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not all(map(math.isfinite, numbers.values())):  # before this state is saved
-            say(f"step {step}: {numbers}; the last checkpoint is of step {manager and manager.latest_step()}")
+            say(f"step {step}: {numbers}; the last checkpoint is of step {checkpoints and checkpoints.newest}")
             return 1, state
         if reports and not is_first:  # the first step also loads programs
             numbers |= speed.numbers(step, compiled.last_timeline().busy)
@@ -306,13 +316,14 @@ def train(program: Program, compiled: Any, state: Any, batches: Batches, manager
         if reports or evaluates:
             for write in report:
                 write(step, numbers)
-        if saves:
-            save(step)
+        if saves and checkpoints:
+            checkpoints.save(step, saved(state))
         if reports:
             jax.block_until_ready(state)
             if stop.agreed():
-                save(step)
-                say(f"stopped by a signal after step {step}" + ("; saved" if manager else ""))
+                if checkpoints:
+                    checkpoints.save(step, saved(state))
+                say(f"stopped by a signal after step {step}" + ("; saved" if checkpoints else ""))
                 return 75, state
         speed.start(step)  # what is done between steps does not count
     trace.end(state)
@@ -378,6 +389,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"
         )
+    if options.length > CHUNK and options.length % CHUNK:
+        parser.error(f"--length {options.length}: give a multiple of {CHUNK}, for which logits are made at a time")
     return options
 
 
@@ -385,4 +398,5 @@ if __name__ == "__main__":
     options = parse()
     if "MPMD_COORDINATOR" not in os.environ:  # devices for the groups, on a machine without GPUs
         jax.config.update("jax_num_cpu_devices", options.groups * options.data * options.tensor)
-    sys.exit(run(options))
+    with told(OSError, mpmd.ReshardError, mpmd.ScheduleError, mpmd.StageError):
+        sys.exit(run(options))

@@ -85,37 +85,106 @@ def test_the_commands_of_the_page_have_options_that_exist(example):
         example.parse(shlex.split(command, comments=True))
 
 
-def test_a_run_goes_on_with_other_groups_and_the_same_examples(tmp_path):
-    pytest.importorskip("grain")
+NOTING = """
+import os, runpy, sys, zlib
+sys.path.insert(0, {folder!r})
+import data
+file = open(os.environ["SEEN"] + os.environ["MPMD_PROCESS_ID"], "a")
+placed, row = data.Batches.placed, data.Batches.row
 
-    def run(log: str, *options: str) -> dict[int, float]:
-        command = [sys.executable, ROOT / "examples" / "llama" / "train.py", "--layers", "4", "--width", "64"]
-        small = "--microbatches 4 --batch 8 --length 32 --report-every 1 --eval-every 6 --eval-batches 1".split()
+def noted_placed(self, step, *about, **more):
+    self.step = step + 1
+    return placed(self, step, *about, **more)
+
+def noted_row(self, number, held_out=False):
+    found = row(self, number, held_out)
+    print(self.step, number, zlib.crc32(b"".join(found[name].tobytes() for name in sorted(found))), file=file)
+    return found
+
+data.Batches.placed, data.Batches.row = noted_placed, noted_row
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_goes_on_in_fewer_processes_and_other_stages_with_the_same_losses_and_examples(tmp_path):
+    """Four processes, of which a checkpoint of the middle is left, then two with two devices a group; two sources."""
+    pytest.importorskip("grain")
+    noting = tmp_path / "noting.py"
+    noting.write_text(NOTING.format(folder=str(ROOT / "examples" / "llama")))
+    for name, words in (("a", "to be or not to be, "), ("b", "the quality of mercy ")):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{i} {words}" for i in range(200)))
+
+    def run(log: str, processes: int, devices: int, *options: str) -> tuple[dict[int, float], set[str]]:
+        launcher = [ROOT / "scripts/launch_multihost.sh", "-n", str(processes), "--cpu-devices", str(devices), "--"]
+        command = [sys.executable, noting, ROOT / "examples/llama/train.py", "--text", "a.txt=3", "b.txt"]
+        small = "--layers 4 --width 64 --microbatches 4 --batch 8 --length 32 --steps 6 --eval-every 0"
+        small += " --report-every 1 --save-every 3 --checkpoint-dir run"
         done = subprocess.run(
-            [*command, *small, "--log", tmp_path / log, *options],
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            text=True, capture_output=True, check=False, timeout=300,
+            [*launcher, *command, *small.split(), "--log", tmp_path / log, *options],
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path / f"{log}-rows.")},
+            cwd=tmp_path, text=True, capture_output=True, check=False, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         rows = list(csv.DictReader((tmp_path / log / "metrics.csv").open()))
-        assert any(row["name"] == "held_out_loss" for row in rows)
-        return {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "loss"}
+        losses = {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "loss"}
+        return losses, {line for file in tmp_path.glob(f"{log}-rows.*") for line in file.read_text().splitlines()}
 
-    saved = ("--checkpoint-dir", str(tmp_path / "run"), "--lr", "3e-3")
-    whole = run("whole", "--steps", "6", "--save-every", "3", "--groups", "4", *saved)
-    for step in (4, 5, 6):  # as if the job had ended after step 3
-        for newer in (tmp_path / "run").glob(str(step)):
-            shutil.rmtree(newer)
-    resumed = run("resumed", "--steps", "6", "--groups", "2", "--generate", "import ", *saved)
-    assert sorted(resumed) == [4, 5, 6]
-    for step, loss in resumed.items():
-        assert loss == pytest.approx(whole[step], rel=2e-3)  # bfloat16, in other stages
+    losses, seen = run("whole", 4, 1, "--groups", "4")
+    assert len(seen) == 6 * 8
+    shutil.rmtree(tmp_path / "run" / "6")  # as if the job had ended after step 3
+    again, seen_again = run("resumed", 2, 2, *"--groups 2 --data 2 --schedule gpipe --generate to".split())
+    assert sorted(again) == [4, 5, 6]
+    for step, loss in again.items():
+        assert loss == pytest.approx(losses[step], rel=2e-3)  # bfloat16, in other stages
+    assert seen_again == {line for line in seen if int(line.split()[0]) > 3}
+
+
+def test_what_a_user_can_mend_is_said_in_few_words(example, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    make_folder(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("to be or not to be, " * 40)
+    small = f"--text {tmp_path}/text.txt --groups 1 --microbatches 1 --batch 2 --length 16 --steps 2 --eval-every 0"
+
+    def said(change=lambda folder: None, *options: str) -> str:
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        shutil.copytree(tmp_path / "base", tmp_path / "model")
+        change(tmp_path / "model")
+        with example.told(OSError, example.mpmd.ReshardError):
+            assert example.run(example.parse([*small.split(), "--model", f"{tmp_path}/model", *options])) == 0
+        return ""
+
+    def message(*arguments) -> str:
+        with pytest.raises(SystemExit) as caught:
+            said(*arguments)
+        return str(caught.value)
+
+    def config(**changes):
+        def change(folder):
+            file = folder / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+        return change
+
+    assert "model_type is 'gpt2'" in message(config(model_type="gpt2"))
+    assert "which this tokenizer does not have" in message(config(eos_token_id=128001))
+    assert "it has made token 84, and config.json says vocab_size 80" in message(config(vocab_size=80, eos_token_id=7))
+    assert "config.json is damaged, or no configuration" in message(lambda f: os.truncate(f / "config.json", 99))
+    assert "tokenizer.json is damaged, or no tokenizer" in message(lambda f: os.truncate(f / "tokenizer.json", 99))
+    assert "but no *.safetensors" in message(lambda f: (f / "model.safetensors").unlink())
+    assert "it is cut off or too long" in message(lambda f: os.truncate(f / "model.safetensors", 9999))
+    saved = ("--checkpoint-dir", str(tmp_path / "run"), "--save-every", "1")
+    said(lambda folder: None, *saved)
+    data = max((tmp_path / "run" / "2").rglob("d/*"), key=lambda file: file.stat().st_size)
+    os.truncate(data, 100)
+    found = message(lambda folder: None, *saved)
+    assert "the checkpoint is damaged" in found and "then the same command goes on after step 1" in found
 
 
 def make_folder(folder: Path) -> dict:
     """A small random Llama with a tokenizer whose words are letters; its tensors, as a tree."""
     tokenizers = pytest.importorskip("tokenizers")
-    letters = {chr(code): code - 32 for code in range(32, 127)}
+    letters = {chr(code): code - 32 for code in range(32, 128)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [], unk_token=" "))
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "rms_norm_eps": 1e-5}
