@@ -119,6 +119,17 @@ tell() { printf '@C %s\n' "$*" >&2; }                     # to the launcher
 fail() { tell error "$@" && exit 0; }                 # status and text, before any rank is started
 event() { printf '%s\n' "$*" >&"$events"; }           # to the agent's own loop
 
+# Reads a line into the caller's `line`; the status is that of `read`. What a timeout finds of a line, `read` has taken out of
+# the pipe already, so it is kept for the next call.
+read_line() { # file descriptor, seconds (none: no limit)
+  local part='' status
+  IFS= read -r ${2:+-t "$2"} -u "$1" part
+  status=$?
+  unread=${unread:-}$part
+  ((status == 0)) || return "$status"
+  line=$unread unread=
+}
+
 agent() {
   service_pid='' service_life='' stopping='' hurry='' finished='' failed_at='' num_running=0 num_open=0 pumps=()
   trap '' PIPE
@@ -192,9 +203,9 @@ listen() {
   trap '' TERM HUP INT
   trap - EXIT
   exec {life}<&-
-  local line limit=()
-  [[ $transport == local ]] || limit=(-t "$silence_s")
-  while IFS= read -r "${limit[@]}" -u "$commands" line; do
+  local line limit=
+  [[ $transport == local ]] || limit=$silence_s
+  while read_line "$commands" "$limit"; do
     [[ $line == alive ]] || event "$line"
   done
   event gone
@@ -361,7 +372,7 @@ stop() {
 wait_for_event() {
   local line
   # shellcheck disable=SC2086 # events are words
-  ! IFS= read -r -t "$1" -u "$events" line || handle $line
+  ! read_line "$events" "$1" || handle $line
 }
 
 # Reports what each rank was doing, from the file that its watchdog wrote.
@@ -680,7 +691,7 @@ feed() { # host
   agent_program "$1"
   printf '\0'
   while true; do
-    if IFS= read -r -t "$beat_s" -u "$lines" line; then
+    if read_line "$lines" "$beat_s"; then
       printf '%s\n' "$line"
     elif (($? > 128)); then
       echo alive
@@ -747,7 +758,7 @@ run_job() {
   tmp=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || die 69 "no temporary folder in ${TMPDIR:-/tmp}"
   mkfifo "$tmp/events" && exec {events}<>"$tmp/events"
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
-  command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=()
+  command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
   phase=connecting num_ready=() num_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -762,7 +773,7 @@ run_job() {
   num_open=${#host_names[@]}
   [[ -z $interrupted ]] || begin_stop
   while ((num_open > 0)); do
-    if IFS= read -r -t 1 -u "$events" line; then
+    if read_line "$events" 1; then
       read -r h kind rest <<<"$line"
       on_message "$h" "$kind" "$rest"
     elif [[ -n $deadline ]] && ((SECONDS >= deadline)); then

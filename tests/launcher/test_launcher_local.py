@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
-from launching import PATIENCE_S, PYTHON, ROOT, alive, launch, python, run, shell, torn, until
+from launching import PATIENCE_S, PYTHON, ROOT, alive, clean_environment, launch, python, run, shell, torn, until
 
 SAY_VARIABLES = (
     "for v in COORDINATOR NUM_PROCESSES PROCESS_ID LOCAL_ID LOCAL_ONLY HANG_TIMEOUT_S SERVICE; do"
@@ -139,6 +140,16 @@ def test_a_line_comes_when_it_is_written(tmp_path):
         until(lambda: job.err == "[0] other\n", "the line on stderr")
         go.touch()
         assert job.finish() == 0
+
+
+def test_a_message_that_a_timeout_cuts_in_two_is_not_lost():
+    script = (ROOT / "scripts" / "launch_multihost.sh").read_text()
+    function = re.search(r"^read_line\(\).*?^}", script, re.DOTALL | re.MULTILINE)
+    assert function is not None
+    words = 2 * 'until read_line 0 0.05; do :; done; echo "[$line]"; '
+    program = f"{function[0]}\n{{ printf exi; sleep 0.3; printf 'ted 3\\nnext\\n'; }} | {{ {words} }}"
+    done = subprocess.run(["bash", "-uc", program], text=True, capture_output=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["[exited 3]", "[next]"]
 
 
 def test_lines_stay_whole_under_load():
@@ -442,6 +453,23 @@ def test_ctrl_c_is_no_reason_to_start_over():
         os.kill(job.process.pid, signal.SIGINT)
         assert job.finish() == 130
         assert job.summary() == ["jax-mpmd: ended by SIGINT"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_what_each_rank_of_a_job_that_hangs_did_last(tmp_path):
+    faults = ROOT / "tests" / "multiprocess" / "programs" / "faults.py"
+    with launch("-n", 3, "--cpu-devices", 1, "--log-dir", tmp_path, "--", PYTHON, faults, "callback", 1) as job:
+        job.wait_for_line(r"about to callback$")
+        time.sleep(5)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.finish() == 130
+    said = subprocess.run(
+        [PYTHON, "-m", "mpmd", "replay", tmp_path], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    lines = said.stdout.splitlines()
+    assert lines[0] == "records of 3 of 3 ranks"
+    assert re.fullmatch(r"jax-mpmd: rank 1: is in the host callback on_host .*; then SIGTERM came", lines[1])
+    assert "so rank 1 explains what the others waited for" in lines
 
 
 # --- the coordination service ---------------------------------------------------------------------
