@@ -186,10 +186,7 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
     if not all(size.isdecimal() for _, _, size in entries):
         raise ValueError(f"--axes {text}: expected name=size for each axis, as in data=8,model=8.")
     sizes = [int(size) for _, _, size in entries]
-    product = 1
-    for size in sizes:
-        product *= size
-    if product != devices:
+    if (product := math.prod(sizes)) != devices:
         raise ValueError(f"--axes {text} are {product} devices, but --devices-per-group is {devices}.")
     return names, sizes
 
@@ -253,4 +250,10 @@ def _loaded(where: str) -> Callable[..., Any]:
 if __name__ == "__main__":
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing is run
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -8,10 +8,9 @@ Each stage can be printed and asked; calling the decorated step runs through the
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Required, TypedDict, Unpack, overload
 
 import jax
-from jax.sharding import AxisType
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
@@ -36,34 +35,25 @@ from mpmd.tracing.trace import Trace, trace_step
 from scheduler.collector import without_collection
 
 
-@overload
-def jit(
-    fun: Callable,
-    *,
-    mpmd_mesh: MpmdMesh,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    donate_argnames: str | Sequence[str] = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-) -> "Jitted": ...
+class _Options(TypedDict, total=False):
+    """What `jit` takes by name."""
+
+    mpmd_mesh: Required[MpmdMesh]
+    in_shardings: Any
+    out_shardings: Any
+    donate_argnums: int | Sequence[int]
+    donate_argnames: str | Sequence[str]
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    compiler_options: Mapping[str, Any] | None
 
 
 @overload
-def jit(
-    fun: None = None,
-    *,
-    mpmd_mesh: MpmdMesh,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    donate_argnames: str | Sequence[str] = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-) -> "Callable[[Callable], Jitted]": ...
+def jit(fun: Callable, **options: Unpack[_Options]) -> "Jitted": ...
+
+
+@overload
+def jit(fun: None = None, **options: Unpack[_Options]) -> "Callable[[Callable], Jitted]": ...
 
 
 @compat.api_boundary
@@ -151,7 +141,7 @@ class Jitted:
         self._wished: dict[Any, list[Any]] = {}
 
     @compat.api_boundary
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any):
         if jax.config.values["jax_disable_jit"]:
             args, kwargs = _on_one_device((args, kwargs))
             return self._fun(*args, **kwargs)
@@ -160,25 +150,25 @@ class Jitted:
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
         with joining.compiling(), without_collection():
-            compiled = self._trace(call).lower().compile()
+            compiled = self._trace(call).lower()._begin_to_compile()
         self._cache.setdefault(call.key, []).append(compiled)
         return compiled._run(call.leaves)
 
-    def __get__(self, obj, owner=None):
+    def __get__(self, obj: Any, owner: Any = None):
         return self if obj is None else functools.partial(self, obj)
 
     @compat.api_boundary
-    def trace(self, *args, **kwargs) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
         return self._trace(self._read(args, kwargs))
 
     @compat.api_boundary
-    def lower(self, *args, **kwargs) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, cut into tasks and placed on groups."""
         return self.trace(*args, **kwargs).lower()
 
     @compat.api_boundary
-    def eval_shape(self, *args, **kwargs) -> Any:
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the result; nothing is compiled."""
         traced = self.trace(*args, **kwargs)._trace
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
@@ -196,8 +186,7 @@ class Jitted:
             check_static(fixed)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         mesh = self._mesh.tracing_mesh()
-        axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        explicit = {n for n, t in axes if t == AxisType.Explicit} - {self._mesh.mpmd_axis_name}
+        explicit = {*mesh.explicit_axes} - {self._mesh.mpmd_axis_name}
         wishes = self._wishes(tree, fixed, len(args))
         types, fault = (), None
         try:

@@ -4,6 +4,7 @@ Each can be printed and asked. A trace and a partition depend on shapes alone; d
 places the arguments and runs the program.
 """
 
+import dataclasses
 import functools
 import os
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
@@ -29,9 +31,9 @@ from mpmd.job.wires import PullWire, PutWire
 from mpmd.observe.records import Rows
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
-from mpmd.report.estimate import estimate
-from mpmd.report.explain import WholeTraffic, explain
-from mpmd.report.flops import flops_per_step, nbytes_per_step
+from mpmd.report.estimate import draft_of
+from mpmd.report.explain import Traffic, explain
+from mpmd.report.flops import cost_per_step
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
 from mpmd.report.profile import Profile
@@ -48,7 +50,6 @@ from mpmd.tracing.arguments import (
     hint_of,
     leaf_type,
     short_type,
-    zeros_of,
 )
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
@@ -61,26 +62,17 @@ def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced:
     """A step as one jaxpr. `str()` prints it."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        name: str,
-        mesh: MpmdMesh,
-        hints: tuple[Hint, ...],
-        out_shardings: Any,
-        donated: frozenset[int],
-        options: Mapping[str, Any],
-    ):
-        self._options = options
-        self._trace = trace
-        self._name = name
-        self._mesh = mesh
-        self._out_shardings = out_shardings
-        self._hints = hints
-        self._donated = donated
+    _trace: Trace
+    _name: str
+    _mesh: MpmdMesh
+    _hints: tuple[Hint, ...]
+    _out_shardings: Any
+    _donated: frozenset[int]
+    _options: Mapping[str, Any]
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -148,28 +140,18 @@ def _items(outline: Outline, mesh: MpmdMesh) -> str:
     return f"{mesh}; {'; '.join(loops) or 'no loop'}; {around} segments and transfers around"
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """A step, cut into tasks and segments. `.as_text()` prints the partition."""
 
-    def __init__(
-        self,
-        outline: Outline,
-        split: SplitStep,
-        mesh: MpmdMesh,
-        name: str,
-        ins: Sequence[Hint],
-        outs: Sequence[Hint],
-        donated: frozenset[int],
-        options: Mapping[str, Any],
-    ):
-        self._outline = outline
-        self._split = split
-        self._name = name
-        self._options = options
-        self._mesh = mesh
-        self._ins = ins
-        self._outs = outs
-        self._donated = donated
+    _outline: Outline
+    _split: SplitStep
+    _mesh: MpmdMesh
+    _name: str
+    _ins: Sequence[Hint]
+    _outs: Sequence[Hint]
+    _donated: frozenset[int]
+    _options: Mapping[str, Any]
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -193,7 +175,7 @@ class Lowered:
     def estimate(self) -> dict[int, dict[str, int]]:
         """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
         layouts = [h.layout for h in self._ins]
-        return estimate(self._outline, self._mesh, layouts, self._donated)
+        return draft_of(self._outline, self._mesh, layouts, self._donated).memory()
 
     @compat.api_boundary
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
@@ -202,6 +184,13 @@ class Lowered:
         Args:
           compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
         """
+        with joining.compiling():
+            compiled = self._begin_to_compile(compiler_options)
+            compiled._wait()
+            return compiled
+
+    def _begin_to_compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
+        """As `compile`, but a first call may begin while later programs are compiled."""
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
         options = {**described, **self._options, **(compiler_options or {})}
         with joining.compiling():
@@ -242,6 +231,13 @@ class Compiled:
         self._split = split
         self._inputs = Inputs(programs, split)
         self._results = Results(programs, split)
+
+    def _wait(self) -> None:
+        """Waits for all programs that will be called."""
+        if self._bound is None:
+            self._programs.compiler.release()
+        else:
+            self._bound.finish()
 
     @property
     def _executor(self) -> Executor:
@@ -313,10 +309,11 @@ class Compiled:
         mesh = self._programs.mesh
         limit = memory_limit(mesh, machine_of(mesh))
         if self._bound is None:
-            traffic, transport = WholeTraffic(self._program), self._described_transport()
+            traffic = Traffic.of_all(self._program, self._described_transport())
         else:
-            traffic, transport = self._bound.bindings, self._bound.transport
-        return explain(self._programs, self._program, traffic, transport, notes, limit)
+            own = self._bound.bindings
+            traffic = Traffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
+        return explain(self._programs, self._program, traffic, notes, limit)
 
     @compat.api_boundary
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
@@ -329,9 +326,8 @@ class Compiled:
           profile: what was measured; by default the last `profile` of this step, if there was one.
         """
         outline, found = self._programs.outline, self._timed if profile is None else profile
-        args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
-        layouts = [self._programs.layouts[v] for v in args]
-        planned = estimate(outline, self._programs.mesh, layouts, self._donated)
+        layouts = [self._programs.layouts[v] for v in outline.trace.arguments]
+        planned = draft_of(outline, self._programs.mesh, layouts, self._donated).memory()
         page = report_page(Facts(self._programs, self._program, self.explain(), planned, found))
         Path(path).write_text(page, encoding="utf-8")
 
@@ -356,10 +352,8 @@ class Compiled:
         Returns:
           `"flops"`, floating-point operations, and `"bytes accessed"`, read from and written to device memory.
         """
-        return {
-            "flops": flops_per_step(self._programs, self._program),
-            "bytes accessed": nbytes_per_step(self._programs, self._program),
-        }
+        flops, nbytes = cost_per_step(self._programs, self._program)
+        return {"flops": flops, "bytes accessed": nbytes}
 
     @compat.api_boundary
     def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, steps: int = 3) -> Profile:
@@ -432,7 +426,7 @@ class Compiled:
         """Arguments that hold zeros, those of this process."""
         return [
             {
-                g: jax.jit(functools.partial(zeros_of, aval), out_shardings=s.group_sharding(g))()
+                g: jax.jit(functools.partial(keys.zeros, aval.shape, aval.dtype), out_shardings=s.group_sharding(g))()
                 for g in s.groups
                 if g in s.mpmd_mesh.local_groups
             }
@@ -453,7 +447,7 @@ class Compiled:
     # --- running ----------------------------------------------------------------------------------
 
     @compat.api_boundary
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any):
         return self._run(self._checked(args, kwargs))
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ def _wait_for(stream):
 
 def test_the_line_says_which_program_of_how_many_and_goes_away():
     stream = Terminal()
-    progress = Progress(stream, patience_s=0.0)
+    progress = Progress(stream, patience_s=0.1)  # both programs are expected before anything is shown
     for _ in range(2):
         progress.expect()
     _wait_for(stream)

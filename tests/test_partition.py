@@ -1457,8 +1457,6 @@ def test_a_weight_of_all_stages_is_summed_once_a_step():
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("stacked_weights", 1),
-        ("stacked_layers", 2),
         ("stacked_and_split", 1),
         ("stacked_and_indexed", 1),
     ],
@@ -1479,6 +1477,14 @@ def test_the_gradient_of_a_slice_is_accumulated_and_sent_unpadded(name, rows):
 )
 def test_however_a_stack_is_sliced_its_gradients_do_not_cross_for_each_microbatch(name):
     assert cut(name).bytes_crossing() == crossings(*EQUAL)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("stacked_weights", 1), ("stacked_layers", 2)])
+def test_each_stage_has_the_rows_of_a_stack_that_it_slices_and_no_others(name, rows):
+    c = cut(name)
+    assert [c.accumulated(f"B{s}") for s in range(4)] == [[f"f32[{rows},8,8]"]] * 4
+    assert [c.where(f"params[{rows * s}:{rows * s + rows}]") for s in range(4)] == [{0}, {1}, {2}, {3}]
+    assert c.moved() == []
 
 
 def test_a_slice_of_a_reshaped_stack_is_sent_unpadded():

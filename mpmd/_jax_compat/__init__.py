@@ -16,7 +16,7 @@ from jax._src.core import Primitive, Tracer, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from mpmd._jax_compat.arrays import devices, put, register_array_type, shards, typed_as
+from mpmd._jax_compat.arrays import devices, put, put_on_one_device, register_array_type, shards, typed_as
 from mpmd._jax_compat.described import (
     default_memory_kind,
     described_gpus,
@@ -53,6 +53,7 @@ from mpmd._jax_compat.jaxprs import (
     make_jaxpr,
     memory_kind,
     new_jaxpr,
+    renamed,
     shaped_array,
     source_line,
     stacked_aval,

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def fingerprint(
@@ -58,6 +58,10 @@ def fingerprint(
     except (_NotDescribedError, AttributeError, TypeError, jax.errors.JaxRuntimeError):
         return None
     return found.hexdigest()
+
+
+def _digest(written: Any) -> str:
+    return hashlib.sha256(repr(written).encode()).hexdigest()
 
 
 class _NotDescribedError(Exception):
@@ -154,9 +158,10 @@ class _Writer:
                 return written
         raise _NotDescribedError(f"{kind.__module__}.{kind.__qualname__}")
 
-    def _memoized(self, x: Any, write: Any) -> Any:
+    def _memoized(self, x: Any, write: Any) -> str:
+        """What occurs often, as one short text."""
         if id(x) not in self._known:
-            self._known[id(x)] = x, write(x)
+            self._known[id(x)] = x, _digest(write(x))
         return self._known[id(x)][1]
 
     def _slots(self, x: Any) -> Any:
@@ -229,7 +234,7 @@ class _Writer:
     def closed(self, closed: ClosedJaxpr) -> str:
         """A jaxpr and its constants, as one short text."""
         consts = tuple(map(self.value, closed.consts))
-        return hashlib.sha256(repr((consts, self._jaxpr(closed.jaxpr))).encode()).hexdigest()
+        return _digest((consts, self._jaxpr(closed.jaxpr)))
 
     def _jaxpr(self, jaxpr: Jaxpr) -> Any:
         numbers: dict[Var, int] = {}
@@ -266,8 +271,7 @@ def _lowering(primitive: core.Primitive) -> str:
         raise _NotDescribedError
     tables = {"": mlir._lowerings, **mlir._platform_specific_lowerings}
     rules = {platform: rules[primitive].rule for platform, rules in tables.items() if primitive in rules}
-    names = repr(sorted((platform, _names(rule)) for platform, rule in rules.items()))
-    return hashlib.sha256(names.encode()).hexdigest()
+    return _digest(sorted((platform, _names(rule)) for platform, rule in rules.items()))
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ import numpy as np
 from jax._src import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
@@ -44,6 +44,8 @@ class _Key:
         )
 
     def value(self, x: Any) -> Hashable:
+        if type(x) in PLAIN:
+            return x
         if isinstance(x, ClosedJaxpr):
             return _Key().jaxpr(x.jaxpr), tuple(map(id, x.consts))
         if isinstance(x, Jaxpr):

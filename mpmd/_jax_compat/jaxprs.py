@@ -30,24 +30,13 @@ else:
     from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 
-def new_jaxpr(
-    like: Jaxpr,
-    *,
-    constvars: Sequence[Var] | None = None,
-    invars: Sequence[Var] | None = None,
-    outvars: Sequence[Var | Literal] | None = None,
-    eqns: Sequence[JaxprEqn] | None = None,
-) -> Jaxpr:
-    """`like` with some of its parts replaced. Its effects are those of its equations."""
-    own: Sequence[JaxprEqn] = like.eqns if eqns is None else eqns
-    return like.replace(
-        constvars=like.constvars if constvars is None else constvars,
-        invars=like.invars if invars is None else invars,
-        outvars=like.outvars if outvars is None else outvars,
-        eqns=own,
-        effects=_effects(own),
-        debug_info=like.debug_info.with_unknown_names(),
-    )
+PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
+
+
+def new_jaxpr(like: Jaxpr, **parts: Any) -> Jaxpr:
+    """`like` with other `constvars`, `invars`, `outvars` or `eqns`. Its effects are those of its equations."""
+    effects = _effects(parts.get("eqns", like.eqns))
+    return like.replace(**parts, effects=effects, debug_info=like.debug_info.with_unknown_names())
 
 
 def make_jaxpr(
@@ -56,6 +45,11 @@ def make_jaxpr(
     """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
     debug = core.DebugInfo("mpmd", name, None, None)
     return ClosedJaxpr(core.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
+
+
+def renamed(v: Any, names: Mapping[Any, Any]) -> Any:
+    """The variable or literal that stands for `v`; `v` itself where `names` has none."""
+    return v if isinstance(v, Literal) else names.get(v, v)
 
 
 def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
@@ -94,6 +88,8 @@ def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters, in lists and tuples too."""
     for value in params.values():
+        if type(value) in PLAIN:
+            continue
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, ClosedJaxpr):
                 yield x.jaxpr

@@ -7,7 +7,7 @@ from jax._src import core
 from jax._src.state.types import AbstractRef
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 
 def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:
@@ -61,6 +61,8 @@ class _Rebase:
         return self.contexts[ctx]
 
     def value(self, x: Any) -> Any:
+        if type(x) in PLAIN:
+            return x
         if isinstance(x, NamedSharding):
             return NamedSharding(self.mesh(x.mesh), x.spec, memory_kind=x.memory_kind)
         if isinstance(x, (Mesh, AbstractMesh)):

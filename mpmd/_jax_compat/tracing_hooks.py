@@ -87,24 +87,26 @@ def _whole_for_group(step: _Tracing, mesh: Any) -> Any:
     return step.whole if is_group else mesh
 
 
-def _shard_map_of_a_group(original, step: _Tracing, mesh, *args):
+def _shard_map_of_a_group(original: Any, step: _Tracing, mesh: Any, *args: Any):
     return original(mesh if mesh is None else _whole_for_group(step, mesh), *args)
 
 
-def _sharding_of_a_group(original, step: _Tracing, sharding, *args, **kwargs):
+def _sharding_of_a_group(original: Any, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):
     if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
         sharding = NamedSharding(mesh, sharding.spec)
     return original(sharding, *args, **kwargs)
 
 
-def _type_of_a_groups_array(original, step: _Tracing, aval, sharding, *args, **kwargs):
+def _type_of_a_groups_array(original: Any, step: _Tracing, aval: Any, sharding: Any, *args: Any, **kwargs: Any):
     """For the type of an array that the step closes over, such as a parameter."""
     if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return original(aval, sharding, *args, **kwargs)
 
 
-def _replicated_without_a_rule(original, step: _Tracing, primitive, rule, other_rule, num_out, *avals, **params):
+def _replicated_without_a_rule(
+    original: Any, step: _Tracing, primitive: Any, rule: Any, other_rule: Any, num_out: Any, *avals: Any, **params: Any
+):
     """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated."""
     try:
         return original(primitive, rule, other_rule, num_out, *avals, **params)
@@ -116,11 +118,11 @@ def _replicated_without_a_rule(original, step: _Tracing, primitive, rule, other_
         return replicated if num_out is None else [replicated] * num_out
 
 
-def _without_the_axis(original, step: _Tracing, *args):
+def _without_the_axis(original: Any, step: _Tracing, *args: Any):
     return tuple(n for n in original(*args) if n != step.axis)
 
 
-def _is_mesh_set(original, step: _Tracing):
+def _is_mesh_set(original: Any, step: _Tracing):
     return original() and (step.is_mesh_set or current_mesh() != step.whole)
 
 

@@ -21,7 +21,7 @@ from mpmd.arrays import reading
 from mpmd.arrays.delegation import ReadableArray
 from mpmd.arrays.group_arrays import Arrays, arrays_by_key, check_arrays, whole_shape
 from mpmd.arrays.sharding import MpmdSharding
-from mpmd.arrays.shards import Device, PlacedShard
+from mpmd.arrays.shards import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,9 +273,8 @@ class MpmdArray(ReadableArray):
         """The parts on all devices, in the same order in every process; those of other processes have no data."""
         self._check_not_gone()
         data = {(key, s.device): s.data for key, array in self._arrays.items() for s in array.addressable_shards}
-        return [
-            MpmdShard(p.device, p.index, p.replica_id, p.group, data.get((p.key, p.device))) for p in self._placed()
-        ]
+        placed = self._mpmd_sharding.shards(self._shape)
+        return [MpmdShard(p.device, p.index, p.replica_id, p.group, data.get((p.key, p.device))) for p in placed]
 
     @property
     def addressable_shards(self) -> list[MpmdShard]:
@@ -285,9 +284,6 @@ class MpmdArray(ReadableArray):
     def addressable_data(self, index: int) -> jax.Array:
         """The part of `addressable_shards[index]`, as an array on its device."""
         return self.addressable_shards[index].data
-
-    def _placed(self) -> tuple[PlacedShard, ...]:
-        return self._mpmd_sharding.shards(self._shape)
 
     def _group_sharding(self) -> NamedSharding:
         """The sharding in the group that is read here, or in the lowest if this process has none."""

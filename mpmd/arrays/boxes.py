@@ -93,10 +93,7 @@ class Box:
 
     def relative_to(self, outer: "Box") -> "Box":
         """The same elements, counted from the start of `outer`: where they are in a shard that holds `outer`."""
-        return Box(
-            tuple([a - o for a, o in zip(self.start, outer.start, strict=True)]),
-            tuple([b - o for b, o in zip(self.stop, outer.start, strict=True)]),
-        )
+        return self.shifted([-first for first in outer.start])
 
     def shifted(self, offset: Sequence[int]) -> "Box":
         """The box, moved by this many indices on each axis."""

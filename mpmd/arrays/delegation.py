@@ -16,6 +16,10 @@ copy_to_host_async cumprod cumsum diagonal dot flat flatten imag is_ready item m
 on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum swapaxes take
 to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
 """
+_BETWEEN = """
+add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul
+and rand or ror xor rxor lshift rlshift rshift rrshift eq ne lt le gt ge
+"""
 
 
 def _delegated(name: str) -> property:
@@ -25,7 +29,6 @@ def _delegated(name: str) -> property:
 
 def _unary(name: str) -> Callable[["ReadableArray"], Any]:
     """An operator that is answered by the array which this process holds."""
-    name = f"__{name}__"
 
     def forward(self: "ReadableArray") -> Any:
         return getattr(self._readable(), name)()
@@ -36,7 +39,6 @@ def _unary(name: str) -> Callable[["ReadableArray"], Any]:
 
 def _binary(name: str) -> Callable[["ReadableArray", Any], Any]:
     """An operator between the array which this process holds and another operand."""
-    name = f"__{name}__"
 
     def forward(self: "ReadableArray", other: Any) -> Any:
         mine, other = self._operands(other)
@@ -118,23 +120,6 @@ class ReadableArray(jax.Array):
     def __format__(self, spec: str) -> str:
         return format(self._host_readable(), spec) if spec else str(self)
 
-    __neg__, __pos__, __abs__, __invert__ = map(_unary, ("neg", "pos", "abs", "invert"))
-    __add__, __radd__ = _binary("add"), _binary("radd")
-    __sub__, __rsub__ = _binary("sub"), _binary("rsub")
-    __mul__, __rmul__ = _binary("mul"), _binary("rmul")
-    __truediv__, __rtruediv__ = _binary("truediv"), _binary("rtruediv")
-    __floordiv__, __rfloordiv__ = _binary("floordiv"), _binary("rfloordiv")
-    __mod__, __rmod__ = _binary("mod"), _binary("rmod")
-    __divmod__, __rdivmod__ = _binary("divmod"), _binary("rdivmod")
-    __pow__, __rpow__ = _binary("pow"), _binary("rpow")
-    __matmul__, __rmatmul__ = _binary("matmul"), _binary("rmatmul")
-    __and__, __rand__ = _binary("and"), _binary("rand")
-    __or__, __ror__ = _binary("or"), _binary("ror")
-    __xor__, __rxor__ = _binary("xor"), _binary("rxor")
-    __lshift__, __rlshift__ = _binary("lshift"), _binary("rlshift")
-    __rshift__, __rrshift__ = _binary("rshift"), _binary("rrshift")
-    __eq__, __ne__ = _binary("eq"), _binary("ne")
-    __lt__, __le__, __gt__, __ge__ = map(_binary, ("lt", "le", "gt", "ge"))
     __hash__ = None  # as for jax.Array: == is elementwise
 
 
@@ -145,3 +130,7 @@ def is_plain(x: Any) -> TypeGuard[jax.Array]:
 
 for _name in _METHODS.split():
     setattr(ReadableArray, _name, _delegated(_name))
+for _name in ("__neg__", "__pos__", "__abs__", "__invert__"):
+    setattr(ReadableArray, _name, _unary(_name))
+for _name in _BETWEEN.split():
+    setattr(ReadableArray, f"__{_name}__", _binary(f"__{_name}__"))

@@ -1,6 +1,6 @@
 """Finds the place of each array that an `MpmdArray` is made of, and checks that it fits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,12 +68,9 @@ def _in_their_places(arrays: list[Any], local: list[Part], sharding: MpmdShardin
     """The array of each part: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
     found: dict[Key, Any] = {}
 
-    def of_shape(is_there: Callable[[Any, Mesh], bool]) -> Callable[[Any, Mesh, Part], bool]:
-        return lambda array, mesh, part: is_there(array, mesh) and np.shape(array) == part.shape
-
     for fits in (
-        of_shape(_is_on_mesh),
-        of_shape(_is_on_devices),
+        lambda array, mesh, part: _is_on_mesh(array, mesh) and np.shape(array) == part.shape,
+        lambda array, mesh, part: _is_on_devices(array, mesh) and np.shape(array) == part.shape,
         lambda array, mesh, part: _is_on_devices(array, mesh),
         lambda array, mesh, part: True,
     ):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.specs import names_of, trimmed
 
 Layout = tuple[PartitionSpec, str | None]  # spec and memory kind
 REPLICATED: Layout = (PartitionSpec(), None)
@@ -34,7 +35,7 @@ def memory_kind(sharding: jax.sharding.Sharding) -> str | None:
 def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """`layout` on a group's mesh; axes that the mesh lacks or that do not divide the shape are left out."""
     spec, kind = layout
-    if all(n in mesh.shape for n in _axes(spec)):
+    if all(n in mesh.shape for n in names_of(spec)):
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
         if _divides(sharding, shape):
             return sharding
@@ -48,10 +49,7 @@ def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
 
 def shortest(spec: PartitionSpec) -> PartitionSpec:
     """The spec without trailing Nones."""
-    entries = list(spec.partitions)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+    return PartitionSpec(*trimmed(spec.partitions), unreduced=spec.unreduced, reduced=spec.reduced)
 
 
 def _divides(sharding: NamedSharding, shape: Sequence[int]) -> bool:
@@ -60,7 +58,3 @@ def _divides(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [n for entry in spec.partitions for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None]

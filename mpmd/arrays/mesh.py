@@ -71,11 +71,7 @@ class MpmdMesh:
             )
         self.jax_mesh = jax_mesh
         self.mpmd_axis_name = mpmd_axis_name
-        axis = jax_mesh.axis_names.index(mpmd_axis_name)
-        self.groups = tuple(
-            Mesh(np.take(jax_mesh.devices, [i], axis=axis), jax_mesh.axis_names, axis_types=jax_mesh.axis_types)
-            for i in range(jax_mesh.devices.shape[axis])
-        )
+        self.groups = tuple(_part(jax_mesh, mpmd_axis_name, [i]) for i in range(jax_mesh.shape[mpmd_axis_name]))
         self._key = (jax_mesh, mpmd_axis_name)
         self._hash = hash(self._key)
 
@@ -216,11 +212,7 @@ class MpmdMesh:
         if self.jax_mesh is None:
             return MpmdMesh.from_groups(self.groups[i] for i in ids)
         assert self.mpmd_axis_name is not None
-        axis = self.jax_mesh.axis_names.index(self.mpmd_axis_name)
-        devices = np.take(self.jax_mesh.devices, ids, axis=axis)
-        return MpmdMesh(
-            Mesh(devices, self.jax_mesh.axis_names, axis_types=self.jax_mesh.axis_types), self.mpmd_axis_name
-        )
+        return MpmdMesh(_part(self.jax_mesh, self.mpmd_axis_name, ids), self.mpmd_axis_name)
 
     def mesh_over(self, ids: Sequence[int]) -> Mesh:
         """One mesh over the devices of some groups; over separate groups it has one more axis, in front.
@@ -245,6 +237,12 @@ class MpmdMesh:
             f"{groups_text(ids)} of {self!r} {fault}, so that no one sharding covers them.\n"
             "  Use mpmd_sharding.group_sharding(group), for each group."
         )
+
+
+def _part(mesh: Mesh, axis_name: str, ids: Sequence[int]) -> Mesh:
+    """The devices with these indices on an axis."""
+    devices = np.take(mesh.devices, ids, axis=mesh.axis_names.index(axis_name))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def groups_text(groups: Iterable[int]) -> str:

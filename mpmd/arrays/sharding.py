@@ -108,7 +108,7 @@ class MpmdSharding(jax.sharding.Sharding):
         return self._hash
 
     def __reduce__(self) -> Any:
-        return _from_fields, (self._fields(),)
+        return functools.partial(MpmdSharding, **self._fields()), ()
 
     def __repr__(self) -> str:
         return f"MpmdSharding({self._text('' if self._split is None else str(self._split))})"
@@ -381,10 +381,6 @@ def _is_same_split(one: Split | None, other: Split | None) -> bool:
         return one.ranges(num_rows) == other.ranges(num_rows)
     except ValueError:
         return False
-
-
-def _from_fields(fields: dict[str, Any]) -> MpmdSharding:
-    return MpmdSharding(**fields)
 
 
 def _check_mesh_ids(mesh: MpmdMesh, mesh_ids: frozenset[int]) -> None:

@@ -21,6 +21,18 @@ def as_spec(spec: SpecLike) -> PartitionSpec:
     raise ValueError(f"MpmdSharding: spec={spec!r} is a {type(spec).__name__}, not a jax.sharding.PartitionSpec.")
 
 
+def names_of(spec: PartitionSpec) -> list[str]:
+    """The mesh axes that a spec names, in order."""
+    return [n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
+
+
+def trimmed(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The entries of a spec without trailing Nones."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return tuple(entries)
+
+
 def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
     """The spec with one mesh axis dropped, and each entry in its shortest form."""
     entries: list[Any] = []
@@ -48,11 +60,10 @@ def group_shardings(
     """The sharding in each group; raises one error for all groups where there is none."""
     if PartitionSpec.UNCONSTRAINED in spec.partitions:
         raise ValueError(f"MpmdSharding: spec={spec} is unconstrained; where an array lies must be said in full.")
-    named = {n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
     faults: list[str] = []
     shardings: dict[int, NamedSharding] = {}
     for group, mesh in meshes.items():
-        missing = sorted(map(str, named.difference(mesh.axis_names)))
+        missing = sorted({str(n) for n in names_of(spec) if n not in mesh.axis_names})
         if missing:
             faults.append(f"group {group} has axes {quoted(mesh.axis_names)}, but no {quoted(missing)}")
             continue

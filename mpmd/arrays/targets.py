@@ -5,7 +5,7 @@ description of your own with `dataclasses.replace(mpmd.Target.named("h100"), mem
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 GB, TB = 10**9, 10**12
 
@@ -89,7 +89,7 @@ class Target:
         )
 
 
-def _cuda(name: str, description: str, **figures) -> None:
+def _cuda(name: str, description: str, **figures: Any) -> None:
     Target.known[name] = Target(name, description, "cuda", **figures)
 
 

@@ -40,6 +40,9 @@ class Executable:
         """Takes and returns flat arrays; waits for the compilation."""
         return self.compiled.on(self.mesh)
 
+    def __call__(self, *arrays: Any) -> Any:
+        return self.call(*arrays)
+
     def start(self) -> None:
         """Begins to load it on the group's devices."""
         self.compiled.start(self.mesh)
@@ -98,6 +101,9 @@ class Compiler:
     def close(self) -> None:
         """No more programs will come; those under way are finished."""
         self._threads.close()
+
+    def release(self) -> None:
+        """No program will be loaded on other devices."""
         for distinct in self._distinct.values():
             distinct.release()
 
@@ -121,20 +127,17 @@ class Compiler:
           donate: arguments whose memory the program may take over.
           reuse: when it may be compiled as another such program and what is around that; None: never.
         """
-        try:
-            closed = compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
-        except ValueError as e:
-            raise StageError(
-                f"{name} does not fit the group's mesh {dict(mesh.shape)}; the step was traced on"
-                f" {dict(self.traced_on.shape)}.\n  {e}\n"
-                "  Groups that run a stage need the mesh axes that the stage names."
-            ) from None
+        is_rebased = mesh.abstract_mesh != self.traced_on
+        if is_rebased:
+            closed = self._rebased(name, closed, mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
         ins = [s or _typed(v.aval, mesh) for s, v in zip(in_shardings, closed.jaxpr.invars, strict=True)]
         outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
         if not any(ins) and not any(outs):
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
         distinct, is_new = self._find(name, family, closed, mesh, ins, outs, donate)
+        if is_new and not is_rebased:
+            distinct.closed = self._rebased(name, closed, mesh)
         if any(s is None for s in (*ins, *outs)):
             distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
@@ -195,6 +198,17 @@ class Compiler:
         if mesh in self._is_own and found.mesh not in self._is_own:
             found.mesh = mesh
         return found, False
+
+    def _rebased(self, name: str, closed: compat.ClosedJaxpr, mesh: Mesh) -> compat.ClosedJaxpr:
+        """`closed` on the group's mesh, and without the devices of any."""
+        try:
+            return compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
+        except ValueError as e:
+            raise StageError(
+                f"{name} does not fit the group's mesh {dict(mesh.shape)}; the step was traced on"
+                f" {dict(self.traced_on.shape)}.\n  {e}\n"
+                "  Groups that run a stage need the mesh axes that the stage names."
+            ) from None
 
     def _fused(
         self,

@@ -28,8 +28,8 @@ def donations(outline: Outline, mesh: MpmdMesh, donated_args: Set[int]) -> dict[
     Args:
       donated_args: flat arguments of the step whose memory it may take over.
     """
-    invars, num_consts = outline.trace.jaxpr.invars, len(outline.trace.consts)
-    kept = set(invars) - {invars[num_consts + i] for i in donated_args}
+    invars, arguments = outline.trace.jaxpr.invars, outline.trace.arguments
+    kept = set(invars) - {arguments[i] for i in donated_args}
     # Where groups share devices, a transfer is an alias; between processes, what is sent stays until it is taken.
     if mesh.groups_share_devices or len({p for ps in mesh.processes for p in ps}) > 1:
         kept |= {t.var for t in outline.items if isinstance(t, Transfer)}

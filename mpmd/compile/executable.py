@@ -51,7 +51,7 @@ class Threads:
         self._progress.expect()
         return self.submit(work)
 
-    def submit(self, fun: Callable, *args) -> Future:
+    def submit(self, fun: Callable, *args: Any) -> Future:
         """`fun(*args)`, in a thread."""
         try:
             return self._pool.submit(fun, *args)
@@ -171,7 +171,9 @@ class DistinctProgram:
         elif found is None:  # described: there is nothing to load, the program is the same for all groups
             found = self._origin().compiled
         elif isinstance(found, Future):
-            found = self._callable(self._waited(found, mesh), mesh)
+            found = self._waited(found, mesh)
+            if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(found.args_info)):
+                found = ByJit(found, self.jitted(mesh), mesh)
         self.loaded[mesh] = found
         return found
 
@@ -200,11 +202,6 @@ class DistinctProgram:
         """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
         mesh = next(iter(self.loaded), self.mesh)
         return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
-
-    def _callable(self, compiled: Any, mesh: Mesh) -> Any:
-        if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(compiled.args_info)):
-            return ByJit(compiled, self.jitted(mesh), mesh)
-        return compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +237,7 @@ class Chain:
         self._calls = [program.on(mesh) for program in parts.programs]
         self._steps = list(zip(self._calls, parts.takes, strict=True))
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any):
         values = list(args)
         for call, takes in self._steps:
             values += call(*[values[i] for i in takes])
@@ -269,11 +266,11 @@ class ByJit:
     def __init__(self, compiled: jax.stages.Compiled, jitted: Callable, mesh: Mesh):
         self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any):
         with jax.set_mesh(self._mesh):
             return self._jitted(*args)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any):
         return getattr(self.compiled, name)
 
 

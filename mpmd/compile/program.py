@@ -160,14 +160,14 @@ class _Builder:
         for g, instructions in enumerate(lowered.groups):
             if g in own:
                 made = tuple(self.value(accumulators[k].result) for k in own[g])
-                self.groups[g].append(Call(zeros_name(loop, g), (), made))
+                self.groups[g].append(Call(zeros_call(loop, g), (), made))
                 self.alive |= {(v, g) for v in made}
                 touched += [(v, g) for v in made]
             self.groups[g] += [_with_accumulators(i, waiting, loop.number) for i in instructions]
         return touched, lowered
 
 
-def zeros_name(loop: Loop, group: int) -> str:
+def zeros_call(loop: Loop, group: int) -> str:
     """The name of the call that makes a group's accumulators."""
     return f"loop{loop.number}.zeros.{group}"
 

@@ -5,6 +5,7 @@ The user's specs win, then those that state leaves came in with, then what XLA i
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -17,12 +18,14 @@ from mpmd.arrays.layouts import REPLICATED, Layout, fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Compiler, Executable
 from mpmd.compile.donation import donations
+from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
 from mpmd.compile.subprogram import SEGMENTS, TASKS
 from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop, Outline, Segment
+from scheduler import Call, Run, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,29 @@ class StepPrograms:
     loops: tuple[LoopProgram, ...]
     layouts: dict[compat.Var, Layout]
     name: str = "step"
+
+    @functools.cached_property
+    def named(self) -> dict[str, Executable]:
+        """What the calls of the step's program run, by their names: segments, and the zeros of loops."""
+        return self.segments | {zeros_call(p.loop, g): zeros for p in self.loops for g, zeros in p.zeros.items()}
+
+    def calls(self, instruction: Run | Call) -> list[tuple[Executable, tuple[Task, ...]]]:
+        """The executables that an instruction runs, each with its tasks: of two tasks, one where there is one for both.
+
+        Tasks that compute nothing have none.
+        """
+        if isinstance(instruction, Call):
+            return [(self.named[instruction.name], ())]
+        loop, tasks = self.loops[instruction.loop], instruction.tasks
+        places = tuple(Place(t.stage, t.kind) for t in tasks)
+        if len(places) == 2 and (fused := loop.fused.get((places[0], places[1]))) is not None:
+            return [(fused, tasks)]
+        found = [(loop.tasks.get(place), task) for place, task in zip(places, tasks, strict=True)]
+        return [(t.executable, (task,)) for t, task in found if t is not None and t.executable is not None]
+
+    def executables_of(self, instruction: Run | Call) -> list[Executable]:
+        """The executables of `calls`."""
+        return [executable for executable, _ in self.calls(instruction)]
 
     def layout(self, v: Any) -> Layout:
         """The layout of a variable; literals are replicated."""
@@ -135,7 +161,7 @@ class _Layouts:
         out_layouts: Sequence[Layout | None],
         first_of: Mapping[compat.Var, compat.Var],
     ):
-        args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
+        args = outline.trace.arguments
         self._first_of = first_of
         self.found: dict[compat.Var, Layout] = {
             self._one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None

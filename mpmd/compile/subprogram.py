@@ -198,8 +198,7 @@ def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) 
     pieces = []
     for k, eqns in enumerate(parts):
         made = {v for e in eqns for v in equations.outputs(e)}
-        reads = [v for e in eqns for v in equations.variables(e.invars) if v not in made]
         later = [v for other in parts[k + 1 :] for e in other for v in equations.variables(e.invars)]
         writes = [v for v in (*later, *results) if v in made]
-        pieces.append(Piece(tuple(eqns), tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))))
+        pieces.append(Piece(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(dict.fromkeys(writes))))
     return pieces

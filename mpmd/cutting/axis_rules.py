@@ -49,7 +49,7 @@ def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, A
 
 def _on_rows(sharding: NamedSharding, axis: int, rows: int) -> NamedSharding:
     """A sharding that does not shard `axis` if its devices do not divide the rows."""
-    entries = list(sharding.spec.partitions) if hasattr(sharding.spec, "partitions") else list(sharding.spec)
+    entries = list(sharding.spec.partitions)
     if axis >= len(entries) or entries[axis] is None:
         return sharding
     names = entries[axis] if isinstance(entries[axis], tuple) else (entries[axis],)
@@ -128,15 +128,11 @@ def _transpose(eqn: compat.JaxprEqn) -> Factors:
         yield Factor((a,), (b,))
 
 
-def _squeeze(eqn: compat.JaxprEqn) -> Factors:
-    kept = [a for a in range(eqn.invars[0].aval.ndim) if a not in eqn.params["dimensions"]]
-    for b, a in enumerate(kept):
-        yield Factor((a,), (b,))
+def _reduce(combine: Callable[[Any, Any], Any] | None, name: str = "axes") -> Callable[[compat.JaxprEqn], Factors]:
+    """The axes that the parameter `name` lists go away: their elements are combined, if that can be done in parts."""
 
-
-def _reduce(combine: Callable[[Any, Any], Any] | None) -> Callable[[compat.JaxprEqn], Factors]:
     def rule(eqn: compat.JaxprEqn) -> Factors:
-        axes = eqn.params["axes"]
+        axes = eqn.params[name]
         kept = [a for a in range(eqn.invars[0].aval.ndim) if a not in axes]
         for b, a in enumerate(kept):
             yield Factor((a,), (b,))
@@ -258,7 +254,7 @@ _RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
     "slice": _slice,
     "sort": _along_other_axes("dimension"),
     "split": _along_other_axes("axis"),
-    "squeeze": _squeeze,
+    "squeeze": _reduce(None, "dimensions"),
     "top_k": _leading(own=1),
     "transpose": _transpose,
 }

@@ -6,7 +6,7 @@ with their gradients and their part of the optimizer's state, and the values tha
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -49,8 +49,8 @@ def unit_costs(
     forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)
     held, shared = _Parameters(placed, sizes).held()
     crossing = _crossing(placed, sizes)
-    is_near = sum(g.size for g in mesh.groups) <= max(machine.devices_per_host, machine.target.devices_per_link_domain)
-    transfer_s = tuple(machine.transfer_s(nbytes, 1, is_near) for nbytes in crossing)
+    is_near = sum(g.size for g in mesh.groups) <= machine.num_near
+    transfer_s = tuple(machine.transfer_s(nbytes, is_near) for nbytes in crossing)
     activations = _activations(placed, sizes)
     return Units(forward, input_grad, weight_grad, transfer_s, held, activations, shared, machine.launch_s)
 
@@ -178,7 +178,7 @@ class _Parameters:
     def _state_ratio(self) -> float:
         """Bytes of state that no loop reads (the optimizer's), by bytes of parameters."""
         trace = self.sizes.trace
-        args = trace.jaxpr.invars[len(trace.consts) :]
+        args = trace.arguments
         state = {args[i] for i in match_state(trace) if i is not None}
         read = {self.sizes.root(v) for v in (*self.layers, *self.units)}
         parameters = sum(equations.nbytes(v.aval) for v in read)
@@ -193,12 +193,8 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
     found = [0.0] * placed.num_units
     kept: set[compat.Var] = set()
     for node in body.nodes:
-        if node.place is None or node.place.kind != "B":
-            continue
-        for v in node.inputs:
-            v = _viewed(placed, v)
-            source = body.source_in_loop(v)
-            if source is None or source.place is None or source.place.kind != "F" or v in kept:
+        for _, v, source in _read(placed, node) if node.place is not None and node.place.kind == "B" else ():
+            if source.place is None or source.place.kind != "F" or v in kept:
                 continue
             kept.add(v)
             span = placed.spans[source.place.stage]
@@ -212,14 +208,16 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _viewed(placed: PlacedBody, v: compat.Var) -> compat.Var:
-    """The value that `v` is a view of: a view is made again by its reader."""
-    while (source := placed.body.source_in_loop(v)) is not None and equations.is_free_view(source.eqn):
-        read = equations.variables(source.eqn.invars)
-        if len(read) != 1:
-            break
-        v = read[0]
-    return v
+def _read(placed: PlacedBody, node: Node) -> Iterator[tuple[int, compat.Var, Node]]:
+    """Positions of operands that a microbatch makes, the values behind views (each reader makes these), their nodes."""
+    for i, v in enumerate(node.eqn.invars):
+        while (source := placed.body.source_in_loop(v)) is not None and equations.is_free_view(source.eqn):
+            read = equations.variables(source.eqn.invars)
+            if len(read) != 1:
+                break
+            v = read[0]
+        if source is not None and source.place is not None:
+            yield i, v, source
 
 
 def _data(placed: PlacedBody) -> list[compat.Var]:
@@ -239,13 +237,7 @@ def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
             continue
         span = placed.spans[node.place.stage]
         is_layers = span.scan is not None and node.eqn.primitive.name == "scan"
-        for i, v in enumerate(node.eqn.invars):
-            if isinstance(v, compat.Literal):
-                continue
-            v = _viewed(placed, v)
-            source = body.source_in_loop(v)
-            if source is None or source.place is None:
-                continue
+        for i, v, _ in _read(placed, node):
             is_carried = is_layers and 0 <= i - node.eqn.params["num_consts"] < node.eqn.params["num_carry"]
             until[v] = max(until.get(v, 0), span.first if is_carried else span.last)
         if is_layers:

@@ -11,14 +11,14 @@ from mpmd.arrays.layouts import Layout
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.choose import choose
-from mpmd.cutting.named_schedules import schedule_of
 from mpmd.cutting.scan_residuals import keep_less
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
-from mpmd.ops.treduce import LoopInfo, treduce_p
+from mpmd.ops.treduce import LoopInfo
 from mpmd.tracing.trace import Atom, Trace, check_no_marks_inside
 from scheduler import Schedule
+from scheduler.schedules import catalogue
 
 
 def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None]) -> Trace:
@@ -32,21 +32,17 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
     Raises:
       StageError: the marks, the schedule and the cuts of a loop do not fit each other.
     """
-    args = trace.jaxpr.invars[len(trace.consts) :]
-    layouts = {v: layout for v, layout in zip(args, in_layouts, strict=True) if layout}
-    eqns = [_cut_loop(trace, e, mesh, layouts) if e.primitive is treduce_p else e for e in trace.jaxpr.eqns]
-    return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
+    layouts = {v: layout for v, layout in zip(trace.arguments, in_layouts, strict=True) if layout}
+    return trace.with_loops(lambda eqn: _cut_loop(trace, eqn, mesh, layouts))
 
 
 def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
     """The step, as if its loops had been written with these cuts."""
-    eqns = [
-        e.replace(params={**e.params, "info": dataclasses.replace(e.params["info"], cuts=cuts)})
-        if e.primitive is treduce_p
-        else e
-        for e in trace.jaxpr.eqns
-    ]
-    return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns))
+
+    def with_cuts(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
+        return eqn.replace(params={**eqn.params, "info": dataclasses.replace(eqn.params["info"], cuts=cuts)})
+
+    return trace.with_loops(with_cuts)
 
 
 def _cut_loop(
@@ -60,7 +56,7 @@ def _cut_loop(
         body = keep_less(body)
         eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
         candidates = Candidates.of(body.jaxpr)
-    schedule = schedule_of(eqn, candidates, mesh.num_groups)
+    schedule = _schedule_of(eqn, candidates, mesh.num_groups)
     info = dataclasses.replace(info, schedule=schedule)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
@@ -86,6 +82,30 @@ def _cut_loop(
     for inner in body.jaxpr.eqns:
         check_no_marks_inside(inner)
     return eqn.replace(params={**eqn.params, "info": info, "jaxpr": body})
+
+
+def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) -> Schedule:
+    """The schedule of a loop. One that is given by its name has as many stages as the cuts or the marks say.
+
+    Where marks leave the stage ends open, a group has one stage, or two if the schedule has several.
+
+    Raises:
+      StageError: a schedule of that name does not fit the marks and the groups.
+    """
+    info: LoopInfo = eqn.params["info"]
+    if not isinstance(info.schedule, str):
+        return info.schedule
+    try:
+        if info.cuts is not None:
+            return catalogue.for_marks(info.schedule, len(info.cuts), num_groups)
+        if candidates.are_optional:
+            return catalogue.make(info.schedule, num_groups=num_groups)
+        return catalogue.for_marks(info.schedule, len(candidates), num_groups)
+    except ValueError as e:
+        raise StageError(
+            f"treduce at {compat.source_line(eqn)}: schedule is {info.schedule!r}, and {e}\n"
+            "  Call mark_stage_end at the end of each stage, or take another schedule."
+        ) from None
 
 
 def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Schedule) -> None:
@@ -144,16 +164,13 @@ def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr
     numbers = iter(boundaries([eqn.params for eqn in marks]))
     alias: dict[compat.Var, Atom] = {}
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, compat.Literal) else alias.get(v, v)
-
     eqns = []
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
         if eqn.primitive is not mark_p:
             eqns.append(eqn)
         elif (number := next(numbers)) in new_ids:
             eqns.append(eqn.replace(params={**eqn.params, "id": new_ids[number], "optional": False}))
         else:
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])

@@ -53,7 +53,7 @@ def _groups_of_layers(trace: Trace, eqn: compat.JaxprEqn, hints: Sequence[Hint])
     for x in eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]:
         spread.add(x, Rows(0, (0, eqn.params["length"])))
     spread.run(trace.jaxpr.eqns)
-    for v, hint in zip(trace.jaxpr.invars[len(trace.consts) :], hints, strict=True):
+    for v, hint in zip(trace.arguments, hints, strict=True):
         rows = spread.of(v)
         if rows is not None and hint.split_axis == rows.axis:
             merged: list[tuple[int, int, int]] = []

@@ -1,6 +1,9 @@
 """How fast the devices of a mesh are and how much memory they have, for comparing cuts before anything has run."""
 
-from mpmd.arrays.mesh import MpmdMesh
+import dataclasses
+import math
+
+from mpmd.arrays.mesh import MpmdMesh, is_local
 from mpmd.arrays.targets import GB, TB, Target
 from mpmd.planning.machine import Machine
 
@@ -11,6 +14,22 @@ _UNKNOWN = Target(
 )
 
 
+_WORK_ALONE = Machine(
+    dataclasses.replace(_UNKNOWN, link_bandwidth=math.inf, network_bandwidth=math.inf),
+    latency_s=0,
+    launch_s=0,
+    reserved_nbytes=0,
+)
+
+
+def machine_for_cuts(mesh: MpmdMesh) -> Machine:
+    """The machine by which cuts are compared. Without a data sheet its transfers and starts of tasks take no time: a
+    small model on a CPU is cut like a large one of the same shape.
+    """
+    machine = machine_of(mesh)
+    return _WORK_ALONE if is_unknown(machine) else machine
+
+
 def machine_of(mesh: MpmdMesh) -> Machine:
     """The data sheet of the devices, or that of none in particular."""
     device = mesh.groups[0].devices.flat[0]
@@ -18,14 +37,17 @@ def machine_of(mesh: MpmdMesh) -> Machine:
     return Machine(_UNKNOWN, reserved_nbytes=0) if target is None else Machine(target)
 
 
+def is_unknown(machine: Machine) -> bool:
+    """Whether there is no data sheet of these devices."""
+    return machine.target.name == _UNKNOWN.name
+
+
 def memory_limit(mesh: MpmdMesh, machine: Machine) -> float | None:
     """Bytes that a step may use on each device; None where nobody knows."""
     if mesh.is_described:
-        return None if machine.target is _UNKNOWN else float(machine.usable_nbytes)
-    local = [
-        d for g in mesh.local_groups for d in mesh.groups[g].devices.flat if d.process_index == d.client.process_index()
-    ]
+        return None if is_unknown(machine) else float(machine.usable_nbytes)
+    local = [d for g in mesh.local_groups for d in mesh.groups[g].devices.flat if is_local(d)]
     limits = [stats["bytes_limit"] for d in local[:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
     if limits:
         return float(limits[0])
-    return None if machine.target is _UNKNOWN or not local else float(machine.usable_nbytes)
+    return None if is_unknown(machine) or not local else float(machine.usable_nbytes)

@@ -8,7 +8,7 @@ them is slices and concatenations.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,11 +88,6 @@ def _eqn(like: compat.JaxprEqn, primitive: Any, invars: list, outvars: list, par
     return like.replace(primitive=primitive, invars=invars, outvars=outvars, params=params, effects=frozenset())
 
 
-def plain(eqn: compat.JaxprEqn) -> tuple[Any, ...]:
-    """What a left-over `split_rows` or `join_rows` is: functions, one for each result."""
-    rows: Rows = eqn.params["rows"]
-    if eqn.primitive is join_rows_p:
-        return (functools.partial(_joined, rows=rows),)
-    return tuple(
-        functools.partial(jax.lax.slice_in_dim, start_index=a, limit_index=b, axis=rows.axis) for a, b in rows.ranges
-    )
+def plain(eqn: compat.JaxprEqn) -> Callable[..., Any]:
+    """What a left-over `split_rows` or `join_rows` computes, as a function."""
+    return functools.partial(_joined if eqn.primitive is join_rows_p else cut, rows=eqn.params["rows"])

@@ -16,10 +16,12 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.cutting.axis_rules import Factor, piece_params
 from mpmd.cutting.pieces import Rows, cut, join_eqn, join_rows_p, plain, split_eqn, split_rows_p, with_rows
+from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.split_scans import chain
 from mpmd.cutting.spread import Opened, Spread
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
+from mpmd.partition.equations import live_equations
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Atom, Trace, copy_equations, trace_equations
 
@@ -79,7 +81,7 @@ class SplitStep:
     @functools.cached_property
     def stacks(self) -> list[list[compat.Var]]:
         """The pieces of each array that is cut, as variables of `trace`."""
-        ins, outs = self.trace.jaxpr.invars[len(self.trace.consts) :], self.trace.jaxpr.outvars
+        ins, outs = self.trace.arguments, self.trace.jaxpr.outvars
         found = [[ins[k] for k in ks] for ks in self.in_positions] + [
             [outs[k] for k in ks] for ks in self.out_positions
         ]
@@ -94,12 +96,11 @@ def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequenc
       in_rows, out_rows: per argument and result, how it shall be cut, where the user says it.
       whole_results: per result, whether the user wants it whole.
     """
-    jaxpr, num_consts = trace.jaxpr, len(trace.consts)
+    jaxpr, arguments = trace.jaxpr, trace.arguments
     ins, outs = (None,) * len(in_rows), (None,) * len(out_rows)
     if not any(in_rows) and not any(out_rows) and not _has_pieces(jaxpr):
         return SplitStep(trace, trace, ins, outs)
     spread = Spread()
-    arguments = jaxpr.invars[num_consts:]
     state = [(arguments[i], jaxpr.outvars[j]) for j, i in enumerate(match_state(trace)) if i is not None]
     spread.run(jaxpr.eqns, state)  # the scans first: what the user says of other arrays must not change their layers
     for v, rows in [*zip(arguments, in_rows, strict=True), *zip(jaxpr.outvars, out_rows, strict=True)]:
@@ -109,10 +110,8 @@ def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequenc
     cut_ins = [spread.of(v) for v in jaxpr.invars]
     cut_outs = [_wanted(spread, v, state, whole) for v, whole in zip(jaxpr.outvars, whole_results, strict=True)]
     done = rewriter.rewrite(jaxpr, cut_ins, cut_outs)
-    consts = [
-        p for c, r in zip(trace.consts, cut_ins, strict=False) for p in ([c] if r is None else _cut_constant(c, r))
-    ]
-    cut_ins = cut_ins[num_consts:]
+    consts = [p for c, r in zip(trace.consts, cut_ins, strict=False) for p in _cut_constant(c, r)]
+    cut_ins = cut_ins[len(trace.consts) :]
     return SplitStep(
         trace,
         Trace(
@@ -139,7 +138,10 @@ def _positions(rows: Cut) -> tuple[range, ...]:
 
 def _has_pieces(jaxpr: compat.Jaxpr) -> bool:
     loops = [e.params["jaxpr"].jaxpr for e in jaxpr.eqns if e.primitive is treduce_p]
-    return any(e.primitive in (split_rows_p, join_rows_p) for j in (jaxpr, *loops) for e in j.eqns)
+    return any(
+        any(e.primitive in (split_rows_p, join_rows_p) for e in j.eqns) or any(True for _ in sliced_stacks(j.eqns))
+        for j in (jaxpr, *loops)
+    )
 
 
 def _wanted(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]], whole: bool) -> Rows | None:
@@ -183,6 +185,7 @@ class _Rewriter:
         self._pieces: dict[tuple[compat.Var, Rows], list[Any]] = {}
         self._readers: dict[compat.Var, compat.JaxprEqn | None] = {}  # of the joins
         self._rows: dict[compat.Var, Rows] = {}  # how a value is cut that is not there as a whole
+        self._zeros: set[Any] = set()  # pieces of nothing but zeros
 
     def rewrite(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
         """The jaxpr on pieces: `in_rows` and `out_rows` say how its inputs and results are cut."""
@@ -192,16 +195,18 @@ class _Rewriter:
         self._reader = None
         last = (jaxpr.eqns or (copy_equations(jaxpr.invars[0]).eqns if jaxpr.invars else [None]))[-1]
         outvars = [v for x, rows in zip(jaxpr.outvars, out_rows, strict=True) for v in self._read(last, x, rows)]
-        eqns = [e for eqn in _live(self._eqns, outvars) for e in self._plain(eqn)]
+        eqns = [e for eqn in live_equations(self._eqns, outvars, (mark_p, treduce_p)) for e in self._plain(eqn)]
         return compat.new_jaxpr(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
 
     # --- values ---
 
     def _bind(self, v: compat.Var, rows: Rows | None) -> list[Any]:
         """New variables for a value (the old one, if it is whole)."""
-        if rows is None or isinstance(v, compat.DropVar):
+        if rows is None:
             self._whole[v] = v
             return [v]
+        if isinstance(v, compat.DropVar):
+            return [compat.DropVar(a) for a in rows.avals(v.aval)]
         pieces = [compat.Var(a) for a in rows.avals(v.aval)]
         self._set(v, rows, pieces)
         return pieces
@@ -244,7 +249,8 @@ class _Rewriter:
         elif eqn.primitive is join_rows_p and self._spread.of(eqn.outvars[0]) == eqn.params["rows"]:
             self._set(eqn.outvars[0], eqn.params["rows"], [self._read_whole(eqn, v) for v in eqn.invars])
         elif eqn.primitive is mark_p:
-            self._expanded(eqn, [self._spread.of(v) for v in eqn.invars])
+            rows = self.of(eqn.invars)
+            self.on_pieces(eqn, rows, rows)
         elif (rows := self._spread.chopped.get(id(eqn))) is not None:
             for piece in chain(eqn, rows):
                 self._add(piece)
@@ -254,16 +260,16 @@ class _Rewriter:
             self._by_pieces(eqn, *found)
         elif eqn.primitive.name == "slice" and (rows := self._sliced(eqn)) is not None:
             self._slice(eqn, rows)
+        elif eqn.primitive.name == "unstack" and (rows := self._sliced(eqn)) is not None:
+            self._unstack(eqn, rows)
+        elif eqn.primitive.name == "pad" and (rows := self._padded(eqn)) is not None:
+            self._pad(eqn, rows)
+        elif eqn.primitive.name == "stack" and (rows := self._spread.of(eqn.outvars[0])) is not None:
+            self._stack(eqn, rows)
         else:
             invars = [self._read_whole(eqn, v) for v in eqn.invars]
             self._whole.update((v, v) for v in eqn.outvars)
             self._eqns.append(eqn.replace(invars=invars))
-
-    def _expanded(self, eqn: compat.JaxprEqn, rows: Cut) -> None:
-        """An equation that does the same to all its operands, on their pieces."""
-        invars = [x for v, r in zip(eqn.invars, rows, strict=True) for x in self._read(eqn, v, r)]
-        outvars = [x for v, r in zip(eqn.outvars, rows, strict=True) for x in self._bind(v, r)]
-        self._eqns.append(eqn.replace(invars=invars, outvars=outvars))
 
     def _factor(self, eqn: compat.JaxprEqn) -> tuple[Factor, Rows] | None:
         """The factor by which an equation is done, and its rows (on no particular axis): by an operand that is there in
@@ -284,7 +290,7 @@ class _Rewriter:
 
     def _sliced(self, eqn: compat.JaxprEqn) -> Rows | None:
         """The rows of the operand, if some of them are taken."""
-        (v,), strides = eqn.invars, eqn.params["strides"]
+        (v,), strides = eqn.invars, eqn.params.get("strides")
         rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
         return rows if rows is not None and (strides is None or strides[rows.axis] == 1) else None
 
@@ -308,6 +314,48 @@ class _Rewriter:
         else:
             self._set(out, Rows(axis, tuple(bounds)), parts)
 
+    def _unstack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Each row by itself, from the piece that has it."""
+        for piece, (start, stop) in zip(self._pieces[eqn.invars[0], rows], rows.ranges, strict=True):
+            outvars = eqn.outvars[start:stop]
+            self._whole.update(zip(outvars, outvars, strict=True))
+            self._eqns.append(eqn.replace(invars=[piece], outvars=outvars))
+
+    def _stack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Pieces, made of their rows."""
+        pieces = [compat.Var(a) for a in rows.avals(eqn.outvars[0].aval)]
+        for piece, (start, stop) in zip(pieces, rows.ranges, strict=True):
+            parts = [self._read_whole(eqn, v) for v in eqn.invars[start:stop]]
+            self._eqns.append(eqn.replace(invars=parts, outvars=[piece]))
+        self._set(eqn.outvars[0], rows, pieces)
+
+    def _padded(self, eqn: compat.JaxprEqn) -> Rows | None:
+        """The rows of the result, if zeros are set around rows of the operand: the cotangent of a slice."""
+        rows, value = self._spread.of(eqn.outvars[0]), eqn.invars[1]
+        if rows is None or not isinstance(value, compat.Literal) or value.val != 0:
+            return None
+        is_plain = all(min(config) >= 0 and config[2] == 0 for config in eqn.params["padding_config"])
+        return rows if is_plain else None
+
+    def _pad(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """The pieces that have rows of the operand, and zeros for the others."""
+        v, axis, out = eqn.invars[0], rows.axis, eqn.outvars[0].aval
+        first = eqn.params["padding_config"][axis][0]
+        end, pieces = first + v.aval.shape[axis], []
+        for start, stop in rows.ranges:
+            a, b = max(first, start), min(end, stop)
+            if a < b:
+                config = list(eqn.params["padding_config"])
+                config[axis] = (a - start, stop - b, 0)
+                make = functools.partial(_padded, part=slice(a - first, b - first), axis=axis, config=config)
+                eqns, (piece,) = trace_equations(make, self._read_whole(eqn, v))
+            else:
+                eqns, (piece,) = trace_equations(lambda n=stop - start: jax.lax.full_like(with_rows(out, axis, n), 0))
+                self._zeros.add(piece)
+            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
+            pieces.append(piece)
+        self._set(eqn.outvars[0], rows, pieces)
+
     def _by_pieces(self, eqn: compat.JaxprEqn, factor: Factor, rows: Rows) -> None:
         operands = [
             self._read_pieces(eqn, v, rows.on(axis))
@@ -317,6 +365,9 @@ class _Rewriter:
         ]
         made = []
         for k, (start, stop) in enumerate(rows.ranges):
+            if eqn.primitive.name == "add_any" and (zero := next((x for x in operands if x[k] in self._zeros), None)):
+                made.append([operands[zero is operands[0]][k]])
+                continue
             outvars = [
                 compat.Var(v.aval if axis is None else with_rows(v.aval, axis, stop - start))
                 for v, axis in zip(eqn.outvars, factor.outs, strict=True)
@@ -344,15 +395,10 @@ class _Rewriter:
         """The jaxpr of an equation, on pieces."""
         return _Rewriter(self._spread, self.joins).rewrite(jaxpr, in_rows, out_rows)
 
-    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, params: dict[str, Any]) -> None:
+    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, **params: Any) -> None:
         """Writes an equation with pieces of its operands and results, and other parameters."""
         invars = [x for v, r in zip(eqn.invars, in_rows, strict=True) for x in self._read(eqn, v, r)]
-        outvars = []
-        for v, r in zip(eqn.outvars, out_rows, strict=True):
-            if r is not None and isinstance(v, compat.DropVar):
-                outvars += [compat.DropVar(a) for a in r.avals(v.aval)]
-            else:
-                outvars += self._bind(v, r)
+        outvars = [x for v, r in zip(eqn.outvars, out_rows, strict=True) for x in self._bind(v, r)]
         self._eqns.append(eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params}))
 
     def of(self, atoms: Sequence[Atom]) -> list[Rows | None]:
@@ -368,22 +414,15 @@ class _Rewriter:
             self.joins.append(Join(out.aval, self._readers.get(out)))
         elif eqn.primitive is not split_rows_p:
             return [eqn]
-        found = []
-        for fun, out in zip(plain(eqn), eqn.outvars, strict=True):
-            new = trace_equations(fun, *eqn.invars).named([out])
-            found += [e.replace(source_info=eqn.source_info) for e in new]
-        return found
+        new = trace_equations(plain(eqn), *eqn.invars).named(eqn.outvars)
+        return [e.replace(source_info=eqn.source_info) for e in new]
 
 
-def _live(eqns: Sequence[compat.JaxprEqn], outs: Sequence[Atom]) -> list[compat.JaxprEqn]:
-    """The equations that the results, an effect or a stage end need, in order."""
-    needed = {v for v in outs if not isinstance(v, compat.Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or eqn.primitive in (mark_p, treduce_p) or any(v in needed for v in eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, compat.Literal))
-            kept.append(eqn)
-    return kept[::-1]
+def _padded(x: jax.Array, part: slice, axis: int, config: Sequence[tuple[int, int, int]]) -> jax.Array:
+    """Some rows of `x` with zeros around them."""
+    if part != slice(0, x.shape[axis]):
+        x = jax.lax.slice_in_dim(x, part.start, part.stop, axis=axis)
+    return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), config) if any(map(any, config)) else x
 
 
 # --- how the jaxprs of an equation are put together again -----------------------------------------
@@ -412,7 +451,7 @@ def _treduce(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     operations = tuple(op for op, r in zip(info.operations, outs, strict=True) for _ in range(_count([r])))
     body = rewriter.inside(jaxpr, ins, inner_outs)
     info = dataclasses.replace(info, operations=operations)
-    rewriter.on_pieces(eqn, ins[:-1], outs, {"jaxpr": _closed(body), "info": info})
+    rewriter.on_pieces(eqn, ins[:-1], outs, jaxpr=_closed(body), info=info)
 
 
 def _scan(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
@@ -425,20 +464,19 @@ def _scan(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     params: dict[str, Any] = {"jaxpr": _closed(body), "num_consts": _count(ins[:m]), "num_carry": _count(carry)}
     if "linear" in eqn.params:
         params["linear"] = (False,) * _count(ins)
-    rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], params)
+    rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], **params)
 
 
 def _while(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     test, body = opened.inner
     m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_test, of_body, carry = (rewriter.of(v) for v in (test.invars[:m], body.invars[:n], body.invars[n:]))
-    params = {
-        "cond_jaxpr": _closed(rewriter.inside(test, [*of_test, *carry], [None])),
-        "body_jaxpr": _closed(rewriter.inside(body, [*of_body, *carry], carry)),
-        "cond_nconsts": _count(of_test),
-        "body_nconsts": _count(of_body),
-    }
-    rewriter.on_pieces(eqn, [*of_test, *of_body, *carry], carry, params)
+    rewriter.on_pieces(
+        eqn, [*of_test, *of_body, *carry], carry,
+        cond_jaxpr=_closed(rewriter.inside(test, [*of_test, *carry], [None])),
+        body_jaxpr=_closed(rewriter.inside(body, [*of_body, *carry], carry)),
+        cond_nconsts=_count(of_test), body_nconsts=_count(of_body),
+    )  # fmt: skip
 
 
 def _cond(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
@@ -447,13 +485,13 @@ def _cond(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
         None if isinstance(v, compat.DropVar) else r for v, r in zip(eqn.outvars, rewriter.of(eqn.outvars), strict=True)
     ]
     branches = tuple(_closed(rewriter.inside(jaxpr, ins, outs)) for jaxpr in opened.inner)
-    rewriter.on_pieces(eqn, [None, *ins], outs, {"branches": branches})
+    rewriter.on_pieces(eqn, [None, *ins], outs, branches=branches)
 
 
 def _checkpoint(rewriter: _Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     (jaxpr,) = opened.inner
     ins, outs = rewriter.of(jaxpr.invars), rewriter.of(jaxpr.outvars)
-    rewriter.on_pieces(eqn, ins, outs, {"jaxpr": rewriter.inside(jaxpr, ins, outs)})
+    rewriter.on_pieces(eqn, ins, outs, jaxpr=rewriter.inside(jaxpr, ins, outs))
 
 
 _INSIDE = {

@@ -7,12 +7,13 @@ by each piece for itself; the sums are added afterwards. So no such gradient cro
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.ops.stage_end import MarkId, mark_p, without
 from mpmd.tracing.trace import Atom, Equations, trace_equations
@@ -65,22 +66,9 @@ def marked_kind(eqn: compat.JaxprEqn) -> str | None:
     """
     if eqn.primitive.name != "scan":
         return None
-    kinds = {m.params["kind"] for m in _marks(eqn.params["jaxpr"].jaxpr)}
+    kinds = {m.params["kind"] for m in marks_in(eqn)}
     kind = next((kind for kind in ("backward", "forward", "tangent") if kind in kinds), None)
     return None if kind == "forward" and compat.is_transposed(eqn) else kind
-
-
-def _marks(jaxpr: compat.Jaxpr) -> Iterator[compat.JaxprEqn]:
-    """The marks of a jaxpr, however deep."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is mark_p:
-            yield eqn
-        for inner in compat.jaxprs_in(eqn.params):
-            yield from _marks(inner)
-
-
-def _last_mark(eqn: compat.JaxprEqn, kind: str) -> compat.JaxprEqn:
-    return [m for m in _marks(eqn.params["jaxpr"].jaxpr) if m.params["kind"] == kind][-1]
 
 
 def _cuts(jaxpr: compat.Jaxpr, lengths: Sequence[tuple[int, ...]]) -> dict[int, tuple[ScanCut, str]]:
@@ -94,7 +82,7 @@ def _cuts(jaxpr: compat.Jaxpr, lengths: Sequence[tuple[int, ...]]) -> dict[int, 
     marked = [(eqn, kind) for eqn in jaxpr.eqns if (kind := marked_kind(eqn)) is not None]
     for eqn, kind in marked:
         if kind == "forward":
-            mark = _last_mark(eqn, kind)
+            mark = [m for m in marks_in(eqn) if m.params["kind"] == kind][-1]
             cut = _scan_cut(mark, next(remaining), eqn.params["reverse"])
             assert cut.rows.bounds[-1] == eqn.params["length"], (cut.rows, eqn.params["length"])
             found[id(eqn)] = cut, kind
@@ -103,8 +91,8 @@ def _cuts(jaxpr: compat.Jaxpr, lengths: Sequence[tuple[int, ...]]) -> dict[int, 
         queues = {mark: cuts[::step] for mark, cuts in of_mark.items()}
         for eqn, kind in marked:
             if kind == wanted:
-                marks = [m for m in _marks(eqn.params["jaxpr"].jaxpr) if m.params["kind"] == kind]
-                queue = next(queues[i] for m in marks if (i := m.params["id"]) in queues)
+                ids = (m.params["id"] for m in marks_in(eqn) if m.params["kind"] == kind)
+                queue = next(queues[i] for i in ids if i in queues)
                 found[id(eqn)] = queue.pop(0) if len(queue) > 1 else queue[0], kind
     return found
 
@@ -162,7 +150,7 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
     renamed = [*zip(carry, scan.results, strict=True), *zip(ys[0] if last == 0 else (), scan.stacks, strict=False)]
     names = {v: r for v, r in renamed if not isinstance(r, compat.DropVar)}
     eqns = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
-    eqns = [e.replace(invars=[v if isinstance(v, compat.Literal) else names.get(v, v) for v in e.invars]) for e in eqns]
+    eqns = [e.replace(invars=[compat.renamed(v, names) for v in e.invars]) for e in eqns]
     for j, v in enumerate(scan.stacks if last else ()):
         if not isinstance(v, compat.DropVar):
             eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, v))

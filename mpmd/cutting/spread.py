@@ -6,12 +6,13 @@ bodies of loops and branches and out of them. Nothing is changed here.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.axis_rules import Factor, factors
 from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
+from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
@@ -31,7 +32,6 @@ class Link(NamedTuple):
 class Opened:
     """An equation with jaxprs inside, which have variables of their own, and the values that are cut alike."""
 
-    eqn: compat.JaxprEqn
     inner: tuple[compat.Jaxpr, ...]
     links: tuple[Link, ...]
 
@@ -77,12 +77,14 @@ class Spread:
             self._has_grown = False
             for link in links:
                 self._follow(link)
-            for order in (eqns, eqns[::-1]):
-                for eqn in order:
-                    self._through(eqn)
+            self._through_all(eqns)
+
+    def _through_all(self, eqns: Sequence[compat.JaxprEqn]) -> None:
+        for eqn in (*eqns, *reversed(eqns)):
+            self._through(eqn)
 
     def _seed(self, eqns: Sequence[compat.JaxprEqn]) -> None:
-        """What is cut or joined by an equation, in loops too."""
+        """What is cut or joined by an equation, or read in slices by several stages; in loops too."""
         for eqn in eqns:
             if eqn.primitive is split_rows_p:
                 self.add(eqn.invars[0], eqn.params["rows"])
@@ -90,6 +92,8 @@ class Spread:
                 self.add(eqn.outvars[0], eqn.params["rows"])
             elif eqn.primitive is treduce_p:
                 self._seed(self._open(eqn).inner[0].eqns)
+        for v, rows in sliced_stacks(eqns):
+            self.add(v, rows)
 
     def _through(self, eqn: compat.JaxprEqn) -> None:
         """What the operands and results of an equation say of each other."""
@@ -109,7 +113,8 @@ class Spread:
 
     def _by_factor(self, eqn: compat.JaxprEqn) -> None:
         for factor in self.factors(eqn):
-            pairs = list(_axes(eqn, factor))
+            atoms = zip((*eqn.invars, *eqn.outvars), (*factor.ins, *factor.outs), strict=True)
+            pairs = [(v, axis) for v, axis in atoms if axis is not None]
             cut = next((r for v, a in pairs if (r := self.of(v)) and r.axis == a), None)
             if cut is not None:
                 for v, axis in pairs:
@@ -145,9 +150,7 @@ class Spread:
         for link in opened.links:
             self._follow(link)
         for jaxpr in opened.inner:
-            for order in (jaxpr.eqns, jaxpr.eqns[::-1]):
-                for eqn in order:
-                    self._through(eqn)
+            self._through_all(jaxpr.eqns)
         for link in opened.links:
             self._follow(link)
 
@@ -156,12 +159,6 @@ class Spread:
             self.add(link.second, r.on(axis))
         if (r := self.of(link.second)) and (axis := link.back(r.axis)) is not None:
             self.add(link.first, r.on(axis))
-
-
-def _axes(eqn: compat.JaxprEqn, factor: Factor) -> Iterator[tuple[Atom, int]]:
-    for v, axis in zip((*eqn.invars, *eqn.outvars), (*factor.ins, *factor.outs), strict=True):
-        if axis is not None:
-            yield v, axis
 
 
 # --- what is inside of equations ------------------------------------------------------------------
@@ -178,13 +175,17 @@ def fresh_body(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
 def _open_loop(eqn: compat.JaxprEqn) -> Opened:
     """A microbatch loop: what it reads is cut as in its body, and what it gives, by how that is reduced."""
     jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
-    links = [Link(v, inner) for v, inner in zip(eqn.invars, jaxpr.invars[:-1], strict=True)]
+    links = _alike(eqn.invars, jaxpr.invars[:-1])
     for inner, operation, v in zip(jaxpr.outvars, eqn.params["info"].operations, eqn.outvars, strict=True):
         if type(operation) in (Add, Mean, Max, Min):
             links.append(Link(inner, v))
         elif type(operation) is Concat:
             links.append(Link(inner, v, *_around(range(inner.aval.ndim + 1)[operation.axis])))
-    return Opened(eqn, (jaxpr,), tuple(links))
+    return Opened((jaxpr,), tuple(links))
+
+
+def _alike(first: Sequence[Atom], second: Sequence[Atom], *moved: Callable[[int], int | None]) -> list[Link]:
+    return [Link(a, b, *moved) for a, b in zip(first, second, strict=True)]
 
 
 def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int | None]]:
@@ -199,42 +200,38 @@ def _open_scan(eqn: compat.JaxprEqn) -> Opened:
     jaxpr = fresh_body(eqn.params["jaxpr"])
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     start, below = num_consts + num_carry, _around(0)
-    links = [Link(v, inner) for v, inner in zip(eqn.invars[:start], jaxpr.invars[:start], strict=True)]
-    links += [Link(v, inner) for v, inner in zip(eqn.outvars[:num_carry], jaxpr.outvars[:num_carry], strict=True)]
-    links += [Link(a, b) for a, b in zip(jaxpr.invars[num_consts:start], jaxpr.outvars[:num_carry], strict=True)]
-    links += [Link(v, inner) for v, inner in zip(jaxpr.outvars[:num_carry], eqn.outvars[:num_carry], strict=True)]
-    links += [Link(inner, v, *below) for v, inner in zip(eqn.invars[start:], jaxpr.invars[start:], strict=True)]
-    links += [
-        Link(inner, v, *below) for v, inner in zip(eqn.outvars[num_carry:], jaxpr.outvars[num_carry:], strict=True)
-    ]
-    return Opened(eqn, (jaxpr,), tuple(links))
+    links = _alike(eqn.invars[:start], jaxpr.invars[:start])
+    links += _alike(eqn.outvars[:num_carry], jaxpr.outvars[:num_carry])
+    links += _alike(jaxpr.invars[num_consts:start], jaxpr.outvars[:num_carry])
+    links += _alike(jaxpr.outvars[:num_carry], eqn.outvars[:num_carry])
+    links += _alike(jaxpr.invars[start:], eqn.invars[start:], *below)
+    links += _alike(jaxpr.outvars[num_carry:], eqn.outvars[num_carry:], *below)
+    return Opened((jaxpr,), tuple(links))
 
 
 def _open_while(eqn: compat.JaxprEqn) -> Opened:
     test, body = (fresh_body(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
     m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = eqn.invars[m + n :]
-    links = [Link(v, inner) for v, inner in zip(eqn.invars[:m], test.invars[:m], strict=True)]
-    links += [Link(v, inner) for v, inner in zip(eqn.invars[m : m + n], body.invars[:n], strict=True)]
+    links = [*_alike(eqn.invars[:m], test.invars[:m]), *_alike(eqn.invars[m : m + n], body.invars[:n])]
     for v, a, b, c, out in zip(carry, test.invars[m:], body.invars[n:], body.outvars, eqn.outvars, strict=True):
         links += [Link(v, a), Link(v, b), Link(b, c), Link(v, out)]
-    return Opened(eqn, (test, body), tuple(links))
+    return Opened((test, body), tuple(links))
 
 
 def _open_cond(eqn: compat.JaxprEqn) -> Opened:
-    inner = tuple(map(fresh_body, eqn.params["branches"]))
-    links = []
-    for jaxpr in inner:
-        links += [Link(v, i) for v, i in zip(eqn.invars[1:], jaxpr.invars, strict=True)]
-        links += [Link(i, v) for v, i in zip(eqn.outvars, jaxpr.outvars, strict=True)]
-    return Opened(eqn, inner, tuple(links))
+    return _open_calls(eqn, eqn.invars[1:], eqn.params["branches"])
 
 
 def _open_checkpoint(eqn: compat.JaxprEqn) -> Opened:
-    jaxpr = fresh_body(compat.ClosedJaxpr(eqn.params["jaxpr"], ()))
-    links = [Link(v, i) for v, i in zip(eqn.invars, jaxpr.invars, strict=True)]
-    links += [Link(i, v) for v, i in zip(eqn.outvars, jaxpr.outvars, strict=True)]
-    return Opened(eqn, (jaxpr,), tuple(links))
+    return _open_calls(eqn, eqn.invars, [compat.ClosedJaxpr(eqn.params["jaxpr"], ())])
+
+
+def _open_calls(eqn: compat.JaxprEqn, operands: Sequence[Atom], called: Sequence[compat.ClosedJaxpr]) -> Opened:
+    """Jaxprs that take the same operands and give what the equation gives."""
+    inner = tuple(map(fresh_body, called))
+    links = [x for j in inner for x in (*_alike(operands, j.invars), *_alike(j.outvars, eqn.outvars))]
+    return Opened(inner, tuple(links))
 
 
 _LINKS: dict[str, Callable[[compat.JaxprEqn], Opened]] = {

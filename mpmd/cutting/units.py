@@ -85,9 +85,6 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
     eqns: list[compat.JaxprEqn] = []
     spans, unit = [], 0
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, compat.Literal) else alias.get(v, v)
-
     def mark(like: compat.JaxprEqn, values: Sequence[Atom], mark_id: MarkId, kind: str) -> dict[compat.Var, Atom]:
         found: dict[compat.Var, Atom] = {
             v: compat.Var(v.aval) for v in values if not isinstance(v, (compat.Literal, compat.DropVar))
@@ -100,7 +97,7 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
     for eqn in jaxpr.eqns:
         found = scans.get(id(eqn))
         pair = own[id(found.eqn)] if found else transposed.pair_of(eqn, own)
-        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
         if eqn.primitive is mark_p:
             number = next(numbers)
             eqns.append(eqn.replace(params={**eqn.params, "id": ids[number]}))
@@ -114,17 +111,14 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
             num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
             carried = eqn.invars[num_consts : num_consts + num_carry]
             before = mark(eqn, carried, pair[0] if found else pair[1], kind)
-            eqns.append(
-                eqn.replace(invars=[v if isinstance(v, compat.Literal) else before.get(v, v) for v in eqn.invars])
-            )
+            eqns.append(eqn.replace(invars=[compat.renamed(v, before) for v in eqn.invars]))
             behind = mark(eqn, eqn.outvars[:num_carry], pair[1] if found else pair[0], kind)
             alias.update(behind)
             if found:
                 spans += [Span(unit, 1, None), Span(unit, found.count, found)]
                 unit += found.count
     spans.append(Span(unit, 1, None))
-    outvars = [read(v) for v in jaxpr.outvars]
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=outvars), spans
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars]), spans
 
 
 class _Transposed:

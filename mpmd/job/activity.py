@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpmd.job import exits, processes
-from mpmd.job.expected import Expected, Mark, Times
+from mpmd.job.expected import Awaited, Expected, Times
 from mpmd.job.verdict import STILL_S, Board, Wait
 from mpmd.observe.flight import Flight, Samples
 
@@ -119,7 +119,7 @@ class Activity:
 
         Both sides know its number: so a value that was sent and did not arrive is found.
         """
-        self.expected.add(Mark(array, what, ranks, number))
+        self.expected.add(Awaited(array, what, ranks, number))
 
     def board(self, others: Iterable[Board] = ()) -> Board:
         """What this rank says of itself now.
@@ -131,8 +131,8 @@ class Activity:
         doing, position, number = said.doing, 0, None
         self.expected.prune()
         wait = (doing, said.ranks) if said.ranks else None
-        if wait is None and (mark := self.expected.oldest()) is not None:
-            wait, number = (mark.what, mark.ranks), mark.number
+        if wait is None and (awaited := self.expected.oldest()) is not None:
+            wait, number = (awaited.what, awaited.ranks), awaited.number
         if cursor is not None:
             position = cursor.position
             doing = cursor.text(position)

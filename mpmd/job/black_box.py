@@ -3,15 +3,20 @@
 import contextlib
 import dataclasses
 import os
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from mpmd.job import exits, verdict
 from mpmd.job.activity import Activity
-from mpmd.job.verdict import View
+from mpmd.job.verdict import STILL_S, View
 from mpmd.observe import flight_files
 
 # A file of this name in the folder asks all ranks to write their records now; they go on.
 _REQUEST = "now"
+# A process that is told to end does so within this time; what ends it then is not why it was told.
+_ENDING_S = 30.0
 
 
 class BlackBox:
@@ -25,6 +30,9 @@ class BlackBox:
         self._rank, self._num_ranks, self._activity = rank, num_ranks, activity
         self.folder = flight_files.folder(environment)
         self._asked_at = 0.0
+        self._interrupted_at = -_ENDING_S
+        self._noted: Mapping[int, View] | None = None
+        self._lock = threading.RLock()
         if self.folder is not None:
             self._path = flight_files.path_of(self.folder, rank, environment)
             flight_files.remove_old(self._path)
@@ -32,6 +40,7 @@ class BlackBox:
 
     def note(self, views: Mapping[int, View]) -> None:
         """Notes what this rank is at, a few times a second. Writes the record if the file that asks for it is new."""
+        self._noted = views
         board = views[self._rank].board
         what, ranks = ("", ()) if board.wait is None else (board.wait.what, board.wait.ranks)
         self._activity.samples.add(board.phase, board.step, board.doing, what, ranks)
@@ -39,29 +48,64 @@ class BlackBox:
             self._asked_at = asked_at
             self.write("asked for", views)
 
-    def write(self, why: str, views: Mapping[int, View], guilty: int | None = None) -> str:
-        """Writes the record; returns a line for people that says where. Nothing where no folder is named.
+    def interrupted(self, signal: str, views: Mapping[int, View]) -> str:
+        """Writes the record of a process that somebody ends from outside: perhaps since the job hangs.
+
+        Args:
+          signal: its name.
+          views: what all ranks say, for a process that notes nothing. Else what was noted last counts: whoever ends a
+            job also lets ranks go on that were stopped. A rank that holds up others is named, however short the time.
+
+        Returns:
+          Lines for people: who holds up whom, and where the record is; nothing if it has just been written.
+        """
+        if self.folder is None:
+            return ""
+        views = self._noted or views
+        view = views[self._rank]
+        found = verdict.suspect(views, STILL_S)
+        why = f"jax-mpmd: {signal} came to rank {self._rank} ({view.where})"
+        if view.board.callback:
+            why += f", in the host callback {view.board.callback} for {view.still_s:.0f} s"
+        if found is not None:
+            why = f"jax-mpmd: rank {found[0]}: {found[1]}; then {signal} came"
+        elif self._num_ranks > 1:
+            why += f"; no rank had held up another one for {STILL_S:.0f} s"
+        with self._lock:
+            where = self.write(why, views, found and found[0], interrupted=True)
+            self._interrupted_at = time.monotonic()
+        return where and f"{why}\n{where}"
+
+    def write(
+        self, why: str, views: Mapping[int, View], guilty: int | None = None, *, interrupted: bool = False
+    ) -> str:
+        """Writes the record; returns a line for people that says where. Nothing where no folder is named, or where
+        somebody has just told this process to end.
 
         Args:
           why: the verdict.
           views: what all ranks say.
           guilty: the rank to blame, if it is known.
+          interrupted: somebody ends this process from outside.
         """
         if self.folder is None:
             return ""
-        with contextlib.suppress(Exception):  # a full disk must not keep a rank from ending
+        with self._lock, contextlib.suppress(Exception):  # a full disk must not keep a rank from ending
+            if time.monotonic() - self._interrupted_at < _ENDING_S:
+                return ""
             seen = {r: {**dataclasses.asdict(v), "still_s": v.still_s} for r, v in views.items()}
             programs = [cursor.recorded() for cursor in list(self._activity.cursors)]
             flight_files.write(
                 self._path, self._rank, why, programs, self._activity.samples.list(),
                 num_ranks=self._num_ranks, guilty=guilty, views=seen, pending=self._pending(),
+                interrupted=interrupted, at=exits.user_lines(),
             )  # fmt: skip
             return f"jax-mpmd: what each rank did last: python -m mpmd replay {self.folder}"
         return f"jax-mpmd: what this rank did last could not be written to {self.folder}"
 
     def _pending(self) -> list[dict[str, Any]]:
         """Values that have not come, and that were promised and are not computed."""
-        return [{"what": mark.what, "ranks": list(mark.ranks)} for mark in self._activity.expected.pending()]
+        return [{"what": one.what, "ranks": list(one.ranks)} for one in self._activity.expected.pending()]
 
     def _request_time(self) -> float:
         assert self.folder is not None

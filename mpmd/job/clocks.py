@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mpmd.job import processes
 from mpmd.job.job import Job
 
-_ROUNDS = 12
+_QUESTIONS = 12
 
 
 class Offset(NamedTuple):
@@ -47,14 +47,14 @@ def offset(
 
 
 def _answer(job: Job, number: int, rank: int, now: Callable[[], float]) -> None:
-    for k in range(_ROUNDS):
+    for k in range(_QUESTIONS):
         job.find(_key(number, rank, k, "asks"), "comparing clocks with that", rank)
         job.store.key_value_set(_key(number, rank, k, "is"), repr(now()))
 
 
 def _ask(job: Job, number: int, lowest: int, now: Callable[[], float]) -> Offset:
     found = []
-    for k in range(_ROUNDS):
+    for k in range(_QUESTIONS):
         before = now()
         job.store.key_value_set(_key(number, job.rank, k, "asks"), "")
         there = float(job.find(_key(number, job.rank, k, "is"), "comparing clocks with that", lowest))

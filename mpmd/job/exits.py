@@ -2,7 +2,10 @@
 
 import faulthandler
 import inspect
+import os
+import re
 import sys
+import sysconfig
 import tempfile
 import threading
 from typing import Any
@@ -65,6 +68,21 @@ def stacks() -> list[tuple[str, list[str]]]:
         name = names.get(int(head.split("0x", 1)[1].split()[0], 16), "a thread of JAX")
         if not name.startswith("mpmd-"):
             found.append((name, lines[::-1]))
+    return found
+
+
+def user_lines() -> list[tuple[str, str]]:
+    """Per thread that is in the user's code, its name and the innermost line there: `train.py:62 in load`."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    ours = [os.path.join(root, package, "") for package in ("mpmd", "reshard", "scheduler")]
+    others = (*ours, sysconfig.get_paths()["stdlib"], "<frozen ")
+    found = []
+    for name, lines in stacks():
+        for line in reversed(lines):
+            match = re.match(r'\s*File "(.+)", line (\d+) in (.+)', line)
+            if match is not None and not match[1].startswith(others) and "-packages/" not in match[1]:
+                found.append((name, f"{match[1]}:{match[2]} in {match[3]}"))
+                break
     return found
 
 

@@ -25,7 +25,7 @@ class Times:
         self.moved = self.waits_since = time.monotonic()
 
 
-class Mark(NamedTuple):
+class Awaited(NamedTuple):
     """An array that comes from `ranks`, or (none) that was promised to another rank."""
 
     array: Any
@@ -50,18 +50,18 @@ class Expected:
     def __init__(self, times: Times):
         self._times = times
         self._lock = threading.Lock()
-        self._marks: collections.deque[Mark] = collections.deque()
+        self._awaited: collections.deque[Awaited] = collections.deque()
         self._sent: collections.deque[int | None] = collections.deque(maxlen=_REMEMBERED)
 
     def __bool__(self) -> bool:
-        return bool(self._marks)
+        return bool(self._awaited)
 
-    def add(self, mark: Mark) -> None:
+    def add(self, awaited: Awaited) -> None:
         """One more is on its way."""
         with self._lock:
-            if not self._marks:
+            if not self._awaited:
                 self._times.waits_since = time.monotonic()
-            self._marks.append(mark)
+            self._awaited.append(awaited)
             self._prune()
 
     def prune(self) -> None:
@@ -73,19 +73,19 @@ class Expected:
         """Whether values from other ranks are still to come."""
         with self._lock:
             self._prune()
-            return any(mark.ranks for mark in self._marks)
+            return any(awaited.ranks for awaited in self._awaited)
 
-    def oldest(self) -> Mark | None:
+    def oldest(self) -> Awaited | None:
         """The oldest that is not there yet. What was promised after it may have been sent all the same."""
         with self._lock:
-            if self._marks and time.monotonic() - self._times.waits_since > STILL_S:
-                self._marks = collections.deque(m for m in self._marks if m.ranks or not self._is_done(m))
-            return self._marks[0] if self._marks else None
+            if self._awaited and time.monotonic() - self._times.waits_since > STILL_S:
+                self._awaited = collections.deque(m for m in self._awaited if m.ranks or not self._is_done(m))
+            return self._awaited[0] if self._awaited else None
 
-    def pending(self) -> list[Mark]:
+    def pending(self) -> list[Awaited]:
         """All that are not there yet, the oldest first."""
         with self._lock:
-            return [mark for mark in self._marks if not mark.is_there]
+            return [awaited for awaited in self._awaited if not awaited.is_there]
 
     def sent_among(self, numbers: set[int]) -> tuple[int, ...]:
         """Those of some numbers under which this rank has sent a value."""
@@ -93,13 +93,13 @@ class Expected:
             return tuple(sorted(numbers.intersection(self._sent))) if numbers else ()
 
     def _prune(self) -> None:
-        while self._marks and self._is_done(self._marks[0]):
-            self._marks.popleft()
+        while self._awaited and self._is_done(self._awaited[0]):
+            self._awaited.popleft()
             self._times.move()
 
-    def _is_done(self, mark: Mark) -> bool:
+    def _is_done(self, awaited: Awaited) -> bool:
         """Whether it is there; if it was promised to another rank, it counts as sent from now on."""
-        is_there = mark.is_there
-        if is_there and not mark.ranks:
-            self._sent.append(mark.number)
+        is_there = awaited.is_there
+        if is_there and not awaited.ranks:
+            self._sent.append(awaited.number)
         return is_there

@@ -42,10 +42,10 @@ class Job:
         self.activity = Activity(self.rank)
         boards = Boards(self.rank, self.activity, store, environment.get("MPMD_STATUS_DIR"))
         judge = Judge(boards, hang_timeout_s, serves)
-        box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, box, serves)
+        black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, serves)
         self._counts: dict[tuple[int, ...], int] = {}
-        self._wire: Any = None
+        self._wire: wires.Wire | None = None
         self.watchdog.start()
         store.key_value_set(f"mpmd/devices/{self.rank}", wires.hardware() if compat.has_cross_host_put() else "")
         atexit.register(self.watchdog.finish)
@@ -96,10 +96,10 @@ class Job:
         return int(self.exchange(what, mine, ranks)[lowest])
 
     @property
-    def wire(self) -> Any:
+    def wire(self) -> wires.Wire:
         """The transport between processes, opened at its first use."""
         if self._wire is None:
-            self._wire = wires.open_wire(self)
+            self._wire = wires.wire_class(self)(self)
         return self._wire
 
     @contextlib.contextmanager

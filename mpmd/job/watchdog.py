@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.job import exits, verdict
+from mpmd.job import exits, interrupts, verdict
 from mpmd.job.activity import Activity
 from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
@@ -37,12 +37,14 @@ class Watchdog:
       activity: what this rank is at.
       boards: what all ranks say.
       judge: finds the guilty rank.
-      box: the flight record of this rank.
+      black_box: the flight record of this rank.
       serves: this process serves the key-value store, so it leaves last.
     """
 
-    def __init__(self, num_ranks: int, activity: Activity, boards: Boards, judge: Judge, box: BlackBox, serves: bool):
-        self.boards, self._box = boards, box
+    def __init__(
+        self, num_ranks: int, activity: Activity, boards: Boards, judge: Judge, black_box: BlackBox, serves: bool
+    ):
+        self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
         self._is_ending = self._is_let_go = False
         self._stack: types.TracebackType | None = None
@@ -58,6 +60,8 @@ class Watchdog:
         plain = sys.excepthook
         sys.excepthook = lambda kind, value, stack: self._on_exception(kind, value, stack, plain)
         exits.note_exits()
+        if self._black_box.folder is not None:
+            interrupts.listen(self._on_signal)
         compat.observe_callbacks(self._activity.callbacks.calling)
 
     # --- threads ----------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ class Watchdog:
         while not self._is_ending:
             time.sleep(PUBLISH_S)
             views = self.boards.views()
-            self._box.note(views)
+            self._black_box.note(views)
             found = self.boards.verdict or self._judge.find(views)
             if found is not None:
                 self._end(views, *found)
@@ -94,7 +98,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
-        if where := self._box.write(text.splitlines()[0], views, rank):
+        if where := self._black_box.write(text.splitlines()[0], views, rank):
             print(where, file=sys.stderr, flush=True)
         if not is_finished and (is_guilty or me.wait is not None):
             with contextlib.suppress(Exception):
@@ -138,12 +142,19 @@ class Watchdog:
         if self._is_ending:
             time.sleep(60)  # the judge has found the cause; it ends the process
         print_it(kind, value, stack)
+        if issubclass(kind, KeyboardInterrupt):
+            self._on_signal("SIGINT")
         print(f"jax-mpmd: rank {self.boards.rank}: {what}", file=sys.stderr, flush=True)
         self._fail(what, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
+    def _on_signal(self, signal: str) -> None:
+        """Somebody ends this rank from outside, perhaps since the job hangs: leaves its record."""
+        if not self._is_ending and (text := self._black_box.interrupted(signal, self.boards.views())):
+            print(text, file=sys.stderr, flush=True)
+
     def _fail(self, what: str, status: int) -> None:
         """This rank cannot go on: tells the others, and ends the process."""
-        if where := self._box.write(what, self.boards.views(), self.boards.rank):
+        if where := self._black_box.write(what, self.boards.views(), self.boards.rank):
             print(where, file=sys.stderr, flush=True)
         self._activity.fail(what)
         self._is_ending = True

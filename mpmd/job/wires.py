@@ -69,11 +69,6 @@ def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
     return PullWire if "" in told or are_shared(map(json.loads, told)) else PutWire
 
 
-def open_wire(job: "Job") -> Wire:
-    """The wire of a job, opened in this process."""
-    return wire_class(job)(job)
-
-
 def hardware() -> str:
     """The host and the GPUs of this process, for `are_shared` in every other."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

@@ -91,20 +91,15 @@ class Rows(NamedTuple):
 
     def shifted(self, seconds: float) -> "Rows":
         """The same on another clock."""
+
+        def later(rows: Sequence[Any], *times: str) -> tuple[Any, ...]:
+            return tuple(row._replace(**{name: getattr(row, name) + seconds for name in times}) for row in rows)
+
         return Rows(
-            tuple(
-                r._replace(
-                    dispatched=r.dispatched + seconds, returned=r.returned + seconds, start=r.start + seconds,
-                    end=r.end + seconds, ready=r.ready + seconds,
-                )
-                for r in self.runs
-            ),
-            tuple(
-                m._replace(dispatched=m.dispatched + seconds, start=m.start + seconds, end=m.end + seconds)
-                for m in self.moves
-            ),
-            tuple(s._replace(at=s.at + seconds) for s in self.sends),
-        )  # fmt: skip
+            later(self.runs, "dispatched", "returned", "start", "end", "ready"),
+            later(self.moves, "dispatched", "start", "end"),
+            later(self.sends, "at"),
+        )
 
     def as_text(self) -> str:
         """Packed, to be sent to other processes."""
@@ -114,24 +109,13 @@ class Rows(NamedTuple):
     def of_text(cls, text: str) -> "Rows":
         """The inverse of `as_text`."""
         runs, moves, sends = json.loads(zlib.decompress(base64.b85decode(text)))
-        return cls(tuple(map(_read_ran, runs)), tuple(map(_read_moved, moves)), tuple(map(_read_sent, sends)))
-
-
-def _read_ran(row: list[Any]) -> Ran:
-    step, rank, group, name, tasks, loop, dispatched, returned, start, end, ready, by = row
-    way = None if by is None else Way(*by)
-    found = tuple(Task(*t) for t in tasks)
-    return Ran(step, rank, group, name, found, loop, dispatched, returned, start, end, ready, way)
-
-
-def _read_moved(row: list[Any]) -> Moved:
-    step, rank, way, *rest = row
-    return Moved(step, rank, Way(*way), *rest)
-
-
-def _read_sent(row: list[Any]) -> Sent:
-    step, rank, way, at = row
-    return Sent(step, rank, Way(*way), at)
+        ran = (Ran(*row) for row in runs)
+        moved, sent = (Moved(*row) for row in moves), (Sent(*row) for row in sends)
+        return cls(
+            tuple(r._replace(tasks=tuple(Task(*t) for t in r.tasks), by=r.by and Way(*r.by)) for r in ran),
+            tuple(m._replace(way=Way(*m.way)) for m in moved),
+            tuple(s._replace(way=Way(*s.way)) for s in sent),
+        )
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

@@ -98,7 +98,7 @@ across_p = compat.Primitive("across")
 SMALL = 1 << 16
 
 
-def _combine(*parts, kind: str):
+def _combine(*parts: Any, kind: str):
     if kind == "stack":
         return jnp.stack(parts)
     total = parts[0]
@@ -107,16 +107,16 @@ def _combine(*parts, kind: str):
     return total
 
 
-def _across_abstract_eval(*avals, kind):
+def _across_abstract_eval(*avals: Any, kind: Any):
     return result_types(functools.partial(_combine, kind=kind), *avals)[0]
 
 
-def _across_jvp(primals, tangents, *, kind):
+def _across_jvp(primals: Any, tangents: Any, *, kind: Any):
     tangents = [jnp.zeros_like(p) if type(t) is compat.ad.Zero else t for p, t in zip(primals, tangents, strict=True)]
     return across_p.bind(*primals, kind=kind), _combine(*tangents, kind=kind)
 
 
-def _across_batch(parts, dims, *, kind):
+def _across_batch(parts: Any, dims: Any, *, kind: Any):
     return jax.vmap(lambda *xs: _combine(*xs, kind=kind), in_axes=list(dims))(*parts), 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
@@ -157,7 +157,7 @@ def _flat(exported: jax.export.Exported, name: str, remedy: str):
     return call
 
 
-def _run(*given, exported: jax.export.Exported):
+def _run(*given: Any, exported: jax.export.Exported):
     """The call by JAX's own rules, in the mesh that is current."""
     rest = iter(given)
     leaves = [np.zeros(a.shape, a.dtype) if a.dtype == jax.dtypes.float0 else next(rest) for a in exported.in_avals]
@@ -170,7 +170,7 @@ def _no_mesh():
     return compat.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _abstract_eval(*avals, exported: jax.export.Exported, name: str):
+def _abstract_eval(*avals: Any, exported: jax.export.Exported, name: str):
     effects = {*exported.ordered_effects, *exported.unordered_effects}
     with _no_mesh():
         try:
@@ -187,21 +187,20 @@ def _abstract_eval(*avals, exported: jax.export.Exported, name: str):
     return [_typed(x, spec) for x, spec in zip(shapes, specs, strict=True)], effects
 
 
-def _typed(x, spec: PartitionSpec | None):
+def _typed(x: Any, spec: PartitionSpec | None):
     """The type of a result, with what of its spec is on Explicit axes of the current mesh."""
     mesh = compat.current_mesh()
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    if not explicit:
+    if not mesh.explicit_axes:
         return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype))
     entries = []
     for size, entry in zip(x.shape, [*(spec or ()), *(None,) * x.ndim], strict=False):
-        names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in explicit)
+        names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.explicit_axes)
         entries.append(names if names and size % np.prod([mesh.shape[n] for n in names]) == 0 else None)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
 
 
-def _lowering(ctx, *args, exported: jax.export.Exported, name: str):
+def _lowering(ctx: Any, *args: Any, exported: jax.export.Exported, name: str):
     try:
         return compat.mlir.lower_fun(_run, multiple_results=True)(ctx, *args, exported=exported)
     except ValueError as e:
@@ -210,7 +209,7 @@ def _lowering(ctx, *args, exported: jax.export.Exported, name: str):
         ) from None
 
 
-def _batch(args, dims, *, exported, name):
+def _batch(args: Any, dims: Any, *, exported: Any, name: Any):
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     moving = [i for i, d in enumerate(dims) if d is not None]
 
@@ -226,7 +225,7 @@ def _batch(args, dims, *, exported, name):
 
 
 @foreign_p.def_impl
-def _impl(*args, exported, name):
+def _impl(*args: Any, exported: Any, name: Any):
     return jax.jit(lambda *xs: foreign_p.bind(*xs, exported=exported, name=name))(*args)
 
 

@@ -147,9 +147,7 @@ class Concat(Operation):
         return _full(aval, 0, (*aval.shape[:axis], num_microbatches, *aval.shape[axis:]), [axis])
 
     def update(self, acc: Any, x: Any, index: Any) -> Any:
-        axis = self._axis(acc.ndim - 1)
-        x = lax.expand_dims(jnp.asarray(x, acc.dtype), (axis,))
-        return lax.dynamic_update_slice(acc, x, [index if a == axis else np.int32(0) for a in range(x.ndim)])
+        return lax.dynamic_update_index_in_dim(acc, jnp.asarray(x, acc.dtype), index, self._axis(acc.ndim - 1))
 
     def _axis(self, ndim: int) -> int:
         """The new axis of a stack of arrays with `ndim` axes."""
@@ -167,7 +165,7 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
     return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
 
 
-def result_types(fun: Callable, *avals) -> list:
+def result_types(fun: Callable, *avals: Any) -> list:
     """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
     Explicit axes.
     """
@@ -205,7 +203,7 @@ def _is_operation(x: Any) -> bool:
 
 
 def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, ...]:
-    """The operation of each output, from a pytree prefix; classes become instances."""
+    """The operation of each output, from a pytree prefix; each class becomes one instance."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
     try:
         pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=_is_operation)
@@ -213,11 +211,9 @@ def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, 
         raise StageError(
             f"{name}: operation {operation} is not a prefix of what fun returns, {out_tree}.\n  {e}"
         ) from None
-    return tuple(map(_instance, jax.tree.leaves(pairs, is_leaf=_is_operation)))
-
-
-def _instance(operation: Any) -> Any:
-    return operation() if isinstance(operation, type) and issubclass(operation, Operation) else operation
+    found = jax.tree.leaves(pairs, is_leaf=_is_operation)
+    made = {id(op): op() if isinstance(op, type) and issubclass(op, Operation) else op for op in found}
+    return tuple(made[id(op)] for op in found)
 
 
 def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: str) -> None:

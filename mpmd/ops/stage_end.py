@@ -109,7 +109,7 @@ compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))
 compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.bind(*xs, **params), dims)
 
 
-def _mark_jvp(primals, tangents, *, kind, **params):
+def _mark_jvp(primals: Any, tangents: Any, *, kind: Any, **params: Any):
     outs = mark_p.bind(*primals, kind=kind, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
     tangents_out = [compat.zero_like(t) if type(t) is not compat.ad.Zero else t for t in tangents]
@@ -120,7 +120,7 @@ def _mark_jvp(primals, tangents, *, kind, **params):
     return outs, tangents_out
 
 
-def _mark_transpose(cts, *xs, kind, **params):
+def _mark_transpose(cts: Any, *xs: Any, kind: Any, **params: Any):
     if all(type(ct) is compat.ad.Zero for ct in cts):
         return cts
     cts = [compat.ad.instantiate_zeros(ct) for ct in cts]
@@ -141,9 +141,8 @@ def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
     forward = [mark["id"] for mark in marks if mark["kind"] == "forward"]
     for number, mark in enumerate(forward):
         by_id[mark].append(number)
-    queues = {"forward": {}, "backward": {}, "tangent": {}}
-    for kind, step in (("forward", 1), ("backward", -1), ("tangent", 1)):
-        queues[kind] = {mark: numbers[::step] for mark, numbers in by_id.items()}
+    steps = {"forward": 1, "backward": -1, "tangent": 1}
+    queues = {kind: {mark: numbers[::step] for mark, numbers in by_id.items()} for kind, step in steps.items()}
     found = []
     for mark in marks:
         queue = queues[mark["kind"]][mark["id"]]
@@ -155,9 +154,6 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
     """`jaxpr` less the equations of the primitives `identities`, however deep, which return what they are given."""
     alias: dict = {}
 
-    def read(v):
-        return v if isinstance(v, compat.Literal) else alias.get(v, v)
-
     def clean(x):
         if isinstance(x, compat.ClosedJaxpr):
             return compat.ClosedJaxpr(without(x.jaxpr, identities), x.consts)
@@ -167,9 +163,9 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
 
     eqns = []
     for eqn in jaxpr.eqns:
-        invars = [read(v) for v in eqn.invars]
+        invars = [compat.renamed(v, alias) for v in eqn.invars]
         if eqn.primitive in identities:
             alias.update(zip(eqn.outvars, invars, strict=True))
         else:
             eqns.append(eqn.replace(invars=invars, params={k: clean(x) for k, x in eqn.params.items()}))
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])

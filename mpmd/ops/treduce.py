@@ -16,6 +16,7 @@ from jax import lax
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.specs import trimmed
 from mpmd.errors import StageError
 from mpmd.ops.reductions import (
     Add,
@@ -171,9 +172,7 @@ def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
     free = (a for a, e in enumerate(spec) if a != axis and e is None and aval.shape[a] % size == 0)
     if (rows := next(free, None)) is not None:
         spec[rows] = entry
-    while spec and spec[-1] is None:
-        spec.pop()
-    wanted = f"P({', '.join(map(repr, spec))})"
+    wanted = f"P({', '.join(map(repr, trimmed(spec)))})"
     raise StageError(
         f"treduce: {name} is {aval.str_short(short_dtypes=True)}, sharded over {entry!r} on axis {axis}, its microbatch"
         f" axis.\n  Every device needs its rows of each microbatch: jax.reshard(x, {wanted}) before treduce, or"
@@ -182,15 +181,7 @@ def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
 
 
 def _slice(x: Any, index: Any, axis: int) -> jax.Array:
-    return lax.squeeze(
-        lax.dynamic_slice(
-            x,
-            [index if a == axis else np.int32(0) for a in range(x.ndim)],
-            [1 if a == axis else d for a, d in enumerate(x.shape)],
-            allow_negative_indices=False,
-        ),
-        (axis,),
-    )
+    return lax.squeeze(lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False), (axis,))
 
 
 def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: Any, cuts: Any, name: str) -> Any:
@@ -287,24 +278,35 @@ def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None
 
 def scan_loop(*consts: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:
     """The loop as plain JAX: what pipelined runs are compared with."""
-    out_avals = jaxpr.out_avals
     run = compat.jaxpr_as_fun(jaxpr)
-    n = info.num_microbatches
+    return _reduced(lambda index: run(*consts, index), info.operations, jaxpr.out_avals, info.num_microbatches)
+
+
+def _reduced(run: Callable, operations: Sequence[Operation], out_avals: Sequence[Any], n: int) -> list[jax.Array]:
+    """The reduced outputs of `run(index)`, which have the types `out_avals`."""
 
     def body(accs, index):
-        outs = run(*consts, index)
-        return [op.update(acc, x, index) for op, acc, x in zip(info.operations, accs, outs, strict=True)], None
+        return [op.update(acc, x, index) for op, acc, x in zip(operations, accs, run(index), strict=True)], None
 
-    init = [op.init(aval, n) for op, aval in zip(info.operations, out_avals, strict=True)]
+    init = [op.init(aval, n) for op, aval in zip(operations, out_avals, strict=True)]
     accs, _ = lax.scan(body, init, jnp.arange(n, dtype=np.int32))
-    return [op.finish(acc, n) for op, acc in zip(info.operations, accs, strict=True)]
+    return [op.finish(acc, n) for op, acc in zip(operations, accs, strict=True)]
 
 
-def _treduce_abstract_eval(*avals, jaxpr, info):
-    return result_types(functools.partial(scan_loop, jaxpr=jaxpr, info=info), *avals), jaxpr.effects
+def _treduce_abstract_eval(*avals: Any, jaxpr: Any, info: Any):
+    """Types follow from those of the body's outputs: each kind is reduced once, and the body not traced again."""
+    kinds = [(id(op), aval) for op, aval in zip(info.operations, jaxpr.out_avals, strict=True)]
+    distinct = dict(zip(kinds, zip(info.operations, jaxpr.out_avals, strict=True), strict=True))
+    operations, out_avals = [op for op, _ in distinct.values()], [aval for _, aval in distinct.values()]
+
+    def reduced(*outs):
+        return _reduced(lambda index: outs, operations, out_avals, info.num_microbatches)
+
+    types = dict(zip(distinct, result_types(reduced, *out_avals), strict=True))
+    return [types[kind] for kind in kinds], jaxpr.effects
 
 
-def _treduce_jvp(primals, tangents, *, jaxpr, info):
+def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: Any, info: Any):
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
 
     def run(*some):
@@ -316,13 +318,13 @@ def _treduce_jvp(primals, tangents, *, jaxpr, info):
     return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _treduce_batch(args, dims, *, jaxpr, info):
+def _treduce_batch(args: Any, dims: Any, *, jaxpr: Any, info: Any):
     outs = jax.vmap(functools.partial(scan_loop, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
     return outs, [0] * len(outs)
 
 
 @treduce_p.def_impl
-def _treduce_impl(*args, jaxpr, info):
+def _treduce_impl(*args: Any, jaxpr: Any, info: Any):
     return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
 
 

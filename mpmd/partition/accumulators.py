@@ -205,7 +205,8 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) 
                 walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
                 offset += x.aval.shape[node.eqn.params["dimension"]]
         elif (step := _linear_step(body, node.eqn)) is not None:
-            walk(_operand(node.eqn), (step, *chain), False, node.place)
+            operand = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice"]
+            walk(operand, (step, *chain), False, node.place)
         else:
             add(v, chain, place or node.place)
 
@@ -268,11 +269,6 @@ def _is_zeros(eqn: compat.JaxprEqn) -> bool:
     )
 
 
-def _operand(eqn: compat.JaxprEqn) -> Atom:
-    """What a linear step is applied to."""
-    return eqn.invars[1] if eqn.primitive.name == "dynamic_update_slice" else eqn.invars[0]
-
-
 def _combine(
     totals: Sequence[tuple[compat.Var, tuple[_Linear, ...]]],
     operation: Operation,
@@ -285,11 +281,8 @@ def _combine(
         return _named(trace_operation(operation, "finish", (total,), num_microbatches), [total], result)
 
     def fun(*accs):
-        parts = []
-        for acc, (_, later) in zip(accs, totals, strict=True):
-            for step in later:
-                acc = step.apply(acc)
-            parts.append(acc)
+        pairs = zip(accs, (later for _, later in totals), strict=True)
+        parts = [functools.reduce(lambda x, step: step.apply(x), later, acc) for acc, later in pairs]
         return operation.finish(functools.reduce(operator.add, parts), num_microbatches)
 
     return _bound(fun, [v for v, _ in totals], result)
@@ -302,19 +295,12 @@ def _same_every_time(
     source = body.source(value)
     zero = isinstance(value, compat.Literal) and not np.any(value.val)
     if (zero or (source and _is_zeros(source.eqn))) and type(operation) in (Add, Mean):
-        aval = value.aval
+        acc = functools.partial(operation.init, value.aval, num_microbatches)
+        return _bound(lambda: operation.finish(acc(), num_microbatches), [], result)
 
-        def zeros():
-            acc = operation.init(aval, num_microbatches)
-            return operation.finish(acc, num_microbatches)
-
-        return _bound(zeros, [], result)
-
-    def repeat(x):
-        def step(i, acc):
-            return operation.update(acc, x, i)
-
-        acc = jax.lax.fori_loop(0, num_microbatches, step, operation.init(jax.typeof(x), num_microbatches))
+    def repeat(x: jax.Array) -> Any:
+        start = operation.init(jax.typeof(x), num_microbatches)
+        acc = jax.lax.fori_loop(0, num_microbatches, lambda i, acc: operation.update(acc, x, i), start)
         return operation.finish(acc, num_microbatches)
 
     if isinstance(value, compat.Literal):

@@ -83,8 +83,7 @@ def _segment(
     readers: Readers,
     sent: Collection[tuple[compat.Var, int]],
 ) -> Segment:
-    bound = {v for e in eqns for v in e.outvars}
-    reads = [v for v in equations.variables(v for e in eqns for v in e.invars) if v not in bound]
+    reads = equations.free_variables(eqns)
     made = [v for e in eqns for v in equations.outputs(e)]
     writes = [v for v in made if (v, group) in sent or any(r != level for r in readers.get((v, group), ()))]
     # JAX gives the memory of donated arguments to results of their type in order: each result its predecessor's.

@@ -99,9 +99,13 @@ class _Text:
 
     def last_stage(self, node: Node, span: _Span, limit: int) -> int:
         """The last stage up to `limit` with a forward equation in `span`; rather one that has what the node reads."""
-        found = [s for s in range(limit, -1, -1) if self._stands_in(s, span)]
-        having = [s for s in found if all(s in self.at[v] for v in node.inputs if v in self.at)]
-        return next(iter(having or found), limit)
+        found = None
+        for stage in range(limit, -1, -1):
+            if self._stands_in(stage, span):
+                if all(stage in self.at[v] for v in node.inputs if v in self.at):
+                    return stage
+                found = stage if found is None else found
+        return limit if found is None else found
 
     def _stands_in(self, stage: int, span: _Span) -> bool:
         """Whether a forward equation of `stage` stands in `span`."""

@@ -211,10 +211,7 @@ class _Carried:
         self.body = body
         self.position = {v: i for i, v in enumerate(carry)}
         self.producer = {v: e for e in body.eqns for v in e.outvars}
-        for v, outer in ins:
-            pins.of[v] = None if isinstance(outer, compat.Literal) else pins.of[outer]
-        for v, init in zip(carry, inits, strict=True):
-            pins.of[v] = None if isinstance(init, compat.Literal) else pins.of[init]
+        pins.of.update((v, self._of(outer, pins)) for v, outer in [*ins, *zip(carry, inits, strict=True)])
         # Each round finds the place of another carry, until none is found: their number falls.
         for _ in range(len(carry) + 1):
             for eqn in body.eqns:
@@ -280,12 +277,8 @@ def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
         kept = [i for i, v in enumerate(ins) if v in needed or (n <= i < n + m and i - n in results)]
         carries = [i - n for i in kept if n <= i < n + m]
         outs = [*carries, *(j for j in results if j >= m)]
-        body = compat.make_jaxpr(
-            [ins[i] for i in kept],
-            [carried.body.outs[j] for j in outs],
-            live_equations(carried.body.eqns, [carried.body.outs[j] for j in outs]),
-            "body",
-        )
+        made = [carried.body.outs[j] for j in outs]
+        body = compat.make_jaxpr([ins[i] for i in kept], made, live_equations(carried.body.eqns, made), "body")
         new = eqn.replace(
             invars=[eqn.invars[i] for i in kept],
             outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in outs],

@@ -1,7 +1,7 @@
 """Sizes of equations, and which are heavy: what the passes ask before they move an equation or copy it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
@@ -17,7 +17,7 @@ _HEAVY = {
     "foreign",
 }  # fmt: skip
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
-_LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
+_VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
 
 # A large reduction is worth sending rather than computing in two places.
 _LARGE_REDUCTION = 64
@@ -42,17 +42,25 @@ def variables(atoms: Iterable[Atom]) -> list[compat.Var]:
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, compat.Literal)))
 
 
+def free_variables(eqns: Sequence[compat.JaxprEqn], results: Iterable[Atom] = ()) -> list[compat.Var]:
+    """What equations read and do not make, each once, in order; `results` are read after them."""
+    made = {v for e in eqns for v in e.outvars}
+    return [v for v in variables([*(v for e in eqns for v in e.invars), *results]) if v not in made]
+
+
 def outputs(eqn: compat.JaxprEqn) -> list[compat.Var]:
     """The variables that an equation binds and somebody may read."""
     return [v for v in eqn.outvars if not isinstance(v, compat.DropVar)]
 
 
-def live_equations(eqns: Sequence[compat.JaxprEqn], wanted: Iterable[Atom]) -> list[compat.JaxprEqn]:
-    """The equations that `wanted` or an effect needs, in order."""
+def live_equations(
+    eqns: Sequence[compat.JaxprEqn], wanted: Iterable[Atom], primitives: Collection[compat.Primitive] = ()
+) -> list[compat.JaxprEqn]:
+    """The equations that `wanted`, an effect or an equation of `primitives` needs, in order."""
     needed = set(variables(wanted))
     kept = []
     for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
+        if eqn.effects or eqn.primitive in primitives or any(v in needed for v in eqn.outvars):
             needed.update(variables(eqn.invars))
             kept.append(eqn)
     return kept[::-1]
@@ -77,9 +85,9 @@ def changes_memory(eqn: compat.JaxprEqn) -> bool:
     )
 
 
-def is_layout(eqn: compat.JaxprEqn) -> bool:
+def is_view(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation only views its operand in another way: free inside a compiled program."""
-    return eqn.primitive.name in _LAYOUT
+    return eqn.primitive.name in _VIEWS
 
 
 def grows(eqn: compat.JaxprEqn) -> bool:
@@ -96,7 +104,7 @@ def shrinks(eqn: compat.JaxprEqn) -> bool:
 
 def is_free_view(eqn: compat.JaxprEqn) -> bool:
     """Whether each reader makes the view again, so that only what is viewed is kept or sent."""
-    return is_layout(eqn) and not shrinks(eqn)
+    return is_view(eqn) and not shrinks(eqn)
 
 
 def is_scalar_work(eqn: compat.JaxprEqn) -> bool:

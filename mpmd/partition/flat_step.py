@@ -118,11 +118,8 @@ def _items(
     items: list[Item] = []
     alias: dict[Atom, Atom] = {}
 
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, compat.Literal) else alias.get(v, v)
-
     for eqn in trace.jaxpr.eqns:
-        eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
         if eqn.primitive is mark_p:
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         elif eqn.primitive is treduce_p:
@@ -132,9 +129,9 @@ def _items(
             if sharded is not None:
                 sharded.read([eqn])
     outvars: list[compat.Var] = []
-    num_consts = len(trace.consts)
-    taken = set(trace.jaxpr.invars) - {trace.jaxpr.invars[num_consts + i] for i in forwarded}
-    for v in map(read, trace.jaxpr.outvars):
+    arguments = trace.arguments
+    taken = set(trace.jaxpr.invars) - {arguments[i] for i in forwarded}
+    for v in (compat.renamed(v, alias) for v in trace.jaxpr.outvars):
         if isinstance(v, compat.Literal) or v in taken:
             # Memory of its own: a later step may be given it for good.
             eqns, (v,) = copy_equations(v)

@@ -11,15 +11,12 @@ from mpmd.partition import equations
 from mpmd.partition.graph import Body, Node, Place
 
 
-def _data_flow_order(num_stages: int) -> list[Place]:
-    """Places in the order in which one microbatch passes them."""
-    return [Place(s, "F") for s in range(num_stages)] + [Place(s, "B") for s in reversed(range(num_stages))]
-
-
 def place_floating(body: Body, num_stages: int) -> Body:
     """Places floating equations at their first reader, except those that are cheap to compute again (`clonable`)."""
     clonable = _cheap_on_data(body)
-    rank = {p: i for i, p in enumerate(_data_flow_order(num_stages))}
+    # Places in the order in which one microbatch passes them.
+    order = [Place(s, "F") for s in range(num_stages)] + [Place(s, "B") for s in reversed(range(num_stages))]
+    rank = {p: i for i, p in enumerate(order)}
     readers: dict[compat.Var, set[Place]] = defaultdict(set)
     for v in body.outvars:
         if isinstance(v, compat.Var) and (source := body.source_in_loop(v)) and source.place is None:

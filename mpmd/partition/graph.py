@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -102,13 +102,13 @@ class Body:
             return False
         return any(v in self.operands and equations.size(v.aval) > 64 for v in node.inputs)
 
-    def ancestors(self, atoms: Iterable[Atom]) -> set[Node]:
-        """The nodes that `atoms` depend on."""
+    def ancestors(self, atoms: Iterable[Atom], among: Container[Node] | None = None) -> set[Node]:
+        """The nodes that `atoms` depend on; with `among`, through these alone."""
         found: set[Node] = set()
         stack = [n for v in atoms if (n := self.source(v))]
         while stack:
             node = stack.pop()
-            if node not in found:
+            if node not in found and (among is None or node in among):
                 found.add(node)
                 stack += [n for v in node.inputs if (n := self.source(v))]
         return found
@@ -180,7 +180,7 @@ def hoist(body: Body) -> Body:
         if from_operands:
             rooted.update(node.eqn.outvars)
         clonable = not equations.is_heavy(node.eqn) and (
-            not from_operands or equations.is_layout(node.eqn) or equations.is_scalar_work(node.eqn)
+            not from_operands or equations.is_view(node.eqn) or equations.is_scalar_work(node.eqn)
         )
         nodes.append(dataclasses.replace(node, per_microbatch=False, clonable=clonable))
     return body.with_nodes(nodes)

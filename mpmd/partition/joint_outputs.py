@@ -94,18 +94,9 @@ class Joins:
         last = body.source(value)
         if last is None or last not in self._joint:
             return None
-        cone: set[Node] = set()
-        stack = [last]
-        while stack:
-            node = stack.pop()
-            if node in self._joint and node not in cone:
-                cone.add(node)
-                stack += [n for v in node.inputs if (n := body.source(v)) is not None]
-        nodes = sorted(cone, key=self._joint.__getitem__)
-        made = {v for n in nodes for v in n.eqn.outvars}
-        read = [v for v in equations.variables(v for n in nodes for v in n.eqn.invars) if v not in made]
+        nodes = sorted(body.ancestors([value], self._joint), key=self._joint.__getitem__)
         parts, operands = [], []
-        for v in read:
+        for v in equations.free_variables([n.eqn for n in nodes]):
             if (source := body.source_in_loop(v)) is not None:
                 if equations.size(v.aval) > _SMALL or keys.is_key(v.aval.dtype):
                     return None

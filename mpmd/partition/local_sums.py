@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.specs import names_of
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition.sharded_axes import Axes, Dims, ShardedAxes, dims_of, merged
 from mpmd.tracing.trace import Atom
@@ -74,10 +75,6 @@ def _shards_twice(dims: Sequence[Axes]) -> bool:
     """Whether a mesh axis shards two axes of an array."""
     names = [n for d in dims for n in d]
     return len(names) > len(set(names))
-
-
-def names_of(spec: PartitionSpec) -> list[str]:
-    return [n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
 
 
 def _spec(dims: Iterable[Axes]) -> PartitionSpec:

@@ -178,8 +178,10 @@ def _tasks(
         names.update((v, f"{p}.{n}") for n, v in enumerate(writes))
         eqns = [n.eqn for n in sorted(drafts[p][0], key=position.__getitem__)]
         eqns = live_equations(eqns, [*writes, *values[p]])
-        operands, reads = _free_variables(body, eqns, values[p])
-        uses_index = _reads_index(body, eqns, values[p]) or any(accumulators[k].operation.reads_index for k in accs[p])
+        free = equations.free_variables(eqns, values[p])
+        reads = tuple(v for v in free if body.source_in_loop(v))
+        operands = tuple(v for v in free if v not in reads and v is not body.index)
+        uses_index = body.index in free or any(accumulators[k].operation.reads_index for k in accs[p])
         tasks.append(TaskBody(p, tuple(eqns), operands, reads, tuple(writes), accs[p], uses_index))
     # Dropping a dead equation may leave a value that nobody reads any more.
     wanted = {v for t in tasks for v in t.reads}
@@ -204,18 +206,3 @@ def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence
         elif node.per_microbatch:
             reads.add(v)
     return wanted, reads
-
-
-def _free_variables(
-    body: Body, eqns: Sequence[compat.JaxprEqn], accumulated: Sequence[Atom]
-) -> tuple[tuple[compat.Var, ...], tuple[compat.Var, ...]]:
-    """(operands, reads) of a task, in order of first use."""
-    bound = {v for e in eqns for v in e.outvars}
-    used = equations.variables([*(v for e in eqns for v in e.invars), *accumulated])
-    free = [v for v in used if v not in bound and v is not body.index]
-    reads = tuple(v for v in free if body.source_in_loop(v))
-    return tuple(v for v in free if v not in reads), reads
-
-
-def _reads_index(body: Body, eqns: Sequence[compat.JaxprEqn], accumulated: Sequence[Atom]) -> bool:
-    return any(v is body.index for v in (*(v for e in eqns for v in e.invars), *accumulated))

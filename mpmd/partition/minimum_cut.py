@@ -1,6 +1,6 @@
 """Finds the stages of equations that make the fewest bytes cross, by minimum cuts. Knows nothing of JAX.
 
-Nothing here knows of JAX. Nodes are numbers, labels are stages, costs are integers.
+Nodes are numbers, labels are stages, costs are integers.
 """
 
 from collections import deque
@@ -191,10 +191,10 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
         heads += b, a
         room += capacity, 0
     while True:
-        level = _distances(num_nodes, heads, room, out, source)
-        if level[sink] < 0:
+        distance = _distances(num_nodes, heads, room, out, source)
+        if distance[sink] < 0:
             break
-        _saturate(heads, room, out, level, source, sink)
+        _saturate(heads, room, out, distance, source, sink)
     # Against the flow from the sink: what cannot reach it stays with the source.
     reached, waiting = {sink}, [sink]
     while waiting:
@@ -205,20 +205,25 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
     return set(range(num_nodes)) - reached
 
 
-def _distances(num_nodes, heads, room, out, source) -> list[int]:
-    level = [-1] * num_nodes
-    level[source] = 0
+def _distances(
+    num_nodes: int, heads: Sequence[int], room: Sequence[int], out: Sequence[Sequence[int]], source: int
+) -> list[int]:
+    """Edges with room from the source to each node, at least; -1 where there is no way."""
+    distance = [-1] * num_nodes
+    distance[source] = 0
     waiting = deque([source])
     while waiting:
         v = waiting.popleft()
         for e in out[v]:
-            if room[e] and level[heads[e]] < 0:
-                level[heads[e]] = level[v] + 1
+            if room[e] and distance[heads[e]] < 0:
+                distance[heads[e]] = distance[v] + 1
                 waiting.append(heads[e])
-    return level
+    return distance
 
 
-def _saturate(heads, room, out, level, source, sink):
+def _saturate(
+    heads: Sequence[int], room: list[int], out: Sequence[Sequence[int]], distance: Sequence[int], source: int, sink: int
+) -> None:
     """Sends flow along shortest paths until each has an edge without room."""
     rest = [list(edges) for edges in out]  # edges that have not been found useless
     path: list[int] = []
@@ -231,7 +236,7 @@ def _saturate(heads, room, out, level, source, sink):
                 room[e ^ 1] += amount
             path.clear()
             v = source
-        while rest[v] and not (room[rest[v][-1]] and level[heads[rest[v][-1]]] == level[v] + 1):
+        while rest[v] and not (room[rest[v][-1]] and distance[heads[rest[v][-1]]] == distance[v] + 1):
             rest[v].pop()
         if rest[v]:
             path.append(rest[v][-1])

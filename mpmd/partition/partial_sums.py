@@ -20,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.specs import names_of
 from mpmd.ops.reductions import Add, Mean, result_types
+from mpmd.partition import equations
 from mpmd.partition.accumulators import Accumulator
 from mpmd.partition.graph import Body, Node
-from mpmd.partition.local_sums import Local, local_sum, names_of
+from mpmd.partition.local_sums import Local, local_sum
 from mpmd.partition.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
 from mpmd.tracing.trace import Atom, inline, trace_equations
 
@@ -74,16 +76,12 @@ def sum_once(
 
 def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
     """The values that are accumulated by nothing but sums, in the task that makes them."""
-    by_value: dict[Atom, list[Accumulator]] = defaultdict(list)
-    for acc in accumulators:
-        by_value[acc.value].append(acc)
-    wanted: set[Atom] = set()
-    for value, accs in by_value.items():
-        source = body.source_in_loop(value)
-        sums = all(a.operation in (Add(), Mean()) for a in accs)
-        if source is not None and sums and all(a.place == source.place for a in accs):
-            wanted.add(value)
-    return wanted
+
+    def is_sum(acc: Accumulator) -> bool:
+        source = body.source_in_loop(acc.value)
+        return source is not None and acc.operation in (Add(), Mean()) and acc.place == source.place
+
+    return {a.value for a in accumulators} - {a.value for a in accumulators if not is_sum(a)}
 
 
 def _is_scattered(body: Body, value: Atom, axes: Axes, sharded: ShardedAxes) -> bool:
@@ -126,7 +124,7 @@ def _summable(
     """
     readers: dict[Atom, list[compat.JaxprEqn]] = defaultdict(list)
     for eqn in eqns:
-        for v in dict.fromkeys(_variables(eqn)):
+        for v in equations.variables(eqn.invars):
             readers[v].append(eqn)
     found: set[Atom] = set()
     for v in (*(v for eqn in reversed(eqns) for v in eqn.outvars), *inputs):
@@ -134,10 +132,6 @@ def _summable(
         if enough and all(_is_linear(e, v) and found.issuperset(e.outvars) and near(v, e) for e in readers[v]):
             found.add(v)
     return found
-
-
-def _variables(eqn: compat.JaxprEqn) -> list[compat.Var]:
-    return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
 
 
 # --- one equation after the other -----------------------------------------------------------------
@@ -171,7 +165,7 @@ class _Sums:
                 return self._completed(eqn)
 
     def _replaced(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        if any(v in self.partials for v in _variables(eqn)):
+        if any(v in self.partials for v in equations.variables(eqn.invars)):
             return self._linear(eqn)
         if not any(v in self._summable for v in eqn.outvars):
             return None
@@ -204,8 +198,9 @@ class _Sums:
     def _linear(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
         """The equation on the parts of its operands; what is no sum is added in the first part alone."""
         added = _ADDED.get(eqn.primitive.name, ())
-        axes = next(self.partials[v].axes for v in _variables(eqn) if v in self.partials)
-        if set(axes).intersection(_constrained(eqn)):
+        axes = next(self.partials[v].axes for v in equations.variables(eqn.invars) if v in self.partials)
+        asked = [x.spec for x in eqn.params.values() if isinstance(x, NamedSharding)]
+        if set(axes).intersection(n for spec in asked for n in names_of(spec)):
             return self._completed(eqn)
         before: list[compat.JaxprEqn] = []
         operands: list[Atom] = []
@@ -344,15 +339,14 @@ class _Sums:
 
 def _explicit(axes: Axes, mesh: Any) -> Axes:
     """Those of the axes that types name."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(n for n in axes if types[n] == AxisType.Explicit)
+    return tuple(n for n in axes if n in mesh.explicit_axes)
 
 
 def _constrained_alike(eqn: compat.JaxprEqn, parts: jax.Array, axes: Axes) -> jax.Array:
     """A constraint, on each part of its operand."""
     if eqn.primitive.name == "reshard":
         asked = eqn.params["dst_sharding"]
-        if AxisType.Explicit not in asked.mesh.axis_types:
+        if not asked.mesh.explicit_axes:
             return parts  # it asks for nothing: JAX writes such equations under no mesh, or Auto axes alone
         lead = _explicit(axes, asked.mesh)
         return jax.reshard(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
@@ -370,11 +364,6 @@ def _total(parts: jax.Array) -> jax.Array:
 def _first_only(x: Any, number: Any) -> Any:
     """A value in the first part, zeros in the others."""
     return jnp.where(number == 0, x, jnp.zeros_like(x))
-
-
-def _constrained(eqn: compat.JaxprEqn) -> list[str]:
-    """The mesh axes that an equation's parameters name."""
-    return [n for x in eqn.params.values() if isinstance(x, NamedSharding) for n in names_of(x.spec)]
 
 
 # --- linear equations -----------------------------------------------------------------------------

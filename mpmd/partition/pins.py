@@ -213,7 +213,7 @@ class Pins:
         if self.state.intersection(operands):
             self.state.update(eqn.outvars)
         made = self.grown.intersection(operands)
-        if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_layout(eqn) and made)):
+        if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_view(eqn) and made)):
             self.grown.update(eqn.outvars)
 
     def _group_of_text(self, eqn: compat.JaxprEqn) -> int | None:
@@ -300,7 +300,7 @@ def with_fewest_bytes(
     for v, groups in wanted.items():
         for g in groups:
             readers[v].add(add(g, False))
-    last = max((g for g in labels), default=0)
+    last = max(labels, default=0)
     found = cheapest_labels(
         Labelling(
             [0 if m else g for g, m in zip(labels, movable, strict=True)],

@@ -4,10 +4,10 @@ What is not found counts as not sharded. Nothing computed depends on it: only wh
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.reductions import explicit_sharding
@@ -41,7 +41,7 @@ class ShardedAxes:
         found = ((),) * ndim if isinstance(v, compat.Literal) else self._found.get(v, ((),) * ndim)
         if (sharding := explicit_sharding(v.aval)) is None:
             return found
-        explicit = _explicit(sharding.mesh)
+        explicit = sharding.mesh.explicit_axes
         return tuple(
             (*(n for n in t if n in explicit), *(n for n in f if n not in explicit))
             for t, f in zip(dims_of(sharding.spec, ndim), found, strict=True)
@@ -109,7 +109,7 @@ class ShardedAxes:
         if (called := inner_jaxpr(eqn)) is not None:
             inner = self.inside(called, ins)
             return [inner.of(v) for v in called.outvars]
-        if rule := _RULES.get(name):
+        if rule := RULES.get(name):
             return [rule(eqn, ins)]
         if len(eqn.outvars) == len(eqn.invars) > 1:  # each operand on its own, or all of one shape
             return [_kept(eqn.invars[i : i + 1], ins[i : i + 1], v) for i, v in enumerate(eqn.outvars)]
@@ -155,13 +155,9 @@ def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
     entries = [*sharding.spec.partitions, *[None] * (len(ins[0]) - len(sharding.spec.partitions))]
     pairs = zip(entries, ins[0], dims_of(sharding.spec, len(entries)), strict=True)
     if eqn.primitive.name == "reshard":
-        explicit = _explicit(sharding.mesh)
+        explicit = sharding.mesh.explicit_axes
         return tuple((*new, *(n for n in old if n not in explicit)) for _, old, new in pairs)
     return tuple(old if entry is PartitionSpec.UNCONSTRAINED else new for entry, old, new in pairs)
-
-
-def _explicit(mesh: Any) -> set[str]:
-    return {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
 
 
 def _broadcast_in_dim(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
@@ -175,12 +171,9 @@ def _transpose(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
     return tuple(ins[0][i] for i in eqn.params["permutation"])
 
 
-def _squeeze(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    return tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params["dimensions"])
-
-
-def _reduce(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    return tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params["axes"])
+def _without(name: str) -> Callable[[compat.JaxprEqn, Sequence[Dims]], Dims]:
+    """The axes but those that a parameter lists."""
+    return lambda eqn, ins: tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params[name])
 
 
 def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
@@ -230,11 +223,14 @@ def _gather(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
     return tuple(next(slices if i in numbers.offset_dims else rows) for i in range(len(eqn.outvars[0].aval.shape)))
 
 
-_RULES = {
+RULES = {
     "sharding_constraint": _constraint, "reshard": _constraint, "broadcast_in_dim": _broadcast_in_dim,
-    "transpose": _transpose, "squeeze": _squeeze, "reshape": _reshape, "dot_general": _dot_general,
-    "conv_general_dilated": _conv, "gather": _gather, "argmax": _reduce, "argmin": _reduce,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduce),
+    "transpose": _transpose, "squeeze": _without("dimensions"), "reshape": _reshape, "dot_general": _dot_general,
+    "conv_general_dilated": _conv, "gather": _gather,
+    **dict.fromkeys(
+        ("argmax", "argmin", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        _without("axes"),
+    ),
 }  # fmt: skip
 _SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", *CHECKPOINTS)
 

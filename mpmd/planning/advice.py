@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from mpmd import _jax_compat as compat
 from mpmd.compile.program import edge_name
-from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.compile.step import StepPrograms
+from mpmd.partition.graph import Place
+from mpmd.partition.outline import Loop
 from mpmd.report.memory import Sizes, peaks
 from scheduler import Call, Program, Recv, Run, Value
 
@@ -96,34 +99,25 @@ def _recomputed(
     received = {i.value.name for i in program.groups[group] if isinstance(i, Recv)}
     remaining: dict[str, int] = {}
     all_of_it: dict[int, int] = defaultdict(int)
-    for loop in programs.loops:
-        for stage, names in _residuals(loop, group).items():
-            nbytes = sum(sizes.nbytes_of(name, group)[0] for name in names)
-            inputs = sum(sizes.nbytes_of(n, group)[0] for n in _inputs(loop, stage) if n in received)  # not kept yet
-            if inputs < nbytes:
-                remaining.update(dict.fromkeys(names, 0))
-                remaining[names[0]] = inputs
+    for loop in (p.loop for p in programs.loops):
+        for stage in (s for s, g in enumerate(loop.schedule.placement) if g == group):
+            residuals, inputs = ([edge_name(loop, v) for v in vs] for vs in residuals_of(loop, stage))
+            nbytes = sum(sizes.nbytes_of(name, group)[0] for name in residuals)
+            of_input = sum(sizes.nbytes_of(name, group)[0] for name in inputs if name in received)  # not kept yet
+            if of_input < nbytes:
+                remaining.update(dict.fromkeys(residuals, 0))
+                remaining[residuals[0]] = of_input
                 all_of_it[stage] += nbytes
     return remaining, all_of_it
 
 
-def _residuals(loop: LoopProgram, group: int) -> dict[int, list[str]]:
-    """By stage of a group, the values that its forward task makes for its backward tasks alone."""
-    tasks = loop.loop.partition.tasks
-    found: dict[int, list[str]] = {}
-    for t in tasks:
-        if t.place.kind == "F" and loop.loop.group(t.place) == group:
-            elsewhere = {v for u in tasks if u.place.stage != t.place.stage for v in u.reads}
-            here = {v for u in tasks if u.place.stage == t.place.stage and u.place.kind != "F" for v in u.reads}
-            found[t.place.stage] = [edge_name(loop.loop, v) for v in t.writes if v in here and v not in elsewhere]
-    return {stage: names for stage, names in found.items() if names}
-
-
-def _inputs(loop: LoopProgram, stage: int) -> list[str]:
-    """The values that the forward task of a stage reads and its backward tasks do not."""
-    tasks = [t for t in loop.loop.partition.tasks if t.place.stage == stage]
-    kept = {v for t in tasks if t.place.kind != "F" for v in t.reads}
-    return [edge_name(loop.loop, v) for t in tasks if t.place.kind == "F" for v in t.reads if v not in kept]
+def residuals_of(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
+    """What the forward of a stage makes for its own backward alone, and what it reads that its backward does not."""
+    tasks = loop.partition.tasks
+    elsewhere = {v for t in tasks if t.place.stage != stage for v in t.reads}
+    here = {v for t in tasks if t.place.stage == stage and t.place.kind != "F" for v in t.reads}
+    forward = loop.partition.task(Place(stage, "F"))
+    return [v for v in forward.writes if v in here and v not in elsewhere], [v for v in forward.reads if v not in here]
 
 
 def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:

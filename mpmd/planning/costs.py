@@ -7,7 +7,7 @@ from typing import Any, cast
 from mpmd.compile.step import StepPrograms
 from mpmd.planning.collectives import Collective, collectives_of
 from mpmd.planning.machine import Machine
-from mpmd.report.memory import Sizes, executables_of
+from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
 from mpmd.report.work import Work, work_of
 from scheduler import Call, Costs, Program, Run
@@ -71,17 +71,12 @@ class StepCosts:
         """Seconds of an instruction of a group."""
         if self.measured is not None and isinstance(instruction, Run):
             return sum(self.measured.duration(t.kind, t.stage) for t in instruction.tasks)
-        return sum(self.cost(e).seconds for e in executables_of(self.programs, instruction))
+        return sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
 
     def transfer(self, source: int, target: int, name: str) -> float:
         """Seconds of a value (its name) from one group to another."""
-        nbytes, _ = self.sizes.nbytes_of(name, target)
-        return self.machine.transfer_s(nbytes, 1, self._are_near(source, target))
-
-    def _are_near(self, source: int, target: int) -> bool:
-        size = max(self.machine.devices_per_host, self.machine.target.devices_per_link_domain)
-        meshes = [self.programs.mesh.groups[g] for g in (source, target)]
-        return len({d.id // size for mesh in meshes for d in mesh.devices.flat}) == 1
+        groups = self.programs.mesh.groups
+        return self.machine.between_s(self.sizes.nbytes_of(name, target)[0], groups[source], groups[target])
 
     def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
         """The three largest arguments in a group, with their bytes on each device."""
@@ -108,7 +103,7 @@ class StepCosts:
     def once(self, program: Program, group: int) -> tuple[Collective, ...]:
         """The collectives of a group that a step has once, beside those of its tasks."""
         calls = [i for i in program.groups[group] if isinstance(i, Call)]
-        return tuple(c for i in calls for e in executables_of(self.programs, i) for c in self.cost(e).collectives)
+        return tuple(c for i in calls for e in self.programs.executables_of(i) for c in self.cost(e).collectives)
 
     def total(self, program: Program) -> Work:
         """The work of a whole step, over all devices."""
@@ -116,5 +111,5 @@ class StepCosts:
         for instructions in program.groups:
             for i in instructions:
                 if isinstance(i, (Run, Call)):
-                    calls.update(executables_of(self.programs, i))
+                    calls.update(self.programs.executables_of(i))
         return sum((self.cost(e).work.times(n) for e, n in calls.items()), Work())

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from mpmd.arrays.targets import Target
 from mpmd.planning.collectives import Collective
 from mpmd.report.work import Work
@@ -58,6 +60,11 @@ class Machine:
         """Device memory that a step may use."""
         return self.target.memory_nbytes - self.reserved_nbytes
 
+    @property
+    def num_near(self) -> int:
+        """How many devices reach each other by links, in a host or beyond."""
+        return max(self.devices_per_host, self.target.devices_per_link_domain)
+
     def bandwidth(self, is_near: bool) -> float:
         """Bytes a second that a device sends, to neighbours or to other hosts."""
         peak = self.target.link_bandwidth if is_near else self.target.network_bandwidth
@@ -75,13 +82,17 @@ class Machine:
         n = collective.num_devices
         if n < 2:
             return 0.0
-        is_near = n <= max(self.devices_per_host, self.target.devices_per_link_domain)
         sent = collective.nbytes * _SENT[collective.kind](n)
-        return collective.times * (self.latency_s + sent / self.bandwidth(is_near))
+        return collective.times * self.transfer_s(sent, n <= self.num_near)
 
-    def transfer_s(self, nbytes: float, num_senders: int, is_near: bool) -> float:
-        """Seconds until a value that `num_senders` devices hold in equal parts has reached another group."""
-        return self.latency_s + nbytes / num_senders / self.bandwidth(is_near)
+    def transfer_s(self, nbytes: float, is_near: bool) -> float:
+        """Seconds until a value, of which a device has so many bytes, has reached another group."""
+        return self.latency_s + nbytes / self.bandwidth(is_near)
+
+    def between_s(self, nbytes: float, *groups: Mesh) -> float:
+        """As `transfer_s`, for a value that goes from one of these groups to the other."""
+        hosts = {d.id // self.num_near for mesh in groups for d in mesh.devices.flat}
+        return self.transfer_s(nbytes, len(hosts) == 1)
 
     def __str__(self) -> str:
         t = self.target
@@ -90,7 +101,7 @@ class Machine:
             f" {self.reserved_nbytes / 1e9:.1f} GB of it reserved; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
             f" {t.flops_float32 / 1e12:.0f} in float32, at {self.matrix_efficiency:.0%};"
             f" memory {t.memory_bandwidth / 1e12:.2f} TB/s at {self.memory_efficiency:.0%};"
-            f" links {t.link_bandwidth / 1e9:.0f} GB/s among {max(self.devices_per_host, t.devices_per_link_domain)},"
+            f" links {t.link_bandwidth / 1e9:.0f} GB/s among {self.num_near},"
             f" network {t.network_bandwidth / 1e9:.0f} GB/s a device, at {self.link_efficiency:.0%};"
             f" {self.latency_s * 1e6:.0f} µs a transfer, {self.launch_s * 1e6:.0f} µs a program"
         )

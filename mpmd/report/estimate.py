@@ -20,6 +20,7 @@ from mpmd.compile.tasks import task_bodies
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop, Outline, Segment
+from mpmd.partition.sharded_axes import RULES, dims_of
 from mpmd.report.memory import Sizes, peaks
 from mpmd.report.roles import Roles
 from scheduler import Call, Program, Run
@@ -42,13 +43,6 @@ class Draft(NamedTuple):
         return {g: peaks(self.program, g, self.sizes, self.temporaries) for g in groups}
 
 
-def estimate(
-    outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]
-) -> dict[int, dict[str, int]]:
-    """As `memory.measured`, for every group; for the arguments see `draft_of`."""
-    return draft_of(outline, mesh, in_layouts, donated_args).memory()
-
-
 def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]) -> Draft:
     """The program of a step and the sizes of its values, without compiling anything.
 
@@ -56,8 +50,7 @@ def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | Non
       in_layouts: per flat argument, its layout or None.
       donated_args: flat arguments whose memory may be taken over.
     """
-    args = outline.trace.jaxpr.invars[len(outline.trace.consts) :]
-    layouts = {v: layout for v, layout in zip(args, in_layouts, strict=True) if layout}
+    layouts = {v: layout for v, layout in zip(outline.trace.arguments, in_layouts, strict=True) if layout}
     reading = _Reading(mesh, layouts, {v for v, role in Roles(outline).role.items() if role == "data"})
     inner: dict[str | tuple[int, Place], int] = {}
     for item in outline.items:
@@ -147,7 +140,10 @@ class _Reading:
                 return spec
         if not known:
             return None
-        return _rearranged(name, params, eqn.invars, [self.spec(x) for x in eqn.invars])
+        if name in _MOVES_AXES and (rule := RULES.get(name)) is not None:
+            dims = rule(eqn, [dims_of(self.spec(x) or PartitionSpec(), x.aval.ndim) for x in eqn.invars])
+            return PartitionSpec(*(axes or None for axes in dims))
+        return self.spec(eqn.invars[0]) if name in ("dynamic_slice", "slice", "cumsum", "sort") else None
 
     def temporaries(self, eqns: Sequence[compat.JaxprEqn], results: Sequence[Any], group: int) -> int:
         """The most bytes that an executable holds at once beside its arguments and results."""
@@ -158,7 +154,7 @@ class _Reading:
         for eqn in eqns:
             if equations.is_heavy(eqn) and not equations.changes_memory(eqn):
                 stored.update(
-                    v for v in equations.variables(eqn.invars) if v in made and not equations.is_layout(made[v])
+                    v for v in equations.variables(eqn.invars) if v in made and not equations.is_view(made[v])
                 )
         kept = set(equations.variables(results))
         last: dict[compat.Var, int] = {}
@@ -185,55 +181,19 @@ class _Reading:
             alive += sum(
                 self.nbytes(v, group) for v in equations.outputs(eqn) if v in stored and v not in kept and v in last
             )
-            inside = max((_Reading(self.mesh, {}).inner(j, group) for j in compat.jaxprs_in(eqn.params)), default=0)
-            most = max(most, alive + inside)
+            inner = [_Reading(self.mesh, {}).temporaries(j.eqns, (), group) for j in compat.jaxprs_in(eqn.params)]
+            most = max(most, alive + max(inner, default=0))
             alive -= sum(self.nbytes(v, group) for v in ends[position])
         return most
 
-    def inner(self, jaxpr: compat.Jaxpr, group: int) -> int:
-        """Temporaries of an inner jaxpr, its results among them."""
-        return self.temporaries(jaxpr.eqns, (), group)
+
+# Other rules of the partition (a reshape's, say) find what this rough estimate leaves out.
+_MOVES_AXES = {"dot_general", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min",
+               "reduce_prod", "reduce_and", "reduce_or"}  # fmt: skip
 
 
 def _is_stored(eqn: compat.JaxprEqn) -> bool:
     """Whether XLA writes the results of an equation to memory rather than fuse them into their readers."""
-    if equations.changes_memory(eqn) or equations.is_layout(eqn):
+    if equations.changes_memory(eqn) or equations.is_view(eqn):
         return False
     return equations.is_heavy(eqn) or eqn.primitive.name.startswith(("reduce", "arg", "gather", "random"))
-
-
-def _rearranged(
-    name: str, params: Mapping[str, Any], invars: Sequence[Any], specs: Sequence[PartitionSpec | None]
-) -> PartitionSpec | None:
-    """The spec of a result whose dimensions are those of an operand in another order."""
-
-    def entries(i: int) -> list[Any]:
-        spec = specs[i]
-        found = [] if spec is None else list(spec.partitions)
-        return found + [None] * (invars[i].aval.ndim - len(found))
-
-    if name == "dot_general":
-        ((lhs_sum, rhs_sum), (lhs_batch, rhs_batch)) = params["dimension_numbers"]
-        lhs, rhs = entries(0), entries(1)
-        return PartitionSpec(
-            *(lhs[d] for d in lhs_batch),
-            *(e for d, e in enumerate(lhs) if d not in (*lhs_sum, *lhs_batch)),
-            *(e for d, e in enumerate(rhs) if d not in (*rhs_sum, *rhs_batch)),
-        )
-    if specs[0] is None:
-        return None
-    first = entries(0)
-    if name == "transpose":
-        return PartitionSpec(*(first[d] for d in params["permutation"]))
-    if name.startswith("reduce_") and "axes" in params:
-        return PartitionSpec(*(e for d, e in enumerate(first) if d not in params["axes"]))
-    if name == "squeeze":
-        return PartitionSpec(*(e for d, e in enumerate(first) if d not in params["dimensions"]))
-    if name == "broadcast_in_dim":
-        found = [None] * len(params["shape"])
-        for d, e in zip(params["broadcast_dimensions"], first, strict=True):
-            found[d] = e
-        return PartitionSpec(*found)
-    if name in ("dynamic_slice", "slice", "convert_element_type", "cumsum", "sort"):
-        return PartitionSpec(*first)
-    return None

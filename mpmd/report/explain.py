@@ -3,12 +3,12 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.partition import equations
 from mpmd.report.crossings import crossing_lines
-from mpmd.report.flops import flops_of, flops_per_step
+from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.loop_notes import loop_lines
 from mpmd.report.memory import measured
 from mpmd.report.roles import Roles
@@ -18,47 +18,39 @@ from scheduler.optimize.cuts import Cut
 from scheduler.timing.simulate import simulate_orders
 
 
-class Traffic(Protocol):
-    """What one process does in a step."""
+class Traffic(NamedTuple):
+    """What one process (or all of them) does in a step.
 
-    @property
-    def num_calls(self) -> int:
-        """Executables that it calls."""
-        ...
+    Attributes:
+      num_calls: executables that it calls.
+      num_moves: transfers that it has to do with.
+      bytes_moved: the bytes of these.
+      transport: how values go between groups.
+    """
 
-    @property
-    def num_moves(self) -> int:
-        """Transfers that it has to do with."""
-        ...
+    num_calls: int
+    num_moves: int
+    bytes_moved: int
+    transport: str
 
-    @property
-    def bytes_moved(self) -> int:
-        """The bytes of these."""
-        ...
-
-
-class WholeTraffic:
-    """What all groups do in a step, by its program."""
-
-    def __init__(self, program: Program):
+    @classmethod
+    def of_all(cls, program: Program, transport: str) -> "Traffic":
+        """What all groups do, by the program."""
         instructions = [i for group in program.groups for i in group]
-        self.num_calls = sum(isinstance(i, (Run, Call)) for i in instructions)
         sent = [program.nbytes.get(i.value.name, 0) for i in instructions if isinstance(i, Send)]
-        self.num_moves, self.bytes_moved = len(sent), sum(sent)
+        return cls(sum(isinstance(i, (Run, Call)) for i in instructions), len(sent), sum(sent), transport)
 
 
 def explain(
     programs: StepPrograms,
     program: Program,
     traffic: Traffic,
-    transport: str,
     notes: Sequence[str] = (),
     limit: float | None = None,
 ) -> str:
     """A table per group and stage, and the step's totals.
 
     Args:
-      transport: how values go between groups.
       notes: lines on what crosses outside of the loops.
       limit: bytes that a step may use on each device; None where nobody knows.
     """
@@ -92,7 +84,7 @@ def explain(
         f"{in_use} executables, {compiler.num_compiled} compiled{stored}"
         f" ({compiler.num_loaded} loaded on other devices);"
         f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
-        f" {flops_per_step(programs, program) / 1e9:.3g} GFLOP a step; transfers {transport}"
+        f" {cost_per_step(programs, program)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"
     )
     return "\n".join(lines)
 
@@ -110,7 +102,8 @@ def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
         f" layer; even {cut.even} {more(cut.even_makespan, cut.even_excess)}"
     )
     if cut.near not in (cut.layers, cut.even):
-        text += f", with one layer moved {cut.near} {more(cut.near_makespan)}"
+        moved = "with one layer moved" if cut.near_makespan >= cut.makespan else "the fastest that was found"
+        text += f", {moved} {cut.near} {more(cut.near_makespan)}"
     if cut.excess:
         return f"{text}; a device lacks {in_bytes(cut.excess)}, and no cut that was tried needs less"
     return f"{text}; {'no cut is faster' if cut.is_best else f'at most {cut.gap:.1%} above the lower bound'}"

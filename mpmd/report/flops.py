@@ -1,6 +1,6 @@
 """Floating-point operations and bytes, by XLA's cost analysis of each executable, or counted where XLA has none."""
 
-from collections.abc import Callable
+from collections import Counter
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
@@ -10,30 +10,21 @@ from mpmd.report.work import work_of
 from scheduler import Program, Run
 
 
-def flops_per_step(programs: StepPrograms, program: Program) -> float:
-    """Floating-point operations of all calls of one step."""
-    return _per_step(programs, program, flops_of)
-
-
-def nbytes_per_step(programs: StepPrograms, program: Program) -> float:
-    """Bytes that all calls of one step read from and write to device memory, on all devices."""
-    return _per_step(programs, program, lambda executable: _cost_of(executable)[1])
+def cost_per_step(programs: StepPrograms, program: Program) -> tuple[float, float]:
+    """Of all calls of one step on all devices: operations, and bytes read from and written to device memory."""
+    called = list(programs.segments.values())
+    loops = [loop.executables for loop in programs.loops]
+    for run in (i for instructions in program.groups for i in instructions if isinstance(i, Run)):
+        found = (loops[run.loop].get(Place(task.stage, task.kind)) for task in run.tasks)
+        called += [executable for executable in found if executable is not None]
+    times = Counter(called)
+    costs = {executable: _cost_of(executable) for executable in times}
+    return sum(costs[e][0] * n for e, n in times.items()), sum(costs[e][1] * n for e, n in times.items())
 
 
 def flops_of(executable: Executable) -> float:
     """Floating-point operations of a call, on all devices of its group."""
     return _cost_of(executable)[0]
-
-
-def _per_step(programs: StepPrograms, program: Program, cost: Callable[[Executable], float]) -> float:
-    total = sum(map(cost, programs.segments.values()))
-    loops = [loop.executables for loop in programs.loops]
-    runs = (i for instructions in program.groups for i in instructions if isinstance(i, Run))
-    for run in runs:
-        for task in run.tasks:
-            if (executable := loops[run.loop].get(Place(task.stage, task.kind))) is not None:
-                total += cost(executable)
-    return total
 
 
 def _cost_of(executable: Executable) -> tuple[float, float]:

@@ -9,14 +9,15 @@ from html import escape
 from typing import Any
 
 from mpmd.compile.step import StepPrograms
-from mpmd.report.flops import flops_of, flops_per_step
+from mpmd.report.explain import Traffic, sent_by
+from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
 from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile
 from mpmd.report.profile_texts import loop_parts, stragglers
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_flops, in_seconds
-from scheduler import Program, Send, Timeline
+from scheduler import Program, Timeline
 from scheduler.timing.pictures import colour
 from scheduler.timing.simulate import simulate_orders
 
@@ -56,13 +57,12 @@ def report_page(facts: Facts) -> str:
 
 def _cards(facts: Facts) -> Iterator[str]:
     mesh, program = facts.programs.mesh, facts.program
-    sends = [i for group in program.groups for i in group if isinstance(i, Send)]
-    nbytes = sum(program.nbytes.get(i.value.name, 0) for i in sends)
+    traffic = Traffic.of_all(program, "")
     shown = [
         (str(mesh.num_groups), f"groups of {mesh.groups[0].size} device{'s' * (mesh.groups[0].size > 1)}"),
         (str(len(program.placement)), "stages"),
-        (in_flops(flops_per_step(facts.programs, program)), "a step"),
-        (in_bytes(nbytes), f"sent a step, in {len(sends)} transfers"),
+        (in_flops(cost_per_step(facts.programs, program)[0]), "a step"),
+        (in_bytes(traffic.bytes_moved), f"sent a step, in {traffic.num_moves} transfers"),
     ]
     for loop in facts.programs.loops:
         info = loop.loop.partition.info
@@ -272,11 +272,8 @@ def _down(nbytes: float, most: float) -> str:
 
 
 def _transfers(facts: Facts) -> Iterator[str]:
-    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for group, instructions in enumerate(facts.program.groups):
-        for i in instructions:
-            if isinstance(i, Send):
-                sent[group, i.to_group].append(facts.program.nbytes.get(i.value.name, 0))
+    groups = range(len(facts.program.groups))
+    sent = {(g, target): sizes for g in groups for target, sizes in sent_by(facts.program, g).items()}
     if not sent:
         return
     took: dict[tuple[int, int], list[float]] = defaultdict(list)

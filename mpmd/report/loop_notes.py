@@ -71,7 +71,7 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
         )
 
 
-def _saved(loop: Loop, operations: Mapping[str, tuple[float, ...]]) -> float:
+def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
     """The share of the loop's time that equal stages would save."""
     placement, num_microbatches = loop.schedule.placement, loop.partition.info.num_microbatches
     equal = {name: sum(value) / len(value) for name, value in operations.items()}
@@ -80,16 +80,14 @@ def _saved(loop: Loop, operations: Mapping[str, tuple[float, ...]]) -> float:
         for stage, group in enumerate(placement):
             busy[group] += sum(value[stage] for value in operations.values())
         return 1 - sum(busy) / len(busy) / max(busy)
-    both = _costs(operations), _costs(equal)
-    now, best = (simulate_orders(loop.orders, placement, num_microbatches, costs).makespan for costs in both)
+    now, best = (
+        simulate_orders(loop.orders, placement, num_microbatches, Costs(**costs)).makespan
+        for costs in (operations, equal)
+    )
     return max(0.0, 1 - best / now)
 
 
-def _costs(found: Mapping[str, Any]) -> Costs:
-    return Costs(forward=found["forward"], input_grad=found["input_grad"], weight_grad=found["weight_grad"])
-
-
-def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
+def _operations(program: LoopProgram) -> dict[str, Any]:
     """Operations of each stage's tasks, as `Costs` takes seconds."""
     found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIW"}
     for place, task in program.tasks.items():

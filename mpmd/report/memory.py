@@ -12,9 +12,8 @@ from mpmd.arrays.layouts import REPLICATED, Layout, fit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Executable
 from mpmd.compile.executable import nbytes_on_a_device
-from mpmd.compile.program import edge_name, zeros_name
+from mpmd.compile.program import edge_name
 from mpmd.compile.step import StepPrograms
-from mpmd.partition.graph import Place
 from mpmd.partition.outline import Outline
 from mpmd.report.roles import Roles
 from scheduler import Call, Free, Program, Recv, Run, Value
@@ -52,22 +51,7 @@ def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
     def of_one(executable: Executable) -> int:
         return getattr(executable.call.memory_analysis(), "temp_size_in_bytes", 0)
 
-    return lambda instruction: max(map(of_one, executables_of(programs, instruction)), default=0)
-
-
-def executables_of(programs: StepPrograms, instruction: Run | Call) -> list[Executable]:
-    """The executables that an instruction calls: of a segment, of the zeros of a loop, or of tasks."""
-    if isinstance(instruction, Call):
-        if instruction.name in programs.segments:
-            return [programs.segments[instruction.name]]
-        made = (z for p in programs.loops for g, z in p.zeros.items() if zeros_name(p.loop, g) == instruction.name)
-        return list(made)
-    loop = programs.loops[instruction.loop]
-    places = tuple(Place(t.stage, t.kind) for t in instruction.tasks)
-    if len(places) == 2 and places in loop.fused:
-        return [loop.fused[places[0], places[1]]]
-    entries = [loop.tasks.get(p) for p in places]
-    return [e.executable for e in entries if e is not None and e.executable is not None]
+    return lambda instruction: max(map(of_one, programs.executables_of(instruction)), default=0)
 
 
 class Sizes:

@@ -13,7 +13,7 @@ from scheduler.timing.pictures import colour, pattern_definitions, pattern_of
 if TYPE_CHECKING:
     from mpmd.observe.records import Ran
     from mpmd.report.profile import Profile, Step
-    from scheduler import Timeline
+    from scheduler import Task, Timeline
 
 _LEFT, _TOP, _ROW, _WIDTH, _RIGHT = 80.0, 40.0, 34.0, 1400.0, 190.0
 
@@ -115,7 +115,9 @@ def _measured_row(profile: Profile, step: Step, group: int, scale: float, num_st
                     f'<rect x="{x:.1f}" y="{top + 6:.1f}" width="{(until - since) * scale:.2f}" height="10"'
                     f' fill="#d33"><title>waits for {escape(str(r.by))}</title></rect>'
                 )
-        yield from _bar(r, _LEFT + (r.start - step.start) * scale, top, (r.end - r.start) * scale, num_stages)
+        said, task = f"{r.title}: {in_seconds(r.end - r.start)}", r.tasks[0] if r.tasks else None
+        x, wide = _LEFT + (r.start - step.start) * scale, (r.end - r.start) * scale
+        yield from _bar(task, said, r.name, x, top, wide, num_stages)
         free = r.end
     for m in step.moves:
         if m.way.target == group:
@@ -129,14 +131,14 @@ def _measured_row(profile: Profile, step: Step, group: int, scale: float, num_st
     yield f'<text x="{_LEFT + _WIDTH + 8}" y="{top + 15:.1f}" font-size="11">{side}</text>'
 
 
-def _bar(r: Ran, x: float, top: float, wide: float, num_stages: int) -> Iterator[str]:
-    said = f"<title>{escape(r.title)}: {in_seconds(r.end - r.start)}</title>"
+def _bar(task: Task | None, said: str, name: str, x: float, top: float, wide: float, num_stages: int) -> Iterator[str]:
+    """A task, or (None) another program of this name; `said` is shown when one points at it."""
     place = f'x="{x:.1f}" y="{top:.1f}" width="{max(wide, 0.5):.2f}" height="22"'
-    fill = colour(r.tasks[0].stage, r.tasks[0].kind, num_stages) if r.tasks else "#bbb"
-    yield f'<rect {place} fill="{fill}" stroke="#555" stroke-width="0.4">{said}</rect>'
-    if r.tasks and (pattern := pattern_of(r.tasks[0].kind)):
+    fill = colour(task.stage, task.kind, num_stages) if task else "#bbb"
+    yield f'<rect {place} fill="{fill}" stroke="#555" stroke-width="0.4"><title>{escape(said)}</title></rect>'
+    if task and (pattern := pattern_of(task.kind)):
         yield f'<rect {place} fill="{pattern}" pointer-events="none"/>'
-    name = f"{r.tasks[0].kind}{r.tasks[0].microbatch}" if r.tasks else r.name
+    name = f"{task.kind}{task.microbatch}" if task else name
     if wide > 5.5 * len(name):
         yield f'<text x="{x + wide / 2:.1f}" y="{top + 15:.1f}" text-anchor="middle">{escape(name)}</text>'
 
@@ -149,14 +151,7 @@ def _simulated_row(
     rows = zip(timeline.orders[group], timeline.starts[group], timeline.ends[group], strict=True)
     for task, start, end in rows:
         x, wide = _LEFT + offset + start * scale, (end - start) * scale
-        place = f'x="{x:.1f}" y="{top:.1f}" width="{max(wide, 0.5):.2f}" height="22"'
-        fill = colour(task.stage, task.kind, num_stages)
-        yield f'<rect {place} fill="{fill}" stroke="#555" stroke-width="0.4"><title>{task}</title></rect>'
-        if pattern := pattern_of(task.kind):
-            yield f'<rect {place} fill="{pattern}" pointer-events="none"/>'
-        name = f"{task.kind}{task.microbatch}"
-        if wide > 5.5 * len(name):
-            yield f'<text x="{x + wide / 2:.1f}" y="{top + 15:.1f}" text-anchor="middle">{name}</text>'
+        yield from _bar(task, str(task), "", x, top, wide, num_stages)
 
 
 def _legend(y: float) -> Iterator[str]:

@@ -14,6 +14,8 @@ from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value, text
 _MUCH = 0.2
 # Samples of less time than this say nothing.
 _SHORTEST_S = 2.0
+# A wait that is no longer than this is none.
+_SHORT_S = 0.25
 # Between the end of a wait and the record, where another rank's end ended the wait.
 _SHORTLY_S = 5.0
 _MAX_CELL = 60
@@ -39,37 +41,47 @@ def _lines(records: Mapping[int, Record], plans: Mapping[str, Program]) -> Itera
     yield _verdict(records)
     boards = _boards(records)
     yield from (f"  {line}" for line in _table(records, boards))
-    name, program = _last_program(records, plans)
+    yield from _at(records)
+    name, program, ranks = _last_program(records, plans)
     if program is not None:
         yield _checked(name, program)
     guilty = _guilty(records)
     yield from _chain(boards, guilty)
     if program is not None and guilty is not None:
-        yield from _simulated(program, _ranks(records), boards, guilty)
+        yield from _simulated(program, ranks, boards, guilty)
     yield from _slow(records)
 
 
 def _verdict(records: Mapping[int, Record]) -> str:
     """The line that most records begin with; of as many, one that names a rank."""
+    records = _telling(records)
     said = [r["why"] for r in records.values()]
     most = max(sorted(set(said)), key=lambda why: (said.count(why), why.startswith("jax-mpmd: rank ")))
     ranks = [rank for rank, record in records.items() if record["why"] == most]
     return most if len(ranks) > 1 or most.startswith("jax-mpmd: ") else f"rank {ranks[0]}: {most}"
 
 
+def _telling(records: Mapping[int, Record]) -> Mapping[int, Record]:
+    """The records that say why the job ended: from outside, or by a verdict, whichever came first."""
+    ended = {rank: r for rank, r in records.items() if r["why"] != "asked for"} or dict(records)
+    first = min(ended.values(), key=lambda r: r.get("wall", 0.0))
+    return {rank: r for rank, r in ended.items() if bool(r.get("interrupted")) == bool(first.get("interrupted"))}
+
+
 def _guilty(records: Mapping[int, Record]) -> int | None:
-    named = [r["guilty"] for r in records.values() if r.get("guilty") is not None]
+    named = [r["guilty"] for r in _telling(records).values() if r.get("guilty") is not None]
     return max(sorted(set(named)), key=named.count) if named else None
 
 
 def _boards(records: Mapping[int, Record]) -> dict[int, dict[str, Any]]:
     """Per rank, what was known of it last: by its own record, else by whoever had heard of it latest."""
+    telling = _telling(records)
     found: dict[int, dict[str, Any]] = {}
-    for rank, record in records.items():
+    for rank, record in telling.items():
         for key, view in record.get("views", {}).items():
             other = int(key)
             heard = found[other]["silent_s"] if other in found else view["silent_s"]
-            if other == rank or (other not in records and view["silent_s"] <= heard):
+            if other == rank or (other not in telling and view["silent_s"] <= heard):
                 found[other] = view
     for rank, record in records.items():
         own = found.get(rank)
@@ -104,6 +116,16 @@ def _table(records: Mapping[int, Record], boards: Mapping[int, dict[str, Any]]) 
     return texts.table(rows, "<" * len(rows[0]))
 
 
+def _at(records: Mapping[int, Record]) -> Iterator[str]:
+    """The lines of the user's code at which ranks were."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, record in records.items():
+        for thread, line in record.get("at", ()):
+            ranks[line if thread == "MainThread" else f"{line} (in {thread})"].append(rank)
+    for line, found in ranks.items():
+        yield f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))} stood at {line}"
+
+
 def _last_instruction(record: Record) -> tuple[str, str]:
     """The instruction that a rank dispatched last, and how many seconds before its record."""
     found = [
@@ -116,25 +138,18 @@ def _last_instruction(record: Record) -> tuple[str, str]:
     return text, f"{record['now'] - at:.1f}"
 
 
-def _last_program(records: Mapping[int, Record], plans: Mapping[str, Program]) -> tuple[str, Program | None]:
-    """The program that was run last, by any rank."""
+def _last_program(
+    records: Mapping[int, Record], plans: Mapping[str, Program]
+) -> tuple[str, Program | None, list[list[int]]]:
+    """The program that was run last, by any rank, and for each of its groups the ranks."""
     found = [
-        (step["begun"], program["name"], program["plan"])
+        (step["begun"], program["name"], program["plan"], program["ranks"])
         for record in records.values() for program in record["programs"] for step in program["steps"]
     ]  # fmt: skip
     if not found:
-        return "", None
-    _, name, plan = max(found)
-    return name, plans.get(plan)
-
-
-def _ranks(records: Mapping[int, Record]) -> list[list[int]]:
-    """Per group of the program that was run last, its ranks."""
-    found = [
-        (step["begun"], program["ranks"])
-        for record in records.values() for program in record["programs"] for step in program["steps"]
-    ]  # fmt: skip
-    return max(found)[1]
+        return "", None, []
+    _, name, plan, ranks = max(found)
+    return name, plans.get(plan), ranks
 
 
 def _checked(name: str, program: Program) -> str:
@@ -151,10 +166,10 @@ def _checked(name: str, program: Program) -> str:
 def _chain(boards: Mapping[int, dict[str, Any]], guilty: int | None) -> Iterator[str]:
     """Who waited for whom, from the one that waited longest."""
     waits = {r: v["board"]["wait"] for r, v in boards.items() if v["board"].get("wait")}
-    waits = {r: w for r, w in waits.items() if w["ranks"]}
+    waits = {r: w for r, w in waits.items() if w["ranks"] and (w["for_s"] > _SHORT_S or guilty in w["ranks"])}
     others = [r for r in waits if r != guilty] or list(waits)
     if not others and guilty is None:
-        yield "no rank waited for another one"
+        yield "no rank waited for another one for long"
         return
     rank = max(others, key=lambda r: waits[r]["for_s"]) if others else guilty
     assert rank is not None

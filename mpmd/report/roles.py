@@ -20,9 +20,8 @@ class Roles:
     """
 
     def __init__(self, outline: Outline):
-        num_consts = len(outline.trace.consts)
-        self.args = outline.trace.jaxpr.invars[num_consts:]
-        self.groups = outline.inputs[num_consts:]
+        self.args = outline.trace.arguments
+        self.groups = outline.inputs[len(outline.trace.consts) :]
         self.names = outline.names
         self._roots: dict[compat.Var, set[compat.Var]] = {v: {v} for v in self.args}
         for item in outline.items:

@@ -8,11 +8,7 @@ def in_bytes(n: float) -> str:
       >>> in_bytes(7), in_bytes(131072), in_bytes(2.5e12)
       ('7 B', '131 KB', '2,500 GB')
     """
-    for unit in ("B", "KB", "MB"):
-        if abs(n) < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB" if n < 1000 else f"{n:,.0f} GB"
+    return f"{n:.0f} B" if abs(n) < 1000 else _in(n / 1000, "KB", "MB", "GB")
 
 
 def in_flops(n: float) -> str:
@@ -22,12 +18,16 @@ def in_flops(n: float) -> str:
       >>> in_flops(131072), in_flops(2.15e9), in_flops(2.5e16)
       ('0.131 MFLOP', '2.15 GFLOP', '25,000 TFLOP')
     """
-    n /= 1e6
-    for unit in ("MFLOP", "GFLOP"):
-        if n < 1000:
+    return _in(n / 1e6, "MFLOP", "GFLOP", "TFLOP")
+
+
+def _in(n: float, *units: str) -> str:
+    """A number in the first unit that suits it; each is a thousand of the one before."""
+    for unit in units[:-1]:
+        if abs(n) < 1000:
             return f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} TFLOP" if n < 1000 else f"{n:,.0f} TFLOP"
+    return f"{n:.3g} {units[-1]}" if n < 1000 else f"{n:,.0f} {units[-1]}"
 
 
 def in_seconds(s: float) -> str:

@@ -78,7 +78,7 @@ def _work_of(eqn: compat.JaxprEqn) -> Work:
         if name == "shard_map":  # its body is written for one device
             times = math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
         return total.times(times)
-    if equations.is_layout(eqn):
+    if equations.is_view(eqn):
         return Work()
     made = sum(equations.size(v.aval) for v in eqn.outvars)
     if name.startswith(("reduce", "arg", "cum")):

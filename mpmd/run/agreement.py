@@ -56,19 +56,19 @@ def plan_of(programs: StepPrograms, program: Program) -> Plan:
     """The plan of a compiled step, from what the user wrote to what runs."""
     trace = programs.outline.trace
     mesh = programs.mesh
-    arguments = zip(
-        trace.in_names,
-        trace.jaxpr.invars[len(trace.consts) :],
-        programs.outline.inputs[len(trace.consts) :],
-        strict=True,
-    )
+    inputs = programs.outline.inputs[len(trace.consts) :]
+    arguments = zip(trace.in_names, trace.arguments, inputs, strict=True)
     lines = [f"{name}: {v.aval.str_short()} in groups {sorted(groups)}" for name, v, groups in arguments]
     loops = [loop.loop.partition.info for loop in programs.loops]
     names = programs.outline.names
+    devices = [
+        f"group {g}: {dict(m.shape)} {[(d.process_index, d.id) for d in m.devices.flat]}"
+        for g, m in enumerate(mesh.groups)
+    ]
     layouts = [f"{names[v]}: {programs.layouts[v]}" for v in trace.jaxpr.invars]
     return Plan(
         {
-            "devices": "\n".join(f"group {g}: {_devices(m)}" for g, m in enumerate(mesh.groups)),
+            "devices": "\n".join(devices),
             "arguments": "\n".join(lines),
             "loops": "\n".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops),
             "constants": "\n".join(map(_value, trace.consts)),
@@ -78,10 +78,6 @@ def plan_of(programs: StepPrograms, program: Program) -> Plan:
             "JAX's configuration": _ADDRESS.sub("0x", str(compat.trace_context())),
         }
     )
-
-
-def _devices(mesh: Mesh) -> str:
-    return f"{dict(mesh.shape)} {[(d.process_index, d.id) for d in mesh.devices.flat]}"
 
 
 def _value(x: Any) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
-from mpmd.compile.program import edge_name, zeros_name
+from mpmd.compile.program import edge_name
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.job.job import Job
 from mpmd.partition.graph import Place
@@ -34,7 +34,7 @@ class BoundInstruction:
     Attributes:
       code: RUN, MOVE (to another group of this process), ALIAS (the same devices), SEND or RECV (another process).
       act: of RUN, from arrays to arrays; of MOVE, from an array to one; of SEND and RECV, from an array or None and the
-        number of the step's first piece; None of ALIAS. An `Executable` until all is bound.
+        number of the step's first piece; None of ALIAS. Until `Bindings.finish` an `Executable`, which waits.
       reads, writes: slots; several of RUN, else one or None.
       group: the group that it belongs to.
       text: the instruction in words.
@@ -86,6 +86,12 @@ class Bindings:
     num_pieces: int
     bytes_moved: int
 
+    def finish(self) -> None:
+        """Waits for all programs."""
+        for b in self.instructions:
+            if isinstance(b.act, Executable):
+                b.act = b.act.call
+
     @property
     def num_calls(self) -> int:
         """Executables that are called in a step."""
@@ -98,7 +104,7 @@ class Bindings:
 
 
 def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
-    """Binds the instructions of this process's groups. Waits for compilations.
+    """Binds the instructions of this process's groups. In a job it waits for compilations.
 
     Args:
       job: None where all groups are this process's.
@@ -134,8 +140,9 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     runs = [b for b in found if b.code == RUN]
     for executable in {b.act: None for b in runs}:
         executable.start()
-    for b in runs:  # last of all, since it waits for compilations
-        b.act = b.act.call if limits is None else limits.counted(b.group, b.act.call)
+    if limits is not None:
+        for b in runs:  # last of all, since it waits for compilations
+            b.act = limits.counted(b.group, b.act.call)
     outputs = slots.of_all(outline.outputs)
     return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved)
 
@@ -199,9 +206,6 @@ class _Calls:
         self._programs = programs
         self._slots = slots
         self._values: dict[tuple[int, Place], _TaskValues] = {}
-        self._named = dict(programs.segments)
-        for loop in programs.loops:
-            self._named.update((zeros_name(loop.loop, g), executable) for g, executable in loop.zeros.items())
 
     def call(self, group: int, instruction: Call) -> BoundInstruction:
         slots = [
@@ -210,20 +214,14 @@ class _Calls:
         ]
         text = f"{instruction.name} in group {group}"
         frees = tuple(set(slots[2]) - set(slots[1]))
-        act = self._named[instruction.name]
+        act = self._programs.named[instruction.name]
         return BoundInstruction(RUN, act, slots[0], slots[1], group, text, frees=frees, donates=slots[2])
 
     def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
-        """A task, or a pair of tasks: as one executable where there is one for both."""
-        program, tasks = self._programs.loops[instruction.loop], instruction.tasks
-        places = tuple(Place(t.stage, t.kind) for t in tasks)
-        if len(tasks) == 2 and (fused := program.fused.get((places[0], places[1]))) is not None:
-            return [self._task(group, program, fused, tasks)]
-        found = [(task, program.tasks.get(place)) for task, place in zip(tasks, places, strict=True)]
+        """A task, or a pair of tasks."""
+        program = self._programs.loops[instruction.loop]
         return [
-            self._task(group, program, entry.executable, (task,))
-            for task, entry in found
-            if entry is not None and entry.executable is not None
+            self._task(group, program, executable, tasks) for executable, tasks in self._programs.calls(instruction)
         ]
 
     def _task(

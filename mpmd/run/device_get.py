@@ -76,7 +76,7 @@ def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
     base = job.new_number(ranks, "mpmd.device_get, which every process must call") << NUMBER_BITS
     with job.as_a_whole():
         arriving = _exchanged(job, leaves, base)
-    values = [x if isinstance(x, MpmdArray) else np.asarray(x) if _is_plain(x) else x for x in arriving]
+    values = [x if isinstance(x, MpmdArray) else x if keys.is_key(x.dtype) else np.asarray(x) for x in arriving]
     job.exchange("finishing device_get", "", ranks)
     return values
 
@@ -140,7 +140,3 @@ def _joined(x: Any, arrived: Sequence[Any]) -> Any:
         data = np.concatenate([np.asarray(keys.to_data(piece)) for piece in arrived], axis)
         return keys.from_data(jax.numpy.asarray(data), x.dtype)
     return np.concatenate([np.asarray(piece) for piece in arrived], axis)
-
-
-def _is_plain(x: jax.Array) -> bool:
-    return not keys.is_key(x.dtype)

@@ -15,7 +15,8 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.boxes import device_boxes
 from mpmd.arrays.layouts import memory_kind
-from mpmd.run.pieces import is_mine, shards_of
+from mpmd.arrays.mesh import is_local
+from mpmd.run.pieces import shards_of
 
 
 def mover(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
@@ -52,7 +53,7 @@ def place_all(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
     is there already, and perhaps elsewhere too, is used as it is.
     """
     placed: list[Any] = [None] * len(values)
-    local = []
+    local, plain = [], []
     for i, (x, sharding) in enumerate(zip(values, shardings, strict=True)):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             if _is_there(x, sharding):
@@ -62,13 +63,15 @@ def place_all(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
                 continue
             x = x.addressable_data(0)  # all of it, as `is_placeable` has found
         if sharding.is_fully_addressable:
-            local.append((i, x))
+            is_plain = type(x) is np.ndarray and sharding.mesh.size == 1 and x.dtype != jax.dtypes.float0
+            (plain if is_plain else local).append((i, x))
         else:
             placed[i] = _place_everywhere(x, sharding)
-    if local:
-        moved = jax.device_put([x for _, x in local], [shardings[i] for i, _ in local])
-        for (i, _), x in zip(local, moved, strict=True):
-            placed[i] = x
+    for put_all, some in ((jax.device_put, local), (compat.put_on_one_device, plain)):
+        if some:
+            moved = put_all([x for _, x in some], [shardings[i] for i, _ in some])
+            for (i, _), x in zip(some, moved, strict=True):
+                placed[i] = x
     return placed
 
 
@@ -88,7 +91,7 @@ def _place_everywhere(x: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, on devices of several processes."""
     if isinstance(x, jax.Array) and keys.is_key(x.dtype):
         data = np.asarray(keys.to_data(x))
-        boxes = {d: box for d, box in device_boxes(sharding, x.shape).items() if is_mine(d)}
+        boxes = {d: box for d, box in device_boxes(sharding, x.shape).items() if is_local(d)}
         shards = [keys.from_data(jax.device_put(data[box.slices], d), x.dtype) for d, box in boxes.items()]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
     host = np.asarray(x)

@@ -24,7 +24,7 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
     """
     outline = programs.outline
     trace = outline.trace
-    args = trace.jaxpr.invars[len(trace.consts) :]
+    args = trace.arguments
     taken = frozenset().union(*programs.donated.values())
     room = Counter(buffer_type(v) for v, _ in outline.outputs)
     found, others = set(), []

@@ -6,7 +6,6 @@ and timed steps are the same loop over instructions that do something more.
 
 import contextlib
 import functools
-import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
 from mpmd.job import joining, wires
+from mpmd.job.activity import Activity
+from mpmd.job.alone import alone
 from mpmd.job.job import Job
-from mpmd.observe import flight_files
 from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import Rows
@@ -56,6 +56,10 @@ class Executor:
                 " Start as many processes as the mesh needs, or give each fewer devices.",
                 stacklevel=2,
             )
+        self._alone = alone() if job is None and joining.current() is None else None
+        self._activity: Activity | None = None
+        if self._job is not None or self._alone is not None:
+            self._activity = (self._job or self._alone).activity  # pyright: ignore[reportOptionalMemberAccess]
         self.bindings = bind(programs, program, self._job)
         self.name, self.program = programs.name, program
         self.flight = Flight(len(self.bindings.instructions))
@@ -63,9 +67,18 @@ class Executor:
         self._next_piece: int | None = None
         self._mesh = programs.mesh
         self._plan = functools.partial(plan_of, programs, program)
-        self._instructions: list[Instruction] = [
-            (b.code, b.act, b.reads, b.writes, b.frees, number) for number, b in enumerate(self.bindings.instructions)
-        ]
+        self._compiler = programs.compiler
+        self._is_finished = False
+        self._instructions = self._bound()
+        if joining.current() is not None:  # whose watchdog gives compiling more time than a step
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for all programs, once."""
+        if not self._is_finished:
+            self.bindings.finish()
+            self._compiler.release()
+            self._instructions, self._is_finished = self._bound(), True
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
         """Runs the step once.
@@ -79,6 +92,7 @@ class Executor:
         slots = self._fill(arguments)
         with self._step() as base:
             self._walk(slots, self._chosen(), base)
+        self.finish()
         return self._collect(slots)
 
     def timed(self, arguments: Sequence[Mapping[int, jax.Array]], step: int) -> tuple[list[dict[int, jax.Array]], Rows]:
@@ -91,6 +105,7 @@ class Executor:
           The results, and the rows on this process's clock.
         """
         slots = self._fill(arguments)
+        self.finish()
         instructions = self._recorder.wrapped(self._chosen())
 
         def walk() -> None:
@@ -150,21 +165,23 @@ class Executor:
     def _step(self) -> Iterator[int]:
         """Around the instructions of a step, which the watchdog looks at; the number of the step's first piece."""
         self._num_steps += 1
-        if self._job is None:
+        if self._activity is None:
             self.flight.begin(self._num_steps)
             yield 0
             self.flight.end()
             return
-        self.prepare()
-        assert self._next_piece is not None
-        base = self._next_piece
-        self._next_piece += self.bindings.num_pieces
-        self._job.activity.enter_step(self)
+        base = 0
+        if self._job is not None:
+            self.prepare()
+            assert self._next_piece is not None
+            base = self._next_piece
+            self._next_piece += self.bindings.num_pieces
+        self._activity.enter_step(self)
         try:
-            with self._job.as_a_whole():
+            with contextlib.nullcontext() if self._job is None else self._job.as_a_whole():
                 yield base
         finally:
-            self._job.activity.leave_step()
+            self._activity.leave_step()
 
     def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions one after the other."""
@@ -188,26 +205,43 @@ class Executor:
         except Exception as e:
             give_up((self._instructions[i[-1]][1] for i in instructions if i[-1] >= number), base)
             e.add_note(f"jax-mpmd: while it ran {self.text(number)}")
-            self._record_failure(e)
+            if self._alone is not None:  # in a job the watchdog does it, if nobody catches the error
+                e.add_note(self._alone.failed(e))
             raise
-
-    def _record_failure(self, error: Exception) -> None:
-        """Writes the flight record of a process that is alone; in a job the watchdog does, if nobody catches it."""
-        where = flight_files.folder(os.environ)
-        if where is not None and self._job is None:
-            path, text = flight_files.path_of(where, 0, os.environ), f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):
-                flight_files.write(path, 0, text.splitlines()[0], [self.recorded()], num_ranks=1, guilty=0)
-                error.add_note(f"jax-mpmd: what it did last: python -m mpmd replay {where}")
 
     def _chosen(self) -> list[Instruction]:
         """The instructions; each in a span of its own while a profile is taken, or looking at what it returns."""
+        if not self._is_finished:
+            if not compat.is_profiling() and not nans.are_errors():
+                return self._first()
+            self.finish()
         found = self._annotated if compat.is_profiling() else self._instructions
         if not nans.are_errors():
             return found
         return [
             (code, act and nans.checked(act, self.text(number), code == RUN), reads, writes, frees, number)
             for code, act, reads, writes, frees, number in found
+        ]
+
+    def _bound(self) -> list[Instruction]:
+        bound = enumerate(self.bindings.instructions)
+        return [(b.code, b.act, b.reads, b.writes, b.frees, number) for number, b in bound]
+
+    def _first(self) -> list[Instruction]:
+        """The instructions of a first step, which begins while later programs are compiled or loaded.
+
+        Each waits for its own program. One that takes over an argument waits for all, so that no error loses arguments.
+        """
+        arguments = {slot for where in self.bindings.inputs for _, slot in where}
+
+        def after_all(act: Any, *arrays: jax.Array) -> Any:
+            self.finish()
+            return act(*arrays)
+
+        donates = [not arguments.isdisjoint(b.donates) for b in self.bindings.instructions]
+        return [
+            (code, functools.partial(after_all, act) if donates[number] else act, reads, writes, frees, number)
+            for code, act, reads, writes, frees, number in self._instructions
         ]
 
     @functools.cached_property

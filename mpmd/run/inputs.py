@@ -29,22 +29,22 @@ class Inputs:
 
     def __init__(self, programs: StepPrograms, split: SplitStep):
         mesh, trace = programs.mesh, programs.outline.trace
-        invars, num_constants = trace.jaxpr.invars, len(trace.consts)
         shardings = [
             mpmd_sharding(mesh, groups, programs.layouts[v])
-            for v, groups in zip(invars, programs.outline.inputs, strict=True)
+            for v, groups in zip(trace.jaxpr.invars, programs.outline.inputs, strict=True)
         ]
         here = () if mesh.is_described else mesh.local_groups
         self.constants = [
             {g: device_put.put(c, s.group_sharding(g)) for g in s.groups if g in here}
             for c, s in zip(trace.consts, shardings, strict=False)
         ]
-        self.avals: list[Any] = [v.aval for v in split.whole.jaxpr.invars[len(split.whole.consts) :]]
-        self.pieces = [(v.aval, s) for v, s in zip(invars[num_constants:], shardings[num_constants:], strict=True)]
+        self.avals: list[Any] = [v.aval for v in split.whole.arguments]
+        of_arguments = zip(trace.arguments, shardings[len(trace.consts) :], strict=True)
+        self.pieces = [(v.aval, s) for v, s in of_arguments]
         self._rows = split.ins
         self._of_pieces = [[self.pieces[k][1] for k in ks] for ks in split.in_positions]
         self.shardings = [
-            of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, [s.groups[0] for s in of_pieces])
+            of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, tuple(s.groups[0] for s in of_pieces))
             for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
         ]
 
@@ -105,18 +105,14 @@ class Inputs:
 
 
 @functools.lru_cache(maxsize=4096)
-def _split_sharding(like: MpmdSharding, axis: int, parts: tuple[tuple[int, tuple[int, int]], ...]) -> MpmdSharding:
-    split: dict[int, list[tuple[int, int]]] = {}
-    for group, ends in parts:
-        split.setdefault(group, []).append(ends)
-    return MpmdSharding(like.mpmd_mesh, split, like.spec, like.memory_kind, split=split, split_axis=axis)
-
-
-def split_sharding(like: MpmdSharding, rows: Rows, groups: Sequence[int]) -> MpmdSharding:
+def split_sharding(like: MpmdSharding, rows: Rows, groups: tuple[int, ...]) -> MpmdSharding:
     """The sharding of an array whose pieces are in `groups`, each laid out there as `like` says. Equal ones are one
     object, so that state which comes back is recognised at a glance.
     """
-    return _split_sharding(like, rows.axis, tuple(zip(groups, rows.ranges, strict=True)))
+    split: dict[int, list[tuple[int, int]]] = {}
+    for group, ends in zip(groups, rows.ranges, strict=True):
+        split.setdefault(group, []).append(ends)
+    return MpmdSharding(like.mpmd_mesh, split, like.spec, like.memory_kind, split=split, split_axis=rows.axis)
 
 
 def _pieces_in_place(x: MpmdArray, rows: Rows, shardings: Sequence[MpmdSharding]) -> Iterator[dict[int, jax.Array]]:

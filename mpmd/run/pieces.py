@@ -12,12 +12,7 @@ from jax.sharding import NamedSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.layouts import memory_kind
-from mpmd.arrays.mesh import Device
-
-
-def is_mine(device: Device) -> bool:
-    """Whether a device is this process's."""
-    return device.process_index == device.client.process_index()
+from mpmd.arrays.mesh import Device, is_local
 
 
 class Piece(NamedTuple):
@@ -74,19 +69,19 @@ class Share(NamedTuple):
     @property
     def sends(self) -> bool:
         """Whether this process sends a piece to another one."""
-        return any(not is_mine(p.target) for p in self.mine)
+        return any(not is_local(p.target) for p in self.mine)
 
 
 @functools.lru_cache(maxsize=4096)
 def share(source: jax.sharding.Sharding, target: NamedSharding, shape: tuple[int, ...]) -> Share:
     """The share of this process in an array's way from one sharding to another."""
     found = pieces(source, target, shape)
-    mine = tuple(p for p in found if is_mine(p.source) or is_mine(p.target))
-    targets = {d: box for d, box in device_boxes(target, shape).items() if is_mine(d)}
+    mine = tuple(p for p in found if is_local(p.source) or is_local(p.target))
+    targets = {d: box for d, box in device_boxes(target, shape).items() if is_local(d)}
     starts = {
         d: tuple(p.box.relative_to(box).start for p in mine if p.target == d) for d, box in targets.items()
     }  # fmt: skip
-    is_whole = len(mine) == 1 and not is_mine(mine[0].source) and mine[0].box == targets.get(mine[0].target)
+    is_whole = len(mine) == 1 and not is_local(mine[0].source) and mine[0].box == targets.get(mine[0].target)
     only = mine[0] if is_whole and target.mesh.size == 1 and memory_kind(target) is None else None
     return Share(len(found), mine, device_boxes(source, shape), targets, starts, only)
 

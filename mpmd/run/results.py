@@ -31,7 +31,7 @@ class Results:
             if rows is None:
                 self._pieces.append(None)
             else:
-                homes = [min(outline.outputs[k][1]) for k in ks]
+                homes = tuple(min(outline.outputs[k][1]) for k in ks)
                 sharding = split_sharding(sharding, rows, homes)
                 self._pieces.append(list(zip(ks, homes, rows.ranges, strict=True)))
             self.shardings.append(sharding)

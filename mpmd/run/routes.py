@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 
 from mpmd.arrays import keys
 from mpmd.arrays.layouts import memory_kind
-from mpmd.arrays.mesh import Device
+from mpmd.arrays.mesh import Device, is_local
 from mpmd.job.job import Job
 from mpmd.job.wires import receive_piece
-from mpmd.run.pieces import Piece, is_mine, shards_of, share
+from mpmd.run.pieces import Piece, shards_of, share
 
 
 class Route:
@@ -60,9 +60,9 @@ class Route:
         shards = {} if x is None else shards_of(x)
         parts: dict[Device, list[jax.Array]] = {d: [] for d in self.share.targets}
         for piece in self.share.mine:
-            if not is_mine(piece.source):
+            if not is_local(piece.source):
                 parts[piece.target].append(self._receive(piece, base))
-            elif is_mine(piece.target):
+            elif is_local(piece.target):
                 part = self._part(shards[piece.source], piece)
                 parts[piece.target].append(jax.device_put(part, piece.target, may_alias=False))
             else:

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.layouts import fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.specs import trimmed
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
 
@@ -70,19 +70,14 @@ def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, 
 
 def _only(spec: Iterable[Any], names: Collection[str]) -> tuple:
     """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
-    entries = []
-    for entry in spec:
-        kept = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in names)
-        entries.append(kept or None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return trimmed([tuple(n for n in entry if n in names) or None for entry in entries])
 
 
 def traced_type(x: Any, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.ShapeDtypeStruct:
     """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
     shape, dtype, weak, _ = leaf_type(x, frozenset())
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    explicit = set(mesh.explicit_axes)
     spec, kind = hint.layout or (PartitionSpec(), None)
     typed = PartitionSpec(*(e if e is None or len(e) > 1 else e[0] for e in _only(spec, explicit - {mpmd_axis})))
     sharding = NamedSharding(mesh.abstract_mesh, typed, memory_kind=kind) if kind or explicit else None
@@ -280,11 +275,6 @@ def donated_leaves(call: Call, positions: Collection[int], names: Collection[str
     given = [i for i in range(call.num_args) if i not in call.static_positions]
     donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
     return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
-
-
-def zeros_of(aval: Any) -> jax.Array:
-    """Zeros (or keys of zeros) of a type."""
-    return keys.zeros(aval.shape, aval.dtype)
 
 
 def short_type(x: Any) -> str:

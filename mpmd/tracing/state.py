@@ -16,7 +16,7 @@ def match_state(trace: Trace) -> tuple[int | None, ...]:
     """
     (args, kwargs) = jax.tree.unflatten(trace.in_tree, range(trace.in_tree.num_leaves))
     out = jax.tree.unflatten(trace.out_tree, range(trace.out_tree.num_leaves))
-    in_avals, out_avals = trace.in_avals, [v.aval for v in trace.jaxpr.outvars]
+    in_avals, out_avals = ([v.aval for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
 
     def key(tree: Any, avals: Sequence[Any]) -> tuple:
         leaves, treedef = jax.tree.flatten(tree)

@@ -42,10 +42,11 @@ def _values(fun: Any, seen: set[int]) -> Iterator[Any]:
         if callable(inner):
             yield from _values(inner, seen)
         return
-    written = set(_assigned(fun.__code__))
+    written = set(_names(fun.__code__, "STORE_DEREF", "STORE_GLOBAL"))
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True)
     read = [(name, cell.cell_contents) for name, cell in cells if name not in written and _is_bound(cell)]
-    read += [(name, fun.__globals__[name]) for name in _globals(fun.__code__) if name in fun.__globals__]
+    read_names = dict.fromkeys(_names(fun.__code__, "LOAD_GLOBAL"))
+    read += [(name, fun.__globals__[name]) for name in read_names if name in fun.__globals__]
     for name, x in [*read, *enumerate(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).items()]:
         if name in written:
             continue
@@ -62,20 +63,9 @@ def _is_bound(cell: types.CellType) -> bool:
     return True
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
+def _names(code: types.CodeType, *operations: str) -> Iterator[str]:
+    """The names to which some operations are applied in a function and in those that it defines."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname in operations)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _assigned(code: types.CodeType) -> Iterator[str]:
-    for inner in _codes(code):
-        for i in dis.get_instructions(inner):
-            if i.opname in ("STORE_DEREF", "STORE_GLOBAL"):
-                yield i.argval
-
-
-def _globals(code: types.CodeType) -> list[str]:
-    found = (i.argval for c in _codes(code) for i in dis.get_instructions(c) if i.opname == "LOAD_GLOBAL")
-    return list(dict.fromkeys(found))
+            yield from _names(constant, *operations)

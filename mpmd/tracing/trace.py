@@ -10,13 +10,13 @@ import functools
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
@@ -60,14 +60,19 @@ class Trace:
     out_names: tuple[str, ...]
 
     @property
-    def in_avals(self) -> list[Any]:
-        """Types of the arguments, without the captured constants."""
-        return [v.aval for v in self.jaxpr.invars[len(self.consts) :]]
+    def arguments(self) -> list[compat.Var]:
+        """The variables of the flat arguments, without the captured constants."""
+        return self.jaxpr.invars[len(self.consts) :]
 
     @property
     def num_marks(self) -> int:
         """How many stage ends stand outside of loops."""
         return sum(e.primitive is mark_p and e.params["kind"] == "forward" for e in self.jaxpr.eqns)
+
+    def with_loops(self, change: Callable[[compat.JaxprEqn], compat.JaxprEqn]) -> "Trace":
+        """The step with `change(eqn)` in the place of each `treduce` equation."""
+        eqns = [change(e) if e.primitive is treduce_p else e for e in self.jaxpr.eqns]
+        return dataclasses.replace(self, jaxpr=compat.new_jaxpr(self.jaxpr, eqns=eqns))
 
     def __str__(self):
         return str(self.jaxpr)
@@ -170,11 +175,7 @@ def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
     eqns: list[compat.JaxprEqn] = []
     env: dict = {}
     _inline_into(eqns, env, jaxpr.eqns, None, in_loop)
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[_read(env, v) for v in jaxpr.outvars])
-
-
-def _read(env: Mapping[Atom, Atom], v: Atom) -> Atom:
-    return v if isinstance(v, compat.Literal) else env.get(v, v)
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, env) for v in jaxpr.outvars])
 
 
 def _inline_into(
@@ -188,7 +189,7 @@ def _inline_into(
     variables are made anew, since one cached jaxpr may be called many times).
     """
     for eqn in eqns:
-        eqn = eqn.replace(invars=[_read(env, v) for v in eqn.invars])
+        eqn = eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars])
         if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
             eqn = _plain_loop(eqn)
         if outer is not None:
@@ -205,14 +206,13 @@ def _inline_into(
             called = eqn.params["jaxpr"]
         if called is not None:
             inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
-            inner |= {v: _as_literal(v, c) for v, c in zip(called.jaxpr.constvars, called.consts, strict=True)}
+            inner |= _literals(called)
             _inline_into(out, inner, called.jaxpr.eqns, eqn, in_loop)
-            env.update(zip(eqn.outvars, (_read(inner, v) for v in called.jaxpr.outvars), strict=True))
+            env.update(zip(eqn.outvars, (compat.renamed(v, inner) for v in called.jaxpr.outvars), strict=True))
             continue
         if eqn.primitive is treduce_p:
             body = eqn.params["jaxpr"]
-            _check_no_place_inside("treduce", body.jaxpr)
-            _check_no_loop_inside("treduce", body.jaxpr)
+            _check_nothing_placed_inside("treduce", body.jaxpr)
             flat = compat.ClosedJaxpr(inline(body.jaxpr, in_loop=True), body.consts)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
         elif eqn.primitive.name == "scan":
@@ -246,8 +246,9 @@ def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
     return compat.call(eqn, closed)
 
 
-def _as_literal(var: compat.Var, value: Any) -> compat.Literal:
-    return compat.Literal(value, var.aval)
+def _literals(closed: compat.ClosedJaxpr) -> dict[Atom, Atom]:
+    """The constants of a jaxpr, by the variables that it has for them."""
+    return {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
 
 
 def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> bool:
@@ -268,7 +269,8 @@ _REMEDY = {
 }
 
 
-def _check_no_place_inside(name: str, jaxpr: compat.Jaxpr) -> None:
+def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
+    """Refuses values that the user places, and pipelined loops."""
     if contains(jaxpr, (place_p,)):
         why = (
             "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
@@ -277,9 +279,6 @@ def _check_no_place_inside(name: str, jaxpr: compat.Jaxpr) -> None:
             f"place or a cross_mpmd function inside {name}, at {compat.source_line(_first(jaxpr, place_p))}: {why}.\n"
             f"  Use it outside of {name}, on values that go in or come out."
         )
-
-
-def _check_no_loop_inside(name: str, jaxpr: compat.Jaxpr) -> None:
     if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
         raise StageError(
             f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
@@ -310,8 +309,7 @@ def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND
       around: what may stand between its body and the marks; outside of loops no scan, which may be one over tokens.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
-        _check_no_place_inside(str(eqn.primitive.name), jaxpr)
-        _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
+        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
         for inner in jaxpr.eqns:
             if inner.primitive.name in around:
                 _check_marks_in_scan(inner, around)
@@ -326,17 +324,15 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
       StageError: with the user's line and a remedy.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
-        _check_no_place_inside(str(eqn.primitive.name), jaxpr)
-        _check_no_loop_inside(str(eqn.primitive.name), jaxpr)
+        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
         if not contains(jaxpr, (mark_p,)):
             continue
         _check_is_no_rest_of_a_loop(eqn)
-        name = str(eqn.primitive.name)
-        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(name, name)
+        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, str(eqn.primitive.name))
         mark = _first(jaxpr, mark_p)
         raise StageError(
             f"{mark_name(mark.params['optional'])} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
-            f" there.\n  {_REMEDY.get(str(name), f'Mark the stage end outside of {name}.')}"
+            f" there.\n  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
         )
 
 
@@ -368,25 +364,19 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None) -> None:
             _check_axis(inner, axis)
 
 
+_NAMING = ("axes", "axis_name", "axis_index_groups", "axis", "in_specs", "out_specs", "out_sharding")
+
+
 def _names_axis(eqn: compat.JaxprEqn, axis: str) -> bool:
-    for key, value in eqn.params.items():
-        if key in ("axes", "axis_name", "axis_index_groups", "axis") and _mentions(value, axis):
-            return True
-        if isinstance(value, jax.sharding.NamedSharding) and _mentions(_names(value.spec), axis):
-            return True
-        if key in ("in_specs", "out_specs", "out_sharding"):
-            specs = (value,) if isinstance(value, PartitionSpec) else value if isinstance(value, (tuple, list)) else ()
-            if any(isinstance(spec, PartitionSpec) and _mentions(_names(spec), axis) for spec in specs):
-                return True
-    return False
-
-
-def _names(spec: PartitionSpec) -> tuple:
-    """All that a spec names: axes of dimensions, and those over which values are (un)reduced."""
-    return (*spec.partitions, *spec.unreduced, *spec.reduced)
+    found = (x for key, x in eqn.params.items() if key in _NAMING or isinstance(x, NamedSharding))
+    return any(_mentions(x, axis) for x in found)
 
 
 def _mentions(value: Any, axis: str) -> bool:
+    if isinstance(value, NamedSharding):
+        value = value.spec
+    if isinstance(value, PartitionSpec):  # axes of dimensions, and those over which values are (un)reduced
+        value = (*value.partitions, *value.unreduced, *value.reduced)
     if isinstance(value, (tuple, list, frozenset, set)):
         return any(_mentions(v, axis) for v in value)
     return isinstance(value, str) and value == axis
@@ -395,13 +385,13 @@ def _mentions(value: Any, axis: str) -> bool:
 def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
     """The equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
     env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    env |= {v: _as_literal(v, c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+    env |= _literals(closed)
     eqns = []
     for eqn in closed.jaxpr.eqns:
         fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=[_read(env, v) for v in eqn.invars], outvars=fresh))
+        eqns.append(eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars], outvars=fresh))
         env.update(zip(eqn.outvars, fresh, strict=True))
-    return Equations(eqns, [_read(env, v) for v in closed.jaxpr.outvars])
+    return Equations(eqns, [compat.renamed(v, env) for v in closed.jaxpr.outvars])
 
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:

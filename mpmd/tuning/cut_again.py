@@ -1,9 +1,10 @@
 """Cuts a step again by what its tasks were measured to take: what each layer costs is then known, and not estimated."""
 
-import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mpmd.cutting.choose import limits_of
 from mpmd.cutting.cut import with_given_cuts
 from scheduler import Costs
 from scheduler.optimize.cuts import choose_cut
@@ -71,10 +72,9 @@ def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | 
             continue
         if not sum(info.cuts) <= units.num_places:
             continue  # layers of other microbatches, or of another model
-        limits = None if limit is None else (limit - max(units.activations),) * info.schedule.num_groups
         problem = CutProblem(units, info.schedule, info.num_microbatches)
         now = problem.evaluate(info.cuts)[1]
-        found = choose_cut(units, info.schedule, info.num_microbatches, limits)
+        found = choose_cut(units, info.schedule, info.num_microbatches, limits_of(units, info.schedule, limit))
         own = problem.costs(info.cuts)
         better = found.makespan < now * (1 - WORTHWHILE) and not found.excess and found.makespan < best
         best = min(best, now, found.makespan)
@@ -83,6 +83,4 @@ def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | 
 
 def with_cuts(traced: Any, cuts: tuple[int, ...]) -> Any:
     """A traced step whose loop has other cuts."""
-    other = copy.copy(traced)
-    other._trace = with_given_cuts(traced._trace, cuts)
-    return other
+    return dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))

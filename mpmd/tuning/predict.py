@@ -12,6 +12,7 @@ from mpmd.compile.tasks import task_bodies
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop, Outline, Segment
+from mpmd.planning.advice import residuals_of
 from mpmd.planning.machine import Machine
 from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.report.estimate import Draft, draft_of
@@ -131,10 +132,8 @@ class Predictor:
         return list(found.values())
 
     def _transfer(self, source: int, target: int, name: str) -> float:
-        nbytes, _ = self.draft.sizes.nbytes_of(name, target)
-        size = max(self.machine.devices_per_host, self.machine.target.devices_per_link_domain)
-        devices = [d for g in (source, target) for d in self.mesh.groups[g].devices.flat]
-        return self.machine.transfer_s(nbytes, 1, len({d.id // size for d in devices}) == 1)
+        groups = self.mesh.groups
+        return self.machine.between_s(self.draft.sizes.nbytes_of(name, target)[0], groups[source], groups[target])
 
     @functools.cached_property
     def savings(self) -> dict[int, dict[int, tuple[int, float]]]:
@@ -146,7 +145,7 @@ class Predictor:
             counts = Replay(loop.orders, loop.schedule.placement).counts
             found[loop.number] = {}
             for stage, group in enumerate(loop.schedule.placement):
-                kept, received = _residuals(loop, stage)
+                kept, received = residuals_of(loop, stage)
                 nbytes = sum(self._nbytes(loop, v, group) for v in kept)
                 nbytes -= sum(self._nbytes(loop, v, group) for v in received)
                 # One microbatch at a time has its residuals again.
@@ -175,13 +174,3 @@ class Predictor:
 def _work(eqns: Iterable[compat.JaxprEqn], values: Sequence[Any]) -> Work:
     edges = sum(equations.nbytes(v.aval) for v in equations.variables(values))
     return sum(map(work_of_equation, eqns), Work(nbytes=edges))
-
-
-def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
-    """What the forward of a stage makes for its own backward alone, and what it receives from other stages."""
-    tasks = loop.partition.tasks
-    own = [t for t in tasks if t.place.stage == stage]
-    elsewhere = {v for t in tasks if t.place.stage != stage for v in t.reads}
-    here = {v for t in own if t.place.kind != "F" for v in t.reads}
-    forward = next(t for t in own if t.place.kind == "F")
-    return [v for v in forward.writes if v in here and v not in elsewhere], [v for v in forward.reads if v not in here]

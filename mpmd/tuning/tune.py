@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
@@ -24,7 +24,7 @@ SCHEDULES = (
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",
 )  # fmt: skip
 NUM_MICROBATCHES = (8, 16, 32)
-_ROUNDS = 6  # configurations that are compiled at most
+_MOST_COMPILED = 6  # configurations
 _DOUBT = 1.5  # by how much XLA may need less memory than the estimate
 _CALLS = 5  # that are measured
 
@@ -153,12 +153,9 @@ class Tuning:
             lines.append("best: none fits")
         faster = [c for c in self.configurations if c.prediction and c.prediction.recomputed and c.rank[2] < first]
         if faster:
-            lines.append(f"faster with recomputation (jax.checkpoint), estimated: {min(faster, key=_time).schedule}")
+            fastest = min(faster, key=lambda c: c.rank[2])
+            lines.append(f"faster with recomputation (jax.checkpoint), estimated: {fastest.schedule}")
         return "\n".join([*lines, *([self.verdict] if self.verdict else [])])
-
-
-def _time(configuration: Configuration) -> float:
-    return configuration.rank[2]
 
 
 @compat.api_boundary
@@ -208,14 +205,10 @@ def tuned(
 ) -> Tuning:
     """As `tune`, on a machine whose constants are given."""
     search = _Search(build, limit, machine)
-    counts = (
-        (num_microbatches,)
-        if isinstance(num_microbatches, int)
-        else tuple(NUM_MICROBATCHES if num_microbatches is None else num_microbatches)
-    )
-    names = (
-        (schedules,) if isinstance(schedules, (str, Schedule)) else tuple(SCHEDULES if schedules is None else schedules)
-    )
+    counts: Any = NUM_MICROBATCHES if num_microbatches is None else num_microbatches
+    names: Any = SCHEDULES if schedules is None else schedules
+    counts = (counts,) if isinstance(counts, int) else tuple(counts)
+    names = (names,) if isinstance(names, (str, Schedule)) else tuple(names)
     for name in names:
         if isinstance(name, str):
             catalogue.find(name)  # complains of an unknown one
@@ -232,19 +225,37 @@ def tuned(
     return search.result()
 
 
+@dataclasses.dataclass(eq=False)
+class _Try:
+    """A configuration, and what is known of it by now.
+
+    Attributes:
+      traced, lowered, predictor: None where it cannot be built.
+      measured: seconds of its tasks, where they ran.
+      expected: the same by the measured layers of others.
+      units: what its layers cost, where that is known.
+    """
+
+    configuration: Configuration
+    traced: Any = None
+    lowered: Any = None
+    predictor: Predictor | None = None
+    measured: Costs | None = None
+    expected: Costs | None = None
+    units: Units | None = None
+
+    def note(self, **changes: Any) -> None:
+        """Changes some fields of the configuration."""
+        self.configuration = dataclasses.replace(self.configuration, **changes)
+
+
 class _Search:
     """Configurations, and what has been measured."""
 
     def __init__(self, build: Callable, limit: float | None, machine: Machine | None):
         self.build, self.limit, self.machine = build, limit, machine
-        self.found: list[Configuration] = []
-        self.predictors: list[Predictor | None] = []
-        self.traced: list[Any] = []
-        self.lowered: list[Any] = []
+        self.found: list[_Try] = []
         self.scale: dict[str, float] = {}
-        self.measured: dict[int, Costs] = {}
-        self.expected: dict[int, Costs] = {}  # by the measured layers of others
-        self.units: dict[int, Units] = {}  # what the layers of a configuration cost, where that is known
         self.plan: Plan | None = None
 
     def add(self, schedule: Schedule | str, count: int) -> None:
@@ -262,112 +273,99 @@ class _Search:
             fault = str(e).splitlines()[0]
         self._add(Configuration(schedule, count, fault=fault), traced)
 
-    def _add(self, configuration: Configuration, traced: Any) -> int:
-        """Lowers and predicts a traced configuration. Returns its number."""
-        lowered = predictor = None
+    def _add(self, configuration: Configuration, traced: Any) -> _Try:
+        """Lowers and predicts a traced configuration."""
+        new = _Try(configuration, traced)
+        self.found.append(new)
+        if traced is None:
+            return new
         try:
-            if traced is not None:
-                lowered = traced.lower()
-                if self.machine is None:
-                    self.machine = machine_of(lowered._mesh)
-                if self.limit is None:
-                    self.limit = memory_of(lowered._mesh, self.machine)
-                predictor = Predictor(lowered, self.machine)
+            new.lowered = traced.lower()
+            if self.machine is None:
+                self.machine = machine_of(new.lowered._mesh)
+            if self.limit is None:
+                self.limit = memory_of(new.lowered._mesh, self.machine)
+            predictor = new.predictor = Predictor(new.lowered, self.machine)
         except ValueError as e:
-            configuration = dataclasses.replace(configuration, fault=str(e).splitlines()[0])
-        self.traced.append(traced)
-        self.lowered.append(lowered)
-        self.predictors.append(predictor)
-        self.found.append(configuration)
-        number = len(self.found) - 1
-        if predictor is not None:
-            loops = predictor.outline.loops
-            self.found[number] = dataclasses.replace(
-                configuration,
-                cuts=lowered.cuts if lowered is not None else None,
-                num_stages=max((loop.schedule.num_stages for loop in loops), default=1),
-                num_elements=predictor.num_elements,
-            )
-            self.predict(number)
-        return number
+            new.note(fault=str(e).splitlines()[0])
+            return new
+        num_stages = max((loop.schedule.num_stages for loop in predictor.outline.loops), default=1)
+        new.note(cuts=new.lowered.cuts, num_stages=num_stages, num_elements=predictor.num_elements)
+        self.predict(new)
+        return new
 
-    def predict(self, number: int) -> None:
+    def predict(self, one: _Try) -> None:
         """Predicts a configuration with what is known by now."""
-        predictor = self.predictors[number]
-        if predictor is None:
+        if (predictor := one.predictor) is None:
             return
         recomputed: frozenset[int] = frozenset()
         fits = True
         if self.limit is not None and max(predictor.memory.values()) > self.limit:
             fits = False
             recomputed = predictor.recomputation(self.limit) or recomputed
-        prediction = predictor.predict(self.scale, self.measured.get(number) or self.expected.get(number), recomputed)
-        self.found[number] = dataclasses.replace(
-            self.found[number], prediction=prediction, fits=fits, is_measured=number in self.measured
-        )
+        prediction = predictor.predict(self.scale, one.measured or one.expected, recomputed)
+        one.note(prediction=prediction, fits=fits, is_measured=one.measured is not None)
 
     def compile_the_best(self) -> None:
         """Compiles the best configurations, one after the other, until the best one is a compiled one."""
-        done: set[int] = set()
-        for _ in range(_ROUNDS):
-            best = min(range(len(self.found)), key=lambda n: self._hope(n, done), default=None)
+        done: list[_Try] = []
+        for _ in range(_MOST_COMPILED):
+            best = min(self.found, key=lambda one: self._hope(one, done), default=None)
             if best is None or best in done or self._hope(best, done)[:2] != (False, False):
                 return
-            done.add(best)
+            done.append(best)
             self.compile(best)
 
-    def _hope(self, number: int, done: Set[int]) -> tuple[bool, bool, float]:
+    def _hope(self, one: _Try, done: Sequence[_Try]) -> tuple[bool, bool, float]:
         """The rank of a configuration, if one that is not compiled needs less memory than the estimate says."""
-        cannot, lacks, seconds = self.found[number].rank
-        predictor = self.predictors[number]
-        if lacks and predictor is not None and self.limit is not None and number not in done:
-            lacks = max(predictor.memory.values()) > _DOUBT * self.limit
+        cannot, lacks, seconds = one.configuration.rank
+        if lacks and one.predictor is not None and self.limit is not None and one not in done:
+            lacks = max(one.predictor.memory.values()) > _DOUBT * self.limit
         return cannot, lacks, seconds
 
-    def compile(self, number: int) -> None:
+    def compile(self, one: _Try) -> None:
         """Compiles a configuration: its memory by XLA, and on devices that are here the times of its tasks."""
-        predictor = self.predictors[number]
+        predictor = one.predictor
         assert predictor is not None and self.machine is not None
-        compiled = self.lowered[number].compile()
+        compiled = one.lowered.compile()
         if self.machine.target.platform != "cpu":
             self.plan = plan_step(compiled._programs, compiled.program, self.machine)
         estimated = max(predictor.memory.values())
         for group, memory in compiled.memory_analysis().items():
             predictor.memory[group] = memory["peak"]
         ratio = max(predictor.memory.values()) / max(1, estimated)
-        for other in self.predictors:
-            if other is not None and other is not predictor and not other.is_compiled:
-                other.correct_memory(ratio)
         predictor.is_compiled = True
+        for other in self.found:
+            if other.predictor is not None and not other.predictor.is_compiled:
+                other.predictor.correct_memory(ratio)
         if not predictor.mesh.is_described and predictor.outline.loops:
             durations = list(compiled.last_timeline().durations)
-            self.measured[number] = Costs.measured(durations)
+            one.measured = Costs.measured(durations)
             self.scale = _scale(predictor, durations)
-            seconds = statistics.median(compiled._seconds_of_calls(_CALLS))
-            self.found[number] = dataclasses.replace(self.found[number], measured_s=seconds)
-            self._cut_again(number)
-        for n in range(len(self.found)):
-            self.predict(n)
+            one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
+            self._cut_again(one)
+        for other in self.found:
+            self.predict(other)
 
-    def _cut_again(self, number: int) -> None:
+    def _cut_again(self, one: _Try) -> None:
         """Predicts all configurations by the measured layers of one; adds those with cuts that suit these better."""
-        if (units := self.units.get(number) or units_of(self.lowered[number])) is None:
+        if one.measured is None or (units := one.units or units_of(one.lowered)) is None:
             return
-        units = measured_units(self.lowered[number], units, self.measured[number])
+        units = measured_units(one.lowered, units, one.measured)
         own = {
-            n: x for n, x in enumerate(self.lowered) if x is not None and (n in self.units or units_of(x) is not None)
+            n: x.lowered
+            for n, x in enumerate(self.found)
+            if x.lowered is not None and (x.units or units_of(x.lowered)) is not None
         }
-        for again in list(recuts(units, number, own, self.limit)):
+        for again in list(recuts(units, self.found.index(one), own, self.limit)):
             base = self.found[again.number]
-            if again.number not in self.measured:
-                self.expected[again.number] = again.own
-            if again.cuts is not None and not any(
-                (c.schedule, c.num_microbatches, c.cuts) == (base.schedule, base.num_microbatches, again.cuts)
-                for c in self.found
-            ):
-                other = Configuration(base.schedule, base.num_microbatches, is_cut_again=True)
-                added = self._add(other, with_cuts(self.traced[again.number], again.cuts))
-                self.units[added], self.expected[added] = units, again.costs
+            if base.measured is None:
+                base.expected = again.own
+            wanted = base.configuration.schedule, base.configuration.num_microbatches, again.cuts
+            known = [(c.schedule, c.num_microbatches, c.cuts) for c in (x.configuration for x in self.found)]
+            if again.cuts is not None and wanted not in known:
+                added = self._add(Configuration(*wanted[:2], is_cut_again=True), with_cuts(base.traced, again.cuts))
+                added.units, added.expected = units, again.costs
 
     def result(self) -> Tuning:
         """All configurations, the best first."""
@@ -375,19 +373,17 @@ class _Search:
             raise ValueError(
                 "tune: there is nothing to try; pass at least one schedule and one number of microbatches."
             )
-        order = sorted(range(len(self.found)), key=lambda n: self.found[n].rank)
+        ranked = sorted((one.configuration for one in self.found), key=lambda c: c.rank)
         basis = "by the roofline"
         if self.machine is not None and self.machine.target.platform != "cpu":
             basis += f" of {self.machine.target.name}"
-        if self.measured:
-            basis = f"measured for {len(self.measured)} of the configurations, the others scaled by these"
-        return Tuning(
-            tuple(self.found[n] for n in order), self.limit, basis, self.plan, self._verdict(self.found[order[0]])
-        )
+        if num_measured := sum(one.measured is not None for one in self.found):
+            basis = f"measured for {num_measured} of the configurations, the others scaled by these"
+        return Tuning(tuple(ranked), self.limit, basis, self.plan, self._verdict(ranked[0]))
 
     def _verdict(self, best: Configuration) -> str:
         """Whether a pipeline is worth it."""
-        predictor = next((p for p in self.predictors if p is not None), None)
+        predictor = next((one.predictor for one in self.found if one.predictor is not None), None)
         if predictor is not None and predictor.mesh.groups_share_devices:
             return "do not pipeline on these devices: groups share them, so they take turns"
         if self.plan is None or best.prediction is None:

@@ -1,6 +1,8 @@
 """Profiles of several processes; what the flight recorder leaves, and what `python -m mpmd replay` says of it."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,16 +86,103 @@ def test_a_killed_rank_is_named(tmp_path):
     assert "no deadlock; so the order of the instructions is not the cause" in said.stdout
 
 
-@pytest.mark.parametrize("name", [pytest.param("stop", marks=pytest.mark.slow), "callback"])
+def check_stalled(text: str) -> None:
+    """What `replay` says where rank 1 gives nothing any more to rank 2."""
+    assert "rank 2 waited " in text and " s for the transfer of F1.0[0] from group 1 to 2, from rank 1" in text
+    assert "stopped before it sends F1.0[0], which 1F0 in group 1 makes:" in text
+    assert "  group 2 (rank 2) waits for F1.0[0] from group 1, as it did" in text
+    assert "so rank 1 explains what the others waited for" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stop", "callback"])
 def test_a_stalled_rank_is_named_with_the_value_that_others_waited_for(name, tmp_path):
     ended = fault(name, tmp_path)
     assert {e.status for e in ended} == {VICTIM_STATUS}
     text = replayed(tmp_path).stdout
-    assert "rank 2 waited " in text and " s for the transfer of F1.0[0] from group 1 to 2, from rank 1" in text
+    check_stalled(text)
     assert ("rank 1 was stopped (" if name == "stop" else "rank 1 waited for no other rank (") in text
-    assert "stopped before it sends F1.0[0], which 1F0 in group 1 makes:" in text
-    assert "  group 2 (rank 2) waits for F1.0[0] from group 1, as it did" in text
-    assert "so rank 1 explains what the others waited for" in text
+
+
+def hangs(folder: Path) -> bool:
+    """Whether by the records that were asked for each rank has waited for a while, and knows that rank 1 calls back."""
+    records = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    views = [record["views"] for record in records]
+    waits = [(record["views"]["2"]["board"]["wait"] or {}).get("for_s", 0.0) for record in records]
+    return len(records) == NUM_RANKS and min(waits) > 2.5 and all(v["1"]["board"]["callback"] for v in views)
+
+
+def test_a_job_that_hangs_says_why_when_somebody_ends_it(tmp_path):
+    with Job("faults.py", "callback", GUILTY, processes=NUM_RANKS, flight=tmp_path) as job:
+        job.wait_for("about to callback", 60, (GUILTY,))
+        end = time.monotonic() + 60
+        while not hangs(tmp_path) and time.monotonic() < end:
+            (tmp_path / "now").touch()
+            time.sleep(0.3)
+        job.signal(0, signal.SIGINT)
+        for rank in range(1, NUM_RANKS):
+            job.signal(rank, signal.SIGTERM)
+        ended = job.wait(60)
+    assert ended[0].status in (130, VICTIM_STATUS)  # Ctrl-C, or the others had gone by then
+    assert [e.status for e in ended[1:]] == [-signal.SIGTERM] * (NUM_RANKS - 1)
+    for e in ended:
+        assert f"jax-mpmd: what each rank did last: python -m mpmd replay {tmp_path}" in e.err.splitlines()
+    lines = replayed(tmp_path).stdout.splitlines()
+    assert lines[0] == "records of 3 of 3 ranks"
+    assert lines[1].startswith("jax-mpmd: rank 1: is in the host callback on_host (")
+    assert lines[1].endswith("; then SIGTERM came")
+    assert any(re.fullmatch(r"rank 1 stood at .*faults\.py:\d+ in on_host \(in a thread of JAX\)", x) for x in lines)
+    check_stalled("\n".join(lines))
+
+
+LONE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
+import time, jax, jax.numpy as jnp, numpy as np, mpmd
+def on_host(x):
+    print("sleeps", flush=True)
+    time.sleep(100)
+mesh = mpmd.MpmdMesh(jax.make_mesh((1,), ("stage",)), "stage")
+step = mpmd.jit(lambda x: jax.pure_callback(on_host, jax.typeof(x), mpmd.mark_stage_end(x)), mpmd_mesh=mesh)
+step(jnp.ones(3)).block_until_ready()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_alone_says_where_it_stood_when_somebody_ended_it(number, tmp_path):
+    environment = os.environ | {"MPMD_FLIGHT_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LONE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"sleeps\n"
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode in (1, -number)  # JAX makes an error of a KeyboardInterrupt in a callback
+    lines = replayed(tmp_path).stdout.splitlines()
+    assert lines[0] == "records of 1 of 1 ranks"
+    assert lines[1].startswith(f"jax-mpmd: {number.name} came to rank 0 (")
+
+
+@pytest.mark.slow
+def test_a_child_that_gets_a_signal_does_not_end_its_parent(tmp_path):
+    program = (
+        LONE.split("mesh =")[0]
+        + """
+import multiprocessing, os
+from mpmd.job import alone
+alone.alone()
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+child.start()
+time.sleep(0.3)
+child.terminate()
+child.join()
+time.sleep(0.3)
+print(child.exitcode, os.listdir(os.environ["MPMD_FLIGHT_DIR"]))
+"""
+    )
+    environment = os.environ | {"MPMD_FLIGHT_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert said.stdout == "-15 []\n"
 
 
 @pytest.mark.slow
@@ -146,6 +235,14 @@ def test_the_rank_that_failed_is_named_also_where_two_records_say_different_thin
     assert _verdict({0: other, 1: own}) == _verdict({0: own, 1: other}) == other["why"]
     assert _verdict({1: own}) == "rank 1: ValueError: a bad batch"
     assert _verdict({0: {"why": "asked for"}, 1: {"why": "asked for"}}) == "asked for"
+
+
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_what_came_first_counts_a_signal_or_a_verdict(is_hung):
+    told = {"why": "jax-mpmd: rank 2: is stopped; then SIGTERM came", "interrupted": True, "wall": 2.0}
+    judged = {"why": "jax-mpmd: rank 0: is gone", "wall": 1.0 if is_hung else 3.0}
+    asked = {"why": "asked for", "wall": 0.0}
+    assert _verdict({0: told, 1: judged, 2: asked}) == (judged if is_hung else told)["why"]
 
 
 def test_a_sample_that_says_the_same_extends_the_one_before():

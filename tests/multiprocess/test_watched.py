@@ -45,6 +45,7 @@ def compiled_step(on_host):
 
     compiled = step.lower(jnp.ones((MICROBATCHES, 2))).compile()
     compiled._executor._job = job = Alone()
+    compiled._executor._activity = job.activity
     return compiled, job
 
 

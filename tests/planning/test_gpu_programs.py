@@ -16,7 +16,6 @@ import scheduler
 from mpmd.__main__ import main
 from mpmd.planning.collectives import collectives_of
 from mpmd.report.explain import sent_by
-from mpmd.report.memory import executables_of
 from scheduler import Call, Run
 
 GROUPS, DEVICES, WIDTH, MICROBATCHES = 4, 4, 256, 6
@@ -88,7 +87,7 @@ def collectives(compiled):
             c
             for i in instructions
             if isinstance(i, Call)
-            for e in executables_of(compiled._programs, i)
+            for e in compiled._programs.executables_of(i)
             for c in collectives_of(e.call.as_text(), e.mesh.size)
         ]
         for instructions in compiled.program.groups
@@ -171,7 +170,7 @@ def test_accumulators_and_the_whole_state_are_updated_in_place(compiled):
         calls = [i for i in program.groups[group] if isinstance(i, Call)]
         (update,) = [i for i in calls if any("state" in v.name for v in i.donates)]
         assert sum("state" in v.name for v in update.donates) == 2  # its weight and its momentum
-        (executable,) = executables_of(compiled._programs, update)
+        (executable,) = compiled._programs.executables_of(update)
         assert in_place(executable.call.as_text()) == [weight, f"f32[{WIDTH},{WIDTH}]"]
         assert in_place(compiled.as_text(stage=group, kind="B")) == [part]  # of its gradient
     assert in_place(compiled.as_text(stage=GROUPS - 1, kind="F")) == ["f32[1]"]  # of the loss
@@ -202,7 +201,7 @@ def test_bytes_are_those_that_a_person_counts(compiled):
         assert memory["gradients"] == WEIGHT + (8 if last else 0)  # and the loss, with this device's part of it
         assert memory["data"] == (MICROBATCHES * 32 * WIDTH * 2 // DEVICES if group == 0 else 0)
         instructions = [i for i in compiled.program.groups[group] if isinstance(i, (Run, Call))]
-        executables = {e for i in instructions for e in executables_of(compiled._programs, i)}
+        executables = {e for i in instructions for e in compiled._programs.executables_of(i)}
         assert memory["temporaries"] == max(e.call.memory_analysis().temp_size_in_bytes for e in executables)
 
 
