@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="size of the state (default 1024)")
     parser.add_argument(
-        "--repeat", type=int, default=3, help="runs of each way, in turn; the fastest counts (default 3)"
+        "--repeat", type=int, default=3, help="timed runs of each way, in turn; the fastest counts (default 3)"
     )
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -143,27 +143,32 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one, args.mib, args.folder)))
         return
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    best: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for _ in range(args.repeat):
+        for repeat in range(1 + args.repeat):
             for way in WAYS:
                 command = [sys.executable, __file__, "--one", way, "--mib", str(args.mib), "--folder", folder]
-                # With this setting freed memory goes back to the system at once, so resident memory is memory in use.
-                env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+                # In the first run freed memory goes back to the system at once, so resident memory is memory in use.
+                # It costs time; the other runs are timed.
+                env = os.environ | ({} if repeat else {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)})
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
-                runs[way].append(json.loads(done.stdout.splitlines()[-1]))
+                found = json.loads(done.stdout.splitlines()[-1])
+                for key, value in found.items():
+                    if key.endswith("_peak") == (repeat == 0):
+                        best[way][key] = min(value, best[way].get(key, value))
     print(f"{args.mib} MiB of float32 in {NUM_ARRAYS} arrays, 4 groups x 2 CPU devices; best of {args.repeat}")
     print("memory: the peak beyond the arrays; cpu: seconds of all cores, which other programs change less than time")
     columns = ("save", "ratio", "cpu", "memory", "restore", "ratio", "cpu", "memory", "on disk")
     print(f"  {'way':30}" + "".join(f"{column:>9}" for column in columns))
-    base = {key: min(run[key] for run in runs[WAYS[0]]) for key in ("save", "restore")}
-    for way, found in runs.items():
-        best = {key: min(run[key] for run in found) for key in found[0]}
+    base = best[WAYS[0]]
+    for way, found in best.items():
         cells: list[str] = []
         for what in ("save", "restore"):
-            cells += [f"{best[what]:.2f}s", f"{best[what] / base[what]:.2f}", f"{best[what + '_cpu']:.2f}s"]
-            cells.append(f"{max(0, best[what + '_peak']) / 2**20:.0f} MiB")
-        cells.append(f"{best['disk'] / 2**20:.0f} MiB")
+            cells += [f"{found[what]:.2f}s", f"{found[what] / base[what]:.2f}", f"{found[what + '_cpu']:.2f}s"]
+            cells.append(f"{max(0, found[what + '_peak']) / 2**20:.0f} MiB")
+        cells.append(f"{found['disk'] / 2**20:.0f} MiB")
         print(f"  {way:30}" + "".join(f"{cell:>9}" for cell in cells))
 
 

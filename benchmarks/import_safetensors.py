@@ -49,12 +49,12 @@ def make_folder(folder: Path, mib: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     total = sum(2 * int(np.prod(shape)) for shape in shapes.values())
     files = plan_files([(n, DTYPES["BF16"], s) for n, s in shapes.items()], total // (NUM_FILES - 1))
-    writer, rng = Writer(folder, files), np.random.default_rng(0)
-    for _, tensors in files.files.values():
-        for tensor in tensors:
-            data = rng.integers(0, 1 << 14, tensor.shape, np.uint16).view(tensor.dtype)  # finite numbers
-            os.pwrite(writer._places[tensor.name][0], data.tobytes(), tensor.start)
-    writer.close()
+    rng = np.random.default_rng(0)
+    with Writer(folder, files) as writer:
+        for _, tensors in files.files.values():
+            for tensor in tensors:
+                data = rng.integers(0, 1 << 14, tensor.shape, np.uint16).view(tensor.dtype)  # finite numbers
+                os.pwrite(writer._places[tensor.name][0], data.tobytes(), tensor.start)
     files.finish(folder, None)
 
 
