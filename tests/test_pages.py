@@ -116,7 +116,8 @@ def test_the_programs_of_the_page_on_plans_run_on_a_small_model(tmp_path, monkey
 
     step, args = small("1f1b", 4)
     exec(costs, names | {"compiled": step.lower(*args).compile()})
-    assert scheduler.Costs.from_json((tmp_path / "costs.json").read_text()).duration("F", 1) > 0
+    measured = scheduler.Costs.from_json((tmp_path / "costs.json").read_text()).seconds(num_stages=2)
+    assert sum(map(sum, measured.values())) > 0  # tasks this short may share a tick of the clock
 
     exec(tune, found := names | {"build": small})
     assert "best: " in capsys.readouterr().out
