@@ -12,11 +12,17 @@ from mpmd.report.profile import LoopFacts, Profile, steps_of
 
 
 def profile_of(
-    programs: StepPrograms, job: Job | None, ranks: Sequence[int], rows: Sequence[Rows], result: Any
+    programs: StepPrograms,
+    loops: tuple[LoopFacts, ...],
+    job: Job | None,
+    ranks: Sequence[int],
+    rows: Sequence[Rows],
+    result: Any,
 ) -> Profile:
     """The profile of some steps, the same in all of `ranks`, which call this together.
 
     Args:
+      loops: as `facts_of` gives them.
       job: the job of several processes; None where this one runs everything.
       rows: of this process, for each step.
       result: of the last step.
@@ -28,12 +34,12 @@ def profile_of(
         shifted = [part.shifted(found.seconds).as_text() for part in parts]
         told = [job.exchange("gathering a timed step", text, ranks) for text in shifted]
         parts = [Rows.of_text(text) for said in told for text in said.values()]
-    facts = tuple(map(_facts, programs.loops))
     steps = steps_of(joined(parts), programs.mesh.num_groups)
-    return Profile(programs.name, steps, programs.mesh.processes, facts, error, result)
+    return Profile(programs.name, steps, programs.mesh.processes, loops, error, result)
 
 
-def _facts(loop: LoopProgram) -> LoopFacts:
+def facts_of(loop: LoopProgram) -> LoopFacts:
+    """What profiles have to know of a loop."""
     partition, schedule = loop.loop.partition, loop.loop.schedule
     flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
     labels = tuple(partition.labels[s] or "" for s in range(schedule.num_stages))

@@ -25,7 +25,7 @@ from mpmd.cutting.cut_outside import cut_outside
 from mpmd.cutting.devices import machine_of, memory_limit
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
-from mpmd.gathered import profile_of
+from mpmd.gathered import facts_of, profile_of
 from mpmd.job import joining
 from mpmd.job.wires import PullWire, PutWire
 from mpmd.observe.records import Rows
@@ -36,7 +36,7 @@ from mpmd.report.explain import Traffic, explain
 from mpmd.report.flops import cost_per_step
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
-from mpmd.report.profile import Profile
+from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.texts import texts
 from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import consume, usable
@@ -420,7 +420,11 @@ class Compiled:
     def _profile_of(self, rows: Sequence[Rows], result: Any) -> Profile:
         """The rows of all processes, put together."""
         executor = self._executor
-        return profile_of(self._programs, executor.job, executor.ranks, rows, result)
+        return profile_of(self._programs, self._loop_facts, executor.job, executor.ranks, rows, result)
+
+    @functools.cached_property
+    def _loop_facts(self) -> tuple[LoopFacts, ...]:
+        return tuple(map(facts_of, self._programs.loops))
 
     def _zeros(self) -> list[dict[int, jax.Array]]:
         """Arguments that hold zeros, those of this process."""

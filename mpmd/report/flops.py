@@ -1,6 +1,8 @@
-"""Floating-point operations and bytes, by XLA's cost analysis of each executable, or counted where XLA has none."""
+"""Floating-point operations and bytes, by XLA's cost analysis of each executable, or counted in its jaxpr."""
 
 from collections import Counter
+
+import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
@@ -29,7 +31,8 @@ def flops_of(executable: Executable) -> float:
 
 def _cost_of(executable: Executable) -> tuple[float, float]:
     """Operations and bytes of a call, on all devices of its group."""
-    if compat.is_described(executable.mesh.devices.flat[0]):  # XLA tells nothing
+    # XLA tells nothing of a described device's program, and in a job it knows those alone that this process compiled.
+    if compat.is_described(executable.mesh.devices.flat[0]) or jax.process_count() > 1:
         works = [work_of(program.closed.jaxpr) for program in executable.runs]
         return sum(work.flops for work in works), sum(work.nbytes for work in works)
     analysis = executable.call.cost_analysis() or {}

@@ -131,10 +131,11 @@ class Recorder:
             if b.code == RUN and b.writes and self._donated.issuperset(b.writes) and b.executable is not None:
                 aval, sharding = b.executable.compiled.closed.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
                 shape = sharding.shard_shape(aval.shape)
-                device = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
-                if (key := (shape, aval.dtype, device)) not in known:
+                here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
+                place = sharding if sharding.mesh.size == 1 else here  # as `_first_shard` finds it
+                if (key := (shape, aval.dtype, place)) not in known:
                     known.add(key)
-                    after(jax.device_put(keys.zeros(shape, aval.dtype), device))
+                    after(jax.device_put(keys.zeros(shape, aval.dtype), place))
 
     # --- afterwards -------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ def test_all_processes_get_one_profile_on_one_clock(profiled):
     for other in others:
         assert {k: other[k] for k in ("text", "trace", "loss")} == {k: first[k] for k in ("text", "trace", "loss")}
     assert first["ranks"] == [[0], [1]] and first["clock_error_s"] == 0.0
+    for rank in profiled:  # nobody compiles what another process runs
+        assert rank["programs"][0] == rank["programs"][1]
     assert first["tasks"][1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
     assert " 2 groups in 2 processes" in first["text"]
     ends = first["ends"]

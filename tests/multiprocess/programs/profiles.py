@@ -34,6 +34,7 @@ def main():
 
     weights, xs = [np.eye(8, dtype=np.float32)] * count, np.ones((MICROBATCHES, 4, 8), np.float32)
     compiled = step.lower(weights, xs).compile()
+    num_programs = repr(compiled)
     profile = compiled.profile((weights, xs), steps=STEPS)
     job = joining.current()
     found = clocks.offset(job, range(count), lambda: time.perf_counter() + rank * WRONG_S, f"kernel {rank}")
@@ -49,6 +50,7 @@ def main():
                 "clock_error_s": profile.clock_error_s,
                 "offset": list(found),
                 "loss": float(profile.result[1]),
+                "programs": [num_programs, repr(compiled)],
             }
         )
     )
