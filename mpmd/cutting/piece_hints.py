@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from mpmd.cutting.pieces import Rows
-from mpmd.cutting.split_rows import Cut, SplitStep
+from mpmd.cutting.rewrite_rows import Cut
+from mpmd.cutting.split_rows import SplitStep
 from mpmd.tracing.arguments import Hint
 
 Groups = frozenset[int]

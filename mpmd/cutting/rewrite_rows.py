@@ -1,0 +1,373 @@
+"""Writes a jaxpr anew on pieces of the arrays that are cut: each equation by its factor, or with its inner jaxprs.
+
+Which values are cut, and how, is found before (`spread`). What cannot be done by pieces reads the whole array (`Join`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.cutting.axis_rules import Factor, piece_params
+from mpmd.cutting.pieces import Rows, join_eqn, join_rows_p, plain, split_eqn, split_rows_p, with_rows
+from mpmd.cutting.split_scans import chain
+from mpmd.cutting.spread import Opened, Spread
+from mpmd.ops.stage_end import mark_p
+from mpmd.ops.treduce import treduce_p
+from mpmd.partition.equations import live_equations
+from mpmd.tracing.trace import Atom, copy_equations, trace_equations
+
+Cut = Sequence[Rows | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """A stacked value that an equation needs as a whole, from all groups that have rows of it.
+
+    Attributes:
+      aval: its type.
+      reader: the equation that needs it; None of a result.
+    """
+
+    aval: Any
+    reader: compat.JaxprEqn | None
+
+    def __str__(self):
+        e = self.reader
+        who = "a result" if e is None else f"{e.primitive.name} at {compat.source_line(e)}"
+        return f"{who} needs all layers of {self.aval.str_short(short_dtypes=True)} in one place"
+
+
+class Rewriter:
+    """Writes a jaxpr anew, on pieces of the values that are cut."""
+
+    def __init__(self, spread: Spread, joins: list[Join] | None = None):
+        self.joins: list[Join] = [] if joins is None else joins
+        self._spread = spread
+        self._reader: compat.JaxprEqn | None = None
+        self._eqns: list[compat.JaxprEqn] = []
+        self._whole: dict[compat.Var, Atom] = {}
+        self._pieces: dict[tuple[compat.Var, Rows], list[Any]] = {}
+        self._readers: dict[compat.Var, compat.JaxprEqn | None] = {}  # of the joins
+        self._rows: dict[compat.Var, Rows] = {}  # how a value is cut that is not there as a whole
+        self._zeros: set[Any] = set()  # pieces of nothing but zeros
+
+    def rewrite(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
+        """The jaxpr on pieces: `in_rows` and `out_rows` say how its inputs and results are cut."""
+        invars = [v for x, rows in zip(jaxpr.invars, in_rows, strict=True) for v in self._bind(x, rows)]
+        for eqn in jaxpr.eqns:
+            self._add(eqn)
+        self._reader = None
+        last = (jaxpr.eqns or (copy_equations(jaxpr.invars[0]).eqns if jaxpr.invars else [None]))[-1]
+        outvars = [v for x, rows in zip(jaxpr.outvars, out_rows, strict=True) for v in self._read(last, x, rows)]
+        eqns = [e for eqn in live_equations(self._eqns, outvars, (mark_p, treduce_p)) for e in self._plain(eqn)]
+        return compat.new_jaxpr(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
+
+    # --- values ---
+
+    def _bind(self, v: compat.Var, rows: Rows | None) -> list[Any]:
+        """New variables for a value (the old one, if it is whole)."""
+        if rows is None:
+            self._whole[v] = v
+            return [v]
+        if isinstance(v, compat.DropVar):
+            return [compat.DropVar(a) for a in rows.avals(v.aval)]
+        pieces = [compat.Var(a) for a in rows.avals(v.aval)]
+        self._set(v, rows, pieces)
+        return pieces
+
+    def _set(self, v: compat.Var, rows: Rows, pieces: Sequence[Any]) -> None:
+        self._rows[v] = rows
+        self._pieces[v, rows] = list(pieces)
+
+    def _read(self, eqn: Any, v: Atom, rows: Rows | None) -> list[Any]:
+        """A value for the equation `eqn`: its pieces, or itself."""
+        return [self._read_whole(eqn, v)] if rows is None else self._read_pieces(eqn, v, rows)
+
+    def _read_whole(self, eqn: compat.JaxprEqn, v: Atom) -> Atom:
+        if isinstance(v, compat.Literal):
+            return v
+        if v not in self._whole:
+            rows = self._rows[v]
+            self._whole[v] = joined = compat.Var(v.aval)
+            self._eqns.append(join_eqn(eqn, self._pieces[v, rows], rows, joined))
+            self._readers[joined] = self._reader
+        return self._whole[v]
+
+    def _read_pieces(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows) -> list[Any]:
+        if isinstance(v, compat.Literal) or (v, rows) not in self._pieces:
+            new = split_eqn(eqn, self._read_whole(eqn, v), rows)
+            self._eqns.append(new)
+            if isinstance(v, compat.Literal):
+                return new.outvars
+            self._pieces[v, rows] = new.outvars
+        return self._pieces[v, rows]
+
+    # --- equations ---
+
+    def _add(self, eqn: compat.JaxprEqn) -> None:
+        """Writes one equation."""
+        self._reader = eqn
+        if eqn.primitive is split_rows_p:
+            pieces = self._read_pieces(eqn, eqn.invars[0], eqn.params["rows"])
+            self._whole.update(zip(eqn.outvars, pieces, strict=True))
+        elif eqn.primitive is join_rows_p and self._spread.of(eqn.outvars[0]) == eqn.params["rows"]:
+            self._set(eqn.outvars[0], eqn.params["rows"], [self._read_whole(eqn, v) for v in eqn.invars])
+        elif eqn.primitive is mark_p:
+            rows = self.of(eqn.invars)
+            self.on_pieces(eqn, rows, rows)
+        elif (rows := self._spread.chopped.get(id(eqn))) is not None:
+            for piece in chain(eqn, rows):
+                self._add(piece)
+        elif (opened := self._spread.opened.get(id(eqn))) is not None:
+            _INSIDE[eqn.primitive.name](self, eqn, opened)
+        elif (found := self._factor(eqn)) is not None:
+            self._by_pieces(eqn, *found)
+        elif eqn.primitive.name == "slice" and (rows := self._sliced(eqn)) is not None:
+            self._slice(eqn, rows)
+        elif eqn.primitive.name == "unstack" and (rows := self._sliced(eqn)) is not None:
+            self._unstack(eqn, rows)
+        elif eqn.primitive.name == "pad" and (rows := self._padded(eqn)) is not None:
+            self._pad(eqn, rows)
+        elif eqn.primitive.name == "stack" and (rows := self._spread.of(eqn.outvars[0])) is not None:
+            self._stack(eqn, rows)
+        else:
+            invars = [self._read_whole(eqn, v) for v in eqn.invars]
+            self._whole.update((v, v) for v in eqn.outvars)
+            self._eqns.append(eqn.replace(invars=invars))
+
+    def _factor(self, eqn: compat.JaxprEqn) -> tuple[Factor, Rows] | None:
+        """The factor by which an equation is done, and its rows (on no particular axis): by an operand that is there in
+        pieces, or else by a result that is wanted so.
+        """
+        if not any(self._spread.of(v) for v in (*eqn.invars, *eqn.outvars)):
+            return None
+        for factor in self._spread.factors(eqn):
+            for v, axis in zip(eqn.invars, factor.ins, strict=True):
+                rows = None if isinstance(v, compat.Literal) else self._rows.get(v)
+                if rows is not None and rows.axis == axis:
+                    return factor, rows
+        for factor in self._spread.factors(eqn):
+            for v, axis in zip(eqn.outvars, factor.outs, strict=True):
+                if (rows := self._spread.of(v)) is not None and rows.axis == axis:
+                    return factor, rows
+        return None
+
+    def _sliced(self, eqn: compat.JaxprEqn) -> Rows | None:
+        """The rows of the operand, if some of them are taken."""
+        (v,), strides = eqn.invars, eqn.params.get("strides")
+        rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
+        return rows if rows is not None and (strides is None or strides[rows.axis] == 1) else None
+
+    def _slice(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Some of the rows: the parts of those pieces that have any."""
+        (v,), (out,), axis = eqn.invars, eqn.outvars, rows.axis
+        first, end = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
+        parts, bounds = [], [0]
+        for piece, (start, stop) in zip(self._pieces[v, rows], rows.ranges, strict=True):
+            a, b = max(first, start), min(end, stop)
+            if a < b:
+                part = compat.Var(with_rows(out.aval, axis, b - a))
+                low, high = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+                low[axis], high[axis] = a - start, b - start
+                params = {**eqn.params, "start_indices": tuple(low), "limit_indices": tuple(high)}
+                self._eqns.append(eqn.replace(invars=[piece], outvars=[part], params=params))
+                parts.append(part)
+                bounds.append(b - first)
+        if len(parts) == 1:
+            self._whole[out] = parts[0]
+        else:
+            self._set(out, Rows(axis, tuple(bounds)), parts)
+
+    def _unstack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Each row by itself, from the piece that has it."""
+        for piece, (start, stop) in zip(self._pieces[eqn.invars[0], rows], rows.ranges, strict=True):
+            outvars = eqn.outvars[start:stop]
+            self._whole.update(zip(outvars, outvars, strict=True))
+            self._eqns.append(eqn.replace(invars=[piece], outvars=outvars))
+
+    def _stack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """Pieces, made of their rows."""
+        pieces = [compat.Var(a) for a in rows.avals(eqn.outvars[0].aval)]
+        for piece, (start, stop) in zip(pieces, rows.ranges, strict=True):
+            parts = [self._read_whole(eqn, v) for v in eqn.invars[start:stop]]
+            self._eqns.append(eqn.replace(invars=parts, outvars=[piece]))
+        self._set(eqn.outvars[0], rows, pieces)
+
+    def _padded(self, eqn: compat.JaxprEqn) -> Rows | None:
+        """The rows of the result, if zeros are set around rows of the operand: the cotangent of a slice."""
+        rows, value = self._spread.of(eqn.outvars[0]), eqn.invars[1]
+        if rows is None or not isinstance(value, compat.Literal) or value.val != 0:
+            return None
+        is_plain = all(min(config) >= 0 and config[2] == 0 for config in eqn.params["padding_config"])
+        return rows if is_plain else None
+
+    def _pad(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        """The pieces that have rows of the operand, and zeros for the others."""
+        v, axis, out = eqn.invars[0], rows.axis, eqn.outvars[0].aval
+        first = eqn.params["padding_config"][axis][0]
+        end, pieces = first + v.aval.shape[axis], []
+        for start, stop in rows.ranges:
+            a, b = max(first, start), min(end, stop)
+            if a < b:
+                config = list(eqn.params["padding_config"])
+                config[axis] = (a - start, stop - b, 0)
+                make = functools.partial(_padded, part=slice(a - first, b - first), axis=axis, config=config)
+                eqns, (piece,) = trace_equations(make, self._read_whole(eqn, v))
+            else:
+                eqns, (piece,) = trace_equations(lambda n=stop - start: jax.lax.full_like(with_rows(out, axis, n), 0))
+                self._zeros.add(piece)
+            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
+            pieces.append(piece)
+        self._set(eqn.outvars[0], rows, pieces)
+
+    def _by_pieces(self, eqn: compat.JaxprEqn, factor: Factor, rows: Rows) -> None:
+        operands = [
+            self._read_pieces(eqn, v, rows.on(axis))
+            if axis is not None
+            else [self._read_whole(eqn, v)] * len(rows.ranges)
+            for v, axis in zip(eqn.invars, factor.ins, strict=True)
+        ]
+        made = []
+        for k, (start, stop) in enumerate(rows.ranges):
+            given = [x[k] for x in operands]
+            if eqn.primitive.name == "add_any" and not self._zeros.isdisjoint(given):
+                # The gradient of each layer's slice has zeros in all other pieces: adding them would cost layers² sums.
+                made.append([given[given[0] in self._zeros]])
+                continue
+            outvars = [
+                compat.Var(v.aval if axis is None else with_rows(v.aval, axis, stop - start))
+                for v, axis in zip(eqn.outvars, factor.outs, strict=True)
+            ]
+            params = piece_params(eqn, factor, stop - start)
+            self._eqns.append(eqn.replace(invars=given, outvars=outvars, params=params))
+            made.append(outvars)
+        for v, axis, *pieces in zip(eqn.outvars, factor.outs, *made, strict=True):
+            if axis is None:
+                self._whole[v] = self._combined(eqn, factor, pieces)
+            else:
+                self._set(v, rows.on(axis), pieces)
+
+    def _combined(self, eqn: compat.JaxprEqn, factor: Factor, pieces: Sequence[Atom]) -> Atom:
+        assert factor.combine is not None
+        total = pieces[0]
+        for piece in pieces[1:]:
+            eqns, (total,) = trace_equations(factor.combine, total, piece)
+            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
+        return total
+
+    # --- equations with jaxprs inside ---
+
+    def inside(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
+        """The jaxpr of an equation, on pieces."""
+        return Rewriter(self._spread, self.joins).rewrite(jaxpr, in_rows, out_rows)
+
+    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, **params: Any) -> None:
+        """Writes an equation with pieces of its operands and results, and other parameters."""
+        invars = [x for v, r in zip(eqn.invars, in_rows, strict=True) for x in self._read(eqn, v, r)]
+        outvars = [x for v, r in zip(eqn.outvars, out_rows, strict=True) for x in self._bind(v, r)]
+        self._eqns.append(eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params}))
+
+    def of(self, atoms: Sequence[Atom]) -> list[Rows | None]:
+        """How atoms are cut."""
+        return [self._spread.of(v) for v in atoms]
+
+    # --- what is left ---
+
+    def _plain(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
+        """A cut or a join that is still there as slices, or a concatenation."""
+        if eqn.primitive is join_rows_p:
+            (out,) = eqn.outvars
+            self.joins.append(Join(out.aval, self._readers.get(out)))
+        elif eqn.primitive is not split_rows_p:
+            return [eqn]
+        new = trace_equations(plain(eqn), *eqn.invars).named(eqn.outvars)
+        return [e.replace(source_info=eqn.source_info) for e in new]
+
+
+def _padded(x: jax.Array, part: slice, axis: int, config: Sequence[tuple[int, int, int]]) -> jax.Array:
+    """Some rows of `x` with zeros around them."""
+    if part != slice(0, x.shape[axis]):
+        x = jax.lax.slice_in_dim(x, part.start, part.stop, axis=axis)
+    return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), config) if any(map(any, config)) else x
+
+
+# --- how the jaxprs of an equation are put together again -----------------------------------------
+
+
+def _count(rows: Cut) -> int:
+    return sum(1 if r is None else len(r.ranges) for r in rows)
+
+
+def _closed(jaxpr: compat.Jaxpr) -> compat.ClosedJaxpr:
+    return compat.ClosedJaxpr(jaxpr, ())
+
+
+def _treduce(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    info = eqn.params["info"]
+    ins, inner_outs = rewriter.of(jaxpr.invars), rewriter.of(jaxpr.outvars)
+    outs: list[Rows | None] = []
+    for j, (v, inner) in enumerate(zip(eqn.outvars, jaxpr.outvars, strict=True)):
+        link = next((k for k in opened.links if k.first is inner and k.second is v), None)
+        rows = inner_outs[j]
+        axis = None if link is None or rows is None else link.moved(rows.axis)
+        if rows is None or axis is None:
+            inner_outs[j] = None
+        outs.append(rows.on(axis) if rows is not None and axis is not None else None)
+    operations = tuple(op for op, r in zip(info.operations, outs, strict=True) for _ in range(_count([r])))
+    body = rewriter.inside(jaxpr, ins, inner_outs)
+    info = dataclasses.replace(info, operations=operations)
+    rewriter.on_pieces(eqn, ins[:-1], outs, jaxpr=_closed(body), info=info)
+
+
+def _scan(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    m, n = eqn.params["num_consts"], eqn.params["num_carry"]
+    ins = rewriter.of(jaxpr.invars)
+    carry, stacks = ins[m : m + n], rewriter.of(jaxpr.outvars[n:])
+    body = rewriter.inside(jaxpr, ins, [*carry, *stacks])
+    above = lambda rows: [None if r is None else r.on(r.axis + 1) for r in rows]  # noqa: E731
+    params: dict[str, Any] = {"jaxpr": _closed(body), "num_consts": _count(ins[:m]), "num_carry": _count(carry)}
+    if "linear" in eqn.params:
+        params["linear"] = (False,) * _count(ins)
+    rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], **params)
+
+
+def _while(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    test, body = opened.inner
+    m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_test, of_body, carry = (rewriter.of(v) for v in (test.invars[:m], body.invars[:n], body.invars[n:]))
+    rewriter.on_pieces(
+        eqn, [*of_test, *of_body, *carry], carry,
+        cond_jaxpr=_closed(rewriter.inside(test, [*of_test, *carry], [None])),
+        body_jaxpr=_closed(rewriter.inside(body, [*of_body, *carry], carry)),
+        cond_nconsts=_count(of_test), body_nconsts=_count(of_body),
+    )  # fmt: skip
+
+
+def _cond(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    ins = rewriter.of(eqn.invars[1:])
+    outs = [
+        None if isinstance(v, compat.DropVar) else r for v, r in zip(eqn.outvars, rewriter.of(eqn.outvars), strict=True)
+    ]
+    branches = tuple(_closed(rewriter.inside(jaxpr, ins, outs)) for jaxpr in opened.inner)
+    rewriter.on_pieces(eqn, [None, *ins], outs, branches=branches)
+
+
+def _checkpoint(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    (jaxpr,) = opened.inner
+    ins, outs = rewriter.of(jaxpr.invars), rewriter.of(jaxpr.outvars)
+    rewriter.on_pieces(eqn, ins, outs, jaxpr=rewriter.inside(jaxpr, ins, outs))
+
+
+_INSIDE = {
+    "treduce": _treduce,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _checkpoint),
+}
