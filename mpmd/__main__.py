@@ -26,6 +26,7 @@ from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
 from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, Tuning, tuned
 from scheduler import Costs
+from scheduler.exits import run_and_exit
 from scheduler.waiting import waiting
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
@@ -250,10 +251,4 @@ def _loaded(where: str) -> Callable[..., Any]:
 if __name__ == "__main__":
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing is run
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    run_and_exit(main)

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from reshard.storage.paths import compiled
 from reshard.storage.stored import Checkpoint, absolute, find, is_folder
 from reshard.storage.tensor_files import FILE_NBYTES
 from reshard.texts import counted, how_far, human
+from scheduler.exits import run_and_exit
 from scheduler.waiting import waiting
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -402,10 +402,4 @@ def _own_process() -> None:
 
 if __name__ == "__main__":
     _own_process()
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    run_and_exit(main)

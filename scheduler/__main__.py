@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from scheduler import commands
 from scheduler.errors import ScheduleError
+from scheduler.exits import run_and_exit
 from scheduler.schedules.catalogue import SCHEDULES
 
 _NAMES = ", ".join(SCHEDULES)
@@ -179,10 +179,4 @@ def _add_documents(subparsers: Any) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    run_and_exit(main)
