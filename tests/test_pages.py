@@ -46,7 +46,7 @@ def test_each_page_with_a_program_has_a_test():
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
-            4,
+            5,
             [
                 "layers of each stage: (4, 3, 3, 2)",
                 "; no cut is faster",

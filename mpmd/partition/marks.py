@@ -112,8 +112,10 @@ def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
     lines = "".join(f"\n    {compat.source_line(n.eqn)}" for n in forward[:8])
     more = f"\n    … and {found - 8} more" if found > 8 else ""
     want = f"{stages - 1} or {stages}" if stages > 1 else "no mark, or 1"
+    both = "\n  Two models in one step share their marks: x, y = mark_stage_end((x, y))." if found > stages else ""
     raise StageError(
         f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"
         f" in a microbatch; found {found}{':' if found else '.'}{lines}{more}\n"
         "  Call mark_stage_end at the end of each stage (the last may be left out), on values that are used afterwards."
+        + both
     )
