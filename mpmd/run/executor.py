@@ -16,7 +16,6 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
 from mpmd.job import joining, wires
-from mpmd.job.activity import Activity
 from mpmd.job.alone import alone
 from mpmd.job.job import Job
 from mpmd.observe.flight import Flight
@@ -57,9 +56,8 @@ class Executor:
                 stacklevel=2,
             )
         self._alone = alone() if job is None and joining.current() is None else None
-        self._activity: Activity | None = None
-        if self._job is not None or self._alone is not None:
-            self._activity = (self._job or self._alone).activity  # pyright: ignore[reportOptionalMemberAccess]
+        watched = self._alone if self._job is None else self._job
+        self._activity = None if watched is None else watched.activity
         self.bindings = bind(programs, program, self._job)
         self.name, self.program = programs.name, program
         self.flight = Flight(len(self.bindings.instructions))

@@ -84,6 +84,7 @@ def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, i
 
 
 def shape_of(side: Named, sizes: Mapping[str, int]) -> Shape:
+    """The shape of an array whose axes are made of these names, with the size of each name."""
     return tuple([math.prod(sizes[name] for name in axis) for axis in side])
 
 
