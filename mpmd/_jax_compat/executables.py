@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,7 +40,7 @@ class Program:
     in_shardings: tuple[NamedSharding | None, ...]
     out_shardings: tuple[NamedSharding | None, ...]
     donate: tuple[int, ...]
-    options: Mapping[str, Any] | None
+    options: dict[str, Any] | None
 
     @functools.cached_property
     def folder(self) -> Folder | None:

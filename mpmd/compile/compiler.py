@@ -137,7 +137,8 @@ class Compiler:
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
         distinct, is_new = self._find(name, family, closed, mesh, ins, outs, donate)
         if is_new and not is_rebased:
-            distinct.closed = self._rebased(name, closed, mesh)
+            rebased = self._rebased(name, closed, mesh)
+            distinct.program = dataclasses.replace(distinct.program, closed=rebased)
         if any(s is None for s in (*ins, *outs)):
             distinct.start(self._own.get(_shape(mesh), mesh))
             compiled = distinct.on(next(iter(distinct.loaded)))
@@ -166,12 +167,12 @@ class Compiler:
     def start(self) -> None:
         """Begins to compile what has come since the last time, the largest first."""
         waiting, self._waiting = self._waiting, {}
-        ascending = sorted(waiting, key=lambda d: num_equations(d.closed.jaxpr))
+        ascending = sorted(waiting, key=lambda d: num_equations(d.jaxpr))
         for distinct in ascending:
             self._reuse(distinct, waiting[distinct])
         for distinct in reversed(ascending):
-            if distinct.mesh in self._is_own:
-                distinct.start(distinct.mesh)
+            if (mesh := distinct.program.mesh) in self._is_own:
+                distinct.start(mesh)
 
     def _find(
         self,
@@ -191,12 +192,11 @@ class Compiler:
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            self._distinct[key] = DistinctProgram(
-                self._threads, name, family, closed, mesh, ins, outs, tuple(donate), self._options
-            )
-            return self._distinct[key], True
-        if mesh in self._is_own and found.mesh not in self._is_own:
-            found.mesh = mesh
+            program = compat.Program(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self._options)
+            self._distinct[key] = found = DistinctProgram(self._threads, program, family)
+            return found, True
+        if mesh in self._is_own and found.program.mesh not in self._is_own:
+            found.program = dataclasses.replace(found.program, mesh=mesh)
         return found, False
 
     def _rebased(self, name: str, closed: compat.ClosedJaxpr, mesh: Mesh) -> compat.ClosedJaxpr:
@@ -219,14 +219,15 @@ class Compiler:
         ins: Sequence[NamedSharding | None],
         outs: Sequence[NamedSharding | None],
     ) -> DistinctProgram:
-        halves = first.closed.jaxpr, compat.with_new_vars(second.closed).jaxpr  # both may hold the same cheap equation
+        # Both may hold the same cheap equation.
+        halves = first.jaxpr, compat.with_new_vars(second.program.closed).jaxpr
         closed = compat.make_jaxpr(
             [v for half in halves for v in half.invars],
             [v for half in halves for v in half.outvars],
             [e for half in halves for e in half.eqns],
             name,
         )
-        donate = [*first.donate, *(len(first.closed.jaxpr.invars) + i for i in second.donate)]
+        donate = [*first.program.donate, *(len(first.jaxpr.invars) + i for i in second.program.donate)]
         fused, is_new = self._find(name, first.family + second.family, closed, mesh, ins, outs, donate)
         if is_new and (first.parts or second.parts):
             fused.parts = self._fused_parts(f"{name}_inner", first, second, mesh)
@@ -235,10 +236,11 @@ class Compiler:
     def _fused_parts(self, name: str, first: DistinctProgram, second: DistinctProgram, mesh: Mesh) -> Parts:
         """What stands before the inner programs of both, these as one, and what comes after."""
         halves = [d.parts or Parts.whole(d) for d in (first, second)]
-        num_args = [len(d.closed.jaxpr.invars) for d in (first, second)]
+        num_args = [len(d.jaxpr.invars) for d in (first, second)]
         at = [list(range(num_args[0])), list(range(num_args[0], sum(num_args)))]  # where each half's values are
         inner = [half.programs[half.inner] for half in halves]
-        ins, outs = [s for d in inner for s in d.in_shardings], [s for d in inner for s in d.out_shardings]
+        ins = [s for d in inner for s in d.program.in_shardings]
+        outs = [s for d in inner for s in d.program.out_shardings]
         order = [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner)]
         order += [[(0, halves[0].inner), (1, halves[1].inner)]]
         order += [[(h, k)] for h, half in enumerate(halves) for k in range(half.inner + 1, len(half.programs))]
@@ -249,7 +251,7 @@ class Compiler:
             takes.append(tuple(at[h][i] for h, k in members for i in halves[h].takes[k]))
             for h, k in members:
                 begin = sum(map(len, at))
-                at[h] += range(begin, begin + len(halves[h].programs[k].closed.jaxpr.outvars))
+                at[h] += range(begin, begin + len(halves[h].programs[k].jaxpr.outvars))
         results = tuple(at[h][i] for h, half in enumerate(halves) for i in half.results)
         position = sum(half.inner for half in halves)
         return Parts(tuple(programs), tuple(takes), results, position, sum(half.nbytes for half in halves))
@@ -258,10 +260,10 @@ class Compiler:
 
     def _reuse(self, distinct: DistinctProgram, reuse: ReuseRule) -> None:
         """Finds a program that makes up most of `distinct`, or offers it to those that come."""
-        pattern = Pattern(distinct.closed.jaxpr, self._kinds)
-        if pattern.size < reuse.at_least or distinct.closed.consts:
+        pattern = Pattern(distinct.jaxpr, self._kinds)
+        if pattern.size < reuse.at_least or distinct.program.closed.consts:
             return
-        known = self._whole[distinct.family, _where(distinct.mesh)]
+        known = self._whole[distinct.family, _where(distinct.program.mesh)]
         for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
             cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
             if cut is not None and (cut.is_independent or not reuse.independent):
@@ -272,15 +274,16 @@ class Compiler:
 
     def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Cut) -> Parts | None:
         """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
-        mesh, arguments, results = whole.mesh, whole.closed.jaxpr.invars, whole.closed.jaxpr.outvars
-        shardings = dict(zip((*arguments, *results), (*whole.in_shardings, *whole.out_shardings), strict=True))
+        program, arguments, results = whole.program, whole.jaxpr.invars, whole.jaxpr.outvars
+        shardings = dict(zip((*arguments, *results), (*program.in_shardings, *program.out_shardings), strict=True))
         at = cut.pieces[cut.inner]
-        for v, s in zip((*at.reads, *at.writes), (*inner.in_shardings, *inner.out_shardings), strict=True):
+        known = (*inner.program.in_shardings, *inner.program.out_shardings)
+        for v, s in zip((*at.reads, *at.writes), known, strict=True):
             if _spec(shardings.setdefault(v, s)) != _spec(s):
                 return None
-        free = {arguments[i] for i in whole.donate}
+        free = {arguments[i] for i in program.donate}
         last = {v: k for k, piece in enumerate(cut.pieces) for v in piece.reads}
-        for v in (at.reads[i] for i in inner.donate):
+        for v in (at.reads[i] for i in inner.program.donate):
             if last[v] != cut.inner or v in results or (v in arguments and v not in free):
                 return None
         programs = []
@@ -290,14 +293,14 @@ class Compiler:
                 continue
             for v in (*piece.reads, *piece.writes):
                 if v not in shardings:
-                    shardings[v] = _typed(v.aval, mesh)
+                    shardings[v] = _typed(v.aval, program.mesh)
             ins, outs = [shardings[v] for v in piece.reads], [shardings[v] for v in piece.writes]
             if any(s is None for s in (*ins, *outs)):
                 return None
             donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
-            name = f"{whole.name}_{'before' if k < cut.inner else 'after'}"
+            name = f"{program.name}_{'before' if k < cut.inner else 'after'}"
             closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
-            programs.append(self._find(name, whole.family, closed, mesh, ins, outs, donate)[0])
+            programs.append(self._find(name, whole.family, closed, program.mesh, ins, outs, donate)[0])
         position = {v: i for i, v in enumerate((*arguments, *(v for piece in cut.pieces for v in piece.writes)))}
         between = {v for piece in cut.pieces for v in piece.writes}.difference(results)
         return Parts(

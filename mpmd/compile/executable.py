@@ -6,7 +6,7 @@ import os
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -79,52 +79,49 @@ class DistinctProgram:
     """A program that equals no other one: compiled once, on the mesh that asked first, and loaded on the others.
 
     Attributes:
-      name: what XLA calls it, in profiles and dumps.
+      program: what is compiled, on the first own mesh that asked, or the first of all; its shardings may be on another
+        mesh of that shape.
       family: which programs it may be compiled as.
-      mesh: where it is compiled: the first own one that asked, or the first of all.
-      in_shardings, out_shardings: on some mesh of that shape; None where XLA chooses.
-      options: for XLA, None for its defaults.
       parts: other programs that it is run as, if any.
     """
 
     threads: Threads
-    name: str
+    program: compat.Program
     family: str
-    closed: compat.ClosedJaxpr
-    mesh: Mesh
-    in_shardings: Sequence[NamedSharding | None]
-    out_shardings: Sequence[NamedSharding | None]
-    donate: tuple[int, ...]
-    options: dict[str, Any] | None = None
     parts: "Parts | None" = None
     loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is there
     _first: Future | None = None  # an `Executable`, or None if what is stored cannot be loaded
 
+    @property
+    def jaxpr(self) -> compat.Jaxpr:
+        """What it computes."""
+        return self.program.closed.jaxpr
+
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
         """The program on a mesh of its shape, under its own name or another one."""
-        ins = [None if s is None else on_mesh(mesh, s) for s in self.in_shardings]
-        args = [compat.abstract(v.aval, s) for v, s in zip(self.closed.jaxpr.invars, ins, strict=True)]
+        program = self._program_on(mesh)
+        args = [compat.abstract(v.aval, s) for v, s in zip(self.jaxpr.invars, program.in_shardings, strict=True)]
         with jax.set_mesh(mesh), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self.jitted(mesh, name).lower(*args)
 
     def jitted(self, mesh: Mesh, name: str | None = None) -> Any:
         """As `jax.jit` calls it."""
-        fun, closed = compat.jaxpr_as_fun(self.closed), self.closed
+        placed = self._program_on(mesh)
+        fun, invars = compat.jaxpr_as_fun(placed.closed), self.jaxpr.invars
 
         def program(*args):
             with compat.tracing(mesh.abstract_mesh):
-                return fun(*(_typed_as(v.aval, x) for v, x in zip(closed.jaxpr.invars, args, strict=True)))
+                return fun(*(_typed_as(v.aval, x) for v, x in zip(invars, args, strict=True)))
 
-        program.__name__ = program.__qualname__ = name or self.name
-        outs = [None if s is None else on_mesh(mesh, s) for s in self.out_shardings]
+        program.__name__ = program.__qualname__ = name or placed.name
         with jax.set_mesh(mesh):
             return jax.jit(
                 program,
-                out_shardings=outs,
-                donate_argnums=self.donate,
+                out_shardings=list(placed.out_shardings),
+                donate_argnums=placed.donate,
                 keep_unused=True,
-                compiler_options=self.options,
+                compiler_options=placed.options,
             )
 
     def start(self, mesh: Mesh) -> None:
@@ -139,7 +136,7 @@ class DistinctProgram:
 
     def _begin(self, mesh: Mesh) -> Future:
         """Finds what an earlier process compiled, or compiles."""
-        program = self._program(mesh)
+        program = self._program_on(mesh)
         if (serialized := program.stored()) is not None:
             self.threads.num_stored += 1
             return self.threads.submit(compat.load_stored, serialized, program)
@@ -148,18 +145,19 @@ class DistinctProgram:
     def _compile(self, program: compat.Program) -> Future:
         return self.threads.compile(self.lower(program.mesh), program)
 
-    def _program(self, mesh: Mesh) -> compat.Program:
+    def _program_on(self, mesh: Mesh) -> compat.Program:
+        """The program on a mesh of its shape."""
         ins, outs = (
             tuple(None if s is None else on_mesh(mesh, s) for s in shardings)
-            for shardings in (self.in_shardings, self.out_shardings)
+            for shardings in (self.program.in_shardings, self.program.out_shardings)
         )
-        return compat.Program(self.name, self.closed, mesh, ins, outs, self.donate, self.options)
+        return dataclasses.replace(self.program, mesh=mesh, in_shardings=ins, out_shardings=outs)
 
     def _origin(self) -> compat.Executable:
         """The program on the mesh that asked first; waits for it."""
         assert self._first is not None  # by start
         if self._first.result() is None:  # what is stored cannot be loaded
-            self._first = self._compile(self._program(next(iter(self.loaded))))
+            self._first = self._compile(self._program_on(next(iter(self.loaded))))
         return self._first.result()
 
     def on(self, mesh: Mesh) -> Any:
@@ -183,7 +181,7 @@ class DistinctProgram:
             return origin.compiled
         compiled = found.result() or origin.load_on(mesh)
         if compiled is None:
-            return self._compile(self._program(mesh)).result().compiled
+            return self._compile(self._program_on(mesh)).result().compiled
         self.threads.num_loaded += 1
         return compiled
 
@@ -200,7 +198,7 @@ class DistinctProgram:
 
     def text(self, dialect: str, name: str) -> str:
         """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
-        mesh = next(iter(self.loaded), self.mesh)
+        mesh = next(iter(self.loaded), self.program.mesh)
         return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
 
 
@@ -224,7 +222,7 @@ class Parts:
     @classmethod
     def whole(cls, program: DistinctProgram) -> "Parts":
         """A program that is not divided, as its only part."""
-        num_args, num_results = len(program.closed.jaxpr.invars), len(program.closed.jaxpr.outvars)
+        num_args, num_results = len(program.jaxpr.invars), len(program.jaxpr.outvars)
         return cls((program,), (tuple(range(num_args)),), tuple(range(num_args, num_args + num_results)), 0, 0)
 
 
@@ -251,11 +249,11 @@ class Chain:
 
     def memory_analysis(self) -> types.SimpleNamespace:
         """What XLA reports of a whole program; temporaries are the most of any part, and what the parts hand on."""
-        whole, closed = self._whole, self._whole.closed.jaxpr
+        whole, jaxpr = self._whole.program, self._whole.jaxpr
         sizes = [getattr(call.memory_analysis(), "temp_size_in_bytes", 0) for call in self._calls]
         return types.SimpleNamespace(
-            argument_size_in_bytes=sum(map(nbytes_on_a_device, closed.invars, whole.in_shardings)),
-            output_size_in_bytes=sum(map(nbytes_on_a_device, closed.outvars, whole.out_shardings)),
+            argument_size_in_bytes=sum(map(nbytes_on_a_device, jaxpr.invars, whole.in_shardings)),
+            output_size_in_bytes=sum(map(nbytes_on_a_device, jaxpr.outvars, whole.out_shardings)),
             temp_size_in_bytes=max(sizes) + self._parts.nbytes,
         )
 

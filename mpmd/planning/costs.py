@@ -59,7 +59,7 @@ class StepCosts:
 
     def _cost(self, distinct: Any, mesh: Any) -> TaskCost:
         if distinct not in self._of_program:
-            work = work_of(distinct.closed.jaxpr)
+            work = work_of(distinct.jaxpr)
             text = distinct.compiled_on(mesh).as_text() if mesh.size > 1 else ""
             collectives = tuple(collectives_of(text, mesh.size))
             waiting = sum(map(self.machine.collective_s, collectives))

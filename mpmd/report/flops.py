@@ -33,7 +33,7 @@ def _cost_of(executable: Executable) -> tuple[float, float]:
     """Operations and bytes of a call, on all devices of its group."""
     # XLA tells nothing of a described device's program, and in a job it knows those alone that this process compiled.
     if compat.is_described(executable.mesh.devices.flat[0]) or jax.process_count() > 1:
-        works = [work_of(program.closed.jaxpr) for program in executable.runs]
+        works = [work_of(program.jaxpr) for program in executable.runs]
         return sum(work.flops for work in works), sum(work.nbytes for work in works)
     analysis = executable.call.cost_analysis() or {}
     flops, nbytes = (max(0.0, float(analysis.get(key, 0.0))) for key in ("flops", "bytes accessed"))

@@ -27,10 +27,10 @@ def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: 
 
 def _text(executable: Executable, dialect: str) -> str:
     run = executable.runs
-    names = ", ".join(d.name for d in run)
+    names = ", ".join(d.program.name for d in run)
     if len(run) > 1:
         note = f" runs as {len(run)} programs one after the other: {names}"
     else:
         note = "" if names == executable.name else f" runs the same program as {names}"
-    found = [d.text(dialect, executable.name if len(run) == 1 else d.name) for d in run]
+    found = [d.text(dialect, executable.name if len(run) == 1 else d.program.name) for d in run]
     return "\n".join([f"// {executable.name}{note}", *found])

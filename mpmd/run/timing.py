@@ -129,7 +129,7 @@ class Recorder:
         known = set()
         for b in self._bound:
             if b.code == RUN and b.writes and self._donated.issuperset(b.writes) and b.executable is not None:
-                aval, sharding = b.executable.compiled.closed.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
+                aval, sharding = b.executable.compiled.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
                 shape = sharding.shard_shape(aval.shape)
                 here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
                 place = sharding if sharding.mesh.size == 1 else here  # as `_first_shard` finds it

@@ -28,8 +28,8 @@ def _compiled():
     jax.clear_caches()
     compiled = mpmd.jit(step, mpmd_mesh=mesh).lower([w, w], xs).compile()
     compiler = compiled._programs.compiler
-    for program in compiler._distinct.values():
-        program.on(program.mesh)  # waits for it
+    for distinct in compiler._distinct.values():
+        distinct.on(distinct.program.mesh)  # waits for it
     return compiler
 
 
