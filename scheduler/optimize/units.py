@@ -62,7 +62,7 @@ class Units:
             costs: The measured seconds of its tasks.
         """
         changed = {}
-        for name in ("forward", "input_grad", "weight_grad"):
+        for name in _WORK:
             values: list[float] = list(getattr(self, name))
             for (first, stop), real in zip(spans, costs.per_stage(name, len(spans)), strict=True):
                 total = sum(values[first:stop])
@@ -72,7 +72,8 @@ class Units:
         return replace(self, task_s=0.0, **changed)
 
 
-_PER_UNIT = ("forward", "input_grad", "weight_grad", "transfer_s", "held", "activations")
+_WORK = ("forward", "input_grad", "weight_grad")
+_PER_UNIT = (*_WORK, "transfer_s", "held", "activations")
 
 
 def even_layers(num_layers: int, num_stages: int) -> Layers:
@@ -105,19 +106,25 @@ class CutProblem:
 
     def __post_init__(self) -> None:
         orders = self.schedule.orders(self.num_microbatches)
-        self.num_stages = self.schedule.num_stages
         self.replay = Replay(orders, self.schedule.placement)
         self.warmup, self.late = _positions(orders, self.num_stages)
         """For each stage, how many F come before its first I or B, and how many W after its last I."""
         self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)
-        u = self.units
-        self._sums = [tuple(accumulate(x, initial=0.0)) for x in (u.forward, u.input_grad, u.weight_grad)]
-        self._held, self._activations = (tuple(accumulate(x, initial=0.0)) for x in (u.held, u.activations))
+        self._sums = {name: tuple(accumulate(getattr(self.units, name), initial=0.0)) for name in _PER_UNIT}
         num_groups = self.schedule.num_groups
         if self.memory_limit is not None and len(self.memory_limit) != num_groups:
             raise ValueError(
                 f"memory_limit has {len(self.memory_limit)} entries; expected one for each of {num_groups} groups."
             )
+
+    @property
+    def num_stages(self) -> int:
+        return self.schedule.num_stages
+
+    def _between(self, name: str, first: int, stop: int) -> float:
+        """The sum of some costs over units."""
+        sums = self._sums[name]
+        return sums[stop] - sums[first]
 
     def spans(self, layers: Layers) -> list[tuple[int, int]]:
         """For each stage, its first unit and the one after its last."""
@@ -126,7 +133,7 @@ class CutProblem:
 
     def seconds(self, first: int, stop: int) -> tuple[float, float, float]:
         """Seconds of F, I and W of a stage with these units."""
-        forward, input_grad, weight_grad = (sums[stop] - sums[first] for sums in self._sums)
+        forward, input_grad, weight_grad = (self._between(name, first, stop) for name in _WORK)
         task = self.units.task_s
         return forward + task, input_grad + task, weight_grad + (0.0 if self.is_whole else task)
 
@@ -135,13 +142,13 @@ class CutProblem:
         spans = self.spans(layers)
         forward, input_grad, weight_grad = zip(*(self.seconds(a, b) for a, b in spans), strict=True)
         over = tuple(self.units.transfer_s[stop - 1] for _, stop in spans)
-        held = tuple(self._activations[b] - self._activations[a] for a, b in spans)
+        held = tuple(self._between("activations", *span) for span in spans)
         return Costs(forward, input_grad, weight_grad, transfer_s=over, activation_bytes=held)
 
     def memory(self, layers: Layers) -> list[float]:
         """For each group, the bytes that it needs."""
         spans = self.spans(layers)
-        peaks = self.replay.peaks([self._activations[b] - self._activations[a] for a, b in spans])
+        peaks = self.replay.peaks([self._between("activations", *span) for span in spans])
         placement = self.schedule.placement
         for group in range(self.schedule.num_groups):
             peaks[group] += self._kept([span for span, g in zip(spans, placement, strict=True) if g == group])
@@ -149,7 +156,7 @@ class CutProblem:
 
     def _kept(self, spans: Sequence[tuple[int, int]]) -> float:
         """Bytes of parameters and what belongs to them in a group with these stages."""
-        total = sum(self._held[b] - self._held[a] for a, b in spans)
+        total = sum(self._between("held", *span) for span in spans)
         for nbytes, units in self.units.shared:
             if any(a <= unit < b for unit in units for a, b in spans):
                 total += nbytes
@@ -178,17 +185,17 @@ class CutProblem:
         forward, input_grad, weight_grad = self.seconds(first, stop)
         if self.memory_limit is not None:
             group = self.schedule.placement[stage]
-            held = self.replay.counts[stage] * (self._activations[stop] - self._activations[first])
+            held = self.replay.counts[stage] * self._between("activations", first, stop)
             if self._kept([(first, stop)]) + held > self.memory_limit[group]:
                 return math.inf
         task, before, behind = units.task_s, stage, self.num_stages - 1 - stage
         back = [0.0, 0.0]
         for i, (a, b, count) in enumerate(((0, first, before), (stop, len(units.forward), behind))):
-            back[i] = self._sums[1][b] - self._sums[1][a] + count * task
+            back[i] = self._between("input_grad", a, b) + count * task
             if self.is_whole:
-                back[i] += self._sums[2][b] - self._sums[2][a]
-        head = self._sums[0][first] + before * task
-        down = self._sums[0][-1] - self._sums[0][stop] + behind * task
+                back[i] += self._between("weight_grad", a, b)
+        head = self._between("forward", 0, first) + before * task
+        down = self._between("forward", stop, len(units.forward)) + behind * task
         work = m * (forward + input_grad + weight_grad)
         late = self.late[stage] * weight_grad
         early = self.warmup[stage] * forward
@@ -197,7 +204,7 @@ class CutProblem:
 
     def load_bound(self) -> float:
         """A lower bound of the makespan of any cut: the mean work of a group, and the way of one microbatch."""
-        total = [sums[-1] + self.num_stages * self.units.task_s * (i < 2) for i, sums in enumerate(self._sums)]
+        total = [self._sums[name][-1] + self.num_stages * self.units.task_s * (name != "weight_grad") for name in _WORK]
         one = total[0] + total[1] + (total[2] if self.is_whole else 0.0)
         return max(self.num_microbatches * sum(total) / self.schedule.num_groups, one)
 
