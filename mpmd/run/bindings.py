@@ -27,6 +27,15 @@ from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
 RUN, MOVE, ALIAS, SEND, RECV = range(5)
 
 
+class Crossing(NamedTuple):
+    """A value that goes from one group to another."""
+
+    value: Value
+    source: int
+    target: int
+    nbytes: int
+
+
 @dataclasses.dataclass
 class BoundInstruction:
     """One instruction of this process.
@@ -42,8 +51,7 @@ class BoundInstruction:
       frees: slots that nobody reads afterwards.
       donates: of RUN, slots whose memory it takes over.
       loop: of tasks, the loop that they belong to.
-      way: of transfers, the value and the groups that it goes from and to.
-      nbytes: of transfers, of the whole value.
+      crossing: of transfers.
       executable: of RUN.
     """
 
@@ -57,15 +65,17 @@ class BoundInstruction:
     frees: tuple[int, ...] = ()
     donates: tuple[int, ...] = ()
     loop: int = 0
-    way: tuple[Value, int, int] | None = None
-    nbytes: int = 0
-    name: str = ""
+    crossing: Crossing | None = None
     executable: Executable | None = None
 
     def __post_init__(self):
-        self.name = self.text
         if self.code == RUN:
-            self.name, self.executable = self.act.name, self.act
+            self.executable = self.act
+
+    @property
+    def name(self) -> str:
+        """Of the program that it calls; else the instruction in words."""
+        return self.text if self.executable is None else self.executable.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,10 +301,10 @@ class _Transfers:
             return self._send_away(group, target, value, way, text)
         if group not in self._programs.mesh.local_groups:
             return []
-        self.bytes_moved += self._nbytes(value) if way.code == MOVE else 0
+        crossing = self._crossing(value, group, target)
+        self.bytes_moved += crossing.nbytes if way.code == MOVE else 0
         reads, writes = self._slots.of(group, value), self._slots.of(target, value)
-        about = {"way": (value, group, target), "nbytes": self._nbytes(value)}
-        return [BoundInstruction(way.code, way.mover, reads, writes, group, text, **about)]
+        return [BoundInstruction(way.code, way.mover, reads, writes, group, text, crossing=crossing)]
 
     def receive(self, group: int, instruction: Recv) -> list[BoundInstruction]:
         """Nothing where the sender, in this process, has done it already."""
@@ -304,10 +314,10 @@ class _Transfers:
             return []
         carry = route.carry if flow is None else flow.receiving(route.carry)
         is_here = source in self._programs.mesh.local_groups
-        self.bytes_moved += 0 if is_here else self._nbytes(value)
-        reads = self._slots.of(source, value) if is_here else None
-        about = {"way": (value, source, group), "nbytes": self._nbytes(value)}
-        return [BoundInstruction(RECV, carry, reads, self._slots.of(group, value), group, route.text, **about)]
+        crossing = self._crossing(value, source, group)
+        self.bytes_moved += 0 if is_here else crossing.nbytes
+        reads, writes = self._slots.of(source, value) if is_here else None, self._slots.of(group, value)
+        return [BoundInstruction(RECV, carry, reads, writes, group, route.text, crossing=crossing)]
 
     def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
         """Pieces for other processes; every process counts them alike, also those that have no part in them.
@@ -326,12 +336,12 @@ class _Transfers:
         self._routes[group, target, value] = route, flow
         if group not in local or not route.share.sends:
             return []
-        self.bytes_moved += self._nbytes(value)
+        crossing = self._crossing(value, group, target)
+        self.bytes_moved += crossing.nbytes
         if target in local:
             return []
         carry = route.carry if flow is None else flow.sending(route.carry)
-        about = {"way": (value, group, target), "nbytes": self._nbytes(value)}
-        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text, **about)]
+        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text, crossing=crossing)]
 
     def _way(self, value: Value, group: int, target: int) -> _Way:
         key = value.name, group, target
@@ -348,5 +358,5 @@ class _Transfers:
             self._ways[key] = _Way(code, source, wanted, v.aval, mover)
         return self._ways[key]
 
-    def _nbytes(self, value: Value) -> int:
-        return self._program.nbytes.get(value.name, 0)
+    def _crossing(self, value: Value, source: int, target: int) -> Crossing:
+        return Crossing(value, source, target, self._program.nbytes.get(value.name, 0))

@@ -90,7 +90,7 @@ class Recorder:
                 returned[number] = now()
 
             return send
-        marker, key = self._marker(about), self._lanes[about.group] if about.way is None else about.way[1:]
+        marker, key = self._marker(about), self._lanes[about.group] if about.crossing is None else about.crossing[1:3]
         put = self._queues.setdefault(key, SimpleQueue()).put
 
         def run(*args: Any) -> Any:
@@ -175,15 +175,16 @@ class Recorder:
             if b.code == ALIAS:
                 there[b.writes] = before
                 continue
-            assert b.way is not None
-            way = Way(str(b.way[0]), *b.way[1:])
+            assert b.crossing is not None
+            value, source, target, nbytes = b.crossing
+            way = Way(str(value), source, target)
             if b.code == SEND or (b.code == RECV and b.reads is not None):
                 sends.append(Sent(step, self._rank, way, max(begun, before[0])))
             if b.code in (MOVE, RECV):
                 start = min(max(begun, before[0]), end)
                 there[b.writes] = end, way
-                is_in_loop = b.way[0].microbatch is not None
-                moves.append(Moved(step, self._rank, way, b.nbytes, begun, start, end, is_in_loop))
+                is_in_loop = value.microbatch is not None
+                moves.append(Moved(step, self._rank, way, nbytes, begun, start, end, is_in_loop))
         return Rows(tuple(runs), tuple(moves), tuple(sends))
 
 
