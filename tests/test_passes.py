@@ -18,7 +18,7 @@ from mpmd.partition.loop import place_equations
 from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.partition.place_segments import hold_loop_arguments, pin_by_operands, place_by_demand
 from mpmd.partition.split_backward import split_backward
-from mpmd.tracing.trace import inline
+from mpmd.tracing.inline import inline
 
 VECTOR, MATRIX = jax.ShapeDtypeStruct((3,), "float32"), jax.ShapeDtypeStruct((3, 3), "float32")
 NUM_MICROBATCHES = 4

@@ -5,7 +5,7 @@ from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.loop import LoopPartition, TaskBody
 from mpmd.partition.outline import Loop
-from mpmd.tracing.trace import trace_equations, trace_operation
+from mpmd.tracing.new_equations import trace_equations, trace_operation
 
 
 def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:

@@ -16,7 +16,9 @@ from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.ops.treduce import LoopInfo
-from mpmd.tracing.trace import Atom, Trace, check_no_marks_inside
+from mpmd.tracing.inline import check_no_marks_inside
+from mpmd.tracing.new_equations import Atom
+from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 from scheduler.schedules import catalogue
 

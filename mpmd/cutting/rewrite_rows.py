@@ -18,7 +18,7 @@ from mpmd.cutting.spread import Opened, Spread
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.equations import live_equations
-from mpmd.tracing.trace import Atom, copy_equations, trace_equations
+from mpmd.tracing.new_equations import Atom, copy_equations, trace_equations
 
 Cut = Sequence[Rows | None]
 

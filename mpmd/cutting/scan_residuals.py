@@ -15,7 +15,7 @@ from mpmd.cutting.spread import fresh_body
 from mpmd.ops.stage_end import mark_p
 from mpmd.partition import equations
 from mpmd.partition.minimum_cut import minimum_cut
-from mpmd.tracing.trace import Atom, equations_on
+from mpmd.tracing.new_equations import Atom, equations_on
 
 
 class Pair(NamedTuple):

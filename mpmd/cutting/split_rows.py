@@ -19,8 +19,9 @@ from mpmd.cutting.rewrite_rows import Cut, Join, Rewriter
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
 from mpmd.ops.treduce import treduce_p
+from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.state import match_state
-from mpmd.tracing.trace import Atom, Trace
+from mpmd.tracing.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True)

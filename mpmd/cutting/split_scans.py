@@ -16,7 +16,7 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.ops.stage_end import MarkId, mark_p, without
-from mpmd.tracing.trace import Atom, Equations, trace_equations
+from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
 
 class Mark(NamedTuple):

@@ -16,7 +16,8 @@ from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
-from mpmd.tracing.trace import Atom, equations_on, inline
+from mpmd.tracing.inline import inline
+from mpmd.tracing.new_equations import Atom, equations_on
 
 
 class Link(NamedTuple):

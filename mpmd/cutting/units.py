@@ -15,7 +15,7 @@ from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.partition.backward_stages import backward_stages, find_backward
 from mpmd.partition.graph import Body, Node, Place, hoist
 from mpmd.partition.marks import Marks, forget_marks
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 
 class Span(NamedTuple):

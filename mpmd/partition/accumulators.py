@@ -19,7 +19,7 @@ from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
-from mpmd.tracing.trace import Atom, Equations, copy_equations, trace_equations, trace_operation
+from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation
 
 
 @dataclasses.dataclass(frozen=True)

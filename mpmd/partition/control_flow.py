@@ -23,7 +23,8 @@ from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
 from mpmd.partition.equations import live_equations
 from mpmd.partition.pins import Groups, Pins
-from mpmd.tracing.trace import Atom, Equations, equations_on, inline, trace_equations
+from mpmd.tracing.inline import inline
+from mpmd.tracing.new_equations import Atom, Equations, equations_on, trace_equations
 
 _UNROLLED = 32  # the longest scan that is unrolled
 _Pinned = tuple[compat.JaxprEqn, Groups | None]

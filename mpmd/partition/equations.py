@@ -6,7 +6,7 @@ from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",

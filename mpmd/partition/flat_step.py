@@ -17,8 +17,9 @@ from mpmd.partition import equations
 from mpmd.partition.loop import partition_loop
 from mpmd.partition.outline import Groups, Loop
 from mpmd.partition.sharded_axes import ShardedAxes
+from mpmd.tracing.new_equations import Atom, copy_equations
 from mpmd.tracing.state import match_state
-from mpmd.tracing.trace import Atom, Trace, copy_equations
+from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 
 Item = Any  # a compat.JaxprEqn or a Loop

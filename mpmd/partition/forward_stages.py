@@ -12,7 +12,7 @@ from mpmd.partition import equations
 from mpmd.partition.graph import Body, Node
 from mpmd.partition.marks import Marks
 from mpmd.partition.minimum_cut import Cost, Labelling, cheapest_labels
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 Parameters = frozenset[compat.Var]
 Roots = Mapping[compat.Var, Parameters]

@@ -13,7 +13,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import mark_p
 from mpmd.partition import equations
-from mpmd.tracing.trace import Atom, equations_on
+from mpmd.tracing.new_equations import Atom, equations_on
 
 
 class Place(NamedTuple):

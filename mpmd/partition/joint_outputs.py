@@ -16,7 +16,7 @@ from mpmd.arrays import keys
 from mpmd.ops.reductions import Operation
 from mpmd.partition import equations
 from mpmd.partition.graph import Body, Node, Place
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 # The most elements of a part that is kept for all microbatches.
 _SMALL = 64

@@ -10,7 +10,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition.sharded_axes import Axes, Dims, ShardedAxes, dims_of, merged
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 # --- sums over rows -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.partition.partial_sums import sum_once
 from mpmd.partition.sharded_axes import ShardedAxes
 from mpmd.partition.split_backward import split_backward
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from mpmd.errors import StageError
 from mpmd.ops.stage_end import boundaries
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node
-from mpmd.tracing.trace import Atom
+from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.partition.outline import Transfer
-from mpmd.tracing.trace import trace_equations
+from mpmd.tracing.new_equations import trace_equations
 
 # Per variable and group, the levels at which it is read there.
 Readers = dict[tuple[compat.Var, int], set[int]]

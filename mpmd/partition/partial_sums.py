@@ -30,7 +30,8 @@ from mpmd.partition.accumulators import Accumulator
 from mpmd.partition.graph import Body, Node
 from mpmd.partition.local_sums import Local, local_sum
 from mpmd.partition.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
-from mpmd.tracing.trace import Atom, inline, trace_equations
+from mpmd.tracing.inline import inline
+from mpmd.tracing.new_equations import Atom, trace_equations
 
 
 class Partial(NamedTuple):

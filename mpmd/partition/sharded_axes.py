@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.tracing.trace import Atom, inline
+from mpmd.tracing.inline import inline
+from mpmd.tracing.new_equations import Atom
 
 Axes = tuple[str, ...]  # of the mesh, major first
 Dims = tuple[Axes, ...]  # per axis of an array

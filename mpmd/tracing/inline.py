@@ -1,0 +1,200 @@
+"""Inlines the calls of a traced jaxpr, and refuses marks where nothing can be cut.
+
+Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so that what
+comes next can cut between any two equations. Marks must stand where a cut is possible: in a loop's body, or in that of
+a `scan` over layers there, not inside `cond`, `while`, `shard_map` or a `checkpoint`.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import StageError
+from mpmd.ops.cross_group import place_p
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.ops.stage_end import mark_name, mark_p, without
+from mpmd.ops.treduce import scan_loop, treduce_p
+
+
+def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
+    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused.
+
+    Args:
+      in_loop: whether this is the body of a `treduce`, where a scan over layers may hold marks.
+    """
+    eqns: list[compat.JaxprEqn] = []
+    env: dict = {}
+    _inline_into(eqns, env, jaxpr.eqns, None, in_loop)
+    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, env) for v in jaxpr.outvars])
+
+
+def _inline_into(
+    out: list[compat.JaxprEqn],
+    env: dict[Any, Any],
+    eqns: Iterable[compat.JaxprEqn],
+    outer: compat.JaxprEqn | None,
+    in_loop: bool,
+) -> None:
+    """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
+    variables are made anew, since one cached jaxpr may be called many times).
+    """
+    for eqn in eqns:
+        eqn = eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars])
+        if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
+            eqn = _plain_loop(eqn)
+        if outer is not None:
+            eqn = compat.within(eqn, outer)
+        if len(eqn.invars) > 1 and eqn.primitive.name in _SEVERAL_AT_ONCE:
+            _inline_into(out, env, _one_by_one(eqn), outer, in_loop)
+            continue
+        called = compat.called_jaxpr(eqn)
+        if (
+            called is None
+            and eqn.primitive is compat.jit_p
+            and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p))
+        ):
+            called = eqn.params["jaxpr"]
+        if called is not None:
+            inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
+            inner |= literals_of(called)
+            _inline_into(out, inner, called.jaxpr.eqns, eqn, in_loop)
+            env.update(zip(eqn.outvars, (compat.renamed(v, inner) for v in called.jaxpr.outvars), strict=True))
+            continue
+        if eqn.primitive is treduce_p:
+            body = eqn.params["jaxpr"]
+            _check_nothing_placed_inside("treduce", body.jaxpr)
+            flat = compat.ClosedJaxpr(inline(body.jaxpr, in_loop=True), body.consts)
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": flat})
+        elif eqn.primitive.name == "scan":
+            _check_is_no_rest_of_a_loop(eqn)
+            _check_marks_in_scan(eqn, _AROUND_A_LAYER if in_loop else _AROUND_A_LAYER - {"scan"})
+        else:
+            check_no_marks_inside(eqn)
+        if outer is not None:
+            fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
+            env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))
+            eqn = eqn.replace(outvars=fresh)
+        out.append(eqn)
+
+
+# Equations that do the same to each of their operands; these may live in different groups.
+_SEVERAL_AT_ONCE = {"device_put", "optimization_barrier"}
+
+
+def _one_by_one(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
+    """The equation on each of its operands alone."""
+    for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        params = {k: p[i : i + 1] if isinstance(p, (tuple, list)) else p for k, p in eqn.params.items()}
+        yield eqn.replace(invars=[x], outvars=[y], params=params)
+
+
+def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
+    """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
+    body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
+    loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
+    closed = jax.make_jaxpr(loop)(*(compat.abstract(x.aval, explicit_sharding(x.aval)) for x in eqn.invars))
+    return compat.call(eqn, closed)
+
+
+def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> bool:
+    """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
+    return any(
+        e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params))
+        for e in jaxpr.eqns
+    )
+
+
+def literals_of(closed: compat.ClosedJaxpr) -> dict[Any, Any]:
+    """The constants of a jaxpr, by the variables that it has for them."""
+    return {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+
+
+_CALL_FOR_EACH = "\n  Where the loop is over tokens or steps, call the jitted function once for each, from Python."
+_REMEDY = {
+    "checkpoint": "Put jax.checkpoint around each stage, between the marks, instead of around all of them.",
+    "scan": f"Write the stages as a Python loop, and use lax.scan for the layers inside each stage.{_CALL_FOR_EACH}",
+    "while": f"Write the stages as a Python loop; loops inside a stage are fine.{_CALL_FOR_EACH}",
+    "cond": "Mark the stage end after the cond, so that both branches belong to one stage.",
+    "shard_map": "Call shard_map once per stage, and mark the stage end outside of it.",
+}
+
+
+def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
+    """Refuses values that the user places, and pipelined loops."""
+    if contains(jaxpr, (place_p,)):
+        why = (
+            "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
+        )
+        raise StageError(
+            f"place or a cross_mpmd function inside {name}, at {compat.source_line(_first(jaxpr, place_p))}: {why}.\n"
+            f"  Use it outside of {name}, on values that go in or come out."
+        )
+    if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
+        raise StageError(
+            f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
+            "  Move it out, or pass schedule=None for a plain loop."
+        )
+
+
+def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
+    """Refuses what JAX's transformations leave of a whole `treduce`, if it holds marks."""
+    transformed = {"_treduce_jvp": "differentiated", "_treduce_batch": "batched by vmap"}
+    whats = [what for rule, what in transformed.items() if compat.called_from(eqn, rule)]
+    if whats and any(contains(jaxpr, (mark_p,)) for jaxpr in compat.jaxprs_in(eqn.params)):
+        raise StageError(
+            f"treduce is {whats[0]} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
+            "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
+        )
+
+
+# What a scan over layers may wrap its body's marks in.
+_AROUND_A_LAYER = {"scan", "jit", "checkpoint", "remat", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+
+
+def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND_A_LAYER) -> None:
+    """A scan over layers may hold marks, also within a checkpoint of its body, but not where a branch decides.
+
+    Args:
+      eqn: the scan.
+      around: what may stand between its body and the marks; outside of loops no scan, which may be one over tokens.
+    """
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
+        for inner in jaxpr.eqns:
+            if inner.primitive.name in around:
+                _check_marks_in_scan(inner, around)
+            else:
+                check_no_marks_inside(inner)
+
+
+def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
+    """Refuses an equation that holds marks, loops or placements where nothing can be cut.
+
+    Raises:
+      StageError: with the user's line and a remedy.
+    """
+    for jaxpr in compat.jaxprs_in(eqn.params):
+        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
+        if not contains(jaxpr, (mark_p,)):
+            continue
+        _check_is_no_rest_of_a_loop(eqn)
+        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, str(eqn.primitive.name))
+        mark = _first(jaxpr, mark_p)
+        raise StageError(
+            f"{mark_name(mark.params['optional'])} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
+            f" there.\n  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
+        )
+
+
+def _first(jaxpr: compat.Jaxpr, primitive: compat.Primitive, wanted: Callable = lambda eqn: True) -> Any:
+    """The first equation of a primitive, however deep; None if there is none."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitive and wanted(eqn):
+            return eqn
+        for inner in compat.jaxprs_in(eqn.params):
+            if (found := _first(inner, primitive, wanted)) is not None:
+                return found
+    return None

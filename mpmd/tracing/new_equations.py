@@ -1,0 +1,84 @@
+"""New equations for a jaxpr: those of a function, or of another jaxpr, on variables that are there."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.reductions import Operation, explicit_sharding
+from mpmd.tracing.inline import inline, literals_of
+
+Atom = compat.Var | compat.Literal
+
+
+class Equations(NamedTuple):
+    """Equations with variables of their own, and their results."""
+
+    eqns: list[compat.JaxprEqn]
+    outs: list[Atom]
+
+    def named(self, results: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
+        """The equations, with other names for their results."""
+        names = dict(zip(self.outs, results, strict=True))
+        return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in self.eqns]
+
+
+def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
+    """The equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
+    env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    env |= literals_of(closed)
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars], outvars=fresh))
+        env.update(zip(eqn.outvars, fresh, strict=True))
+    return Equations(eqns, [compat.renamed(v, env) for v in closed.jaxpr.outvars])
+
+
+def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
+    """The equations of `fun` on `atoms`."""
+    avals = tuple(a.aval for a in atoms)
+    return equations_on(_trace_on(fun, avals, _mesh_of(avals)), atoms)
+
+
+def trace_operation(operation: Operation, method: str, atoms: Sequence[Atom], *args: int) -> Equations:
+    """The equations of a method of an operation, traced once for all operands of the same types.
+
+    Args:
+      args: what it takes after the atoms.
+    """
+    avals = tuple(a.aval for a in atoms)
+    return equations_on(
+        _operation_jaxpr(operation, method, avals, args, _mesh_of(avals), compat.trace_context()), atoms
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _operation_jaxpr(
+    operation: Operation, method: str, avals: tuple[Any, ...], args: tuple[int, ...], mesh: AbstractMesh, context: Any
+) -> compat.ClosedJaxpr:
+    return _trace_on(lambda *xs: getattr(operation, method)(*xs, *args), avals, mesh)
+
+
+def _trace_on(fun: Callable, avals: Sequence[Any], mesh: AbstractMesh) -> compat.ClosedJaxpr:
+    with compat.use_abstract_mesh(mesh):
+        closed = jax.make_jaxpr(fun)(*(compat.abstract(a, explicit_sharding(a)) for a in avals))
+    return compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts)
+
+
+def _mesh_of(avals: Sequence[Any]) -> AbstractMesh:
+    """That of the first operand with a sharding of its own, else the one that is set."""
+    meshes = (cast(AbstractMesh, s.mesh) for aval in avals if (s := explicit_sharding(aval)) is not None)
+    return next(meshes, compat.current_mesh())
+
+
+def copy_equations(atom: Atom) -> Equations:
+    """The equations that copy a variable or a literal."""
+    if isinstance(atom, compat.Literal):
+        constant = np.asarray(atom.val, atom.aval.dtype)
+        return trace_equations(lambda: jax.lax.copy_p.bind(constant))
+    return trace_equations(jax.lax.copy_p.bind, atom)
