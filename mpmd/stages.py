@@ -4,6 +4,7 @@ Each can be printed and asked. A trace and a partition depend on shapes alone; d
 places the arguments and runs the program.
 """
 
+import copy
 import dataclasses
 import functools
 import os
@@ -15,8 +16,6 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays import keys
-from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
@@ -27,7 +26,7 @@ from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.gathered import facts_of, profile_of
 from mpmd.job import joining
-from mpmd.job.wires import PullWire, PutWire
+from mpmd.job.wires import expected_wire
 from mpmd.observe.records import Rows
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
@@ -43,14 +42,7 @@ from mpmd.run.donated import consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
-from mpmd.tracing.arguments import (
-    Hint,
-    broadcast,
-    check_leaves,
-    hint_of,
-    leaf_type,
-    short_type,
-)
+from mpmd.tracing.arguments import Hint, broadcast, hint_of
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler import Program, Timeline
 from scheduler.collector import without_collection
@@ -203,14 +195,6 @@ class Lowered:
                 return Compiled(programs, program, self._donated, self._split)
 
 
-def _copied(x: Any) -> Any:
-    """An argument that may be donated while the caller's stays."""
-    if not isinstance(x, MpmdArray):
-        return jax.numpy.copy(x)
-    arrays = {key: a.copy() for key, a in x._arrays.items()}
-    return MpmdArray._unchecked(arrays, x.mpmd_sharding, x.shape, x.dtype, x.weak_type, x._committed)
-
-
 class Compiled:
     """A compiled step: call it with arguments of the shapes that it was compiled for.
 
@@ -309,7 +293,8 @@ class Compiled:
         mesh = self._programs.mesh
         limit = memory_limit(mesh, machine_of(mesh))
         if self._bound is None:
-            traffic = Traffic.of_all(self._program, self._described_transport())
+            wire = expected_wire(mesh.groups[0].devices.flat[0].platform)
+            traffic = Traffic.of_all(self._program, f"by jax.device_put in a process, between processes by {wire}")
         else:
             own = self._bound.bindings
             traffic = Traffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
@@ -330,13 +315,6 @@ class Compiled:
         planned = draft_of(outline, self._programs.mesh, layouts, self._donated).memory()
         page = report_page(Facts(self._programs, self._program, self.explain(), planned, found))
         Path(path).write_text(page, encoding="utf-8")
-
-    def _described_transport(self) -> str:
-        """How values would go between groups of the devices that this was compiled for."""
-        here = "by jax.device_put in a process, between processes by"
-        if self._programs.mesh.groups[0].devices.flat[0].platform == "gpu":
-            return f"{here} {PutWire.name} (by pulls where processes share a GPU)"
-        return f"{here} {PullWire.name}"
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
@@ -376,13 +354,13 @@ class Compiled:
         """
         if steps < 1:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
-        leaves = self._checked(tuple(args), dict(kwargs or {}))
+        leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
         consumed, next_of = {i for i, _ in self._consumed}, self._successors()
         rows: list[Rows] = []
         result = None
         with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
             for number in range(steps + 1):
-                lent = [_copied(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
+                lent = [copy.copy(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
                 result, found = self._timed_run(lent, number)
                 results = jax.tree.leaves(result)
                 leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
@@ -409,7 +387,7 @@ class Compiled:
         if not self._programs.loops:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
-            zeros = self._zeros()
+            zeros = self._inputs.zeros()
             rows = Rows()
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
                 copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
@@ -426,20 +404,9 @@ class Compiled:
     def _loop_facts(self) -> tuple[LoopFacts, ...]:
         return tuple(map(facts_of, self._programs.loops))
 
-    def _zeros(self) -> list[dict[int, jax.Array]]:
-        """Arguments that hold zeros, those of this process."""
-        return [
-            {
-                g: jax.jit(functools.partial(keys.zeros, aval.shape, aval.dtype), out_shardings=s.group_sharding(g))()
-                for g in s.groups
-                if g in s.mpmd_mesh.local_groups
-            }
-            for aval, s in self._inputs.pieces
-        ]
-
     def _seconds_of_calls(self, count: int) -> list[float]:
         """Seconds of as many ordinary calls on zeros, until this process has its results."""
-        zeros, found = self._zeros(), []
+        zeros, found = self._inputs.zeros(), []
         self._executor.prepare()
         for _ in range(count + 1):
             arguments = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), zeros))
@@ -452,28 +419,7 @@ class Compiled:
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
-        return self._run(self._checked(args, kwargs))
-
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The flat arguments, if they are those that the step was compiled for."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.in_tree:
-            raise TypeError(
-                "mpmd: the compiled step was called with another structure of arguments.\n"
-                f"  got      {tree}\n  expected {self.in_tree}"
-            )
-        check_leaves(leaves, self._split.whole.in_names)
-        faults = [
-            f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
-            for name, x, aval in zip(self._split.whole.in_names, leaves, self._inputs.avals, strict=True)
-            if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
-        ]
-        if faults:
-            raise TypeError(
-                "mpmd: the compiled step was called with other shapes or dtypes;"
-                " call the jitted step to compile again.\n" + "\n".join(faults)
-            )
-        return leaves
+        return self._run(self._inputs.checked(args, kwargs))
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it can be called with these arrays."""

@@ -69,6 +69,11 @@ def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
     return PullWire if "" in told or are_shared(map(json.loads, told)) else PutWire
 
 
+def expected_wire(platform: str) -> str:
+    """In words, what goes between processes whose devices are not here."""
+    return f"{PutWire.name} (by pulls where processes share a GPU)" if platform == "gpu" else PullWire.name
+
+
 def hardware() -> str:
     """The host and the GPUs of this process, for `are_shared` in every other."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

@@ -1,4 +1,4 @@
-"""Brings the arguments of a call to the groups that read them."""
+"""Checks the arguments of a call, and brings them to the groups that read them."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
 from mpmd.arrays.sharding import MpmdSharding
@@ -15,7 +16,7 @@ from mpmd.compile.step import StepPrograms
 from mpmd.cutting.pieces import Rows, cut
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.run import device_put
-from mpmd.tracing.arguments import check_leaves
+from mpmd.tracing.arguments import check_leaves, leaf_type, short_type
 
 
 class Inputs:
@@ -41,11 +42,48 @@ class Inputs:
         self.avals: list[Any] = [v.aval for v in split.whole.arguments]
         of_arguments = zip(trace.arguments, shardings[len(trace.consts) :], strict=True)
         self.pieces = [(v.aval, s) for v, s in of_arguments]
+        self._whole = split.whole
         self._rows = split.ins
         self._of_pieces = [[self.pieces[k][1] for k in ks] for ks in split.in_positions]
         self.shardings = [
             of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, tuple(s.groups[0] for s in of_pieces))
             for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
+        ]
+
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat arguments, if they are those that the step was compiled for.
+
+        Raises:
+          TypeError: they have other shapes or another structure.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._whole.in_tree:
+            raise TypeError(
+                "mpmd: the compiled step was called with another structure of arguments.\n"
+                f"  got      {tree}\n  expected {self._whole.in_tree}"
+            )
+        check_leaves(leaves, self._whole.in_names)
+        faults = [
+            f"  {name}: got {short_type(x)}, expected {aval.str_short()}"
+            for name, x, aval in zip(self._whole.in_names, leaves, self.avals, strict=True)
+            if leaf_type(x, frozenset())[:2] != (aval.shape, aval.dtype)
+        ]
+        if faults:
+            raise TypeError(
+                "mpmd: the compiled step was called with other shapes or dtypes;"
+                " call the jitted step to compile again.\n" + "\n".join(faults)
+            )
+        return leaves
+
+    def zeros(self) -> list[dict[int, jax.Array]]:
+        """Arguments that hold zeros, those of this process."""
+        return [
+            {
+                g: jax.jit(functools.partial(keys.zeros, aval.shape, aval.dtype), out_shardings=s.group_sharding(g))()
+                for g in s.groups
+                if g in s.mpmd_mesh.local_groups
+            }
+            for aval, s in self.pieces
         ]
 
     def fit(self, leaves: Sequence[Any]) -> bool:
