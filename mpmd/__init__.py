@@ -16,7 +16,8 @@ from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
-from mpmd.tuning.tune import Tuning, tune
+from mpmd.tuning.ranked import Tuning
+from mpmd.tuning.tune import tune
 
 __all__ = [
     "Add",

@@ -24,7 +24,8 @@ from mpmd.observe import flight_files
 from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
-from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, Tuning, tuned
+from mpmd.tuning.ranked import Tuning
+from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, tuned
 from scheduler import Costs
 from scheduler.exits import run_and_exit
 from scheduler.waiting import waiting

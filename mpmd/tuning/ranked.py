@@ -1,0 +1,140 @@
+"""What `tune` found: configurations of a step, the best first, as a table and as JSON."""
+
+import dataclasses
+import json
+from typing import Any
+
+from mpmd.planning.plan import Plan
+from mpmd.report.units import in_bytes, in_seconds
+from mpmd.tuning.predict import Prediction
+from scheduler import Schedule
+from scheduler.texts import table
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to run a step.
+
+    Attributes:
+      schedule: as it is given to `build`.
+      num_microbatches: the same.
+      cuts: how many layers each stage gets (`Lowered.cuts`), None where marks say it.
+      num_stages: how many stages the schedule has.
+      prediction: its time and memory; None if it cannot be built.
+      num_elements: of the data of a step.
+      fault: why it cannot be built, or None.
+      fits: whether it fits the memory as it is.
+      is_measured: whether the times of its tasks are measured.
+      measured_s: seconds of a step that ran, or None.
+      is_cut_again: whether `cuts` follow from measured tasks; the library does not choose them by itself, so pass them
+        as `treduce(..., cuts=...)`.
+    """
+
+    schedule: Schedule | str
+    num_microbatches: int
+    cuts: Any = None
+    num_stages: int = 0
+    prediction: Prediction | None = None
+    num_elements: int = 1
+    fault: str | None = None
+    fits: bool = True
+    is_measured: bool = False
+    measured_s: float | None = None
+    is_cut_again: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Smaller is better: it can be built, it fits, and it takes little time for its data."""
+        if self.prediction is None:
+            return True, True, 0.0
+        return False, not self.fits, self.prediction.seconds / self.num_elements
+
+    @property
+    def binds(self) -> str:
+        """What keeps it from being faster or smaller."""
+        p = self.prediction
+        if p is None:
+            return f"not possible: {self.fault}"
+        group = max(range(len(p.memory)), key=p.memory.__getitem__)
+        if p.recomputed:
+            return f"memory: fits if stages {', '.join(map(str, p.recomputed))} recompute their forward"
+        if not self.fits:
+            return f"memory: group {group} needs {in_bytes(p.memory[group])}"
+        busy = max(range(len(p.busy)), key=p.busy.__getitem__)
+        return f"group {busy} computes {p.busy[busy] / p.seconds:.0%} of the step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Configurations of a step, the best first. `str()` prints them.
+
+    Attributes:
+      configurations: all that were tried.
+      memory_limit: bytes that a step may use on each device, or None.
+      basis: where the seconds come from.
+      plan: the best one's plan, where the devices have a data sheet.
+      verdict: whether to pipeline at all, where that can be said.
+    """
+
+    configurations: tuple[Configuration, ...]
+    memory_limit: float | None
+    basis: str
+    plan: Plan | None
+    verdict: str
+
+    @property
+    def best(self) -> Configuration:
+        """The fastest one that fits.
+
+        Raises:
+          ValueError: none can be built, or none fits.
+        """
+        first = self.configurations[0]
+        if not self.fits:
+            raise ValueError(f"tune: no configuration {'fits' if first.prediction else 'can be built'}.\n{self}")
+        return first
+
+    @property
+    def fits(self) -> bool:
+        """Whether some configuration fits the memory."""
+        return self.configurations[0].prediction is not None and self.configurations[0].fits
+
+    def as_json(self) -> str:
+        """All figures, in bytes and seconds."""
+        shown = [{**dataclasses.asdict(c), "schedule": str(c.schedule), "binds": c.binds} for c in self.configurations]
+        answer = {"configurations": shown, "memory_limit": self.memory_limit, "basis": self.basis}
+        return json.dumps({**answer, "verdict": self.verdict}, indent=2)
+
+    def __str__(self) -> str:
+        rows = [["schedule", "microbatches", "layers of each stage", "step", "", "idle", "memory", "binds", "measured"]]
+        first = self.configurations[0].rank[2]
+        faults: dict[str, list[str]] = {}
+        for c in self.configurations:
+            if (p := c.prediction) is None:
+                faults.setdefault(c.fault or "", []).append(f"{c.schedule} with {c.num_microbatches}")
+                continue
+            relative = f"{c.rank[2] / first - 1:+.1%}" if first else ""
+            cuts = "as marked" if c.cuts is None else ",".join(map(str, c.cuts))
+            ran = "" if c.measured_s is None else in_seconds(c.measured_s)
+            rows.append(
+                [str(c.schedule), str(c.num_microbatches), cuts, in_seconds(p.seconds), relative, f"{p.idle:.0%}",
+                 in_bytes(max(p.memory)), c.binds, ran]
+            )  # fmt: skip
+        lines = [f"seconds {self.basis}; memory is the most of any device", *table(rows, "<><>>>><>")]
+        lines += [f"not possible: {', '.join(which)}: {why}" for why, which in faults.items()]
+        best = self.configurations[0]
+        if best.prediction is not None and self.fits:
+            memory = ", ".join(map(in_bytes, best.prediction.memory))
+            cuts = f", cuts={best.cuts}" if best.is_cut_again else ""
+            lines.append(
+                f"best: {best.schedule}, {best.num_microbatches} microbatches{cuts}; memory of each group: {memory}"
+            )
+            if cuts:
+                lines.append("its cuts follow from the measured tasks: pass them as treduce(..., cuts=...)")
+        else:
+            lines.append("best: none fits")
+        faster = [c for c in self.configurations if c.prediction and c.prediction.recomputed and c.rank[2] < first]
+        if faster:
+            fastest = min(faster, key=lambda c: c.rank[2])
+            lines.append(f"faster with recomputation (jax.checkpoint), estimated: {fastest.schedule}")
+        return "\n".join([*lines, *([self.verdict] if self.verdict else [])])
