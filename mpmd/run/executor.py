@@ -39,7 +39,6 @@ class Executor:
     Attributes:
       bindings: what it runs.
       ranks: the processes of all groups.
-      name: of the step.
       program: of all groups.
       flight: when it began each of its last instructions.
     """
@@ -59,13 +58,11 @@ class Executor:
         watched = self._alone if self._job is None else self._job
         self._activity = None if watched is None else watched.activity
         self.bindings = bind(programs, program, self._job)
-        self.name, self.program = programs.name, program
+        self.program = program
         self.flight = Flight(len(self.bindings.instructions))
         self._num_steps = 0
         self._next_piece: int | None = None
-        self._mesh = programs.mesh
-        self._plan = functools.partial(plan_of, programs, program)
-        self._compiler = programs.compiler
+        self._programs = programs
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
@@ -75,7 +72,7 @@ class Executor:
         """Waits for all programs, once."""
         if not self._is_finished:
             self.bindings.finish()
-            self._compiler.release()
+            self._programs.compiler.release()
             self._instructions, self._is_finished = self._bound(), True
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
@@ -118,8 +115,8 @@ class Executor:
         """Agrees on the plan and warms up collectives, once. Returns the job the first time, else None."""
         if self._job is None or self._next_piece is not None:
             return None
-        self._next_piece = agree(self._job, self._plan(), self.ranks) << wires.NUMBER_BITS
-        warm_up(self._job, self._mesh, self.ranks)
+        self._next_piece = agree(self._job, plan_of(self._programs, self.program), self.ranks) << wires.NUMBER_BITS
+        warm_up(self._job, self._programs.mesh, self.ranks)
         return self._job
 
     @property
@@ -143,8 +140,8 @@ class Executor:
         """What the flight recorder writes of this step's program."""
         words = [(b.group, b.text) for b in self.bindings.instructions]
         return {
-            **record_of(self.flight, self.name, self.program, words),
-            "ranks": list(map(list, self._mesh.processes)),
+            **record_of(self.flight, self._programs.name, self.program, words),
+            "ranks": list(map(list, self._programs.mesh.processes)),
         }
 
     def text(self, position: int) -> str:
@@ -154,10 +151,11 @@ class Executor:
 
     def peers(self, position: int) -> tuple[int, ...]:
         """The other ranks whose part in an instruction it may wait for."""
-        if self._job is None or position >= len(self.bindings.instructions):
+        instructions = self.bindings.instructions
+        if self._job is None or position >= len(instructions) or instructions[position].code != RUN:
             return ()
-        bound = self.bindings.instructions[position]
-        return tuple(r for r in self._mesh.processes[bound.group] if r != self._job.rank) if bound.code == RUN else ()
+        ranks = self._programs.mesh.processes[instructions[position].group]
+        return tuple(r for r in ranks if r != self._job.rank)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
@@ -244,7 +242,7 @@ class Executor:
 
     @functools.cached_property
     def _recorder(self) -> Recorder:
-        return Recorder(self.bindings.instructions, self._mesh.groups, jax.process_index())
+        return Recorder(self.bindings.instructions, self._programs.mesh.groups, jax.process_index())
 
     @functools.cached_property
     def _annotated(self) -> list[Instruction]:
