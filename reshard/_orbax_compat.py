@@ -2,6 +2,7 @@
 
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future
+from orbax.checkpoint._src.futures.synchronization import MultihostSynchronizedValue
 from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeSaveArgs
 from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
 from orbax.checkpoint._src.metadata.array_metadata_store import Store
@@ -16,6 +17,7 @@ __all__ = [
     "ArrayHandler",
     "ArrayMetadata",
     "BasePyTreeSaveArgs",
+    "MultihostSynchronizedValue",
     "Store",
     "asyncio_utils",
     "future",

@@ -8,6 +8,8 @@ stored as the same kind: whoever reads the checkpoint sees arrays, and no groups
 import asyncio
 import dataclasses
 import functools
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from reshard._orbax_compat import (
     RANDOM_KEY_IMPL,
     ArrayHandler,
     BasePyTreeSaveArgs,
+    MultihostSynchronizedValue,
     asyncio_utils,
     future,
     jax_array_handlers,
@@ -231,6 +234,7 @@ def register() -> None:
     vars(handler).update(vars(before))  # the options of the handler that it replaces, and its store of metadata
     registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
     _let_standard_handler_describe()
+    _let_failed_save_end()
     asyncio_utils._run_sync_via_new_loop = event_loops.run
 
 
@@ -249,3 +253,20 @@ def _let_standard_handler_describe() -> None:
         return restore(self, directory, described(item), args)
 
     handler.restore = restore_described
+
+
+def _let_failed_save_end() -> None:
+    """A process whose save failed tells its caller, instead of first meeting the other processes.
+
+    The thread that finishes a save of `CheckpointManager` does so even after an error. The others wait elsewhere, for
+    what this process has not written: all would stand there for the 20 minutes of Orbax's time limit.
+    """
+    meet = MultihostSynchronizedValue.set
+
+    @functools.wraps(meet)
+    def meet_unless_failed(self: Any, value: Any) -> None:
+        is_main = threading.current_thread() is threading.main_thread()  # where a user's error may be in hand
+        if is_main or sys.exc_info()[1] is None:
+            meet(self, value)
+
+    MultihostSynchronizedValue.set = meet_unless_failed

@@ -96,6 +96,31 @@ def manager(path: str, groups: int, steps: int, scale: int = 1, restore: bool = 
 
 
 @scenario
+def disk_full(path: str) -> Any:
+    """The disk of process 1 is full while a CheckpointManager saves; it prints what it is told."""
+    import errno
+
+    import orbax.checkpoint as ocp
+    from layouts import mesh_of, place_all, shardings_for
+
+    from reshard.checkpoint import leaf_handler
+
+    async def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if jax.process_index() == 1:
+        leaf_handler.checksums.write = write
+    checkpoints = ocp.CheckpointManager(path)
+    tree = place_all(random_values(1, 1), shardings_for(mesh_of(2)))
+    checkpoints.save(1, args=ocp.args.StandardSave(tree))
+    try:
+        checkpoints.wait_until_finished()
+    except OSError as error:
+        print(json.dumps(str(error)), flush=True)
+        os._exit(0)
+
+
+@scenario
 def mixed(path: str, groups: int) -> Any:
     """Keys, an SPMD array over all processes, host values and arrays of other processes, in one tree and back."""
     import numpy as np

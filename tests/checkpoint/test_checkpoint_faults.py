@@ -410,6 +410,20 @@ def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_
     assert lines == [f"[Errno {code}] save: {what}; {unchanged}: '{tmp_path / 'mount' / 'state'}'", *left]
 
 
+def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_path):
+    workers = start("disk_full", 2, path=str(tmp_path / "run"))
+    try:
+        out, err = workers[1].communicate(timeout=100)  # Orbax's own limit is 20 minutes
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert workers[1].returncode == 0, err[-3000:]
+    assert "save: the disk is full; nothing was saved" in json.loads(out.splitlines()[-1])
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == []
+
+
 INTERRUPTED = """
 import signal, sys
 import numpy as np
