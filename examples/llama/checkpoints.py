@@ -73,5 +73,6 @@ class Checkpoints:
             steps = [int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdigit()]
             then = f"goes on after step {max(steps)}" if steps else "starts from the beginning"
             raise OSError(
-                f"a checkpoint could not be written: {error}\n  When this is mended, the same command {then}."
+                f"a checkpoint could not be written in {self.folder}: {error}\n  When this is mended, the same command"
+                f" {then}."
             ) from error

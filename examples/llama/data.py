@@ -9,6 +9,7 @@ A process makes only the rows that its own devices read.
 
 import functools
 import sysconfig
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -169,21 +170,25 @@ class Batches:
       length: tokens of a row.
       microbatches: into how many parts a batch is cut.
       seed: of the shuffling.
+
+    Attributes:
+      checksum: of all tokens, to compare processes by.
     """
 
     def __init__(
         self, sources: Sequence[str], tokenizer: Tokenizer, rows: int, length: int, microbatches: int, seed: int = 0
     ):
         self.shape = (microbatches, rows // microbatches, length)
+        self.checksum = 0
         parts, held_out, weights = [], [], []
         for source in sources or [standard_library()]:
             path, weight = path_and_weight(source)
             files = files_of(path) if sources else sorted(Path(path).glob("*.py"))
             if len(files) > 1:
                 kept = [file for i, file in enumerate(files) if i % 20]
-                train, away = (grain.MapDataset.source(Packed(x, tokenizer, length)) for x in (kept, files[::20]))
+                train, away = (self._rows(Packed(x, tokenizer, length)) for x in (kept, files[::20]))
             else:
-                whole = grain.MapDataset.source(Packed(files, tokenizer, length))
+                whole = self._rows(Packed(files, tokenizer, length))
                 last = max(1, len(whole) // 20) if len(whole) > 1 else 0
                 train, away = whole[: len(whole) - last], whole[-last:]
             parts.append(train.shuffle(seed=seed).repeat())
@@ -192,6 +197,10 @@ class Batches:
         self.train, self.held_out = (
             grain.MapDataset.mix(x, weights) if len(weights) > 1 else x[0] for x in (parts, held_out)
         )
+
+    def _rows(self, source: Packed) -> grain.MapDataset:
+        self.checksum = zlib.crc32(source.stream.data, self.checksum)
+        return grain.MapDataset.source(source)
 
     def row(self, number: int, held_out: bool = False) -> dict[str, np.ndarray]:
         """A row, counted from the first one of the first batch."""

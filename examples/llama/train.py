@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from logs import Speed, Trace, writers
 from model import CHUNK, Config, Decoder, LoRA, config_json
+from orbax.checkpoint import multihost
 from parallel import AXES, RULES, make_mesh, peak_flops, spec_of
 
 import mpmd
@@ -171,6 +173,26 @@ class Stop:
         return bool(np.any(multihost_utils.process_allgather(np.array(self.asked))))
 
 
+def agree(seen: dict[str, int]) -> None:
+    """Makes sure that all processes see the same files.
+
+    Else they would train on different text, or go on after different steps, and nobody would notice.
+
+    Raises:
+      ValueError: they do not. In every process; it says what differs, and in which ranks.
+    """
+    if (count := jax.process_count()) == 1:
+        return
+    multihost.sync_global_processes("files", processes=set(range(count)))  # waits longer than a collective does
+    found = multihost_utils.process_allgather(np.array(list(seen.values()), np.uint32))
+    for name, values in zip(seen, found.T, strict=True):
+        if len(others := np.flatnonzero(values != values[0])):
+            raise ValueError(
+                f"the {name} is {values[0]} in rank 0 and {values[others[0]]} in rank {others[0]}.\n  All processes"
+                " must see the same files: give a folder that all of them share, or the same copy to each."
+            )
+
+
 def say(text: str) -> None:
     if jax.process_index() == 0:
         print(text, file=sys.stderr, flush=True)
@@ -261,6 +283,14 @@ def run(options: argparse.Namespace) -> int:
         checkpoints = Checkpoints(options.checkpoint_dir, options.keep) if options.checkpoint_dir else None
         if options.model:
             reshard.checkpoint.restore(options.model, {}, partial=True)  # are all files there, before anything compiles
+        first = checkpoints.newest if checkpoints else 0
+        agree(
+            {
+                "checksum of the configuration (--model)": crc32(repr(config).encode()),
+                "checksum of the text (--text)": batches.checksum,
+                "step of the newest checkpoint (--checkpoint-dir)": first,
+            }
+        )
     program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
     lowered = program.step.lower(*program.abstract())
     program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
@@ -268,7 +298,6 @@ def run(options: argparse.Namespace) -> int:
     count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
     say(f"{count:,} parameters, layers of each stage: {lowered.cuts}")
     shardings = compiled.input_shardings[0][0]
-    first = checkpoints.newest if checkpoints else 0
     state = resumed(program, checkpoints, shardings) if checkpoints and first else first_state(program, shardings)
     status, state = train(program, compiled, state, batches, checkpoints, first)
     if checkpoints:
@@ -314,8 +343,11 @@ def train(
         if options.eval_every and evaluates:
             numbers["held_out_loss"] = program.held_out_loss(state["params"], batches)
         if reports or evaluates:
-            for write in report:
-                write(step, numbers)
+            try:
+                for write in report:
+                    write(step, numbers)
+            except OSError as error:
+                raise OSError(f"the numbers of step {step} could not be written to {options.log}: {error}") from error
         if saves and checkpoints:
             checkpoints.save(step, saved(state))
         if reports:

@@ -257,3 +257,45 @@ def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_
         if (np.asarray(x) != np.asarray(y)).any()
     }
     assert changed == {f"['model']['layers']['{i}']['self_attn']['q_proj']['weight']" for i in range(2)}
+
+
+CHOOSING = """
+import os, sys
+words = sys.argv[1:]
+if os.environ["MPMD_PROCESS_ID"] == "1":
+    words = [word + "-of-1" if os.path.exists(word + "-of-1") else word for word in words]
+os.execv(sys.executable, [sys.executable, *words])
+"""
+
+
+def test_processes_that_see_other_files_do_not_train(tmp_path):
+    """Each would take its part of a batch from its own text, or its layers from its own step."""
+    pytest.importorskip("grain")
+    (tmp_path / "choosing.py").write_text(CHOOSING)
+    (tmp_path / "text").mkdir()
+    for i in range(3):
+        (tmp_path / "text" / f"{i}.txt").write_text("to be or not to be, " * 40)
+    launcher = [str(ROOT / "scripts/launch_multihost.sh"), *"-n 2 --cpu-devices 1 --".split(), sys.executable]
+    options = "--text text --layers 2 --width 32 --groups 2 --microbatches 2 --batch 4 --length 16 --steps 2"
+    options += " --eval-every 0 --checkpoint-dir run --save-every 1"
+
+    def run() -> tuple[int, str]:
+        done = subprocess.run(
+            [*launcher, "choosing.py", ROOT / "examples/llama/train.py", *options.split()],
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path, text=True, capture_output=True, check=False, timeout=200,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    status, err = run()
+    assert status == 0, err[-3000:]
+    shutil.copytree(tmp_path / "run", tmp_path / "run-of-1")
+    shutil.rmtree(tmp_path / "run-of-1" / "2")
+    status, err = run()
+    assert status == 1
+    assert "the step of the newest checkpoint (--checkpoint-dir) is 2 in rank 0 and 1 in rank 1.\n" in err
+    shutil.rmtree(tmp_path / "run-of-1")
+    shutil.copytree(tmp_path / "text", tmp_path / "text-of-1")
+    (tmp_path / "text-of-1" / "2.txt").unlink()
+    status, err = run()
+    assert status == 1 and "the checksum of the text (--text) is " in err and "loss" not in err
