@@ -17,7 +17,9 @@ import pytest
 
 import mpmd
 import scheduler
+from mpmd.report import html
 from mpmd.report.profile_texts import loop_parts
+from scheduler.timing.pictures import colour
 
 STAGES, MICROBATCHES, WIDTH, STEPS = 3, 4, 16, 3
 SLOW_STAGE, SLEEP_S = 1, 0.01
@@ -197,6 +199,20 @@ def test_the_report_is_one_file_with_all_tasks_measured_and_simulated(made, tmp_
                  "Plan against measurement"):  # fmt: skip
         assert f"<h2>{head}</h2>" in text
     assert len(re.findall("<polygon", text)) >= 2 * STAGES
+
+
+def test_the_names_of_tasks_can_be_read_on_the_colour_of_every_stage():
+    def light(colour: str) -> float:  # WCAG's relative luminance
+        digits = "".join(2 * c for c in colour[1:]) if len(colour) == 4 else colour[1:]
+        channels = [c / 255 for c in bytes.fromhex(digits)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for kind in "FBIW":
+        for stage in range(16):
+            fill = colour(stage, kind, 16)
+            dark, bright = sorted((light(fill), light(html._ink(fill))))
+            assert (bright + 0.05) / (dark + 0.05) > 4.2, (stage, kind)
 
 
 def test_a_report_without_a_measurement_says_how_to_get_one(tmp_path):

@@ -86,8 +86,19 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], cls: str = "") ->
 
 def _bar(start: float, length: float, whole: float, cls: str, said: str, text: str = "", fill: str = "") -> str:
     place = f"left:{100 * start / whole:.4f}%;width:{100 * max(length, 0.0) / whole:.4f}%"
-    shade = f";background-color:{fill}" if fill else ""
+    shade = f";background-color:{fill};color:{_ink(fill)}" if fill else ""
     return f'<div class="bar {cls}" style="{place}{shade}" data-t="{escape(said)}" title="{escape(said)}">{text}</div>'
+
+
+def _ink(fill: str) -> str:
+    """Black or white text, whichever is easier to read on a colour."""
+    red, green, blue = ((channel / 255) ** 2.2 for channel in bytes.fromhex(fill[1:]))
+    return "#111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#fff"
+
+
+def _key(style: str, name: str) -> str:
+    """An entry of a legend: a square and what it stands for, in one line."""
+    return f'<span class=named><span class=key style="background:var({style})"></span>{name}</span> '
 
 
 def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | None = None) -> str:
@@ -104,8 +115,12 @@ def _clock(seconds: float) -> str:
     """Round times, at most eleven."""
     power = 10.0 ** math.floor(math.log10(seconds / 10))
     every = next(power * k for k in (1, 2, 5, 10) if seconds / (power * k) <= 10)
-    ticks = (every * k for k in range(int(seconds / every) + 1))
-    shown = (f'<span style="left:{100 * t / seconds:.3f}%">{in_seconds(t) if t else "0"}</span>' for t in ticks)
+    ticks = [every * k for k in range(int(seconds / every) + 1)]
+    shown = (
+        f'<span{" class=last" * (t > 0.85 * seconds)} style="left:{100 * t / seconds:.3f}%">'
+        f"{in_seconds(t) if t else '0'}</span>"
+        for t in ticks
+    )
     return f'<div class="clock">{"".join(shown)}</div>'
 
 
@@ -122,8 +137,8 @@ def _measured(facts: Facts) -> Iterator[str]:
         yield _chart([(f"group {g}", _measured_bars(profile, g, whole, num_stages)) for g in range(len(profile.ranks))],
                      "what each group ran in a measured step", whole)  # fmt: skip
         keys = (("--accent", "a value on its way to the group"), ("--move", "the group waits for it"))
-        shown = "".join(f'<span class=key style="background:var({c})"></span>{n}' for c, n in keys)
-        yield f"<p class='soft keys'>One colour a stage; B, I and W are hatched; grey: other programs.{shown}</p>"
+        shown = "".join(_key(c, n) for c, n in keys)
+        yield f"<p class='soft keys'>One colour a stage; B, I and W are hatched; grey: other programs. {shown}</p>"
     yield "<h2>Where the time of the step goes</h2>"
     yield _table(("group", "", "computes", "waits for others", "waits for transfers", "waits for its host"),
                  [_spent_row(profile, g) for g in range(len(profile.ranks))])  # fmt: skip
@@ -142,10 +157,7 @@ def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
     spent, seconds = profile.typical.spent[group], max(profile.typical.seconds, 1e-12)
     shares = [(spent.busy, "--busy"), (spent.waiting, "--wait"), (spent.exposed, "--move"), (spent.late, "--late")]
     stack = "".join(f'<i style="width:{100 * s / seconds:.2f}%;background:var({c})"></i>' for s, c in shares)
-    cells = (
-        f'<span class=key style="background:var({c});margin-left:0"></span>{in_seconds(s)} {s / seconds:.0%}'
-        for s, c in shares
-    )
+    cells = (f'<span class=key style="background:var({c})"></span>{in_seconds(s)} {s / seconds:.0%}' for s, c in shares)
     return f"group&nbsp;{group}", f'<div class="stack">{stack}</div>', *cells
 
 
@@ -234,12 +246,12 @@ def _memory(facts: Facts) -> Iterator[str]:
         return
     yield "<h2>Memory of a device over a step</h2>"
     names = {} if Roles(facts.programs.outline).trains else {"gradients": "results"}
-    keys = "".join(f'<span class=key style="background:var(--{k})"></span>{names.get(k, k)}' for k in KINDS)
+    keys = "".join(_key(f"--{k}", names.get(k, k)) for k in KINDS)
     others = sorted(set(range(mesh.num_groups)) - set(mesh.local_groups))
     elsewhere = (
         f" Groups {', '.join(map(str, others))} are in other processes, whose reports show them." if others else ""
     )
-    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{elsewhere}{keys}</p>"
+    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{elsewhere} {keys}</p>"
     histories = {g: over_time(facts.programs, facts.program, g) for g in sorted(mesh.local_groups)}
     most = max((now["peak"] for history in histories.values() for now in history), default=0) or 1
     charts = "".join(

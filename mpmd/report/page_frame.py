@@ -29,6 +29,7 @@ border-left:1px solid #0003;white-space:nowrap;display:flex;flex-wrap:wrap;justi
 .bar::before{content:"";height:22px}
 .clock{position:relative;height:16px;font-size:11px;color:var(--soft);overflow:hidden;white-space:nowrap}
 .clock span{position:absolute;border-left:1px solid var(--soft);padding-left:3px;line-height:14px}
+.clock .last{transform:translateX(-100%);border:0;border-right:1px solid var(--soft);padding:0 3px 0 0}
 .bar.thin{top:auto;bottom:0;height:4px;background:var(--accent);opacity:.75;border:0}
 .bar.stuck{top:8px;height:10px;background:var(--move);border:0}.bar.call{background:#b8bec5}
 .bar.B{background-image:repeating-linear-gradient(45deg,#0002 0 1px,transparent 1px 6px)}
@@ -38,14 +39,16 @@ border-left:1px solid #0003;white-space:nowrap;display:flex;flex-wrap:wrap;justi
 .tools{display:flex;flex-wrap:wrap;gap:.4rem;align-items:center;margin:.3rem 0}
 button{font:inherit;color:var(--fg);background:var(--row);border:1px solid var(--line);border-radius:6px;
 padding:.1rem .6rem;cursor:pointer}
-.key{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin:0 .35em 0 .9em}
+.key{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin:0 .35em 0 0}
+.named{white-space:nowrap;margin-right:.6em}
 .said{min-height:1.5em;font-variant-numeric:tabular-nums}
 .stack{display:flex;height:20px;min-width:20rem;border-radius:3px;overflow:hidden}.stack i{display:block}
 .memory{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:1rem}
 .memory svg{width:100%;height:130px;display:block;background:var(--row);border-radius:6px}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--row);padding:.8rem;border-radius:8px;font-size:12.5px}
 @media (max-width:600px){body{padding:.6rem}.card{flex:1 1 40%}td:first-child{white-space:normal}
-.stack{min-width:7rem}}
+.stack{min-width:7rem}.last td:last-child{min-width:8rem}
+.clock span:nth-child(even){display:none}}
 """
 
 SCRIPT = """
