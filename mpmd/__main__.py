@@ -126,11 +126,13 @@ def _planned(options: argparse.Namespace) -> Plan:
     step, arguments = _made(
         options.step, mesh, {n: value for n, value in wanted.items() if value is not None}, function
     )
-    with _users_errors(options.step, "lowering the step of", but=ValueError):
+    tracing = waiting(lambda: ("mpmd: tracing the step", 0.0))
+    with _users_errors(options.step, "lowering the step of", but=ValueError), tracing:
         lowered = step.lower(*arguments)
     compiled = lowered.compile()
-    with waiting(lambda: ("mpmd: planning", 0.0)):
-        return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs)
+    shown = [("mpmd: planning", 0.0)]
+    with waiting(lambda: shown[-1]):
+        return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs, shown.append)
 
 
 def _tuned(options: argparse.Namespace) -> Tuning:

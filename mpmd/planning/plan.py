@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -130,25 +131,30 @@ def plan_step(
     machine: Machine,
     tokens: int | None = None,
     costs: Costs | None = None,
+    told: Callable[[tuple[str, float]], object] = lambda shown: None,
 ) -> Plan:
     """The plan of a compiled step.
 
     Args:
       tokens: of a step. None takes the largest argument of integers that is neither parameter nor state.
       costs: measured seconds of tasks, in place of the machine's.
+      told: called with what is done next, and about which share of all is done.
 
     Raises:
       ValueError: `costs` are those of another number of stages.
       ScheduleError: devices that do everything in order, transfers and collectives included, would deadlock.
     """
+    told(("mpmd: checking that the step cannot deadlock", 0.0))
     check(program, streams=_streams(programs.mesh))
     roles = Roles(programs.outline)
     found = StepCosts(programs, machine, costs)
+    told(("mpmd: simulating the step", 0.35))
     step = simulate_program(program, found.duration, found.transfer)
     memory = measured(programs, program)
     temporaries = temporaries_of(programs)
     groups = []
     for group, mesh in enumerate(programs.mesh.groups):
+        told((f"mpmd: memory and communication of group {group}", 0.7 + 0.3 * group / programs.mesh.num_groups))
         groups.append(
             GroupPlan(
                 group,

@@ -5,6 +5,7 @@ Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `Sta
 `MpmdArray`s. What they write is an ordinary Orbax checkpoint. `save` and `restore` are the short forms.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,11 +71,12 @@ def save(
     working = Working(folder, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with waiting(lambda: (f"save: writing {folder}", 0.0)):
+        written: list[int] = []
+        with waiting(_how_much_is_written(folder, tree, written)):
             if tensors is None:
                 leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
             else:
-                save_tensors(working, tree, tensors, timeout_s)
+                save_tensors(working, tree, tensors, timeout_s, written)
     except ReshardError:
         if jax.process_count() == 1:
             working.remove()
@@ -142,6 +144,22 @@ def restore(
         found_of = read_parts(checkpoint, requests, reads, limit)
     parts = {leaf.names: iter(found) for leaf, found in found_of.items()}
     return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
+
+
+def _how_much_is_written(folder: Any, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
+    """What `waiting` shows of a save. Of several processes, each is taken to write as much as the others.
+
+    Args:
+        written: bytes of what is in files, where TensorStore did not write it.
+    """
+    whole = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)) / jax.process_count()
+    before = leaf_handler.nbytes_written()
+
+    def far() -> tuple[str, float]:
+        done = sum(written) + leaf_handler.nbytes_written() - before  # compressed: somewhat less than the arrays have
+        return f"save: {human(done)} of about {human(whole)} written to {folder}", min(0.99, done / max(1, whole))
+
+    return far
 
 
 def _check_path(folder: Any) -> None:

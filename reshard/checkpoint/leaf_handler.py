@@ -208,6 +208,12 @@ def all_processes() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(active_processes=several)
 
 
+def nbytes_written() -> int:
+    """Bytes that TensorStore has written to files so far in this process."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_written")
+    return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
+
+
 def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()

@@ -46,8 +46,12 @@ class TensorFormat:
     file_size: int | str = FILE_NBYTES
 
 
-def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int) -> None:
-    """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place."""
+def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int, written: list[int]) -> None:
+    """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place.
+
+    Args:
+        written: gets the bytes of each box of `tree` that is in its file.
+    """
     beside = None if how.files_of is None else File(how.files_of).expanduser().absolute()
     if beside is not None and not beside.is_dir():
         raise ReshardError(f"save: files_of is {beside}, which is no folder.")
@@ -56,7 +60,7 @@ def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int)
     files = plan_folder(entries, nbytes_of(how.file_size), beside)
     folder = File(working.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, files, arrays, entries)
+    _write(folder, files, arrays, entries, written)
     working.wait_for_all("written", timeout_s)
     if jax.process_index() == 0:
         files.finish(folder, beside)
@@ -85,13 +89,14 @@ def _leaf(path: Path, array: Any) -> Leaf:
     return Leaf(path, "jax.Array", tuple(array.shape), np.dtype(array.dtype), tuple(array.shape))
 
 
-def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry]) -> None:
+def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry], written: list[int]) -> None:
     tensors_of = _tensors_of(entries)
     with Writer(folder, files) as writer:
         for path, array in arrays.items():
             if path in tensors_of:
                 for box, data in _owned(array):
                     _write_box(writer, tensors_of[path], box, data)
+                    written.append(data.nbytes)
 
 
 def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:

@@ -1,5 +1,6 @@
 """Orbax's own checkpointers take trees with MpmdArrays, and what they write is a checkpoint like any other."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 from layouts import bytes_read, check_equal, mesh_of, nbytes, place, place_all, random_values, shardings_for
 from processes import environment
 
+import reshard.checkpoint
 from mpmd.arrays import keys as key_data
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
-from reshard.checkpoint import Part, abstract, restore, save
+from reshard.checkpoint import Part, TensorFormat, abstract, restore, save
 
 MESH = mesh_of(4)
 
@@ -330,3 +332,21 @@ def test_importing_reshard_leaves_orbax_alone():
     script = "import sys, reshard; print('orbax.checkpoint' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, check=True)
     assert run.stdout == b"False\n"
+
+
+@pytest.mark.parametrize("tensors", [None, TensorFormat()])
+def test_a_save_that_takes_long_says_how_much_is_written(tmp_path, monkeypatch, tensors):
+    shown = []
+
+    @contextlib.contextmanager
+    def waiting(state):
+        shown.append(state())
+        yield
+        shown.append(state())
+
+    monkeypatch.setattr(reshard.checkpoint, "waiting", waiting)
+    folder = tmp_path / "state"
+    save(folder, {"w": np.random.default_rng(0).random((64, 4096))}, tensors=tensors)
+    (before, nothing), (after, most) = shown
+    assert before == f"save: 0 B of about 2.0 MiB written to {folder}" and nothing == 0.0
+    assert 0.8 < most < 1 and after.endswith(f"iB of about 2.0 MiB written to {folder}")

@@ -186,3 +186,12 @@ def test_a_machine_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError) as caught:
         Machine(TARGET, **changes)
     assert str(caught.value) == message
+
+
+def test_a_plan_that_takes_long_says_what_it_is_at_and_how_far(compiled):
+    said = []
+    plan_step(compiled._programs, compiled.program, Machine(TARGET), told=said.append)
+    texts, shares = zip(*said, strict=True)
+    assert texts[0] == "mpmd: checking that the step cannot deadlock"
+    assert texts[-1] == "mpmd: memory and communication of group 3"
+    assert list(shares) == sorted(shares) and shares[0] == 0.0 and 0.9 < shares[-1] < 1
