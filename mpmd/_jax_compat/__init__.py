@@ -54,11 +54,14 @@ from mpmd._jax_compat.jaxprs import (
     memory_kind,
     new_jaxpr,
     renamed,
+    scan_params,
+    scan_sizes,
     shaped_array,
     source_line,
     stacked_aval,
     with_new_vars,
     within,
+    written_out,
     zero_like,
 )
 from mpmd._jax_compat.processes import (

@@ -112,9 +112,10 @@ def compile_program(lowered: jax.stages.Lowered, program: Program) -> Executable
         began = time.monotonic()
         compiled = lowered.compile()
         seconds = time.monotonic() - began
-        if program.folder is None:
-            return Executable(compiled)
         try:
+            if program.folder is None:
+                folder = Folder.read_by_jax(program.mesh.devices.flat[0].client)
+                return Executable(compiled, folder and folder.executable(entry_key(lowered._lowering)))
             known = program.fingerprint
             if known is not None and not _same(_described(program, _unloaded(compiled).xla_executable), compiled):
                 known = None

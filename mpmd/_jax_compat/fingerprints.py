@@ -19,13 +19,14 @@ import jaxlib
 import numpy as np
 from jax._src import cache_key, compiler, config, core
 from jax._src.interpreters import mlir
+from jax._src.layout import AutoLayoutSingleton
 from jax._src.lib import xla_client
 from jax._src.literals import TypedNdArray
 from jax._src.random import prng
 from jax._src.sharding_impls import UnspecifiedValue
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
 
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
 _FORMAT = 2
@@ -117,6 +118,7 @@ def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> N
 # What the lowering of these does not read.
 _NOT_LOWERED = {
     "checkpoint": {"policy"},
+    "scan": {"ft_in", "ft_out"},  # trees, of which only the sizes count
     "custom_jvp_call": {"jvp_jaxpr_fun"},
     "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
 }
@@ -208,7 +210,7 @@ class _Writer:
             return "SingleDeviceSharding", tuple(map(self.value, x.device_set)), x.memory_kind
         if isinstance(x, xla_client.Device):
             return "Device", x.platform, x.device_kind, x.id
-        return "UnspecifiedValue" if isinstance(x, UnspecifiedValue) else None
+        return type(x).__name__ if isinstance(x, (UnspecifiedValue, AutoLayoutSingleton)) else None
 
     def _collection(self, x: Any) -> Any:
         """Sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""
@@ -256,6 +258,8 @@ class _Writer:
         if name in _NOT_JAXS_OWN:
             raise _NotDescribedError
         params = {k: v for k, v in eqn.params.items() if k not in _NOT_LOWERED.get(name, ())}
+        if name == "scan":
+            params["sizes"] = scan_sizes(eqn)
         effects = self._effects(eqn.effects)
         return name, self._lowering(eqn.primitive), self.value(params), effects, self.value(eqn.ctx)
 

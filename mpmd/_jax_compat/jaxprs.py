@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax._src import core, effects, source_info_util
-from jax._src.core import ClosedJaxpr
 from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core import ClosedJaxpr  # since JAX 0.11 the same class as Jaxpr, which has constants then
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
 from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
 
 if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
     Jaxpr: TypeAlias = Any
@@ -108,6 +109,33 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None
 
 
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """Of a `scan`, how many of its operands are constants, and how many values it carries."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
+
+
+def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
+    """The parameters of a `scan` with another body."""
+    num_in, num_out = len(body.jaxpr.invars), len(body.jaxpr.outvars)
+    if "num_carry" in eqn.params:
+        sizes: dict[str, Any] = {"num_consts": num_consts, "num_carry": num_carry}
+        if "linear" in eqn.params:
+            sizes["linear"] = (False,) * num_in
+    else:
+        ins = num_consts, num_carry, num_in - num_consts - num_carry
+        sizes = {"ft_in": _flat_tree(ins), "ft_out": _flat_tree((num_carry, num_out - num_carry))}
+    return {**eqn.params, **sizes, "jaxpr": body}
+
+
+def _flat_tree(sizes: Sequence[int]) -> Any:
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # not in JAX 0.10
+
+    return flattree.pack(tuple(map(flattree.nones, sizes)))
+
+
 def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
     """The equation `eqn` replaced by a call of `closed` on the same operands."""
     return eqn.replace(primitive=core.closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
@@ -148,6 +176,11 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
 def source_line(eqn: JaxprEqn) -> str:
     """Where in the user's code the equation was written: `file:line (function)`."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr with each operation of a higher level (JAX has them since 0.11) as those that it is made of."""
+    return pe.lower_jaxpr2(closed) if closed.jaxpr.is_high else closed  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def zero_like(tangent: Any) -> ad.Zero:

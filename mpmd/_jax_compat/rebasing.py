@@ -9,6 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
+# What an equation's context is made of: more since JAX 0.11.
+_CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("configs", "__weakref__")]
+
 
 def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:
     """`jaxpr`, traced on the `whole` mesh, as it reads on a group's mesh.
@@ -54,10 +57,11 @@ class _Rebase:
         if mesh.axis_names != self.names:
             return ctx
         if ctx not in self.contexts:
-            meta = None if ctx.xla_metadata is None else tuple(sorted(ctx.xla_metadata.items()))
-            self.contexts[ctx] = core.JaxprEqnContext._create(
-                ctx.compute_type, ctx.threefry_partitionable, self.mesh(mesh), ctx.remove_size_one_mesh_axis, meta
-            )
+            parts = {name: getattr(ctx, name) for name in _CONTEXT}
+            parts["cur_abstract_mesh"] = self.mesh(mesh)
+            if ctx.xla_metadata is not None:
+                parts["xla_metadata"] = tuple(sorted(ctx.xla_metadata.items()))
+            self.contexts[ctx] = core.JaxprEqnContext._create(*parts.values())
         return self.contexts[ctx]
 
     def value(self, x: Any) -> Any:

@@ -1,5 +1,6 @@
 """Foreign programs: StableHLO modules as JAX's exported functions."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
     """A StableHLO module (text, MLIR bytecode or a portable artifact) as an `Exported` without derivatives.
 
     Shardings of its arguments and results are kept: Shardy ones as `NamedSharding`s on the module's own mesh, and
-    `mhlo.sharding` as they are.
+    `mhlo.sharding` as they are, which JAX has read until 0.10.
 
     Raises:
       ValueError: it is not one StableHLO module with one entry function on arrays of fixed shapes.
@@ -43,16 +44,18 @@ def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
         count = module.operation.attributes.get("mhlo.num_partitions")
         devices = ir.IntegerAttr(count).value if count is not None else 1
         sizes = [int(np.prod([a.size for a in _axes(m.mesh)])) for m in meshes]
+        fields = {f.name for f in dataclasses.fields(jax.export.Exported)}
+        until_0_10: dict[str, Any] = {"_has_named_shardings": bool(meshes)} if "_has_named_shardings" in fields else {}
         return jax.export.Exported(
             fun_name=name, in_tree=jax.tree.structure(((0,) * len(in_avals), {})), in_avals=in_avals,
             out_tree=jax.tree.structure((0,) * len(out_avals)), out_avals=out_avals,
-            _has_named_shardings=bool(meshes), _in_named_shardings=in_named, _out_named_shardings=out_named,
+            _in_named_shardings=in_named, _out_named_shardings=out_named,
             in_shardings_hlo=in_hlo, out_shardings_hlo=out_hlo, nr_devices=max([devices, *sizes]),
             platforms=(jax.default_backend(),), ordered_effects=(), unordered_effects=(),
             disabled_safety_checks=(jax.export.DisabledSafetyCheck.platform(),),
             mlir_module_serialized=export_internals._module_to_bytecode(module),
             calling_convention_version=jax.export.maximum_supported_calling_convention_version,
-            module_kept_var_idx=tuple(range(len(in_avals))), uses_global_constants=False, _get_vjp=None,
+            module_kept_var_idx=tuple(range(len(in_avals))), uses_global_constants=False, _get_vjp=None, **until_0_10,
         )  # fmt: skip
 
 
@@ -117,8 +120,8 @@ def _named_sharding(attribute: Any, symbols: Any) -> NamedSharding:
     axes = _axes(reference)
     mesh = AbstractMesh(tuple(a.size for a in axes), tuple(a.name for a in axes))
     entries = []
-    for dimension in map(sdy.DimensionShardingAttr, attribute.dimension_shardings):
-        refs = [sdy.AxisRefAttr(a) for a in dimension.axes]
+    for dimension in attribute.dimension_shardings:
+        refs = [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(dimension).axes]
         entries.append(tuple(a.name for a in refs) or None)
     return NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
 

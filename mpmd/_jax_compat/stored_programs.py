@@ -33,7 +33,12 @@ class Folder:
     @classmethod
     def of(cls, client: Any) -> "Folder | None":
         """The folder that JAX uses now, if it uses one."""
-        if not compilation_cache.is_persistent_cache_enabled() or not compilation_cache.is_cache_used(client):
+        return cls.read_by_jax(client) if compilation_cache.is_persistent_cache_enabled() else None
+
+    @classmethod
+    def read_by_jax(cls, client: Any) -> "Folder | None":
+        """The folder that JAX looks into, also when it has been switched off since the first program."""
+        if not compilation_cache.is_cache_used(client):
             return None
         cache = compilation_cache._get_cache(client)
         return None if cache is None else cls(cache)

@@ -125,7 +125,7 @@ class _Parameters:
 
     def _read(self, node: Node, span: Span) -> None:
         is_layers = span.scan is not None and node.eqn.primitive.name == "scan"
-        num_whole = node.eqn.params["num_consts"] + node.eqn.params["num_carry"] if is_layers else 0
+        num_whole = sum(compat.scan_sizes(node.eqn)) if is_layers else 0
         for i, v in enumerate(node.eqn.invars):
             if isinstance(v, compat.Literal) or (source := self._source(v)) is None:
                 continue
@@ -199,7 +199,7 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
             kept.add(v)
             span = placed.spans[source.place.stage]
             nbytes = sizes.nbytes(v) if explicit_sharding(v.aval) is not None else equations.nbytes(v.aval) * share
-            is_stacked = span.scan is not None and source.eqn.outvars.index(v) >= source.eqn.params["num_carry"]
+            is_stacked = span.scan is not None and source.eqn.outvars.index(v) >= compat.scan_sizes(source.eqn)[1]
             if is_stacked:
                 for unit in range(span.first, span.last + 1):
                     found[unit] += nbytes / span.num_units
@@ -237,11 +237,12 @@ def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
             continue
         span = placed.spans[node.place.stage]
         is_layers = span.scan is not None and node.eqn.primitive.name == "scan"
+        num_consts, num_carry = compat.scan_sizes(node.eqn) if is_layers else (0, 0)
         for i, v, _ in _read(placed, node):
-            is_carried = is_layers and 0 <= i - node.eqn.params["num_consts"] < node.eqn.params["num_carry"]
+            is_carried = 0 <= i - num_consts < num_carry
             until[v] = max(until.get(v, 0), span.first if is_carried else span.last)
         if is_layers:
-            carried = node.eqn.outvars[: node.eqn.params["num_carry"]]
+            carried = node.eqn.outvars[:num_carry]
             nbytes = sum(equations.nbytes(v.aval) for v in carried) * share
             for unit in range(span.first, span.last):
                 found[unit] += nbytes

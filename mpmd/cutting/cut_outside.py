@@ -50,7 +50,7 @@ def _placed(trace: Trace, scans: Sequence[compat.JaxprEqn], hints: Sequence[Hint
 def _groups_of_layers(trace: Trace, eqn: compat.JaxprEqn, hints: Sequence[Hint]) -> list[tuple[int, int, int]]:
     """The layers of a scan, as ranges in one group each: those of the first stacked argument that is split."""
     spread = Spread()
-    for x in eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]:
+    for x in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
         spread.add(x, Rows(0, (0, eqn.params["length"])))
     spread.run(trace.jaxpr.eqns)
     for v, hint in zip(trace.arguments, hints, strict=True):

@@ -326,14 +326,12 @@ def _treduce(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
 
 def _scan(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     (jaxpr,) = opened.inner
-    m, n = eqn.params["num_consts"], eqn.params["num_carry"]
+    m, n = compat.scan_sizes(eqn)
     ins = rewriter.of(jaxpr.invars)
     carry, stacks = ins[m : m + n], rewriter.of(jaxpr.outvars[n:])
     body = rewriter.inside(jaxpr, ins, [*carry, *stacks])
     above = lambda rows: [None if r is None else r.on(r.axis + 1) for r in rows]  # noqa: E731
-    params: dict[str, Any] = {"jaxpr": _closed(body), "num_consts": _count(ins[:m]), "num_carry": _count(carry)}
-    if "linear" in eqn.params:
-        params["linear"] = (False,) * _count(ins)
+    params = compat.scan_params(eqn, _closed(body), _count(ins[:m]), _count(carry))
     rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], **params)
 
 

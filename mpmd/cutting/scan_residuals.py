@@ -67,7 +67,7 @@ def _pairs(jaxpr: compat.Jaxpr) -> Iterator[Pair]:
         if eqn.primitive.name != "scan" or compat.is_transposed(eqn) or not any(True for _ in marks_in(eqn)):
             continue
         found: dict[int, tuple[compat.JaxprEqn, dict[int, int]]] = {}
-        for j, v in enumerate(eqn.outvars[eqn.params["num_carry"] :]):
+        for j, v in enumerate(eqn.outvars[compat.scan_sizes(eqn)[1] :]):
             if len(readers[v]) == 1 and (reader := readers[v][0])[0] is not None and _scans(*reader):
                 found.setdefault(id(reader[0]), (reader[0], {}))[1][j] = reader[1]
         for backward, residuals in found.values():
@@ -79,7 +79,7 @@ def _scans(eqn: compat.JaxprEqn, operand: int) -> bool:
     """Whether an equation of the backward pass scans over its operand."""
     if eqn.primitive.name != "scan" or not compat.is_transposed(eqn):
         return False
-    return operand >= eqn.params["num_consts"] + eqn.params["num_carry"]
+    return operand >= sum(compat.scan_sizes(eqn))
 
 
 class _Scan:
@@ -88,7 +88,7 @@ class _Scan:
     def __init__(self, pair: Pair, fixed: set[compat.Var]):
         self.pair, self.fixed = pair, fixed
         forward = pair.forward
-        self.num_consts, self.num_carry = forward.params["num_consts"], forward.params["num_carry"]
+        self.num_consts, self.num_carry = compat.scan_sizes(forward)
         self.length = forward.params["length"]
         self.jaxpr = fresh_body(forward.params["jaxpr"])
         self.operand: dict[compat.Var, Atom] = {}  # of the scan, per variable of its body; carries are left out
@@ -147,14 +147,15 @@ class _Scan:
         outs = [*self.jaxpr.outvars[:n], *(self.jaxpr.outvars[n + j] for j in others), *stacked]
         jaxpr = compat.new_jaxpr(self.jaxpr, outvars=outs, eqns=equations.live_equations(self.jaxpr.eqns, outs))
         outvars = [*eqn.outvars[:n], *(eqn.outvars[n + j] for j in others), *stacks]
-        return eqn.replace(outvars=outvars, params={**eqn.params, "jaxpr": compat.ClosedJaxpr(jaxpr, ())})
+        params = compat.scan_params(eqn, compat.ClosedJaxpr(jaxpr, ()), self.num_consts, n)
+        return eqn.replace(outvars=outvars, params=params)
 
     def _backward(
         self, kept: Sequence[compat.Var], stacks: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
     ) -> compat.JaxprEqn:
         eqn = self.pair.backward
         jaxpr = fresh_body(eqn.params["jaxpr"])
-        m = eqn.params["num_consts"]
+        m, num_carry = compat.scan_sizes(eqn)
         own = {v: compat.Var(v.aval) for v in kept}
         prelude = equations_on(again, [own[v] for v in kept])
         made = dict(zip(again.jaxpr.outvars, prelude.outs, strict=True))
@@ -171,9 +172,7 @@ class _Scan:
         outer += [stacks[v] if v in stacks else self.operand[v] for v in scanned]
         invars += [own[v] for v in scanned]
         body = compat.new_jaxpr(jaxpr, invars=invars, outvars=rest.outs, eqns=[*prelude.eqns, *rest.eqns])
-        params = {**eqn.params, "jaxpr": compat.ClosedJaxpr(body, ()), "num_consts": m + len(consts)}
-        if "linear" in params:
-            params["linear"] = (False,) * len(invars)
+        params = compat.scan_params(eqn, compat.ClosedJaxpr(body, ()), m + len(consts), num_carry)
         return eqn.replace(invars=outer, params=params)
 
 

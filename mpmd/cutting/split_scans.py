@@ -162,7 +162,7 @@ class _Scan:
 
     def __init__(self, eqn: compat.JaxprEqn):
         self.eqn = eqn
-        self.num_consts, self.num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        self.num_consts, self.num_carry = compat.scan_sizes(eqn)
         self.is_reversed = eqn.params["reverse"]
         end = self.num_consts + self.num_carry
         self.consts = eqn.invars[: self.num_consts]

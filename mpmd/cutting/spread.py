@@ -130,7 +130,7 @@ class Spread:
 
     def _chop(self, eqn: compat.JaxprEqn) -> bool:
         """Whether a scan is done as several ones, since it goes over rows that are cut."""
-        start, end = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["num_carry"]
+        start, end = sum(compat.scan_sizes(eqn)), compat.scan_sizes(eqn)[1]
         scanned = [*eqn.invars[start:], *eqn.outvars[end:]]
         found = next((r for v in scanned if (r := self.of(v)) and r.axis == 0), None)
         if found is None:
@@ -199,7 +199,7 @@ def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int 
 
 def _open_scan(eqn: compat.JaxprEqn) -> Opened:
     jaxpr = fresh_body(eqn.params["jaxpr"])
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = compat.scan_sizes(eqn)
     start, below = num_consts + num_carry, _around(0)
     links = _alike(eqn.invars[:start], jaxpr.invars[:start])
     links += _alike(eqn.outvars[:num_carry], jaxpr.outvars[:num_carry])

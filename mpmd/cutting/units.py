@@ -108,7 +108,7 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
             eqns.append(eqn)
         else:
             kind = "forward" if found else "backward"
-            num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+            num_consts, num_carry = compat.scan_sizes(eqn)
             carried = eqn.invars[num_consts : num_consts + num_carry]
             before = mark(eqn, carried, pair[0] if found else pair[1], kind)
             eqns.append(eqn.replace(invars=[compat.renamed(v, before) for v in eqn.invars]))

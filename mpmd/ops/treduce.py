@@ -201,7 +201,8 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
         frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
         return [x if is_plain(x) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
-    body = jax.make_jaxpr(flat)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
+    index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
+    body = compat.written_out(jax.make_jaxpr(flat)(index))
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)

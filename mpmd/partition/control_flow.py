@@ -57,8 +57,8 @@ def _is_of_one_stage(eqn: compat.JaxprEqn, pins: Pins) -> bool:
     """
     if eqn.primitive.name != "scan" or pins.stages is None:
         return False
-    n = eqn.params["num_consts"]
-    m = n + eqn.params["num_carry"]
+    n, m = compat.scan_sizes(eqn)
+    m += n
     return len(_groups_of(eqn.invars[m:], pins)) == 1 and len(_groups_of(eqn.invars[n:m], pins)) < 2
 
 
@@ -261,9 +261,8 @@ def _parts_by_group(eqn: compat.JaxprEqn, outs: Iterable[Groups | None]) -> dict
 
 
 def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
-    params = eqn.params
-    n, m = params["num_consts"], params["num_carry"]
-    closed = params["jaxpr"]
+    n, m = compat.scan_sizes(eqn)
+    closed = eqn.params["jaxpr"]
     ins: list = [compat.Var(v.aval) for v in closed.jaxpr.invars]
     carried = _Carried(
         _body_on(closed, ins),
@@ -274,7 +273,7 @@ def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
     for groups, results in _parts_by_group(eqn, carried.outs).items():
         needed = carried.closure([carried.body.outs[j] for j in results])
         if carried.crosses(needed, groups):
-            return _unrolled(eqn, pins, donor_of) if params["length"] <= _UNROLLED else None
+            return _unrolled(eqn, pins, donor_of) if eqn.params["length"] <= _UNROLLED else None
         kept = [i for i, v in enumerate(ins) if v in needed or (n <= i < n + m and i - n in results)]
         carries = [i - n for i in kept if n <= i < n + m]
         outs = [*carries, *(j for j in results if j >= m)]
@@ -283,12 +282,7 @@ def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
         new = eqn.replace(
             invars=[eqn.invars[i] for i in kept],
             outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in outs],
-            params={
-                **params,
-                "jaxpr": compat.with_new_vars(body),
-                "num_consts": sum(i < n for i in kept),
-                "num_carry": len(carries),
-            },
+            params=compat.scan_params(eqn, compat.with_new_vars(body), sum(i < n for i in kept), len(carries)),
         )
         found.append((new, groups))
     for new, groups in found:
@@ -299,7 +293,7 @@ def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
 def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned]:
     """The iterations of a `scan` one after the other, as equations of the step."""
     params = eqn.params
-    n, m, length = params["num_consts"], params["num_carry"], params["length"]
+    (n, m), length = compat.scan_sizes(eqn), params["length"]
     consts, carry, xs = eqn.invars[:n], list(eqn.invars[n : n + m]), eqn.invars[n + m :]
     found: list[_Pinned] = []
     stacked: list[list] = [[None] * length for _ in eqn.outvars[m:]]

@@ -255,8 +255,7 @@ class _Sums:
 
     def _scan(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
         """A scan, some of whose results are in parts: stacked ones, and sums that it carries."""
-        closed, num_carry = eqn.params["jaxpr"], eqn.params["num_carry"]
-        first = eqn.params["num_consts"]
+        closed, (first, num_carry) = eqn.params["jaxpr"], compat.scan_sizes(eqn)
         if closed.consts:
             return None
         body = inline(closed.jaxpr)

@@ -70,7 +70,7 @@ class ShardedAxes:
 
     def inside_scan(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> "ShardedAxes":
         """The same for the body of a `scan`, with what its carry becomes in the end."""
-        first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+        first, last = compat.scan_sizes(eqn)[0], sum(compat.scan_sizes(eqn))
         ins = [self.of(v) for v in eqn.invars]
         ins[last:] = [d[1:] for d in ins[last:]]
         inner = self.inside(body, ins)
@@ -103,7 +103,7 @@ class ShardedAxes:
             body = inline(eqn.params["jaxpr"].jaxpr)
             inner = self.inside_scan(eqn, body)
             outs = [inner.of(v) for v in body.outvars]
-            carries = eqn.params["num_carry"]
+            carries = compat.scan_sizes(eqn)[1]
             return [*outs[:carries], *(((), *d) for d in outs[carries:])]
         if name == "shard_map":
             return [dims_of(s, len(v.aval.shape)) for s, v in zip(eqn.params["out_specs"], eqn.outvars, strict=True)]

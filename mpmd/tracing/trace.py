@@ -91,7 +91,7 @@ def trace_step(
 def _traced(flat: Callable, avals: Sequence[Any]) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
     """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
     try:
-        closed = jax.make_jaxpr(flat)(*avals)
+        closed = compat.written_out(jax.make_jaxpr(flat)(*avals))
     except _NEEDS_A_VALUE as e:
         raise StageError(
             f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"

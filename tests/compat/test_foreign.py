@@ -214,6 +214,8 @@ def test_a_stablehlo_program_is_a_frozen_stage(schedule):
     ("shardy", "axis_type", "schedule"), in_turns([True, False], [AxisType.Auto, AxisType.Explicit], SCHEDULES)
 )
 def test_a_sharded_stablehlo_program_keeps_its_shardings(shardy, axis_type, schedule):
+    if not shardy and jax.__version_info__ >= (0, 11):
+        pytest.skip("exported programs of newer releases have Shardy's annotations alone")
     text = _text(shardy, sharded=True)
     assert ("sdy.sharding" if shardy else "mhlo.sharding") in text
     step = _check_encoder(text, _mesh(2, axis_type), schedule)

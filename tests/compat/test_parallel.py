@@ -250,8 +250,9 @@ def _many_collectives(tools):
         h = jnp.tanh(x @ w)
         everything = jax.lax.all_gather(h, "data")  # an axis of devices in front
         swapped = jax.lax.pswapaxes(jnp.stack([h, 2 * h]), "data", 0)
-        top = jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(h)), both).max()
-        low = jax.lax.pmin(jax.lax.stop_gradient(h), both).min()
+        everywhere = jax.lax.pcast(jax.lax.stop_gradient(h), "model", to="varying")
+        top = jax.lax.pmax(jnp.abs(everywhere), both).max()
+        low = jax.lax.pmin(everywhere, both).min()
         total = jax.lax.psum(jnp.sum(h**2), "data")
         size = jax.lax.axis_size("data") * jax.lax.axis_size("model")
         mine = jax.lax.pcast(jnp.float32(1.0), "data", to="varying") * (1.0 + jax.lax.axis_index("data"))

@@ -131,7 +131,7 @@ def test_a_scan_keeps_no_value_that_its_backward_can_make_of_others():
 
     def kept(closed):
         forward = next(e for e in closed.jaxpr.eqns if e.primitive.name == "scan")
-        stacks = forward.outvars[forward.params["num_carry"] :]
+        stacks = forward.outvars[compat.scan_sizes(forward)[1] :]
         return sum(v.aval.size * v.aval.dtype.itemsize for v in stacks) / (LAYERS * 8 * 64)
 
     # Of each element: the layer's input, what `tanh` gives, and whether it is dropped; and little for each row.
