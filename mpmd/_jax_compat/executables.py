@@ -153,7 +153,7 @@ def _described(program: Program, executable: Any) -> jax.stages.Compiled:
     )
     arguments = zip(program.closed.jaxpr.invars, program.in_shardings, strict=True)
     in_avals: list[Any] = [core.shaped_abstractify(abstract(v.aval, s)) for v, s in arguments]
-    out_avals = [v.aval for v in program.closed.jaxpr.outvars]
+    out_avals: list[Any] = [v.aval for v in program.closed.jaxpr.outvars]
     found_ins = pxla._maybe_get_and_check_in_shardings(executable, ins, devices, in_avals, 0)
     found_outs = pxla._maybe_get_and_check_out_shardings(executable, outs, devices, out_avals, 0)
     none = [None] * len(in_avals), [None] * len(out_avals)

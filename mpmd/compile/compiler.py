@@ -220,7 +220,7 @@ class Compiler:
         outs: Sequence[NamedSharding | None],
     ) -> DistinctProgram:
         # Both may hold the same cheap equation.
-        halves = first.jaxpr, compat.with_new_vars(second.program.closed).jaxpr
+        halves: tuple[compat.Jaxpr, ...] = first.jaxpr, compat.with_new_vars(second.program.closed).jaxpr
         closed = compat.make_jaxpr(
             [v for half in halves for v in half.invars],
             [v for half in halves for v in half.outvars],

@@ -175,7 +175,7 @@ def fresh_body(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
 
 def _open_loop(eqn: compat.JaxprEqn) -> Opened:
     """A microbatch loop: what it reads is cut as in its body, and what it gives, by how that is reduced."""
-    jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
+    jaxpr: compat.Jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
     links = _alike(eqn.invars, jaxpr.invars[:-1])
     for inner, operation, v in zip(jaxpr.outvars, eqn.params["info"].operations, eqn.outvars, strict=True):
         if type(operation) in (Add, Mean, Max, Min):

@@ -7,6 +7,7 @@ the rest is computed after the loop, one microbatch after the other.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,8 @@ class Join:
 
     def reduced(self, operation: Operation, num_microbatches: int) -> Callable:
         """The output of the loop, as a function of the stacked parts and the operands."""
-        index, value = self.jaxpr.in_avals[0], self.jaxpr.out_avals[0]
+        index: Any = self.jaxpr.in_avals[0]
+        value: Any = self.jaxpr.out_avals[0]
         output = compat.jaxpr_as_fun(self.jaxpr)
 
         def fun(*args):
