@@ -76,6 +76,9 @@ def _kinds(params):
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12), reason="JAX 0.12 cannot compile pmean under vmap on Explicit axes, nor can jax.jit"
+)
 def test_s5_with_its_own_learning_rates():
     batched = nn.vmap(
         S5Classifier, variable_axes={"params": None, "dropout": None, "batch_stats": None},
