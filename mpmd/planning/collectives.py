@@ -87,7 +87,8 @@ def _nbytes(text: str, kind: str, is_start: bool) -> int:
     for dtype, shape in _ARRAY.findall(text):
         bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript]
         sizes.append(math.prod(int(n) for n in shape.split(",") if n) * bits // 8)
-    if is_start and text.startswith("(") and kind != "all-reduce":
+    is_pair = text.startswith("(" if kind != "all-reduce" else "((")  # of an all-reduce only since JAX 0.11
+    if is_start and is_pair:
         sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
     return sum(sizes)
 

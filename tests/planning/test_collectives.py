@@ -41,6 +41,7 @@ GPU = """
 
 ENTRY %main_spmd (p: bf16[64,32]) -> bf16[64,32] {
   %start = bf16[64,32]{1,0} all-reduce-start(%p), replica_groups=mesh['a'=8,'b'=2] {'a'}, to_apply=%add
+  %newer = ((bf16[64,32]{1,0}), bf16[64,32]{1,0}) all-reduce-start(%p), replica_groups={{0,1},{2,3}}, to_apply=%add
   %done = bf16[64,32]{1,0} all-reduce-done(%start)
   %gather = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%q), replica_groups=[2,8]<=[16], dimensions={0}
   %gathered = bf16[64,32]{1,0} all-gather-done(%gather)
@@ -53,6 +54,7 @@ ENTRY %main_spmd (p: bf16[64,32]) -> bf16[64,32] {
 def test_each_way_to_write_groups_and_results_is_read():
     assert collectives_of(GPU, 16) == [
         Collective("all-reduce", 64 * 32 * 2, 8, is_async=True),
+        Collective("all-reduce", 64 * 32 * 2, 2, is_async=True),
         Collective("all-gather", 64 * 32 * 2, 8, is_async=True),
         Collective("reduce-scatter", 8 * 32 * 4, 4),
         Collective("collective-permute", 16, 16, is_async=True),

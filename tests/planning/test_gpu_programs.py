@@ -92,7 +92,8 @@ def collectives(compiled):
         ]
         for instructions in compiled.program.groups
     ]
-    assert all(c.is_async for found in (*tasks.values(), *around) for c in found)
+    if jax.__version_info__ < (0, 12):  # since then only where there is something to overlap with
+        assert all(c.is_async for found in (*tasks.values(), *around) for c in found)
     return {name: shown(found) for name, found in tasks.items() if found}, list(map(shown, around))
 
 
