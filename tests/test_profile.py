@@ -138,7 +138,7 @@ def check_trace(text):
             assert e["dur"] >= 0 and ("thread_name", e["pid"], e["tid"]) in named
             spans[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
         else:
-            key = e["cat"], e["id"], e["pid"]
+            key = e["cat"], e["id2"]["local"], e["pid"]
             if e["ph"] == "b":
                 assert key not in open_spans
                 open_spans[key] = e
@@ -153,7 +153,7 @@ def check_trace(text):
 
 def test_the_trace_is_as_the_format_asks(made):
     events = check_trace(made[2].to_chrome_trace())
-    tasks = [e for e in events if e["ph"] == "X" and e["cat"] == "task" and e["tid"] > 0]
+    tasks = [e for e in events if e["ph"] == "X" and e["cat"] == "task" and e["tid"] != events[0]["tid"]]
     assert len(tasks) == STEPS * 2 * STAGES * MICROBATCHES
     assert {e["args"]["stage"] for e in tasks} == set(range(STAGES))
 

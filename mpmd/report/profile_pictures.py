@@ -25,26 +25,31 @@ def to_chrome_trace(profile: Profile) -> str:
 
 
 def _events(profile: Profile, first: float) -> Iterator[dict[str, Any]]:
-    for rank in sorted({r for ranks in profile.ranks for r in ranks}):
-        yield _named("process_name", rank, 0, name=f"rank {rank}")
-        yield _named("process_sort_index", rank, 0, sort_index=rank)
-        yield _named("thread_name", rank, 0, name="host: starts programs")
-        for group, ranks in enumerate(profile.ranks):
-            if rank in ranks:
-                yield _named("thread_name", rank, group + 1, name=f"group {group}: devices")
+    ranks = sorted({r for ranks in profile.ranks for r in ranks})
+    per_rank = 1 + len(profile.ranks)
+    # Of its host; that of group g is g + 1 more. Perfetto takes id 0, and its process's, for the main thread.
+    threads = {rank: ranks[-1] + 1 + i * per_rank for i, rank in enumerate(ranks)}
+    for rank, host in threads.items():
+        yield _named("process_name", rank, host, name=f"rank {rank}")
+        yield _named("process_sort_index", rank, host, sort_index=rank)
+        yield _named("thread_name", rank, host, name="host: starts programs")
+        for group, of_group in enumerate(profile.ranks):
+            if rank in of_group:
+                yield _named("thread_name", rank, host + 1 + group, name=f"group {group}: devices")
     number = 0
     for count, step in enumerate(profile.steps):
         for r in step.runs:
-            yield from _run_events(r, count, first)
+            yield from _run_events(r, count, first, threads[r.rank])
         for m in step.moves:
             number += 1
-            common = {"cat": "transfer", "id": number, "pid": m.rank, "tid": 0, "name": str(m.way.value)}
-            args = {"from group": m.way.source, "to group": m.way.target, "bytes": m.nbytes, "step": count}
+            common = {"cat": "transfer", "id2": {"local": hex(number)}, "pid": m.rank, "tid": threads[m.rank]}
+            common["name"] = f"from group {m.way.source} to {m.way.target}"  # Perfetto shows a row a name
+            args = {"value": str(m.way.value), "bytes": m.nbytes, "step": count}
             yield {**common, "ph": "b", "ts": _micros(m.start - first), "args": args}
             yield {**common, "ph": "e", "ts": max(_micros(m.start - first), _micros(m.end - first))}
 
 
-def _run_events(r: Ran, step: int, first: float) -> Iterator[dict[str, Any]]:
+def _run_events(r: Ran, step: int, first: float, host: int) -> Iterator[dict[str, Any]]:
     args: dict[str, Any] = {"step": step, "program": r.name}
     if r.tasks:
         task = r.tasks[0]
@@ -52,7 +57,7 @@ def _run_events(r: Ran, step: int, first: float) -> Iterator[dict[str, Any]]:
         args["loop"] = r.loop
     if r.by is not None:
         args["waited for"] = str(r.by)
-    for tid, start, end in ((0, r.dispatched, r.returned), (r.group + 1, r.start, r.end)):
+    for tid, start, end in ((host, r.dispatched, r.returned), (host + 1 + r.group, r.start, r.end)):
         yield {
             "ph": "X", "name": r.title, "cat": "task" if r.tasks else "call", "pid": r.rank, "tid": tid,
             "ts": _micros(start - first), "dur": max(0.0, _micros(end - first) - _micros(start - first)), "args": args,
