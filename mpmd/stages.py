@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +356,7 @@ class Compiled:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
         leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
         consumed, next_of = {i for i, _ in self._consumed}, self._successors()
-        rows: list[Rows] = []
+        rows: list[Callable[[], Rows]] = []
         result = None
         with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
             for number in range(steps + 1):
@@ -365,7 +365,7 @@ class Compiled:
                 results = jax.tree.leaves(result)
                 leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
                 rows += [found] if number else []
-        self._timed = self._profile_of(rows, result)
+        self._timed = self._profile_of([found() for found in rows], result)
         return self._timed
 
     def _successors(self) -> dict[int, int]:
@@ -388,11 +388,11 @@ class Compiled:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
             zeros = self._inputs.zeros()
-            rows = Rows()
+            rows = Rows
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
                 copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
                 _, rows = self._executor.timed(copies, 1)
-            self._timed = self._profile_of([rows], None)
+            self._timed = self._profile_of([rows()], None)
         return self._timed.timeline()
 
     def _profile_of(self, rows: Sequence[Rows], result: Any) -> Profile:
@@ -428,12 +428,12 @@ class Compiled:
     def _run(self, leaves: Sequence[Any]) -> Any:
         if self.timing:
             result, rows = self._timed_run(leaves, 1)
-            self._timed = self._profile_of([rows], None)
+            self._timed = self._profile_of([rows()], None)
             return result
         placed = self._placed(leaves)
         return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
-    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Rows]:
+    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Callable[[], Rows]]:
         """A call, and when everything of this process ran."""
         placed = self._placed(leaves)
         results, rows = self._executor.timed([*self._inputs.constants, *placed], number)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,14 +90,16 @@ class Executor:
         self.finish()
         return self._collect(slots)
 
-    def timed(self, arguments: Sequence[Mapping[int, jax.Array]], step: int) -> tuple[list[dict[int, jax.Array]], Rows]:
+    def timed(
+        self, arguments: Sequence[Mapping[int, jax.Array]], step: int
+    ) -> tuple[list[dict[int, jax.Array]], Callable[[], Rows]]:
         """Runs the step once, as a call does, and notes when everything of this process ran.
 
         Args:
           step: its number, for the rows.
 
         Returns:
-          The results, and the rows on this process's clock.
+          The results, and what makes the rows, on this process's clock, when no step follows.
         """
         slots = self._fill(arguments)
         self.finish()

@@ -5,6 +5,7 @@ one for each pair of groups that values go between.
 """
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -52,12 +53,15 @@ class Recorder:
             for code, act, reads, writes, frees, number in instructions
         ]
 
-    def run(self, step: int, walk: Callable[[], None]) -> Rows:
+    def run(self, step: int, walk: Callable[[], None]) -> Callable[[], Rows]:
         """Runs a step, and waits until all that it started is done.
 
         Args:
           step: its number, for the rows.
           walk: does the instructions that `wrapped` returned.
+
+        Returns:
+          What makes the rows, which takes a while: for when no step follows.
         """
         self._warm_up()
         self._ends = [0.0] * len(self._bound)
@@ -74,7 +78,7 @@ class Recorder:
             for t in threads:
                 t.join()
             sys.setswitchinterval(interval)
-        return self._rows(step)
+        return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends)
 
     # --- while the step runs ----------------------------------------------------------------------
 
@@ -139,9 +143,9 @@ class Recorder:
 
     # --- afterwards -------------------------------------------------------------------------------
 
-    def _observed_ends(self) -> list[float]:
+    def _observed(self, ends: Sequence[float]) -> list[float]:
         """When each result was there: a thread may note it late, but no later than what was made of it."""
-        found, latest = list(self._ends), {}  # latest: per slot, and per lane ("lane", number)
+        found, latest = list(ends), {}  # latest: per slot, and per lane ("lane", number)
         for number in range(len(self._bound) - 1, -1, -1):
             b = self._bound[number]
             lane = "lane", self._lanes[b.group]
@@ -154,13 +158,13 @@ class Recorder:
                 latest.update((r, min(end, latest.get(r, math.inf))) for r in reads)
         return found
 
-    def _rows(self, step: int) -> Rows:
+    def _rows(self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float]) -> Rows:
         there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
         free: dict[int, float] = {}
         runs, moves, sends = [], [], []
-        ends = self._observed_ends()
+        ends = self._observed(ends)
         for number, b in enumerate(self._bound):
-            begun, returned = self._begun[number], self._returned[number]
+            begun, returned = begun_at[number], returned_at[number]
             end = max(ends[number], begun)
             if b.code == RUN:
                 lane = self._lanes[b.group]
