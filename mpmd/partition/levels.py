@@ -89,8 +89,15 @@ def as_early_as_possible(placed: Placed) -> Levels:
 
 
 def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
-    """Each equation as late as its readers allow, where that does not keep more bytes alive."""
+    """Each equation as late as its readers allow, where that does not keep more bytes alive.
+
+    Scalars from before the loops that none of them reads (counters) are computed with what their group does last, and
+    need no program of their own.
+    """
     step = placed.step
+    first_loop, last = min(levels.loops.values(), default=0), defaultdict[int, int](int)
+    for (_, group), level in levels.runs.items():
+        last[group] = max(last[group], level)
     runs, made = dict(levels.runs), {v: dict(have) for v, have in levels.made.items()}
     latest: dict[tuple[compat.Var, int], int] = {}
 
@@ -110,10 +117,12 @@ def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
                 for g in groups:
                     bound(v, g, levels.loops[i] - 1)
             continue
-        stays = runs_once(item) or equations.shrinks(item)
         for g in placed.runs[i]:
             level = runs[i, g]
+            counts = equations.is_scalar_work(item) and level < first_loop < last[g]
+            stays = runs_once(item) or (equations.shrinks(item) and not counts)
             limit = min((latest[v, g] for v in item.outvars if (v, g) in latest), default=END)
+            limit = last[g] if counts and limit == END else limit
             if level < limit < END and not stays:
                 while limit in levels.loops.values():
                     limit -= 1
