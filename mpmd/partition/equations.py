@@ -34,12 +34,14 @@ def nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
+    if not keys.is_key(dtype):
+        return size(aval) * dtype.itemsize
     return math.prod(keys.data_shape(getattr(aval, "shape", ()), dtype)) * keys.data_dtype(dtype).itemsize
 
 
 def variables(atoms: Iterable[Atom]) -> list[compat.Var]:
     """The variables among `atoms`, each once, in order."""
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, compat.Literal)))
+    return list({v: None for v in atoms if not isinstance(v, compat.Literal)})
 
 
 def free_variables(eqns: Sequence[compat.JaxprEqn], results: Iterable[Atom] = ()) -> list[compat.Var]:
@@ -71,11 +73,12 @@ def is_heavy(eqn: compat.JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in _HEAVY or eqn.effects or changes_memory(eqn):
         return True
-    out = sum(size(v.aval) for v in eqn.outvars)
     if name in _RANDOM:
-        return out > _SMALL_RANDOM
-    read = sum(size(v.aval) for v in eqn.invars)
-    return name.startswith(("reduce", "arg")) and read > _LARGE_REDUCTION * max(out, 1)
+        return sum(size(v.aval) for v in eqn.outvars) > _SMALL_RANDOM
+    if not name.startswith(("reduce", "arg")):
+        return False
+    out, read = (sum(size(v.aval) for v in vs) for vs in (eqn.outvars, eqn.invars))
+    return read > _LARGE_REDUCTION * max(out, 1)
 
 
 def changes_memory(eqn: compat.JaxprEqn) -> bool:
