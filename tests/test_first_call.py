@@ -13,7 +13,7 @@ import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
 
-WEIGHTS = [np.eye(4, dtype=np.float32), np.eye(4, 3, dtype=np.float32)]
+STATE = [np.eye(4, dtype=np.float32), np.eye(4, 3, dtype=np.float32)], np.int32(0)
 XS = np.arange(24, dtype=np.float32).reshape(3, 2, 4) / 24
 
 
@@ -21,9 +21,10 @@ def loss(w, x):
     return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)
 
 
-def step(w, xs):
+def step(state, xs):
+    w, count = state
     grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=scheduler.OneFOneB(2))
-    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), count + 1  # the count's memory is taken over, too
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_loops_body_is_traced_once(monkeypatch):
         raise AssertionError("the body is traced again")
 
     monkeypatch.setattr(compat, "jaxpr_as_fun", traced_again)
-    assert [v.aval.shape for v in jax.make_jaxpr(step)(WEIGHTS, XS).jaxpr.outvars] == [(4, 4), (4, 3)]
+    assert [v.aval.shape for v in jax.make_jaxpr(step)(STATE, XS).jaxpr.outvars] == [(4, 4), (4, 3), ()]
 
 
 def test_tasks_run_while_the_update_is_compiled(jitted, monkeypatch):
@@ -54,13 +55,13 @@ def test_tasks_run_while_the_update_is_compiled(jitted, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)  # threads that compile
     monkeypatch.setattr(compat, "compile_program", compile_later)
     monkeypatch.setattr(Executable, "__call__", noted)
-    result = jitted([jnp.asarray(w) for w in WEIGHTS], XS)
-    expected = jax.jit(step)(WEIGHTS, XS)
+    result = jitted(jax.tree.map(jnp.asarray, STATE), XS)
+    expected = jax.jit(step)(STATE, XS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), result, expected)
 
 
 def test_no_argument_is_lost_when_a_program_cannot_be_compiled(jitted, monkeypatch):
-    weights, compile_program = jitted([jnp.asarray(w) for w in WEIGHTS], XS), compat.compile_program
+    state, compile_program = jitted(jax.tree.map(jnp.asarray, STATE), XS), compat.compile_program
 
     def compile_some(lowered, program):
         if "after_loop_group0" in program.name:  # what runs last
@@ -71,6 +72,6 @@ def test_no_argument_is_lost_when_a_program_cannot_be_compiled(jitted, monkeypat
     monkeypatch.setattr(compat, "compile_program", compile_some)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no memory to compile"):
-            jitted(weights, XS)
-    for kept in weights:
+            jitted(state, XS)
+    for kept in jax.tree.leaves(state):
         assert np.isfinite(np.asarray(kept)).all()
