@@ -89,18 +89,24 @@ class _Branch:
         self.eqns = [e for e, _ in pinned]
         self.producer = {v: e for e in self.eqns for v in e.outvars}
         self.part: dict[compat.Var, _Part | None] = {}
+        self._sources: dict[compat.Var, set[tuple[int, Groups]]] = {}  # the parts that must run before it is read
         for eqn, pin in pinned:
-            # What depends on no placed value is computed again by each part that reads it.
+            # What no group holds is computed again by each part that reads it, from what other parts hand over.
             part = None if pin is None else (self._depth(eqn.invars, pin), pin)
+            sources = self._sources_of(eqn.invars) if part is None else {part}
             self.part.update((v, part) for v in eqn.outvars)
+            self._sources.update((v, sources) for v in eqn.outvars)
 
-    def _depth(self, atoms: Iterable[Atom], groups: Groups) -> int:
-        sources = [part for v in equations.variables(atoms) if (part := self.part.get(v)) is not None]
-        return max((depth + (not groups <= where) for depth, where in sources if where is not None), default=0)
+    def _sources_of(self, atoms: Iterable[Atom]) -> set[tuple[int, Groups]]:
+        return set().union(*(self._sources.get(v, ()) for v in equations.variables(atoms)))
+
+    def _depth(self, atoms: Iterable[Atom], groups: Groups | None) -> int:
+        crossed = ((d, groups is not None and not groups <= where) for d, where in self._sources_of(atoms))
+        return max((depth + crosses for depth, crosses in crossed), default=0)
 
     def depth_of_result(self, j: int, groups: Groups | None) -> int:
-        """How many transfers it takes until a result is in `groups`."""
-        return 0 if groups is None else self._depth([self.outs[j]], groups)
+        """How many transfers it takes until a result is in `groups`, or (None) until it can be computed."""
+        return self._depth([self.outs[j]], groups)
 
     def needed(self, part: _Part, results: Iterable[Atom]) -> list[compat.JaxprEqn]:
         """The equations of a part: its own that are read, and the ones without a part that they read."""
@@ -122,7 +128,7 @@ def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
             groups = _result_groups(v, [b.outs[j] for b in branches], pins, donor_of)
             results[max(b.depth_of_result(j, groups) for b in branches), groups].append(j)
     parts = set(results) | {p for b in branches for p in b.part.values() if p is not None}
-    # A part that reads of one of its own depth runs in fewer groups than it.
+    # A part that reads of one of its own depth runs in fewer groups than it, or (None) anywhere.
     order = sorted(parts, key=lambda p: (p[0], -len(p[1] or ()), sorted(p[1] or ())))
     crossing = [_read_elsewhere(b, results, order) for b in branches]
     found = []

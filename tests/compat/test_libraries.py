@@ -359,6 +359,11 @@ def _hyperparams():
     return optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 5), eps=1e-3)
 
 
+def _multi_steps_of_finite():
+    """A condition in a condition, on what all stages compute in the outer one."""
+    return optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3), 2)
+
+
 def _averaged():
     return optax.chain(optax.ema(0.9), optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
@@ -371,6 +376,7 @@ PROGRAMS = [
     Program("dot_product_attention", _two_stages, regression_batch, _attention, num_stages=2),
     Program("pallas_interpreted", _two_stages, regression_batch, _pallas, num_stages=2),
     _optax_program("multi_steps", _multi_steps),
+    _optax_program("multi_steps_of_finite", _multi_steps_of_finite),
     _optax_program("masked", _masked),
     _optax_program("apply_if_finite", lambda: optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3)),
     _optax_program("inject_hyperparams", _hyperparams),
