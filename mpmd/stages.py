@@ -38,7 +38,7 @@ from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.texts import texts
 from mpmd.run.agreement import agree_on_values
-from mpmd.run.donated import consume, usable
+from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
@@ -206,7 +206,7 @@ class Compiled:
         self._programs = programs
         self._program = program
         self._donated = usable(programs, donated)
-        self._consumed = [(i, ks) for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)]
+        self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
         self._bound = None if programs.mesh.is_described else Executor(programs, program)
         programs.compiler.close()
         self._timed: Profile | None = None
@@ -355,13 +355,13 @@ class Compiled:
         if steps < 1:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
         leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
-        consumed, next_of = {i for i, _ in self._consumed}, self._successors()
+        consumed, next_of = set(self._consumed), self._successors()
         rows: list[Callable[[], Rows]] = []
         result = None
         with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
             for number in range(steps + 1):
                 lent = [copy.copy(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
-                result, found = self._timed_run(lent, number)
+                result, found = self._timed_run(apart(lent, self._consumed), number)
                 results = jax.tree.leaves(result)
                 leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
                 rows += [found] if number else []
@@ -372,7 +372,7 @@ class Compiled:
         """Per donated argument, the result that takes its place, if there is one."""
         donors = self._programs.outline.donors
         result_of = {donors[ks[0]]: k for k, ks in enumerate(self._split.out_positions)}
-        return {i: result_of[ks[0]] for i, ks in self._consumed if ks[0] in result_of}
+        return {i: result_of[ks[0]] for i, ks in self._consumed.items() if ks[0] in result_of}
 
     @compat.api_boundary
     def last_timeline(self) -> Timeline:
@@ -426,6 +426,7 @@ class Compiled:
         return self._inputs.fit(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
+        leaves = apart(leaves, self._consumed) if self._consumed else leaves
         if self.timing:
             result, rows = self._timed_run(leaves, 1)
             self._timed = self._profile_of([rows()], None)
@@ -450,7 +451,7 @@ class Compiled:
     def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
         """What the user gets; donated arguments are used up."""
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
-        for i, pieces in self._consumed if self._donated else ():
+        for i, pieces in self._consumed.items():
             consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)
         return jax.tree.unflatten(self.out_tree, self._results.arrays(results))
 

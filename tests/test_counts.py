@@ -503,6 +503,27 @@ def test_one_array_in_two_places_of_the_state_is_two_in_the_next():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("passed_on", [0, 1])
+def test_a_donated_array_in_two_places_is_copied(passed_on):
+    """`jax.jit` refuses to donate it twice; the place that the step returns as it came must keep its values."""
+    counted = Counted(2)
+    train_one = counted._build(pipelined(counted.schedule))
+
+    def step(states, batch):
+        new, _ = train_one(states[1 - passed_on], batch)
+        return (new, states[1]) if passed_on else (states[0], new)
+
+    jitted = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(make_mesh(2, AxisType.Auto), "stage"), donate_argnums=0)
+    state = counted.state()
+    for seed in range(3):  # first arrays of JAX, then those of the step before
+        before = host(state)
+        expected, _ = jax.jit(counted._build(plain_loop()))(before, _batch(seed))
+        states = jitted((state, state), _batch(seed))
+        assert_same(host(states[passed_on]), before, 0)
+        assert_same(host(states[1 - passed_on]), host(expected), 2e-5)
+        state = states[1 - passed_on]
+
+
 # --- effects ---
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,21 @@ def _users_frame() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((package, jax.__path__[0])):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def apart(leaves: Sequence[Any], donated: Container[int]) -> Sequence[Any]:
+    """The arguments of a call, each donated one in memory of its own.
+
+    An array that is given twice (`ema = params` at the start) is copied, where `jax.jit` refuses the call.
+    """
+    found, first = leaves, dict[int, int]()
+    for i, x in enumerate(leaves):
+        for array in x._arrays.values() if type(x) is MpmdArray else (x,):
+            other = first.setdefault(id(array), i)
+            if other != i and (i in donated or other in donated) and isinstance(x, jax.Array) and not x.is_deleted():
+                found = [*found[:i], x.copy(), *found[i + 1 :]]
+                break
+    return found
 
 
 def consume(leaf: Any, placed: Sequence[Mapping[int, jax.Array]], kept: Mapping[int, jax.Array], shared: bool) -> None:
