@@ -66,3 +66,20 @@ def test_work_that_is_done_twice_and_sums_over_groups_are_named(text):
     assert "  computed in several stages (0, 1, 2): 2 cheap equations on the microbatch, such as " in text
     assert "  computed again by the backward pass (jax.checkpoint): 50% of the forward pass" in text
     assert "  the gradient of params['embed'] (448 B) arises in groups 0, 2: its parts are summed once a step" in text
+
+
+def test_a_line_of_an_installed_library_is_told_with_the_line_that_calls_it():
+    library: dict = {}
+    exec(compile("def apply(w, x):\n    return x @ w\n", "/env/site-packages/library/layers.py", "exec"), library)
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+
+    def model(w, x):
+        return mpmd.mark_stage_end(library["apply"](w[0], x)) @ w[1]
+
+    weights = [np.ones((8, 8), np.float32)] * 2
+    shardings = [mpmd.MpmdSharding(mesh, g, jax.sharding.PartitionSpec()) for g in (0, 1)]
+    placed = mpmd.jit(lambda: weights, mpmd_mesh=mesh, out_shardings=shardings)()
+    x = mpmd.jit(lambda: jnp.ones((64, 8)), mpmd_mesh=mesh, out_shardings=shardings[1])()
+    text = mpmd.jit(model, mpmd_mesh=mesh).lower(placed, x).compile().explain()
+    assert "dot_general reads it, at /env/site-packages/library/layers.py:2" in text
+    assert "(apply), called from " + __file__ in text

@@ -199,6 +199,36 @@ def test_marks_tell_the_groups_of_parameters_and_caches_that_come_from_the_host(
     assert_nothing_large_crosses(jitted)
 
 
+@pytest.mark.parametrize("axes", ["explicit", _slow("auto")])
+def test_weights_that_read_a_memory_stand_in_the_stages_whose_text_reads_it(axes):
+    """An encoder's result is read in two later stages: alike in training and prediction, and in a decoder alone."""
+    mesh, width = make_mesh(axes), 32
+    params = {k: np.full((width, width), 0.01, np.float32) for k in ("encode", "first", "cross", "last", "cross_last")}
+
+    def decode(p, memory):
+        y = mpmd.mark_stage_end(jnp.tanh(memory @ p["cross"]) @ p["first"])
+        return jnp.sum((y @ p["last"] + memory @ p["cross_last"]) ** 2)
+
+    def model(p, x):
+        return decode(p, mpmd.mark_stage_end(jnp.tanh(x @ p["encode"])))
+
+    def gradients(p, xs):
+        return mpmd.treduce(lambda x: jax.grad(model)(p, x), xs, schedule="1f1b")
+
+    mesh = mesh.mpmd_submesh([0, 1, 2])
+    predicting = mpmd.jit(model, mpmd_mesh=mesh).lower(params, np.ones((4, width), np.float32)).compile()
+    training = mpmd.jit(gradients, mpmd_mesh=mesh).lower(params, np.ones((3, 4, width), np.float32)).compile()
+    groups = {k: s.groups for k, s in predicting.input_shardings[0][0].items()}
+    assert groups == {"encode": (0,), "first": (1,), "cross": (1,), "last": (2,), "cross_last": (2,)}
+    assert groups == {k: s.groups for k, s in training.input_shardings[0][0].items()}
+
+    placed = mpmd.jit(lambda: params, mpmd_mesh=mesh, out_shardings=training.input_shardings[0][0])()
+    where = mpmd.MpmdSharding(mesh, 0, jax.sharding.PartitionSpec())
+    memory = mpmd.jit(lambda: jnp.ones((40, width)), mpmd_mesh=mesh, out_shardings=where)()  # larger than a weight
+    text = mpmd.jit(decode, mpmd_mesh=mesh).lower(placed, memory).compile().explain()
+    assert "the argument memory (5.12 KB) is sent from group 0 to 1" in text and "p['" not in text
+
+
 @pytest.mark.slow
 def test_one_cache_for_all_layers_is_in_every_group_and_is_right():
     """Stacked, as for a scan over layers: one array, of which each group reads a part. It crosses at each call."""

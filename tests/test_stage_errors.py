@@ -558,7 +558,7 @@ def test_explain_says_that_without_a_loop_stages_wait_for_each_other():
 
     args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
     text = mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(*args).compile().explain()
-    assert "no pipelined loop: one batch passes the 1 stage ends one after the other" in text
+    assert "no pipelined loop: one batch passes 1 stage end one after the other" in text
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_its_path():

@@ -174,8 +174,19 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Where in the user's code the equation was written: `file:line (function)`."""
-    return source_info_util.summarize(eqn.source_info)
+    """Where the equation was written: `file:line (function)`; where a library wrote it, also who called that."""
+    written, *callers = source_info_util.summarize(eqn.source_info, _NUM_FRAMES).split("\n")[::-1]
+    if not _is_installed(written):
+        return written
+    caller = next((c for c in callers if not _is_installed(c)), None)
+    return written if caller is None else f"{written}, called from {caller}"
+
+
+_NUM_FRAMES = 50
+
+
+def _is_installed(place: str) -> bool:
+    return "site-packages" in place or "dist-packages" in place
 
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -241,7 +241,7 @@ class Pins:
         if group is None or group in common:
             return None
         missing = sum(equations.nbytes(v.aval) for groups, v in held if group not in groups)
-        return frozenset([group]) if missing < sum(equations.nbytes(v.aval) for v in eqn.outvars) else None
+        return frozenset([group]) if missing <= sum(equations.nbytes(v.aval) for v in eqn.outvars) else None
 
     def _choose(self, eqn: compat.JaxprEqn, held: Sequence[tuple[Groups, compat.Var]]) -> int:
         """The group that runs an equation whose operands have no group in common."""
@@ -261,7 +261,9 @@ class Pins:
                     state.add(g)
                 if not self._after_loop and equations.size(v.aval) > 1:
                     last[g] = max(last[g], self._order.get(v, 0))
-        return max(nbytes, key=lambda g: (weights[g], g == text, nbytes[g], g in state, last[g], -g))
+        # Of two large arguments (weights, and what an encoder made) the one in whose stage's text it stands.
+        of_its_text = text if text is not None and weights[text] else None
+        return max(nbytes, key=lambda g: (g == of_its_text, weights[g], g == text, nbytes[g], g in state, last[g], -g))
 
 
 def with_fewest_bytes(

@@ -18,7 +18,8 @@ def crossing_lines(outline: Outline) -> list[str]:
         return []
     sizes = [in_bytes(equations.nbytes(t.var.aval)) for t in transfers]
     total = in_bytes(sum(equations.nbytes(t.var.aval) for t in transfers))
-    lines = [f"outside of the loops {total} cross in {len(transfers)} transfers a step:"]
+    count = f"{len(transfers)} transfer{'s' * (len(transfers) > 1)}"
+    lines = [f"outside of the loops {total} cross in {count} a step:"]
     for t, size in list(zip(transfers, sizes, strict=True))[:_SHOWN]:
         shown = f"{outline.names[t.var]} {t.var.aval.str_short(short_dtypes=True)} ({size})"
         lines.append(f"  {shown} from group {t.source} to {t.target}: {_reason(outline, t)}")

@@ -72,8 +72,8 @@ def explain(
         lines += loop_lines(compiled, roles, timeline.bubble_fraction)
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
-            f"no pipelined loop: one batch passes the {marks} stage ends one after the other, so groups wait for each"
-            " other; a treduce over several batches keeps them busy (docs/inference.md)"
+            f"no pipelined loop: one batch passes {marks} stage end{'s' * (marks > 1)} one after the other, so groups"
+            " wait for each other; a treduce over several batches keeps them busy (docs/inference.md)"
         )
     lines += [*crossing_lines(programs.outline), *notes]
     lines += _collective_lines(programs)
@@ -131,7 +131,8 @@ def _group_lines(
             if placement[stage] == group:
                 yield from _stage_lines(loop, stage, roles)
     for target, sizes in sent_by(program, group).items():
-        yield f"  sends {in_bytes(sum(sizes))} to group {target} in {len(sizes)} transfers a step"
+        count = f"{len(sizes)} transfer{'s' * (len(sizes) > 1)}"
+        yield f"  sends {in_bytes(sum(sizes))} to group {target} in {count} a step"
 
 
 def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) -> Iterator[str]:
