@@ -26,6 +26,7 @@ from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.job import Job
+from mpmd.run.users_frame import users_frame
 from scheduler import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -155,7 +156,7 @@ def agree_on_values(
         warnings.warn(
             f"mpmd: the processes gave different host arrays to the step: {', '.join(unlike[:3])}{more}. Each is taken"
             " from the processes whose groups use it; if they come from one batch, load the same in every process.",
-            stacklevel=2,
+            stacklevel=users_frame(),
         )
     if faults:
         more = [f"  … and {len(faults) - 5} more"] if len(faults) > 5 else []

@@ -1,7 +1,5 @@
 """Tells which donated arguments are used up (JAX's rule and warning), and deletes them after the call."""
 
-import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -14,6 +12,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.compile.donation import buffer_type
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
+from mpmd.run.users_frame import users_frame
 
 
 def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
@@ -39,18 +38,9 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
         warnings.warn(
             f"Some donated buffers were not usable: {', '.join(unused)}.\n"
             "No result has their type. See an explanation at https://docs.jax.dev/en/latest/faq.html#buffer-donation.",
-            stacklevel=_users_frame(),
+            stacklevel=users_frame(),
         )
     return frozenset(i for i in found if args[i] in read)
-
-
-def _users_frame() -> int:
-    """How many frames above its caller the user's code is: the `stacklevel` of a warning there."""
-    package = os.path.dirname(os.path.dirname(__file__))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((package, jax.__path__[0])):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def apart(leaves: Sequence[Any], donated: Container[int]) -> Sequence[Any]:
