@@ -524,6 +524,18 @@ def test_a_donated_array_in_two_places_is_copied(passed_on):
         state = states[1 - passed_on]
 
 
+def test_a_donated_argument_that_is_given_again_is_named():
+    mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto), "stage")
+    step = mpmd.jit(lambda state: {"w": state["w"] + 1}, mpmd_mesh=mesh, donate_argnums=0)
+    first = {"w": jnp.ones(8)}
+    second = step(first)
+    step(second)
+    with pytest.raises(RuntimeError, match=r"^state\['w'\]: this f32\[8\] was deleted, or donated to a step"):
+        step(first)
+    with pytest.raises(RuntimeError, match=r"^state\['w'\]: MpmdArray\(.*\) was donated to a step"):
+        step(second)
+
+
 # --- effects ---
 
 

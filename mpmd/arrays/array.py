@@ -346,10 +346,12 @@ class MpmdArray(ReadableArray):
 
     # Reading it as an array.
 
-    def _check_not_gone(self) -> None:
+    def _check_not_gone(self, name: str = "") -> None:
+        """Raises an error that says what became of it; `name` is what the user calls it."""
         if self.is_deleted():
             what = "was donated to a step, which reused its memory; use the step's output"
-            raise RuntimeError(f"{self!r} {what if self._gone == 'donated' else 'has been deleted'}.")
+            begin = f"{name}: " if name else ""
+            raise RuntimeError(f"{begin}{self!r} {what if self._gone == 'donated' else 'has been deleted'}.")
 
     def _readable(self) -> jax.Array:
         """The array of the lowest local group; the user's error where this process has none."""

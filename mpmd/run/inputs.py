@@ -120,10 +120,13 @@ class Inputs:
         for i, x in enumerate(leaves):
             sharding, rows, aval = self.shardings[i], self._rows[i], self.avals[i]
             if type(x) is MpmdArray:
-                x._check_not_gone()
+                x._check_not_gone(self._whole.in_names[i])
                 if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
                     arguments += [x._arrays] if rows is None else _pieces_in_place(x, rows, self._of_pieces[i])
                     continue
+            elif isinstance(x, jax.Array) and not isinstance(x, compat.Tracer) and x.is_deleted():
+                name, of_type = self._whole.in_names[i], aval.str_short(short_dtypes=True)
+                raise RuntimeError(f"{name}: this {of_type} was deleted, or donated to a step: use the step's output.")
             for piece, where in zip(_pieces(x, rows), self._of_pieces[i], strict=True):
                 if isinstance(piece, jax.Array):
                     _check_movable(piece, where)
