@@ -298,14 +298,14 @@ def _transfers(facts: Facts) -> Iterator[str]:
     for pair, sizes in sorted(sent.items()):
         seconds = sum(took[pair])
         measured_as = (
-            (in_seconds(statistics.median(took[pair])), f"{in_bytes(moved[pair] / seconds)}/s" if seconds else "–")
+            (in_seconds(seconds / len(took[pair])), f"{in_bytes(moved[pair] / seconds)}/s" if seconds else "–")
             if took[pair] else ("–", "–")
         )  # fmt: skip
         rows.append(
             (f"{pair[0]} → {pair[1]}", str(len(sizes)), in_bytes(sum(sizes)), in_bytes(max(sizes)), *measured_as)
         )
     yield "<h2>Transfers of a step</h2>"
-    yield _table(("groups", "values", "bytes", "largest", "median time", "rate"), rows)
+    yield _table(("groups", "values", "bytes", "largest", "mean time", "rate"), rows)
 
 
 def _against(facts: Facts) -> Iterator[str]:
