@@ -142,7 +142,7 @@ class Jitted:
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
-        if jax.config.values["jax_disable_jit"]:
+        if compat.setting("jax_disable_jit"):
             args, kwargs = _on_one_device((args, kwargs))
             return self._fun(*args, **kwargs)
         call = self._read(args, kwargs)

@@ -67,6 +67,15 @@ def test_hoisting_takes_what_no_microbatch_changes_out_of_the_loop():
     )
 
 
+@pytest.mark.parametrize(("rows", "is_cheap"), [(64, True), (8192, False)])
+def test_constants_that_cost_less_than_a_program_are_made_in_the_tasks(rows, is_cheap):
+    def scatters(i, w):
+        return jnp.sum(w * jnp.zeros((rows, 1)).at[:, 0].add(1 / rows) * i)
+
+    body = hoist(Body.of(loop(scatters, jax.ShapeDtypeStruct((rows, 1), jnp.float32))))
+    assert [n.clonable for n in body.nodes if n.eqn.primitive.name == "scatter-add"] == [is_cheap]
+
+
 def test_marks_say_the_stage_of_what_they_stand_between_and_then_vanish():
     shown(
         placed(loop(two_stages, VECTOR, VECTOR)),

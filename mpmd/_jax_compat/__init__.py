@@ -81,6 +81,7 @@ from mpmd._jax_compat.stablehlo import exported_specs, exported_stablehlo
 from mpmd._jax_compat.tracing_hooks import (
     current_mesh,
     is_profiling,
+    setting,
     sharding_here,
     trace_context,
     tracing,

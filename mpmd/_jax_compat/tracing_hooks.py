@@ -21,6 +21,11 @@ def trace_context() -> Hashable:
     return config.trace_context()
 
 
+def setting(name: str) -> Any:
+    """The value of one of JAX's settings. `jax.config.values`, which says it too, asks for all of them."""
+    return getattr(jax.config, name)
+
+
 def is_profiling() -> bool:
     """Whether a profile is being taken, by `jax.profiler` or by a tool that asked its server for one."""
     return jax.profiler.TraceAnnotation.is_enabled()

@@ -189,7 +189,7 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
     if schedule is not None:
         _check_schedule(schedule, name)
     cuts = _checked_cuts(cuts, schedule, name)
-    if jax.config.values["jax_disable_jit"]:
+    if compat.setting("jax_disable_jit"):
         return _eager_loop(take, num_microbatches, operation, name)
     out_tree: Any = None
     frozen: dict[int, np.ndarray] = {}

@@ -22,6 +22,7 @@ _VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expan
 # A large reduction is worth sending rather than computing in two places.
 _LARGE_REDUCTION = 64
 _SMALL_RANDOM = 16
+_SMALL_SCATTER = 4096
 
 
 def size(aval: Any) -> int:
@@ -79,6 +80,12 @@ def is_heavy(eqn: compat.JaxprEqn) -> bool:
         return False
     out, read = (sum(size(v.aval) for v in vs) for vs in (eqn.outvars, eqn.invars))
     return read > _LARGE_REDUCTION * max(out, 1)
+
+
+def is_small_scatter(eqn: compat.JaxprEqn) -> bool:
+    """Whether the equation is a scatter that touches fewer elements than starting a program costs."""
+    touched = sum(size(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name in ("scatter", "scatter-add") and touched <= _SMALL_SCATTER
 
 
 def changes_memory(eqn: compat.JaxprEqn) -> bool:

@@ -179,9 +179,8 @@ def hoist(body: Body) -> Body:
         from_operands = any(v in rooted for v in node.inputs)
         if from_operands:
             rooted.update(node.eqn.outvars)
-        clonable = not equations.is_heavy(node.eqn) and (
-            not from_operands or equations.is_view(node.eqn) or equations.is_scalar_work(node.eqn)
-        )
+        is_cheap = not equations.is_heavy(node.eqn) or equations.is_small_scatter(node.eqn)
+        clonable = is_cheap and (not from_operands or equations.is_view(node.eqn) or equations.is_scalar_work(node.eqn))
         nodes.append(dataclasses.replace(node, per_microbatch=False, clonable=clonable))
     return body.with_nodes(nodes)
 

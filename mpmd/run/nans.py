@@ -13,7 +13,7 @@ from mpmd import _jax_compat as compat
 
 def are_errors() -> bool:
     """Whether JAX is configured to raise where a NaN or an infinity arises."""
-    return jax.config.values["jax_debug_nans"] or jax.config.values["jax_debug_infs"]
+    return compat.setting("jax_debug_nans") or compat.setting("jax_debug_infs")
 
 
 def checked(act: Callable, text: str, looks_at_results: bool) -> Callable:
@@ -42,7 +42,7 @@ def _check(arrays: Iterable[jax.Array], text: str) -> None:
         if not jax.dtypes.issubdtype(x.dtype, np.inexact):
             continue
         for name, found in (("nan", jax.numpy.isnan), ("inf", jax.numpy.isinf)):
-            if jax.config.values[f"jax_debug_{name}s"] and any(found(s.data).any() for s in x.addressable_shards):
+            if compat.setting(f"jax_debug_{name}s") and any(found(s.data).any() for s in x.addressable_shards):
                 raise _error(name, text)
 
 
