@@ -35,7 +35,13 @@ leaf_handler.register()
 
 @compat.api_boundary
 def save(
-    path: Any, tree: Any, *, use_zarr3: bool = False, timeout_s: int = 300, tensors: TensorFormat | None = None
+    path: Any,
+    tree: Any,
+    *,
+    use_zarr3: bool = False,
+    timeout_s: int = 300,
+    tensors: TensorFormat | None = None,
+    use_compression: bool = False,
 ) -> None:
     """Saves a tree as an Orbax checkpoint, or a Hugging Face folder. Returns when it is finished; it is whole then.
 
@@ -51,6 +57,9 @@ def save(
         use_zarr3: writes the format Zarr 3 instead of 2.
         timeout_s: how long processes wait for the last one to call it.
         tensors: makes a Hugging Face folder of safetensors, as it says.
+        use_compression: compresses `MpmdArray`s, and `jax.Array`s beside them, as Orbax does by default (zstd).
+            Trained float32 then takes 8 % less room, bfloat16 a quarter less, and saving and restoring take twice
+            as long. A tree without any `MpmdArray` has no checksums and is always compressed.
 
     Raises:
         FileExistsError: something is at `path` already, or another job has put it there meanwhile.
@@ -74,7 +83,13 @@ def save(
         written: list[int] = []
         with waiting(_how_much_is_written(folder, tree, written)):
             if tensors is None:
-                leaf_handler.write_tree(working.folder, tree, use_zarr3=use_zarr3, in_flight_nbytes=IN_FLIGHT_NBYTES)
+                leaf_handler.write_tree(
+                    working.folder,
+                    tree,
+                    use_zarr3=use_zarr3,
+                    use_compression=use_compression,
+                    in_flight_nbytes=IN_FLIGHT_NBYTES,
+                )
             else:
                 save_tensors(working, tree, tensors, timeout_s, written)
     except ReshardError:
@@ -156,7 +171,7 @@ def _how_much_is_written(folder: Any, tree: Any, written: Sequence[int]) -> Call
     before = leaf_handler.nbytes_written()
 
     def far() -> tuple[str, float]:
-        done = sum(written) + leaf_handler.nbytes_written() - before  # compressed: somewhat less than the arrays have
+        done = sum(written) + leaf_handler.nbytes_written() - before  # it may be compressed
         return f"save: {human(done)} of about {human(whole)} written to {folder}", min(0.99, done / max(1, whole))
 
     return far

@@ -46,6 +46,11 @@ from reshard.storage.arrays import ZarrArray
 from reshard.texts import type_text
 
 
+@dataclasses.dataclass
+class _Uncompressed(ocp.SaveArgs):
+    """For arrays that have checksums, which find more than a decompressor: they are stored as they are."""
+
+
 class MpmdLeaves(ArrayHandler):
     """Writes and reads `MpmdArray`s beside `jax.Array`s. Mixed in front of whatever handled `jax.Array` before."""
 
@@ -55,6 +60,9 @@ class MpmdLeaves(ArrayHandler):
             return await super().serialize(values, infos, args)
         args = args or [ocp.SaveArgs()] * len(values)
         _check_savable(values, infos)
+        for info, arg in zip(infos, args, strict=True):
+            if isinstance(arg, _Uncompressed):
+                info.use_compression = False
         impls = [keys.implementation(value.dtype) for value in values]
         on_host = self._to_host([keys.to_data(value) for value in values], infos, args)
         write = self._write(on_host, infos, args, impls)
@@ -214,7 +222,7 @@ def nbytes_written() -> int:
     return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
 
 
-def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int) -> None:
+def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, use_compression: bool, in_flight_nbytes: int) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
     # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.
@@ -224,8 +232,9 @@ def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, in_flight_nbytes: int
         use_zarr3=use_zarr3,
         multiprocessing_options=processes,
     )
+    args = None if use_compression else jax.tree.map(lambda _: _Uncompressed(), tree)
     with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
-        checkpointer.save(folder, args=BasePyTreeSaveArgs(tree))
+        checkpointer.save(folder, args=BasePyTreeSaveArgs(tree, args))
 
 
 def register() -> None:

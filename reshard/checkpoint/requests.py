@@ -134,7 +134,7 @@ class Target:
             if self.dtype is not None and view.dtype != self.dtype:
                 view = view.astype(self.dtype)
             if key is None:
-                self._made[key] = view
+                self._made[key] = view if view.size == data.size else view.copy()
             else:
                 part_of, device = key
                 there = SingleDeviceSharding(device, memory_kind=part_of.sharding.memory_kind)

@@ -1,6 +1,8 @@
 """An array in files, as everything that reads one sees it."""
 
 import collections
+import math
+import mmap
 import threading
 from typing import Protocol
 
@@ -8,6 +10,8 @@ import numpy as np
 import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
+
+_LEAST_MAPPED = 1 << 20
 
 
 class StoredArray(Protocol):
@@ -68,6 +72,18 @@ class ZarrArray:
         self.chunk = tuple([int(c or 1) for c in array.chunk_layout.read_chunk.shape or ()])
 
     async def read(self, box: Box) -> np.ndarray:
-        data = await self._array[box.slices].read()
+        if box.nbytes(self.dtype.itemsize) < _LEAST_MAPPED:
+            data = await self._array[box.slices].read()
+        else:
+            data = _mapped(box.shape, self.dtype)
+            await ts.array(data).write(self._array[box.slices])
         self._reads.add(self._name, data.nbytes)
         return data
+
+
+def _mapped(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory of its own, which begins with a page: a CPU device takes it over as it is, where it copies other memory.
+
+    numpy's own asks for huge pages, which the system may first have to put together.
+    """
+    return np.ndarray(shape, dtype, mmap.mmap(-1, math.prod(shape) * dtype.itemsize))

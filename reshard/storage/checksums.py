@@ -2,7 +2,7 @@
 
 Neither Zarr 2 nor OCDBT stores a checksum of the data, and a compressor notices only some of the bits that flip. So
 beside the arrays, in a folder that other readers of the checkpoint do not look into, each process leaves the sums of
-the boxes that it wrote. A box is checked whenever it is read as a whole.
+the boxes that it wrote: of chunks, which storage reads as a whole anyway. A box is checked whenever it is read.
 """
 
 import asyncio
@@ -64,6 +64,11 @@ async def read(folder: Any) -> Sums:
         return sums
 
     return await asyncio.to_thread(load)
+
+
+def rounded_out(box: Box, sums: Iterable[tuple[Box, int]]) -> Box:
+    """The box with all of the boxes that it touches, which must be read for it to be checked."""
+    return Box.bounding([box, *(part for part, _ in sums if (part & box).size)])
 
 
 def damaged(data: np.ndarray, box: Box, sums: Iterable[tuple[Box, int]]) -> Box | None:

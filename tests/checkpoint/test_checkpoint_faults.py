@@ -311,7 +311,8 @@ def test_a_damaged_data_file_is_an_error_that_names_the_array(tmp_path, damage):
         data.unlink()
     message = message_of(ReshardError, tmp_path / "state", values, shardings_for(MESH))
     assert str(tmp_path / "state") in message
-    assert re.search(r": the checkpoint is damaged, \[[0-9:, ]*\] of this array cannot be read: ", message)
+    what = "is not what was written there" if damage == "zeros" else "cannot be read: "
+    assert re.search(rf": the checkpoint is damaged, \[[0-9:, ]*\] of this array {what}", message)
     if damage == "cut":  # the reason is whole, with the brackets that are in it
         assert re.search(r"Requested byte range \[\d+, \d+\) is not valid for value of size 1000$", message)
 
@@ -327,6 +328,21 @@ def test_a_flipped_bit_is_an_error_though_no_decompressor_notices_it(tmp_path, p
     message = message_of(ReshardError, tmp_path / "state", values, shardings_for(MESH))
     assert str(tmp_path / "state") in message
     assert "the checkpoint is damaged" in message
+
+
+@pytest.mark.parametrize("sharding", [None, MpmdSharding(MESH, 1)], ids=["numpy", "group"])
+def test_a_flipped_bit_in_a_chunk_that_is_read_in_part_is_an_error(tmp_path, sharding):
+    values = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    save(tmp_path / "state", {"w": place(values, MpmdSharding(MESH, 0, P()))})
+    like = {"w": Part("w", slice(40, 48), jax.ShapeDtypeStruct((8, 64), np.float32))}
+    check_equal(restore(tmp_path / "state", like, sharding)["w"], values[40:48])
+
+    data = max((tmp_path / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    flipped = bytearray(data.read_bytes())
+    flipped[flipped.index(values[3, 60].tobytes())] ^= 4
+    data.write_bytes(flipped)
+    with pytest.raises(ReshardError, match=r"is not what was written there \(its checksum differs\)"):
+        restore(tmp_path / "state", like, sharding)
 
 
 def test_sums_of_an_older_format_are_not_looked_at(tmp_path):

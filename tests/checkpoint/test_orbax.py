@@ -248,6 +248,18 @@ def test_groups_on_one_device_share_what_was_read(tmp_path):
     check_equal(found, values)
 
 
+def test_copies_of_a_restored_array_outlive_the_donation_of_one(tmp_path):
+    values = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
+    sharding = MpmdSharding(MESH, {0, 1}, P())
+    save(tmp_path / "state", {"w": place(values, sharding)})
+    w = restore(tmp_path / "state", {"w": values}, sharding)["w"]
+    mine, other = w._arrays[0], w._arrays[1]
+    for _ in range(2):
+        mine = jax.jit(lambda x: x.at[0].set(0.0), donate_argnums=0)(mine)
+    assert not np.asarray(mine)[0].any()
+    check_equal(other, values)
+
+
 def test_groups_of_different_shapes_restore_one_array(tmp_path):
     devices = np.array(jax.devices())
     mesh = MpmdMesh.from_groups([Mesh(devices[:4], ("data",)), Mesh(devices[4:6], ("data",))])
@@ -278,6 +290,21 @@ def test_the_users_options_for_single_arrays_are_kept(tmp_path):
     np.testing.assert_array_equal(
         found["w"].astype(np.float32), plain(tree["w"]).astype(jnp.bfloat16).astype(np.float32)
     )
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_arrays_with_checksums_are_compressed_only_if_asked(tmp_path, zarr3):
+    values = np.ones((256, 1024), np.float32)
+    staged, plain = {"w": place(values, MpmdSharding(MESH, 1, P("data")))}, {"w": values}
+    saves = {"as it is": (staged, {}), "compressed": (staged, {"use_compression": True}), "by Orbax": (plain, {})}
+    sizes = {}
+    for name, (tree, options) in saves.items():
+        save(tmp_path / name, tree, use_zarr3=zarr3, **options)
+        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("d/*"))
+        check_equal(restore(tmp_path / name, {"w": values}, MpmdSharding(MESH, 2))["w"], values)
+        with ocp.StandardCheckpointer() as checkpointer:
+            np.testing.assert_array_equal(checkpointer.restore(tmp_path / name)["w"], values)
+    assert 20 * max(sizes["compressed"], sizes["by Orbax"]) < values.nbytes <= sizes["as it is"]
 
 
 def test_buffers_that_are_donated_right_after_an_async_save_are_saved_as_they_were(tmp_path):
