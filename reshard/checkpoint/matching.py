@@ -133,9 +133,20 @@ def check_fit(wants: Sequence[Want], folder: Any, stored: Mapping[TreePath, Leaf
     if faults:
         lines = [f"restore: the checkpoint at {folder} is not what was expected:"]
         lines += [f"  {fault}" for fault in faults]
+        if (renamed := _renamed(wants, stored, extra)) is not None:
+            want, leaf = renamed
+            old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({tuple(want.leaf.shape)}, '{want.leaf.dtype}')"
+            lines.append(f"  If {old} was renamed, put Part('{old}', (), {like}) for {want.name} into `like`.")
         if extra:
             lines.append("  To restore some of its leaves alone, give partial=True.")
         raise ReshardError("\n".join(lines))
+
+
+def _renamed(wants: Sequence[Want], stored: Mapping[TreePath, Leaf], extra: Sequence[Leaf]) -> tuple[Want, Leaf] | None:
+    """The first array that is not there, and one of its type that nobody asked for."""
+    missing = [want for want in wants if want.is_array and want.name and want.source not in stored]
+    pairs = ((want, leaf) for want in missing for leaf in extra if leaf.is_array)
+    return next((p for p in pairs if type_of(p[1]) == (tuple(p[0].leaf.shape), p[0].leaf.dtype)), None)
 
 
 def resolved(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:

@@ -176,17 +176,18 @@ async def read_array(
                 )
 
     boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-    reads = list(_checkable(plan_reads(boxes, array.chunk), array.dtype.itemsize, sums))
+    most = (getattr(limiter, "max_bytes", None) or IN_FLIGHT_NBYTES) // array.dtype.itemsize
+    reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
     expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
     await stored.all_of([read(one.box, one.wanted) for one in reads])
     return [target.finish() for target in targets]
 
 
-def _checkable(reads: Iterable[Read], itemsize: int, sums: Sequence[tuple[Box, int]]) -> Iterator[Read]:
-    """Reads rounded out to boxes that have checksums, except where one would be too large."""
+def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]) -> Iterator[Read]:
+    """Reads rounded out to boxes that have checksums, except where one would have more elements than `most`."""
     for read in reads:
         box = checksums.rounded_out(read.box, sums)
-        yield Read(box, read.wanted) if box.nbytes(itemsize) <= IN_FLIGHT_NBYTES else read
+        yield Read(box, read.wanted) if box.size <= most else read
 
 
 def _reservable(limiter: Any, nbytes: int) -> int:
