@@ -86,4 +86,5 @@ def _mapped(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
     numpy's own asks for huge pages, which the system may first have to put together.
     """
-    return np.ndarray(shape, dtype, mmap.mmap(-1, math.prod(shape) * dtype.itemsize))
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.ndarray(shape, dtype, memory)
