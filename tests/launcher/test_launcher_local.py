@@ -348,7 +348,8 @@ folder = pathlib.Path(os.environ["MPMD_STATUS_DIR"])
 def status(verdict=None, waiting_for=None, doing="1F0 in group 1"):
     data = {"rank": rank, "host": "h", "pid": os.getpid(), "phase": "step", "step": 7, "doing": doing,
             "since": time.time() - 40, "waiting_for": waiting_for, "verdict": verdict}
-    (folder / "tmp").write_text(json.dumps(data)); (folder / "tmp").rename(folder / f"rank-{rank}.json")
+    new = folder / f"new-{rank}"
+    new.write_text(json.dumps(data)); new.rename(folder / f"rank-{rank}.json")
 def wait_for_failure():
     while not (folder / "failed.json").exists():
         time.sleep(0.02)
