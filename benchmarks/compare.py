@@ -73,7 +73,11 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="where environments are made and kept (default: a temporary folder)"
     )
-    parser.add_argument("--only", default=",".join(LIBRARIES), help="libraries, with commas; plain_jit is always there")
+    parser.add_argument(
+        "--only",
+        default=",".join(LIBRARIES),
+        help="libraries, with commas; plain_jit is always there (default: %(default)s)",
+    )
     parser.add_argument(
         "--python", action="append", default=[], metavar="LIBRARY=PATH", help="an environment that exists"
     )

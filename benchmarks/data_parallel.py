@@ -23,8 +23,8 @@ WIDTH, LAYERS, ROWS, NUM_GROUPS = 256, 4, 32, 2
 def main() -> int:
     """Measures and prints. Returns 1 if a sum is left in the loop, or if the results differ by more than rounding."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step (default: %(default)s)")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")

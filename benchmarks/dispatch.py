@@ -168,10 +168,12 @@ def make_bare_loop(compiled: Any, arguments: Sequence[mpmd.MpmdArray]) -> Callab
 def main() -> int:
     """Measures and prints. Returns 1 if a ratio is above its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--devices-per-group", type=int, choices=(1, 2, 4), default=1)
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=32, help="microbatches of a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps (default: %(default)s)")
+    parser.add_argument(
+        "--devices-per-group", type=int, choices=(1, 2, 4), default=1, help="devices of a group (default: %(default)s)"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.stages * args.devices_per_group)
 

@@ -7,6 +7,10 @@
 - The GPT of `examples/train_gpt.py` with 8 layers, as a pipeline of 8 or 4 stages, against plain `jax.jit`. There the
   same step is one program with a `lax.scan` over the microbatches.
 - A multilayer perceptron with Adam, in 4 stages, against plain `jax.jit`. It compiles little, so all else counts.
+- A vision transformer in Flax NNX with 8 blocks, whose dropouts take keys from one `nnx.Rngs`, as a pipeline of 8 or 4
+  stages, against plain `jax.jit`. The stages differ in the numbers that go into the keys. (`pip install flax`)
+- An encoder and a decoder in Flax Linen with 4 blocks each, dropout and relative positions, in the same way. There are
+  two kinds of stages.
 - The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
   second start, which finds the programs of the first one, is compared with the first.
 
@@ -26,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = 8
@@ -36,6 +41,10 @@ RATIOS = (
     ("mlp-adam", "mlp-adam-jit", 1.5),
     ("gpt-8-stages", "gpt-jit", 1.5),
     ("gpt-4-stages", "gpt-jit", 1.5),
+    ("vit-8-stages", "vit-jit", 1.4),
+    ("vit-4-stages", "vit-jit", 1.4),
+    ("t5-8-stages", "t5-jit", 1.4),
+    ("t5-4-stages", "t5-jit", 1.4),
     ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
     ("gpt-8-stages, second start", "gpt-8-stages with a folder", 0.3),
 )
@@ -44,8 +53,8 @@ RATIOS = (
 def main() -> int:
     """Measures and prints. Returns 1 if a ratio is above its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="measure only the cases whose names begin with this")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions (default: %(default)s)")
+    parser.add_argument("--only", default="", help="measure only the cases whose names begin with this (default: all)")
     parser.add_argument("--case", choices=CASES, help="run one first call in this process and print its seconds")
     args = parser.parse_args()
     if args.case:
@@ -203,6 +212,146 @@ def _gpt(num_stages: int) -> tuple[float, float, str]:
     return _measured(step, state, tokens)
 
 
+def _vit(num_stages: int) -> tuple[float, float, str]:
+    """A narrow vision transformer with dropout. 0 stages mean plain `jax.jit`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import mpmd
+    import scheduler
+
+    width, depth, rate = 64, 8, 0.1
+    per_stage = depth // (num_stages or depth)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+            self.attention = nnx.MultiHeadAttention(4, width, dropout_rate=rate, decode=False, rngs=rngs)
+            self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+            self.down = nnx.Linear(4 * width, width, rngs=rngs)
+            self.drop = nnx.Dropout(rate)
+
+        def __call__(self, x, rngs):
+            x = x + self.attention(self.norms[0](x), deterministic=False, rngs=rngs)
+            h = self.drop(nnx.gelu(self.up(self.norms[1](x))), rngs=rngs)
+            return x + self.drop(self.down(h), rngs=rngs)
+
+    class ViT(nnx.Module):
+        def __init__(self, rngs):
+            self.patches = nnx.Conv(3, width, (8, 8), (8, 8), rngs=rngs)
+            self.positions = nnx.Param(0.02 * rngs.params.normal((16, width)))
+            self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
+            self.norm = nnx.LayerNorm(width, rngs=rngs)
+            self.head = nnx.Linear(width, 10, rngs=rngs)
+            self.drop = nnx.Dropout(rate)
+
+        def __call__(self, images, rngs):
+            x = self.patches(images).reshape(images.shape[0], -1, width)
+            x = self.drop(x + self.positions[...], rngs=rngs)
+            for index, block in enumerate(self.blocks, 1):
+                x = block(x, rngs)
+                if index % per_stage == 0 and index < depth:
+                    x = mpmd.mark_stage_end(x)
+            return self.head(self.norm(x).mean(axis=1))
+
+    graph, params, rest = nnx.split(ViT(nnx.Rngs(0)), nnx.Param, ...)
+    optimizer = optax.adamw(1e-3)
+
+    def loss(params, images, labels, key):
+        logits = nnx.merge(graph, params, rest)(images, nnx.Rngs(dropout=key))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def step(params, state, batch, key):
+        value, grads = mpmd.treduce(
+            lambda microbatch: jax.value_and_grad(loss)(params, *microbatch),
+            (*batch, jax.random.split(key, 8)),
+            schedule=scheduler.OneFOneB(num_stages or depth),
+            operation=mpmd.Mean,
+        )
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    batch = jnp.asarray(rng.normal(size=(8, 4, 32, 32, 3)), jnp.float32), jnp.asarray(rng.integers(0, 10, (8, 4)))
+    arguments = params, optimizer.init(params), batch, jax.random.key(0)
+    return _measured(mpmd.jit(step, mpmd_mesh=_mesh(num_stages)) if num_stages else jax.jit(step), *arguments)
+
+
+def _t5(num_stages: int) -> tuple[float, float, str]:
+    """A narrow encoder and decoder, each with 4 blocks, with relative positions and dropout. 0: plain `jax.jit`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import linen as nn
+
+    import mpmd
+
+    width, heads, depth, vocabulary = 64, 4, 4, 256
+    mark = mpmd.mark_layer_end if num_stages else lambda x: x
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, bias, encoded=None):
+            x = x + self.attention(nn.RMSNorm()(x), None, bias)
+            if encoded is not None:
+                x = x + self.attention(nn.RMSNorm()(x), encoded, 0.0)
+            h = nn.gelu(nn.Dense(4 * width)(nn.RMSNorm()(x)))
+            return x + self.drop(nn.Dense(width)(self.drop(h)))
+
+        def drop(self, x):
+            return nn.Dropout(0.1, deterministic=False)(x)
+
+        def attention(self, x, other, bias):
+            q, k, v = (nn.DenseGeneral((heads, width // heads))(y) for y in (x, *[x if other is None else other] * 2))
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
+            return self.drop(
+                nn.DenseGeneral(width, axis=(-2, -1))(jnp.einsum("bhqk,bkhd->bqhd", self.drop(weights), v))
+            )
+
+    class T5(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, targets):
+            length = targets.shape[-1]
+            distance = jnp.clip(jnp.arange(length) - jnp.arange(length)[:, None], -8, 8) + 8
+            causal = jnp.where(jnp.tril(jnp.ones((length, length), bool)), 0.0, -1e9)
+            x, bias = nn.Embed(vocabulary, width)(tokens), nn.Embed(17, heads)(distance).transpose(2, 0, 1)
+            for _ in range(depth):
+                x = mark(Block()(x, bias))
+            y, bias = nn.Embed(vocabulary, width)(targets), nn.Embed(17, heads)(distance).transpose(2, 0, 1) + causal
+            for index in range(depth):
+                y = Block()(y, bias, x)
+                y = mark(y) if index < depth - 1 else y
+            return nn.Dense(vocabulary)(nn.RMSNorm()(y))
+
+    model, optimizer = T5(), optax.adam(1e-3)
+    apply: Any = model.apply
+
+    def loss(params, tokens, targets, key):
+        logits = apply(params, tokens, targets, rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    def step(params, state, batch):
+        def gradients(microbatch):
+            return jax.value_and_grad(loss)(params, *microbatch)
+
+        value, grads = mpmd.treduce(gradients, batch, schedule="1f1b", operation=mpmd.Mean)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    tokens, targets = np.random.default_rng(0).integers(0, vocabulary, (2, 8, 2, 32))
+    shapes = jax.eval_shape(
+        model.init, {"params": jax.random.key(0), "dropout": jax.random.key(0)}, tokens[0], targets[0]
+    )
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda s: jnp.asarray(rng.normal(scale=0.1, size=s.shape), s.dtype), shapes)
+    arguments = params, optimizer.init(params), (tokens, targets, jax.random.split(jax.random.key(1), 8))
+    return _measured(mpmd.jit(step, mpmd_mesh=_mesh(num_stages)) if num_stages else jax.jit(step), *arguments)
+
+
 CASES: dict[str, Callable[[], tuple[float, float, str]]] = {
     "microbatches-4": lambda: _equal_stages(4, 4),
     "microbatches-256": lambda: _equal_stages(4, 256),
@@ -214,6 +363,12 @@ CASES: dict[str, Callable[[], tuple[float, float, str]]] = {
     "gpt-jit": lambda: _gpt(0),
     "gpt-8-stages": lambda: _gpt(8),
     "gpt-4-stages": lambda: _gpt(4),
+    "vit-jit": lambda: _vit(0),
+    "vit-8-stages": lambda: _vit(8),
+    "vit-4-stages": lambda: _vit(4),
+    "t5-jit": lambda: _t5(0),
+    "t5-8-stages": lambda: _t5(8),
+    "t5-4-stages": lambda: _t5(4),
 }
 
 

@@ -67,7 +67,7 @@ SIZES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="the smallest model, on CPU unless JAX_PLATFORMS is set")
-    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--size", choices=SIZES, default="full", help="of the models (default: %(default)s)")
     parser.add_argument("--case", choices=("devices", *CASES), help="run this one here, and print its figures as JSON")
     args = parser.parse_args()
     size = "tiny" if args.tiny else args.size

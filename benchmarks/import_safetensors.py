@@ -31,7 +31,7 @@ def make_folder(folder: Path, mib: int) -> None:
     import numpy as np
 
     from reshard.storage.safetensors import DTYPES
-    from reshard.storage.tensor_files import Writer, plan_files
+    from reshard.storage.tensor_files import TensorWriter, plan_files
 
     per_width = 2 * VOCAB + NUM_LAYERS * (2 * HEADS * DIM + 2 * HEADS * DIM // 4 + 3 * HIDDEN)
     width = max(128, (mib << 19) // per_width // 128 * 128)
@@ -50,7 +50,7 @@ def make_folder(folder: Path, mib: int) -> None:
     total = sum(2 * int(np.prod(shape)) for shape in shapes.values())
     files = plan_files([(n, DTYPES["BF16"], s) for n, s in shapes.items()], total // (NUM_FILES - 1))
     rng = np.random.default_rng(0)
-    with Writer(folder, files) as writer:
+    with TensorWriter(folder, files) as writer:
         for _, tensors in files.files.values():
             for tensor in tensors:
                 data = rng.integers(0, 1 << 14, tensor.shape, np.uint16).view(tensor.dtype)  # finite numbers
@@ -178,9 +178,9 @@ def measured(mib: int, processes: int, threshold: str, work: Path, layouts: tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--threshold", default="64MiB")
+    parser.add_argument("--mib", type=int, default=1024, help="MiB of the checkpoint (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="processes (default: %(default)s)")
+    parser.add_argument("--threshold", default="64MiB", help="memory for array data (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -26,11 +26,20 @@ TARGET = 0.98
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--task-ms", type=float, default=50.0, help="of a forward task; a backward takes twice as long")
-    parser.add_argument("--delay-ms", type=float, default=16.0, help="of a transfer, beside what it takes here")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--kbytes", type=int, default=256, help="of one microbatch's activations")
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step (default: %(default)s)")
+    parser.add_argument(
+        "--task-ms",
+        type=float,
+        default=50.0,
+        help="of a forward task; a backward takes twice as long (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=16.0, help="of a transfer, beside what it takes here (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps (default: %(default)s)")
+    parser.add_argument(
+        "--kbytes", type=int, default=256, help="of one microbatch's activations (default: %(default)s)"
+    )
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
         run(args)

@@ -40,7 +40,7 @@ TOLERANCE = 0.05
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps (default: %(default)s)")
     parser.add_argument("--only", choices=LINKS, help="this kind of link alone")
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
@@ -136,7 +136,7 @@ def predict(folder: Path, schedule: str, microbatches: int) -> float:
     import jax
 
     import mpmd
-    from mpmd.planning.machine import Machine
+    from mpmd.costs.machine import Machine
     from mpmd.planning.plan import plan_step
     from scheduler import Costs
 

@@ -74,8 +74,10 @@ def measure(width: int, repeats: int) -> tuple[float, float, float, float]:
 def main() -> int:
     """Prints a line a width; exits with 1 if a profile of tasks of 5 ms or more costs more than 5 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=[128, 256, 512], help="of the layers (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=8, help="repetitions (default: %(default)s)")
     options = parser.parse_args()
     missed = False
     for width in options.widths:

@@ -130,10 +130,10 @@ def plain_ratio(num_layers, width, rows, steps):
 def main():
     """Measures and prints. Returns 1 if a ratio of processor time is above its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=32, help="a multiple of 4")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=256, help="of a microbatch")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=32, help="a multiple of 4 (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="width of a layer (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="of a microbatch (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps (default: %(default)s)")
     args = parser.parse_args()
     first, losses = {}, {}
     for scanned in (True, False):

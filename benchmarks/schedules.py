@@ -1,7 +1,7 @@
 """Compares the schedules with those of other packages, and measures the search and the simulator.
 
 python benchmarks/schedules.py peers     # with the packages that are installed: pip install torch dualpipe zbpp_light
-python benchmarks/schedules.py search    # faster and better with: pip install jax-mpmd[search]
+python benchmarks/schedules.py search    # faster and better with: pip install -e '.[search]'
 python benchmarks/schedules.py scale --groups 256 --microbatches 1024     # what a plan costs
 """
 

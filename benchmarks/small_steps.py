@@ -1,21 +1,26 @@
 """Measures small real steps, whose work is hardly more than their start: processor time against plain `jax.jit`.
 
     python benchmarks/small_steps.py [--steps 120]
+    scripts/launch_multihost.sh -n 2 --cpu-devices 1 -- python benchmarks/small_steps.py
 
 A PPO-like update (actor and critic, clipped objective, 64 rows) and a GCN-like one (two graph convolutions over 64
 nodes and 256 edges), each with 4 microbatches, Adam and two stages, in two groups of one CPU device. The batch comes
 from numpy at each step, and the loss is read. The two take turns. Prints the median processor time of a step.
+
+In two processes it prints which part of a step the comparison of their calls takes: of the main thread's time, and of
+the processor time of all threads.
 """
 
 import argparse
 import os
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +28,11 @@ import numpy as np
 import optax
 
 import mpmd
+from mpmd.run.executor import Executor
 
 WIDTH, NODES, EDGES, NUM_MICROBATCHES = 64, 64, 256, 4
 TARGET = 4.0
+TARGET_SHARE = 0.01  # of a step, for the comparison of calls
 
 
 def ppo_loss(params: Any, m: Any) -> jax.Array:
@@ -72,9 +79,8 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
-def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, float]:
-    """Median seconds of the processor for a step, plain and as a pipeline. Their losses are compared."""
-    optimizer = optax.adam(1e-3)
+def step_of(loss: Any, optimizer: Any) -> Any:
+    """A step of training."""
 
     def step(state, batch):
         params, moments = state
@@ -84,6 +90,13 @@ def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, flo
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
+    return step
+
+
+def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, float]:
+    """Median seconds of the processor for a step, plain and as a pipeline. Their losses are compared."""
+    optimizer = optax.adam(1e-3)
+    step = step_of(loss, optimizer)
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
     runs = {"jax.jit": jax.jit(step), "mpmd.jit": mpmd.jit(step, mpmd_mesh=mesh)}
     states = dict.fromkeys(runs, jax.tree.map(jnp.asarray, (params, optimizer.init(params))))
@@ -99,12 +112,52 @@ def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, flo
     return {name: statistics.median(times[20:]) for name, times in seconds.items()}
 
 
+def measure_comparison(loss: Any, params: Any, batch: Any, num_steps: int) -> tuple[float, float]:
+    """Which part of a step of several processes it takes to compare calls: of the main thread, and of the processor."""
+    optimizer = optax.adam(1e-3)
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    run = mpmd.jit(step_of(loss, optimizer), mpmd_mesh=mesh)
+    (thread,) = (t.ident for t in threading.enumerate() if t.name == "mpmd-calls")
+    assert thread is not None
+    clock = time.pthread_getcpuclockid(thread)
+    compare: Any = Executor.compare
+    noting: list[float] = []
+
+    def timed(*args: Any) -> None:
+        start = time.perf_counter()
+        compare(*args)
+        noting.append(time.perf_counter() - start)
+
+    state: Any = jax.tree.map(np.asarray, (params, optimizer.init(params)))
+    steps, used, read = [], 0.0, 0.0
+    setattr(Executor, "compare", timed)  # noqa: B010 (a type checker knows its signature)
+    for i in range(20 + num_steps):
+        if i == 20:
+            used, read = time.process_time(), time.clock_gettime(clock)
+        start = time.perf_counter()
+        state, value = run(state, batch)  # pyright: ignore[reportCallIssue]
+        for piece in value.addressable_shards:
+            np.asarray(piece.data)
+        steps.append(time.perf_counter() - start)
+    used, read = time.process_time() - used, time.clock_gettime(clock) - read
+    setattr(Executor, "compare", compare)  # noqa: B010
+    median = statistics.median(noting[20:])
+    return median / statistics.median(steps[20:]), (read + num_steps * median) / used
+
+
 def main() -> int:
-    """Measures and prints. Returns 1 if a ratio is above its target."""
+    """Measures and prints. Returns 1 if a ratio or a share is above its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=120, help="steps (default: %(default)s)")
     args = parser.parse_args()
     failed = 0
+    mpmd.initialize()
+    if jax.process_count() > 1:
+        for name, case in cases().items():
+            of_main, of_all = measure_comparison(*case, args.steps)
+            failed |= of_main > TARGET_SHARE
+            print(f"{name}: comparing takes {of_main:.2%} of a step, {of_all:.2%} of the processor time")
+        return int(failed)
     for name, case in cases().items():
         plain, ours = measure(*case, args.steps).values()
         failed |= ours / plain > TARGET

@@ -20,7 +20,9 @@ SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 32 << 20)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7, help="rounds of each measurement; the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="rounds of each measurement; the median counts (default: %(default)s)"
+    )
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
         run(args.repeats)

@@ -22,8 +22,8 @@ TARGET = 0.05
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--layer-ms", type=float, default=10.0)
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step (default: %(default)s)")
+    parser.add_argument("--layer-ms", type=float, default=10.0, help="milliseconds of a layer (default: %(default)s)")
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
         return run(args)

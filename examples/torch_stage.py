@@ -79,8 +79,12 @@ def batch_at(step: int, microbatches: int = 4, rows: int = 32):
 
 def main(arguments=None) -> list[float]:
     parser = argparse.ArgumentParser(description="Trains a pipeline whose middle stage is written in PyTorch.")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--schedule", default="OneFOneB", help="a class of scheduler, for three stages in three groups")
+    parser.add_argument("--steps", type=int, default=200, help="steps (default: %(default)s)")
+    parser.add_argument(
+        "--schedule",
+        default="OneFOneB",
+        help="a class of scheduler, for three stages in three groups (default: %(default)s)",
+    )
     parser.add_argument("--check-against-jit", action="store_true", help="compare each loss with plain jax.jit")
     options = parser.parse_args(arguments)
 

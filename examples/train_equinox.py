@@ -83,8 +83,8 @@ def batch_at(step: int, microbatches: int = 4, rows: int = 8):
 
 def main(arguments=None) -> list[float]:
     parser = argparse.ArgumentParser(description="Trains an Equinox transformer as a pipeline.")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60, help="steps (default: %(default)s)")
+    parser.add_argument("--stages", type=int, default=2, help="pipeline stages (default: %(default)s)")
     options = parser.parse_args(arguments)
 
     if jax.config.values["jax_num_cpu_devices"] < options.stages:

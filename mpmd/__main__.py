@@ -20,8 +20,8 @@ from mpmd.api import jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
+from mpmd.costs.machine import Machine
 from mpmd.observe import flight_files
-from mpmd.planning.machine import Machine
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
 from mpmd.tuning.ranked import Tuning
@@ -31,6 +31,14 @@ from scheduler.exits import run_and_exit
 from scheduler.waiting import waiting
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+_CONSTANTS = {
+    "matrix_efficiency": "share of the data sheet's speed that matrix products reach",
+    "memory_efficiency": "share of the data sheet's memory bandwidth that is reached",
+    "link_efficiency": "share of the bandwidth of links that is reached",
+    "latency_s": "seconds until a transfer or collective begins to move bytes",
+    "launch_s": "seconds to start a program",
+    "reserved_nbytes": "bytes of a device's memory that a program cannot use",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_machine(plan)
     add = plan.add_argument
-    add("--schedule", help="given to FUNCTION as schedule=")
-    add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches=")
+    add("--schedule", help="given to FUNCTION as schedule= (default: its own)")
+    add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches= (default: its own)")
     add("--tokens", type=int, metavar="N", help="of a step; by default those of its largest argument of integers")
     add(
         "--costs", metavar="FILE", type=Path, help="measured times of tasks: scheduler.Costs or a Chrome trace, as JSON"
@@ -94,17 +102,21 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("step", metavar="FILE.py:FUNCTION", help="FUNCTION(mpmd_mesh) returns (step, abstract arguments)")
     add("--target", default="h100", help=f"one of {', '.join(Target.known)} (default: %(default)s)")
     add("--groups", type=int, required=True, help="pipeline groups")
-    add("--devices-per-group", type=int, default=8, metavar="N", help="default: %(default)s")
-    add("--devices-per-host", type=int, default=8, metavar="N", help="default: %(default)s")
-    add("--axes", default="data", help="axes inside a group, with sizes where there are several: data=8,model=8")
-    add("--axis-types", choices=["auto", "explicit"], default="auto", help="default: %(default)s")
+    add("--devices-per-group", type=int, default=8, metavar="N", help="devices of a group (default: %(default)s)")
+    add("--devices-per-host", type=int, default=8, metavar="N", help="devices of a host (default: %(default)s)")
+    add(
+        "--axes",
+        default="data",
+        help="axes inside a group, with sizes where there are several: data=8,model=8 (default: %(default)s)",
+    )
+    add("--axis-types", choices=["auto", "explicit"], default="auto", help="of those axes (default: %(default)s)")
     add("--memory", type=float, metavar="GB", help="of a device, in place of the data sheet's")
     add("--link", type=float, metavar="GB/s", help="what a device sends to others of its host")
     add("--network", type=float, metavar="GB/s", help="what a device sends to other hosts")
-    for field in dataclasses.fields(Machine):
-        if field.type in (float, int, "float", "int") and field.name != "devices_per_host":
-            name = "--" + field.name.replace("_", "-")
-            add(name, type=type(field.default), default=field.default, metavar="X", help="default: %(default)s")
+    for name, what in _CONSTANTS.items():
+        default = getattr(Machine, name)
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=type(default), default=default, metavar="X", help=f"{what} (default: %(default)s)")
     add("--json", action="store_true", help="all figures as JSON")
 
 
@@ -126,8 +138,7 @@ def _planned(options: argparse.Namespace) -> Plan:
     step, arguments = _made(
         options.step, mesh, {n: value for n, value in wanted.items() if value is not None}, function
     )
-    tracing = waiting(lambda: ("mpmd: tracing the step", 0.0))
-    with _users_errors(options.step, "lowering the step of", but=ValueError), tracing:
+    with _users_errors(options.step, "lowering the step of", but=ValueError):
         lowered = step.lower(*arguments)
     compiled = lowered.compile()
     shown = [("mpmd: planning", 0.0)]

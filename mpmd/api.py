@@ -8,7 +8,7 @@ Each stage can be printed and asked; calling the decorated step runs through the
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Required, TypedDict, Unpack, overload
+from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
@@ -17,7 +17,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.job import joining
 from mpmd.run.device_get import device_get
-from mpmd.stages import Compiled, Lowered, Traced, shape_of
+from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
     Call,
     argument_names,
@@ -33,6 +33,10 @@ from mpmd.tracing.arguments import (
 from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler.collector import without_collection
+from scheduler.waiting import waiting
+
+_T = TypeVar("_T")
+_NUM_KEPT = 4096
 
 
 class _Options(TypedDict, total=False):
@@ -113,6 +117,7 @@ def jit(
         raise TypeError(f"mpmd.jit: fun is a {type(fun).__name__}. Pass the step, a function.")
     donated = named_positions(fun, donate_argnums, donate_argnames, "donate")
     static = named_positions(fun, static_argnums, static_argnames, "static")
+    check_options(compiler_options, "mpmd.jit")
     return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options)
 
 
@@ -137,7 +142,8 @@ class Jitted:
         self._options = dict(compiler_options or {})
         self._donated = donated
         self._static = static
-        self._cache: dict[Any, list[Compiled]] = {}
+        self._cache: _Kept[Compiled] = _Kept()
+        self._traced: _Kept[Traced] = _Kept()
         self._wished: dict[Any, list[Any]] = {}
 
     @compat.api_boundary
@@ -150,8 +156,8 @@ class Jitted:
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
         with joining.compiling(), without_collection():
-            compiled = self._trace(call).lower()._begin_to_compile()
-        self._cache.setdefault(call.key, []).append(compiled)
+            compiled = self._trace(call)._lowered._compiled
+        self._cache[call.key].append(compiled)
         return compiled._run(call.leaves)
 
     def __get__(self, obj: Any, owner: Any = None):
@@ -159,8 +165,17 @@ class Jitted:
 
     @compat.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
+        """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do).
+
+        A step is cut and compiled once: a call with such arguments runs what `.trace(...).lower().compile()` gives.
+        """
         return self._trace(self._read(args, kwargs))
+
+    def clear_cache(self) -> None:
+        """Forgets what was traced and compiled, as that of a function of `jax.jit` does."""
+        self._cache.clear()
+        self._traced.clear()
+        _traces_of(self._fun).clear()
 
     @compat.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -229,13 +244,30 @@ class Jitted:
             return self._fun(*args, **kwargs)
 
         fun.__wrapped__ = self._fun  # pyright: ignore[reportFunctionMemberAccess]
+        read = call.key, tuple(names), surroundings(self._fun)
+        for traced in self._traced[read]:
+            if traced._is_of(hints):
+                return traced
         known = _traces_of(self._fun)
-        key = call.key, tuple(names), tuple(hints), shape_of(self._mesh), surroundings(self._fun)
+        key = *read, tuple(hints), shape_of(self._mesh)
         if (trace := known.get(key)) is None:
-            trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
+            with waiting(lambda: ("mpmd: tracing the step", 0.0)):
+                trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
         donated = donated_leaves(call, *self._donated)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
-        return Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)
+        traced = Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)
+        self._traced[read].append(traced)
+        return traced
+
+
+class _Kept(dict[Any, list[_T]]):
+    """What a function was made into, for the latest types of arguments: as many as `jax.jit` keeps."""
+
+    def __missing__(self, key: Any) -> list[_T]:
+        if len(self) >= _NUM_KEPT:
+            del self[next(iter(self))]
+        found = self[key] = []
+        return found
 
 
 _traces: weakref.WeakKeyDictionary[Callable, dict[Any, Trace]] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
+from mpmd.costs.devices import machine_of, memory_limit
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
-from mpmd.cutting.devices import machine_of, memory_limit
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.gathered import facts_of, profile_of
@@ -36,14 +37,15 @@ from mpmd.report.flops import cost_per_step
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
+from mpmd.report.repetition import repetition
 from mpmd.report.texts import texts
-from mpmd.run.agreement import agree_on_values
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
 from mpmd.tracing.arguments import Hint, broadcast, hint_of
 from mpmd.tracing.trace import Trace, trace_step
+from mpmd.users_frame import users_frame
 from scheduler import Program, Timeline
 from scheduler.collector import without_collection
 from scheduler.waiting import waiting
@@ -52,6 +54,16 @@ from scheduler.waiting import waiting
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
     """All of a mesh that a trace and its partition depend on: everything but the devices."""
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
+
+
+def check_options(options: Mapping[str, Any] | None, name: str) -> None:
+    """Options for XLA are single values by name, the same for all programs."""
+    for key, value in (options or {}).items():
+        if not isinstance(key, str) or isinstance(value, Mapping):
+            raise ValueError(
+                f"{name}: compiler_options has {key!r}: {value!r:.80}. They are options of XLA by name, for the"
+                " programs of all stages and groups: {'xla_cpu_enable_fast_math': True}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -87,13 +99,36 @@ class Traced:
           StageError: the step cannot be cut.
           ValueError: `mpmd_mesh` has another shape.
         """
-        trace = self._trace
         mesh = self._mesh if mpmd_mesh is None else mpmd_mesh
+        if mesh == self._mesh:
+            return self._lowered
         if shape_of(mesh) != shape_of(self._mesh):
             raise ValueError(
                 f"Traced.lower: the step was traced for {self._mesh}, which has another shape or other axes than"
                 f" {mesh}.\n  Trace it again: mpmd.jit(step, mpmd_mesh=...).trace(*args)."
             )
+        return self._lower(mesh)
+
+    @functools.cached_property
+    def _lowered(self) -> "Lowered":
+        with waiting(lambda: ("mpmd: cutting the step into tasks", 0.0)):
+            return self._lower(self._mesh)
+
+    def _is_of(self, hints: Sequence[Hint]) -> bool:
+        """Whether arguments in these layouts may have what was made of this trace: it was made for them, or nothing
+        was said of some arguments, and it was compiled to read those where they are now.
+        """
+        if (made_for := self._hints) == tuple(hints):
+            return True
+        lowered = vars(self).get("_lowered")
+        compiled = None if lowered is None else vars(lowered).get("_compiled")
+        return compiled is not None and all(
+            made == hint or (made == Hint() and compiled._reads(i, hint))
+            for i, (made, hint) in enumerate(zip(made_for, hints, strict=True))
+        )
+
+    def _lower(self, mesh: MpmdMesh) -> "Lowered":
+        trace = self._trace
         wish = broadcast(self._out_shardings, trace.out_tree, "out_shardings")
         outs = [
             hint_of(w, None, self._mesh, n, v.aval) if w is not None else Hint()
@@ -175,11 +210,23 @@ class Lowered:
 
         Args:
           compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
+
+        Returns:
+          What a call of the jitted step runs, too, if `compiler_options` are not given.
         """
+        check_options(compiler_options, "compile")
         with joining.compiling():
-            compiled = self._begin_to_compile(compiler_options)
-            compiled._wait()
-            return compiled
+            compiled = self._begin_to_compile(compiler_options) if compiler_options else self._compiled
+            try:
+                compiled._wait()
+            except BaseException:
+                vars(self).pop("_compiled", None)
+                raise
+            return copy.copy(compiled)  # with a `timing` of its own
+
+    @functools.cached_property
+    def _compiled(self) -> "Compiled":
+        return self._begin_to_compile()
 
     def _begin_to_compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
         """As `compile`, but a first call may begin while later programs are compiled."""
@@ -190,6 +237,8 @@ class Lowered:
             programs = compile_step(
                 self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks
             )
+            if (repeated := repetition(programs)) is not None and jax.process_index() == 0:
+                warnings.warn(f"{self._name}: {repeated}", stacklevel=users_frame())
             with without_collection():
                 program = step_program(self._outline, self._mesh.num_groups, programs.donated)
                 return Compiled(programs, program, self._donated, self._split)
@@ -425,6 +474,13 @@ class Compiled:
         """Whether it can be called with these arrays."""
         return self._inputs.fit(leaves)
 
+    def _reads(self, argument: int, hint: Hint) -> bool:
+        """Whether an argument is read in the layout of `hint`."""
+        sharding, names = self._inputs.shardings[argument], self._split.whole.in_names
+        found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
+        return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
+
+    @compat.no_mesh()
     def _run(self, leaves: Sequence[Any]) -> Any:
         leaves = apart(leaves, self._consumed) if self._consumed else leaves
         if self.timing:
@@ -442,11 +498,13 @@ class Compiled:
 
     def _placed(self, leaves: Sequence[Any]) -> list[dict[int, jax.Array]]:
         """Per flat argument, its array in each group that reads it."""
-        if len(self._executor.ranks) > 1:
-            leaves = self._moved(leaves)
-        if (job := self._executor.prepare()) is not None:
-            agree_on_values(job, self._split.whole.in_names, leaves, self._inputs.shardings, self._executor.ranks)
-        return self._inputs.place(leaves)
+        if len(self._executor.ranks) == 1:
+            return self._inputs.place(leaves)
+        leaves, given = self._moved(leaves), []
+        is_first = self._executor.prepare()
+        placed = self._inputs.place(leaves, given)
+        self._executor.compare(self._split.whole.in_names, given, is_first)
+        return placed
 
     def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
         """What the user gets; donated arguments are used up."""

@@ -1,15 +1,36 @@
 """Everything of Orbax that it does not document, imported in one place."""
 
-from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.futures import future
-from orbax.checkpoint._src.futures.synchronization import MultihostSynchronizedValue
-from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeSaveArgs
-from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
-from orbax.checkpoint._src.metadata.array_metadata_store import Store
-from orbax.checkpoint._src.multihost import multihost
-from orbax.checkpoint._src.serialization import jax_array_handlers, limits, replica_slices, tensorstore_utils
-from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
-from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
+import importlib
+from typing import Any
+
+import orbax.checkpoint
+
+try:
+    from orbax.checkpoint._src import asyncio_utils
+    from orbax.checkpoint._src.futures import future
+    from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeSaveArgs
+    from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
+    from orbax.checkpoint._src.metadata.array_metadata_store import Store
+    from orbax.checkpoint._src.multihost import multihost
+    from orbax.checkpoint._src.serialization import jax_array_handlers, limits, replica_slices, tensorstore_utils
+    from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
+    from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
+except ImportError as error:
+    raise ImportError(
+        f"reshard.checkpoint: orbax-checkpoint {orbax.checkpoint.__version__} has no {error.name}, on which saving and"
+        " restoring MpmdArrays stands. Install the release that jax-mpmd was tested with: orbax-checkpoint==0.12.8."
+    ) from error
+
+
+def optional(name: str, *modules: str) -> Any:
+    """Something of Orbax that its releases have in one of these modules, or not at all: then None."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
 
 __all__ = [
     "GLOBAL_TYPE_HANDLER_REGISTRY",
@@ -17,13 +38,13 @@ __all__ = [
     "ArrayHandler",
     "ArrayMetadata",
     "BasePyTreeSaveArgs",
-    "MultihostSynchronizedValue",
     "Store",
     "asyncio_utils",
     "future",
     "jax_array_handlers",
     "limits",
     "multihost",
+    "optional",
     "replica_slices",
     "tensorstore_utils",
 ]

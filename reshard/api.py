@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.specs import without_axis
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.moving.execute import execute
 from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
-from reshard.moving.progress import Progress, ProgressCallback, Stats, print_bar
+from reshard.moving.progress import Progress, ProgressCallback, Stats
 from reshard.moving.remote import agree
 from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
@@ -31,7 +33,7 @@ from reshard.sizes import threshold_nbytes
 from reshard.texts import how_far
 from reshard.trees import broadcast, flatten, is_sharding
 from scheduler.collector import without_collection
-from scheduler.waiting import is_terminal, waiting
+from scheduler.waiting import waiting
 
 _last_stats: Stats | None = None
 
@@ -64,10 +66,11 @@ def spmd_to_mpmd_reshard(
         mpmd_shardings: the same tree of `MpmdSharding`, or a prefix of it. An array that no group uses (`mesh_ids`
             empty) goes to group 0.
         threshold: bytes of working memory for each device beyond source and target, a strict bound: a number, or text
-            such as `"64MiB"`. None is a third of the least free device memory.
+            such as `"64MiB"`. None is a third of the least free device memory; 0 is what the largest array needs alone,
+            so that large arrays go one at a time.
         donate: whether to free each source shard as soon as its last byte has left; the sources are deleted then.
-        progress: a function of `Progress`; True for a bar on the terminal; None for one if it takes more than two
-            seconds and standard error is a terminal; False for none.
+        progress: a function of `Progress`; True for a bar on standard error; None for one if it takes long;
+            False for none.
 
     Returns:
         The same tree of `MpmdArray`.
@@ -156,6 +159,7 @@ def _fault_of_target(target: Any, mpmd_mesh: MpmdMesh | None) -> str | None:
     return None
 
 
+@compat.no_mesh()
 @without_collection()
 def _reshard(
     tree: Any,
@@ -190,12 +194,17 @@ def _reshard(
         bound = agree(job, leaves, bound)
     plan = plan_leaves(leaves, bound)
     data = [_data(source, job) for source in sources]
-    latest: list[Progress] = []
-    bar = print_bar if progress is True else progress or None
-    if progress is None and is_terminal(sys.stderr):
-        bar = latest.append
-    with waiting(lambda: how_far(latest, "reshard")) if progress is None else contextlib.nullcontext():
-        moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=bar, job=job)
+    latest: deque[Progress] = deque(maxlen=1)
+    told = progress if callable(progress) else latest.append
+    line = (
+        contextlib.nullcontext()
+        if callable(progress) or progress is False
+        else waiting(lambda: how_far(latest, "reshard"), patience_s=0.0 if progress else None)
+    )
+    with line:
+        moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=told, job=job)
+    if progress is True:
+        print(latest[-1], file=sys.stderr)
     results = [
         keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
     ]
@@ -327,7 +336,7 @@ def logically_stacked(
             f"logically_stacked: array_axis is {array_axis}; the stack of arrays with {first.ndim} axes has "
             f"{first.ndim + 1}, so expected {-first.ndim - 1} to {first.ndim}."
         ) from None
-    spec = MpmdSharding(MpmdMesh(comm_mesh, mesh_axis_name), 0, placed.spec).spec
+    spec = without_axis(placed.spec, mesh_axis_name)
     entries = [*spec, *[None] * (first.ndim - len(spec))]
     entries.insert(axis, mesh_axis_name)
     shape = list(first.shape)

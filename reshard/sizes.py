@@ -33,7 +33,7 @@ def nbytes_of(text: str | int) -> int:
 
 
 def threshold_nbytes(threshold: int | str | None) -> int | None:
-    """A `threshold` argument in bytes: a number, or text such as `"64MiB"`; None stays None.
+    """A `threshold` argument in bytes: a number, or text such as `"64MiB"`; None and 0 stay what they are.
 
     Raises:
         ReshardError: it is no amount of memory.
@@ -46,6 +46,6 @@ def threshold_nbytes(threshold: int | str | None) -> int | None:
         nbytes = nbytes_of(threshold) if isinstance(threshold, str) else operator.index(threshold)
     except (ValueError, TypeError):
         raise ReshardError(f"{threshold=} is no number of bytes; pass an int, or text such as '64MiB'.") from None
-    if nbytes < 1:
+    if nbytes < 0:
         raise ReshardError(f"{threshold=} is no amount of memory; at least one element must fit.")
     return nbytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
+from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.task import Kind, Orders, Task
 
@@ -51,6 +53,31 @@ class LoopTasks(Set[Task]):
 def expected_tasks(num_stages: int, num_microbatches: int, forward_only: bool = False) -> LoopTasks:
     """Every task of a loop, in kinds F, I and W."""
     return LoopTasks(num_stages, num_microbatches, ("F",) if forward_only else ("F", "I", "W"))
+
+
+class Numbers:
+    """What runs each task of a loop, as a number.
+
+    Attributes:
+        of: For stage and kind (F, I or W) and then microbatch, the number; -1 for a task that nothing runs.
+        left: How many tasks nothing runs.
+    """
+
+    def __init__(self, tasks: LoopTasks, typecode: str = "q") -> None:
+        blank = array(typecode, [-1]) * tasks.num_microbatches
+        self.of = {(stage, kind): blank[:] for stage in range(tasks.num_stages) for kind in tasks.kinds}
+        self.left = len(tasks)
+
+    def add(self, task: Task, number: int) -> bool:
+        """Whether the task is one of the loop and has no number yet; it has one then."""
+        stage, kind, microbatch = task
+        for part in ("I", "W") if kind == "B" else (kind,):
+            row = self.of.get((stage, part))
+            if row is None or not 0 <= microbatch < len(row) or row[microbatch] >= 0:
+                return False
+            row[microbatch] = number
+            self.left -= 1
+        return True
 
 
 def coverage_faults(
@@ -113,20 +140,20 @@ def _positions(orders: Orders, needs: Mapping[Task, Iterable[Task]]) -> list[int
     """How many of its tasks each group can run; if not all, it is stuck there: see :func:`find_cycle`."""
     done: set[Task] = set()
     position = [0] * len(orders)
-    waiting: dict[Task, list[int]] = {}
-    ready = list(range(len(orders)))
-    while ready:
-        group = ready.pop()
+
+    def advance(group: int, happened: Callable[[Task], None]) -> Task | None:
         order = orders[group]
         while position[group] < len(order):
             task = order[position[group]]
             blocker = next((need for need in needs[task] if need not in done), None)
             if blocker is not None:
-                waiting.setdefault(blocker, []).append(group)
-                break
+                return blocker
             done.add(task)
             position[group] += 1
-            ready.extend(waiting.pop(task, ()))
+            happened(task)
+        return None
+
+    run_until_blocked(len(orders), advance)
     return position
 
 
@@ -182,7 +209,7 @@ def order_faults(
     if len(present) == len(runs):
         needs = {task: chain_needs(task, len(placement), present.__contains__) for task in present}
         position = _positions(orders, needs)
-        if any(position[group] < len(order) for group, order in enumerate(orders)):
+        if blocked(position, orders):
             faults.append(f"the orders deadlock: {find_cycle(orders, needs, position)}")
     return faults
 

@@ -1,56 +1,95 @@
-"""A line on the terminal while something takes long: how far it is, and about how long it still takes."""
+"""A line while something takes long: how far it is, and about how long it still takes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PATIENCE_S = 2.0
-"""What takes less shows nothing."""
-_EVERY_S = 0.5
+_PATIENCE_S, _EVERY_S = 2.0, 0.5
+_LOGGED_EVERY_S = 10.0
 CLEAR = "\r\x1b[K"
+# What the launcher, Slurm, Open MPI and Kubernetes call the number of a process in its job.
+_RANKS = ("MPMD_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+# One line at a time: where one work is inside of another, the outer one's.
+_LINE = threading.Lock()
+
+
+class Line:
+    """Shows what `state` says, from `begin` to `end`, once the work has taken a while.
+
+    On a terminal the line appears after two seconds, is renewed twice a second, and goes away at the end. Elsewhere,
+    such as in a log, a line is written every ten seconds. Of a job's processes, the first one writes to a log.
+
+    Args:
+        state: What is done, and which share of it, from 0 to 1; 0 if nobody knows. Another thread calls it.
+        stream: Where to; by default standard error.
+        patience_s: Seconds until the first line.
+    """
+
+    def __init__(
+        self, state: Callable[[], tuple[str, float]], stream: Any = None, patience_s: float | None = None
+    ) -> None:
+        self._state = state
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = _is_terminal(self._stream)
+        default_s, self._every_s = (_PATIENCE_S, _EVERY_S) if self._is_terminal else (_LOGGED_EVERY_S,) * 2
+        self._patience_s = default_s if patience_s is None else patience_s
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """The work begins. A second call does nothing."""
+        if self._thread is None and (self._is_terminal or _is_first_rank()):
+            self._thread = threading.Thread(target=self._show, args=(time.monotonic(),), daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """The work is done."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _show(self, start: float) -> None:
+        if self._ended.wait(self._patience_s):
+            return
+        while not _LINE.acquire(blocking=False):
+            if self._ended.wait(self._every_s):
+                return
+        try:
+            while True:
+                text, share = self._state()
+                text += time_left(time.monotonic() - start, share)
+                self._put(f"{CLEAR}{text}" if self._is_terminal else f"{text}\n")
+                if self._ended.wait(self._every_s):
+                    break
+            if self._is_terminal:
+                self._put(CLEAR)
+        finally:
+            _LINE.release()
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self._stream.write(text)
+            self._stream.flush()
 
 
 @contextlib.contextmanager
 def waiting(
-    state: Callable[[], tuple[str, float]], stream: Any = None, patience_s: float = PATIENCE_S
+    state: Callable[[], tuple[str, float]], stream: Any = None, patience_s: float | None = None
 ) -> Iterator[None]:
-    """Shows what `state` says while the block runs, if it takes longer than two seconds; it goes away at the end.
-
-    Nothing is written where standard error is no terminal, such as in logs.
-
-    Args:
-        state: What is done, and which share of it, from 0 to 1; 0 if nobody knows. Another thread calls it.
-        stream: The terminal; by default standard error.
-        patience_s: Seconds until the line appears.
-    """
-    stream = sys.stderr if stream is None else stream
-    if not is_terminal(stream):
-        yield
-        return
-    start, ended = time.monotonic(), threading.Event()
-
-    def show() -> None:
-        if ended.wait(patience_s):
-            return
-        while True:
-            text, share = state()
-            put(stream, f"{CLEAR}{text}{time_left(time.monotonic() - start, share)}")
-            if ended.wait(_EVERY_S):
-                break
-        put(stream, CLEAR)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
+    """A `Line` while the block runs."""
+    line = Line(state, stream, patience_s)
+    line.begin()
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        line.end()
 
 
 def time_left(seconds: float, share: float) -> str:
@@ -67,16 +106,12 @@ def time_left(seconds: float, share: float) -> str:
     return f", about {shown} left" if share > 0 else f", {shown} so far"
 
 
-def is_terminal(stream: Any) -> bool:
-    """Whether somebody is there to see it."""
+def _is_terminal(stream: Any) -> bool:
     try:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):
         return False
 
 
-def put(stream: Any, text: str) -> None:
-    """Writes to a terminal, which may be gone."""
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(text)
-        stream.flush()
+def _is_first_rank() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)

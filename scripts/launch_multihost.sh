@@ -28,6 +28,8 @@ readonly silence_s=30    # after this time without a sign of life, such an agent
 readonly connect_s=60    # for a host to answer
 readonly num_last_lines=20
 readonly most=9999       # the largest number of processes on a host, of devices of a process, and of restarts
+readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt so long, it begins with a second
+readonly most_alike=3    # failures with the same status at the same step, after which it gives up
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
@@ -41,14 +43,17 @@ Starts the command once per process, with everything that mpmd.initialize() need
   -n, --procs-per-host N    processes on each host (default 1; under Slurm as in the allocation)
   -H, --hosts h1,h2:4,...   hosts to reach over ssh, in this order; h:K overrides -n; user@h is allowed; `localhost` is
                             this machine, without ssh (default: this machine)
-      --cpu-devices K       each process sees K CPU devices and no GPU
-      --gpus-per-process K  each process sees K GPUs of its own
-      --port P              port of the coordination service (default: a free one)
-      --hang-timeout S      seconds without progress after which the watchdog ends the job (0: never)
-      --restarts R          start over after a failure, up to R times
+      --cpu-devices K       each process sees K CPU devices and no GPU (default: as the environment says)
+      --gpus-per-process K  each process sees K GPUs of its own (default: as the environment says)
+      --port P              port of the coordination service (default: a free one from 20000 to 29999)
+      --hang-timeout S      seconds without progress after which the watchdog ends the job; 0: never
+                            (default: as the program says in mpmd.initialize, else 300)
+      --restarts R          start over after a failure, up to R times (default 0), after 1, 2, 4, ... 300 s; not after
+                            three equal failures at the same step
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, and after a failure what it did last
+                            (default: no files)
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
-      --env NAME[=VALUE]    set or forward one more variable (may be repeated)
+      --env NAME[=VALUE]    set or forward one more variable (may be repeated; default: none)
       --dry-run             print what would run where, and start nothing
   -h, --help                this text
 
@@ -938,6 +943,7 @@ find_guilty() {
   job_text=
   if [[ -n $interrupted ]]; then
     job_status=$((128 + $(kill -l "$interrupted"))) job_text="ended by SIG$interrupted"
+    ! all_ended_well || job_text="stopped by SIG$interrupted; all ranks ended by themselves, with status 0"
   elif [[ -n $job_error ]]; then
     job_status=$error_status job_text=$job_error
   elif [[ -n $signalled ]]; then
@@ -970,6 +976,12 @@ find_guilty() {
   else
     job_status=0
   fi
+}
+
+all_ended_well() {
+  local status
+  ((${#statuses[@]} == num_processes)) || return 1
+  for status in "${statuses[@]}"; do ((status == 0)) || return 1; done
 }
 
 was_ended_by_us() { # the rank was still there when the launcher began to stop the job
@@ -1020,14 +1032,42 @@ main() {
   trap '' PIPE
   local signal
   # shellcheck disable=SC2064 # the name of the signal is expanded now
-  for signal in INT TERM HUP; do trap "printf '%s\n' '- launcher_signal $signal' >&\"\$events\" 2>/dev/null; interrupted=$signal" "$signal"; done
+  for signal in INT TERM HUP; do trap "{ printf '%s\n' '- launcher_signal $signal' >&\"\$events\"; } 2>/dev/null; interrupted=$signal" "$signal"; done
   for ((attempt = 0; ; attempt++)); do
     order=()
+    local started=$SECONDS
     run_job
     ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled && -z $job_error ]] || break
-    say "starts over (restart $((attempt + 1)) of $restarts)"
+    note_failures $((SECONDS - started))
+    if ((num_alike >= most_alike)); then
+      say "gives up after restart $attempt of $restarts: $failure_text, $num_alike times in a row"
+      break
+    fi
+    say "starts over in $wait_s s (restart $((attempt + 1)) of $restarts)"
+    wait_between
+    [[ -z $interrupted ]] || { job_status=$((128 + $(kill -l "$interrupted"))) && say "ended by SIG$interrupted" && break; }
   done
   exit "$job_status"
+}
+
+# Counts the failures that are alike and in a row (num_alike), and sets how long to wait before the next attempt (wait_s).
+# Without a watchdog no step is known, and a failure counts only if it came soon. A rank that dies of what it cannot help
+# (memory, its machine) dies at another step the next time.
+note_failures() { # seconds of the attempt
+  local step=${doing[${guilty:-0}]:-} failure
+  step=${step%% *}
+  [[ $step =~ ^[0-9]+$ ]] || step=
+  failure="$job_status $step" # not the rank: where all fail alike, chance decides which is first
+  failure_text="$(ended_text "$job_status")${step:+ after step $step}"
+  [[ $failure == "${last_failure:-}" ]] && { [[ -n $step ]] || (($1 < 60)); } && num_alike=$((num_alike + 1)) || num_alike=1
+  last_failure=$failure
+  ((attempt > 0 && $1 < long_attempt_s)) && wait_s=$((wait_s * 2)) || wait_s=1
+  ((wait_s <= longest_wait_s)) || wait_s=$longest_wait_s
+}
+
+wait_between() { # wait_s seconds, or until a signal comes
+  local end=$((SECONDS + wait_s))
+  while ((SECONDS < end)) && [[ -z $interrupted ]]; do sleep 0.2; done
 }
 
 if [[ $0 == jax-mpmd-agent ]]; then

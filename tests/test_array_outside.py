@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpmd
 import reshard
+from mpmd.arrays import reading
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
@@ -84,13 +85,29 @@ MISMATCH = (
 
 @pytest.mark.parametrize(
     "fun",
-    [jax.jit(lambda x, y: x + y), jnp.matmul, lambda x, y: jnp.where(True, x, y), jnp.dot, jnp.maximum],
-    ids=["jit", "matmul", "where", "dot", "maximum"],
+    [
+        jax.jit(lambda x, y: x + y),
+        lambda x, y: jnp.where(True, x, y),
+        jnp.dot,
+        lambda x, y: jnp.stack([x, y]),
+        lambda x, y: jnp.sum(x) + jnp.sum(y),
+        lambda x, y: jax.grad(lambda s: sum(jnp.sum(x**2) for x in s))([x, y]),
+        lambda x, y: optax.global_norm([x, y]),
+    ],
+    ids=["jit", "where", "dot", "stack", "sums", "grad", "global norm"],
 )
 def test_arrays_of_different_groups_in_a_function_of_jax_are_refused_by_name(mesh, fun):
     with pytest.raises(ValueError) as error:
         fun(put(VALUE, mesh, 0), put(VALUE, mesh, 1))
     assert str(error.value) == MISMATCH
+
+
+def test_what_is_on_different_devices_and_in_no_groups_keeps_jaxs_error(mesh, monkeypatch):
+    monkeypatch.setattr(reading, "meshes_in_use", lambda: [mesh])
+    one, other = jax.device_put(np.ones(2), jax.devices()[0]), jax.device_put(np.ones(2), jax.devices()[1])
+    with pytest.raises(ValueError, match="Received incompatible devices"):
+        one + other  # both in group 0
+    np.testing.assert_allclose(optax.global_norm([put(VALUE, mesh, 0)]), np.linalg.norm(VALUE), rtol=1e-6)
 
 
 def test_operators_meet_in_a_group_that_has_both_or_say_where_they_are(mesh):
@@ -211,7 +228,6 @@ def test_a_state_of_another_mesh_is_refused_with_what_brings_it_here(mesh):
         ("64 pieces", "is no number of bytes; pass an int, or text such as '64MiB'."),
         (1.5, "is no number of bytes; pass an int, or text such as '64MiB'."),
         (True, "is no number of bytes; pass an int, or text such as '64MiB'."),
-        ("0KiB", "is no amount of memory; at least one element must fit."),
         (-1, "is no amount of memory; at least one element must fit."),
     ],
 )
@@ -229,7 +245,8 @@ def test_a_threshold_that_is_no_memory_is_refused(mesh, threshold, fault):
 def test_a_threshold_may_be_text(mesh):
     x = jax.device_put(np.ones((64, 64), np.float32), jax.devices()[0])
     sharding = MpmdSharding(mesh, 3)
-    plans = [reshard.plan({"x": x}, None, sharding, threshold=t) for t in ("2KiB", 2048)]
+    plans = [reshard.plan({"x": x}, None, sharding, threshold=t) for t in ("2KiB", 2048, "0KiB", 0)]
+    assert str(plans[2]) == str(plans[3])  # one array at a time
     assert str(plans[0]) == str(plans[1]) and plans[0].peak_working_bytes <= 2048
     moved = reshard.spmd_to_mpmd_reshard(mesh, x, sharding, threshold="2KiB", donate=False)
     assert reshard.last_stats().peak_working_bytes <= 2048

@@ -105,16 +105,52 @@ def test_a_training_run_compiles_nothing_after_its_first_step():
     assert not compiles
 
 
-def test_lowering_and_compiling_by_hand_traces_once_for_all_calls():
+def test_what_is_lowered_and_compiled_by_hand_is_what_calls_run():
     counted = Counted()
-    state = counted.state()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, _batch(0)))
-    lowered = counted.jit().lower(*shapes)
-    assert counted.steps == 1
+    step = counted.jit(donate_argnums=(0,))
+    state, batch = counted.state(), _batch(0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
+    lowered = step.lower(*shapes)
     compiled = lowered.compile()
+    make = mpmd.jit(lambda tree: tree, mpmd_mesh=lowered._mesh, out_shardings=compiled.input_shardings[0][0])
+    placed = make(state)
+    with _compiles() as compiles:
+        placed, _ = step(placed, batch)  # in the layout that was found
+        placed, _ = compiled(placed, _batch(1))
+        assert step.lower(*shapes) is lowered and step.lower(placed, batch) is lowered
+        assert step.lower(placed, batch).compile().program is compiled.program
+    compiled.timing = True  # of this object, not of the step's calls
+    placed, _ = step(placed, _batch(2))
+    assert (len(compiles), counted.steps, counted.losses, compiled._timed) == (0, 1, 1, None)
+    reference, expected = jax.jit(counted._build(plain_loop())), state
     for seed in range(3):
-        state, _ = compiled(state, _batch(seed))
-    assert (counted.steps, counted.losses) == (1, 1)
+        expected, _ = reference(expected, _batch(seed))
+    assert_same(host(placed), host(expected), 2e-5)
+    # Of other layouts, settings and options, and of what was forgotten, there are others.
+    elsewhere = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mpmd.MpmdSharding(lowered._mesh, 3, P())), shapes[0]
+    )
+    assert step.lower(elsewhere, shapes[1]) is not lowered
+    with jax.default_matmul_precision("float32"):
+        assert step.lower(*shapes) is not lowered
+    assert lowered.compile({"xla_cpu_enable_fast_math": False}).program is not compiled.program
+    step.clear_cache()
+    assert step.lower(*shapes) is not lowered
+
+
+def test_static_arguments_and_the_arguments_devices_choose_what_was_compiled_by_hand():
+    @mpmd.jit(mpmd_mesh=shared_device(2), static_argnums=1)
+    def step(xs, power):
+        def total(x):
+            return jnp.sum(mpmd.mark_stage_end(x) ** power)
+
+        return mpmd.treduce(total, xs, schedule=scheduler.GPipe(2), operation=mpmd.Mean)
+
+    xs = np.full((2, 3), 2, np.float32)
+    lowered = {power: step.lower(xs, power) for power in (2, 3)}
+    for power in (2, 3):
+        assert float(lowered[power].compile()(xs)) == float(step(xs, power)) == 3 * 2**power
+        assert step.lower(xs, power) is lowered[power]
 
 
 def test_host_arrays_device_arrays_and_its_own_results_are_the_same_to_the_step():
@@ -272,7 +308,8 @@ def test_where_a_program_cannot_be_loaded_each_group_compiles_its_own(monkeypatc
     def run():
         compiled = pipeline(program, "OneFOneB", "auto").lower(*arguments).compile()
         results = host(compiled(*arguments))
-        num_compiled, num_loaded = re.findall(r"(\d+) compiled \((\d+) loaded", str(compiled.explain()))[0]
+        num_compiled, num_loaded = re.findall(r"(\d+) compiled, (\d+) copies", str(compiled.explain()))[0]
+        assert f" {int(num_compiled) + int(num_loaded)} programs on devices of this process: " in compiled.explain()
         return int(num_compiled), int(num_loaded), results
 
     num_compiled, num_loaded, results = run()

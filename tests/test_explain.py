@@ -83,3 +83,27 @@ def test_a_line_of_an_installed_library_is_told_with_the_line_that_calls_it():
     text = mpmd.jit(model, mpmd_mesh=mesh).lower(placed, x).compile().explain()
     assert "dot_general reads it, at /env/site-packages/library/layers.py:2" in text
     assert "(apply), called from " + __file__ in text
+
+
+@pytest.mark.parametrize("checkpointed", ["layer", "activation", "nothing"])
+def test_a_checkpoint_that_leaves_no_work_to_the_weight_half_of_a_backward_is_a_warning(checkpointed):
+    tanh = jax.checkpoint(jnp.tanh) if checkpointed == "activation" else jnp.tanh
+    layer = jax.checkpoint(lambda w, x: x + tanh(x @ w)) if checkpointed == "layer" else lambda w, x: x + tanh(x @ w)
+
+    def loss(ws, x):
+        return jnp.sum(layer(ws[1], mpmd.mark_stage_end(layer(ws[0], x))) ** 2)
+
+    def gradients(ws, xs):
+        return mpmd.treduce(lambda x: jax.grad(loss)(ws, x), xs, schedule=scheduler.ZeroBubbleH1(2))
+
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+    args = [np.ones((8, 8), np.float32)] * 2, np.ones((2, 8, 8), np.float32)
+    text = mpmd.jit(gradients, mpmd_mesh=mesh).lower(*args).compile().explain()
+    warning = (
+        "warning: the weight half (W) of the backward of stage 1 is empty: all of it is in the first half (I).\n"
+        "  jax.checkpoint is one equation, which the schedule cannot split: it gains nothing over one without W"
+        " (1F1B, interleaved).\n"
+        "  Checkpoint what lies between the matrix products with weights, not these, or take such a schedule.\n"
+    )
+    assert (warning in text) == (checkpointed == "layer"), text
+    assert ("is empty" in text) == (checkpointed == "layer")

@@ -68,7 +68,7 @@ def test_no_argument_is_lost_when_a_program_cannot_be_compiled(jitted, monkeypat
             raise RuntimeError("no memory to compile")
         return compile_program(lowered, program)
 
-    jitted._cache.clear()
+    jitted.clear_cache()
     monkeypatch.setattr(compat, "compile_program", compile_some)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no memory to compile"):

@@ -37,12 +37,13 @@ ROOMS = {
     "mpmd/ops": ("arrays",),
     "mpmd/tracing": ("arrays", "ops"),
     "mpmd/partition": ("arrays", "ops", "tracing"),
+    "mpmd/costs": ("arrays", "ops", "tracing", "partition"),
     "mpmd/compile": ("arrays", "tracing", "partition"),
     "mpmd/observe": (),
-    "mpmd/report": ("arrays", "partition", "compile", "observe"),
-    "mpmd/planning": ("arrays", "partition", "compile", "report"),
-    "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "report", "planning"),
-    "mpmd/tuning": ("arrays", "partition", "compile", "report", "planning", "cutting"),
+    "mpmd/report": ("arrays", "partition", "costs", "compile", "observe"),
+    "mpmd/planning": ("arrays", "partition", "costs", "compile", "report"),
+    "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "costs"),
+    "mpmd/tuning": ("arrays", "partition", "costs", "compile", "report", "planning", "cutting"),
     "mpmd/job": ("arrays", "observe"),
     "mpmd/run": ("arrays", "tracing", "cutting", "partition", "compile", "observe", "job"),
     "reshard/storage": (),
@@ -56,9 +57,9 @@ ROOMS = {
     "scheduler/optimize": ("timing", "schedules"),
 }
 BELOW_ALL_ROOMS = {
-    "mpmd": ("_jax_compat", "errors"),
+    "mpmd": ("_jax_compat", "errors", "users_frame"),
     "reshard": ("_orbax_compat", "places", "sizes", "texts", "trees"),
-    "scheduler": ("collector", "errors", "files", "ordering", "task", "texts", "waiting"),
+    "scheduler": ("collector", "engine", "errors", "files", "ordering", "task", "texts", "waiting"),
 }
 
 

@@ -1,11 +1,14 @@
 """Groups of a mesh, and shardings over them, on Explicit, Auto and mixed axes alike."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import mpmd
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 
@@ -114,12 +117,27 @@ def test_wrong_meshes_are_refused_with_what_was_expected():
         MpmdMesh.from_groups([])
     with pytest.raises(ValueError, match=r"groups\[0\] is a Device, not a jax.sharding.Mesh"):
         MpmdMesh.from_groups(jax.devices())
+    with pytest.raises(ValueError, match=r"no whole one: `with mesh:` has nothing to enter.\n  Use `with mesh.groups"):
+        MpmdMesh.from_groups([whole_mesh()]).__enter__()
+
+
+def test_a_mesh_is_a_context_manager_as_the_whole_mesh_is():
+    mesh = MpmdMesh(whole_mesh(AXIS_TYPES["auto"]), "stage")
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    step = mpmd.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, P(None, "data")), mpmd_mesh=mesh)
+    with mesh as entered, mesh:
+        assert entered is mesh
+        inside = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(x)
+        np.testing.assert_array_equal(step(x), x * 2)
+    assert inside.sharding.is_equivalent_to(NamedSharding(mesh.jax_mesh, P("data")), 2)
+    np.testing.assert_array_equal(step(x), x * 2)
 
 
 @axis_types
 def test_a_group_sharding_is_the_spec_on_the_groups_mesh_without_the_mpmd_axis(axis_types):
     mesh = MpmdMesh(whole_mesh(axis_types), "stage")
-    assert MpmdSharding(mesh, 1, P(None, ("stage", "data"))) == MpmdSharding(mesh, 1, P(None, "data"))
+    with pytest.warns(UserWarning, match="names the mpmd axis"):
+        assert MpmdSharding(mesh, 1, P(None, ("stage", "data"))) == MpmdSharding(mesh, 1, P(None, "data"))
     assert MpmdSharding(mesh, {1, 3}, P(None, ("stage", "data"))).spec == P(None, "data")
     sharding = MpmdSharding(mesh, {1, 3}, P(None, "data"))
     assert sharding.spec == P(None, "data")
@@ -137,6 +155,9 @@ def test_shardings_are_values_and_coerce_their_arguments():
     assert MpmdSharding(mesh, 2, "data") != MpmdSharding(mesh, 2, "data", memory_kind="pinned_host")
     assert MpmdSharding(mesh, (), "data").groups == (0,)
     assert MpmdSharding(mesh, 2, "data").replace(mesh_ids=1) == MpmdSharding(mesh, 1, "data")
+    split = MpmdSharding(mesh, {0, 1}, "data", split={0: ((0, 3), (5, 8)), 1: ((3, 5),)}, split_axis=1)
+    assert dataclasses.replace(split, memory_kind="pinned_host") == split.replace(memory_kind="pinned_host")
+    assert dataclasses.replace(MpmdSharding(mesh, {0, 1}, P("stage")), mesh_ids={1, 2}).split_axis == 0
     with pytest.raises(AttributeError):
         MpmdSharding(mesh, 2).spec = P("data")
 

@@ -1,5 +1,6 @@
 """What the pages of docs/ print is true: their programs run as printed, in turn, some of them on a model made here."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -19,7 +20,17 @@ import reshard
 import scheduler
 
 ROOT = Path(__file__).parent.parent
-TESTED_HERE = ("compatibility", "compilation", "finetuning", "inference", "planning", "stages", "tutorial")
+TESTED_HERE = (
+    "compatibility",
+    "compilation",
+    "finetuning",
+    "inference",
+    "inside-a-group",
+    "numerics",
+    "planning",
+    "stages",
+    "tutorial",
+)
 TESTED_ELSEWHERE = {
     "checkpoints": "checkpoint/test_docs.py", "huggingface": "safetensors/test_huggingface_page.py",
     "mistakes": "test_mistakes_page.py", "multihost": "launcher/test_multihost_page.py",
@@ -39,10 +50,18 @@ def test_each_page_with_a_program_has_a_test():
         assert f"{name}.md" in (ROOT / "tests" / file).read_text()
 
 
+def test_the_reference_has_each_public_name_once():
+    for package in (mpmd, scheduler, reshard):
+        page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text()
+        found = re.findall(rf"^::: {package.__name__}\.(\w+)$", page, re.MULTILINE)
+        assert sorted(found) == sorted(package.__all__)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_examples", "printed"),
     [
+        ("numerics", 1, ["float32 ", "\nrounding\n"]),
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
@@ -68,6 +87,40 @@ def test_the_examples_run_as_printed(name, num_examples, printed):
     assert run.returncode == 0, run.stderr[-3000:]
     for text in printed:
         assert text in run.stdout
+
+
+def test_the_help_of_each_option_says_its_default():
+    files = [path for folder in ("mpmd", "reshard", "scheduler", "examples", "benchmarks")
+             for path in (ROOT / folder).rglob("*.py") if "add_argument" in path.read_text()]  # fmt: skip
+    silent = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add_argument", "add"):
+                given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                if given.get("default", "None") not in ("None", "[]") and "default" not in given.get("help", ""):
+                    silent.append(f"{path.name}:{node.lineno}")
+    assert len(files) > 20 and not silent
+
+
+@pytest.mark.slow
+def test_the_programs_inside_a_group_print_the_losses_of_the_page_and_those_of_processes_are_the_same(tmp_path):
+    *programs, of_processes = blocks_of("inside-a-group")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    alone = clean | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+
+    def printed(command, environment):
+        run = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        return run.stdout.replace("[0] ", "").splitlines()
+
+    once = printed([sys.executable, "-c", "\n".join(programs)], alone)
+    losses = [f"{float(line):.4f}" for line in once if line[0].isdigit()]
+    assert losses == ["2.7346", "2.2965", "2.0042"] * 3
+    program = tmp_path / "program.py"
+    program.write_text(of_processes)
+    launched = [str(ROOT / "scripts/launch_multihost.sh"), "-n", "4", "--cpu-devices", "1", "--", sys.executable]
+    many = printed([*launched, str(program)], clean | {"PYTHONPATH": str(ROOT)})
+    assert len(many) == 3 and many == printed([sys.executable, str(program)], alone)
 
 
 # --- programs that take the reader's own model ----------------------------------------------------

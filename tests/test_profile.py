@@ -18,6 +18,7 @@ import pytest
 import mpmd
 import scheduler
 from mpmd.report import html
+from mpmd.report.conclusion import conclusion
 from mpmd.report.profile_texts import loop_parts
 from scheduler.timing.pictures import colour
 
@@ -198,10 +199,25 @@ def test_the_report_is_one_file_with_all_tasks_measured_and_simulated(made, tmp_
     for head in ("Where the time of the step goes", "Stages", "Memory of a device over a step", "Transfers of a step",
                  "Plan against measurement"):  # fmt: skip
         assert f"<h2>{head}</h2>" in text
-    assert len(re.findall("<polygon", text)) >= 2 * STAGES
+    assert len(re.findall("<polygon", text)) >= 2 * STAGES and len(re.findall('class="curve"', text)) == STAGES
+    assert re.search(
+        r'class="verdict"><b>The groups compute for \d+% of a step of .*Most of the rest, .*Advice: ', text
+    )
+    for what in ("date", "host", "devices", "versions", "command"):
+        assert re.search(f"<dt>{what}</dt><dd>[^<]+</dd>", text)
+    assert text.index("<details>") < text.index("step on MpmdMesh(")
 
 
-def test_the_names_of_tasks_can_be_read_on_the_colour_of_every_stage():
+def test_what_a_report_says_first_is_the_bubble_where_nothing_was_measured(made):
+    found = conclusion(None, made[0]._programs.loops)
+    assert round(found.busy, 3) == 0.667 and found.loss == "The rest, 33%, is the bubble of the schedule."
+    assert found.advice == (
+        "Use more microbatches: with 8 in place of 4 the bubble is 20% of the loop in place of 33%. mpmd.tune also"
+        " compares schedules."
+    )
+
+
+def test_the_names_of_tasks_can_be_read_on_the_colour_of_every_stage_and_none_is_red():
     def light(colour: str) -> float:  # WCAG's relative luminance
         digits = "".join(2 * c for c in colour[1:]) if len(colour) == 4 else colour[1:]
         channels = [c / 255 for c in bytes.fromhex(digits)]
@@ -211,6 +227,8 @@ def test_the_names_of_tasks_can_be_read_on_the_colour_of_every_stage():
     for kind in "FBIW":
         for stage in range(16):
             fill = colour(stage, kind, 16)
+            red, green, blue = bytes.fromhex(fill[1:])
+            assert red < max(green, blue), (stage, kind)
             dark, bright = sorted((light(fill), light(html._ink(fill))))
             assert (bright + 0.05) / (dark + 0.05) > 4.2, (stage, kind)
 

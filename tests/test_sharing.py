@@ -1,5 +1,6 @@
 """A program that holds another one is cut into that one and what is around it."""
 
+import functools
 import re
 
 import jax
@@ -8,11 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from programs import BY_NAME
-from programs.pipelines import pipeline
+from programs.pipelines import make_mesh, pipeline
+from programs.program import assert_same, host
 
+import mpmd
+import scheduler
 from mpmd import _jax_compat as compat
+from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.subprogram import Pattern, num_equations
+from mpmd.tracing.inline import inline
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
@@ -239,3 +246,100 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert all(compiled.cost_analysis()[key] > 0 for key in ("flops", "bytes accessed"))
     assert all(m["temporaries"] > 0 and m["peak"] > m["arguments"] for m in compiled.memory_analysis().values())
     assert "executables" in str(compiled.explain())
+
+
+# --- layers that differ in constants alone ---
+
+
+def _dropped(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+
+def _layer_with_dropout(w, x, key):
+    return x + _dropped(key, jnp.tanh(x @ w))
+
+
+def _counter(mark, ws, x, key):
+    """As the streams of Flax NNX: each key is made of a number, which is one more than the one before."""
+    count = jnp.uint32(0)
+    x = _dropped(jax.random.fold_in(key, count), jnp.sin(x))
+    for w in ws:
+        count += 1
+        x = mark(_layer_with_dropout(w, x, jax.random.fold_in(key, count)))
+    return x
+
+
+def _rows(mark, ws, x, key):
+    """Each layer has its row of the keys, and computes it in its checkpoint."""
+    for i, w in enumerate(ws):
+        layer = jax.checkpoint(lambda w, x, key, i=i: _layer_with_dropout(w, x, jax.random.split(key, 4)[i]))
+        x = mark(layer(w, x, key)) if i < 3 else layer(w, x, key)
+    return x
+
+
+def _scanned(mark, ws, x, key):
+    def body(x, layer):
+        w, i = layer
+        return mark(_layer_with_dropout(w, x, jax.random.fold_in(key, i))), None
+
+    return jax.lax.scan(body, x, (jnp.stack(ws), jnp.arange(4)))[0]
+
+
+def _rates(mark, ws, x, key):
+    """Layers are divided by their number, and have a rate each (stochastic depth)."""
+
+    def body(x, layer):
+        w, i, rate = layer
+        return mark(x + rate * jax.random.normal(key, x.shape) + jnp.tanh(x @ w) / (3.0 + i)), None
+
+    return jax.lax.scan(body, x, (jnp.stack(ws), jnp.arange(4), jnp.linspace(0.0, 0.3, 4)))[0]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [_counter, _rates, *(pytest.param(m, marks=pytest.mark.slow) for m in (_rows, _scanned))]
+)
+def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypatch, model, axis_type):
+    ws = [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)]
+    batch = jax.random.normal(jax.random.key(5), (3, 4, 8)), jax.random.split(jax.random.key(6), 3)
+
+    def step(ws, batch):
+        def loss(ws, microbatch):
+            x = model(mpmd.mark_layer_end, ws, *microbatch)
+            return jnp.mean(x * x)
+
+        return mpmd.treduce(lambda m: jax.value_and_grad(loss)(ws, m), batch, schedule=scheduler.OneFOneB(4))
+
+    mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
+    jitted = mpmd.jit(step, mpmd_mesh=mesh)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        found = jitted(ws, batch)
+    names = [
+        m[1] for r in caplog.records if (m := re.search(r"conversion jit\((step_stage\w+_F\w*)\)", r.getMessage()))
+    ]
+    assert len([n for n in names if not n.endswith(("_before", "_after"))]) == 1, names
+    assert_same(host(found), host(jax.jit(step)(ws, batch)), rtol=1e-6)
+    if model is _rates:  # floats are made of its constants
+        monkeypatch.setattr("mpmd.compile.step.with_constants", lambda ps: [WithConstants(p, ()) for p in ps])
+        assert_same(host(found), host(mpmd.jit(step, mpmd_mesh=mesh)(ws, batch)), rtol=0)
+
+
+def test_a_constant_of_which_floats_are_made_stays():
+    def scaled(i, x):
+        return jnp.sin(x) / (1.0 + jax.lax.convert_element_type(jnp.int32(i), jnp.float32)) + jnp.cos(x)
+
+    def row(i, x):
+        return jnp.sin(x) + jax.lax.slice(x, (i, 0), (i + 1, 4))
+
+    def with_key(i, key, x):
+        return jax.random.fold_in(key, i), jnp.sin(x)
+
+    def pair(fun, *args):
+        jaxprs = [_jaxpr(functools.partial(fun, i), *args) for i in (1, 2)]
+        return with_constants([compat.ClosedJaxpr(inline(j), ()) for j in jaxprs])
+
+    for fun in (scaled, row):
+        assert [found.constants for found in pair(fun, X)] == [(), ()]
+    found = pair(with_key, jax.eval_shape(lambda: jax.random.key(0)), X)
+    assert [f.constants for f in found] == [(1,), (2,)]
+    assert compat.jaxpr_key(found[0].closed) == compat.jaxpr_key(found[1].closed)

@@ -147,7 +147,8 @@ def test_shardings_are_values():
     assert given.replace(split=None, split_axis=None) == MpmdSharding(mesh, {0, 2})
     assert given.replace(spec=P(None, "stage"), split=None) == MpmdSharding(mesh, {0, 2}, P(None, "stage"))
     assert (given.split, given.split_axis, even.split, even.split_axis) == (UNEVEN, 0, None, 0)
-    assert MpmdSharding(mesh, 1, P("stage", "data")) == MpmdSharding(mesh, 1, P(None, "data"))
+    with pytest.warns(UserWarning, match=r"names the mpmd axis 'stage', but the array is in one group, 1, which"):
+        assert MpmdSharding(mesh, 1, P("stage", "data")) == MpmdSharding(mesh, 1, P(None, "data"))
     written_out = MpmdSharding(mesh, range(4), split={g: ((2 * g, 2 * g + 2),) for g in range(4)})
     assert written_out.is_equivalent_to(even, 2) and even.is_equivalent_to(written_out, 2)
     assert written_out.sharding.is_equivalent_to(even.sharding, 2)

@@ -1,16 +1,18 @@
 """Steps that cannot be cut into stages are refused: what is wrong, on which line of the user's code, what to do."""
 
+import functools
 import inspect
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs.parts import chain, dense_params, regression_batch, residual, squared_error, stages_params
 from programs.pipelines import make_mesh, shared_device
-from programs.program import Tools
+from programs.program import Tools, assert_same, host, pipelined, plain_loop
 
 import mpmd
 import scheduler
@@ -121,7 +123,7 @@ def test_a_mark_on_gradients_of_earlier_marks_would_flow_backwards():
 
     message = _without_columns(_refusal(loss, num_stages=3, params=stages_params(jax.random.key(0), 4)))
     assert _here(loss) in message
-    assert "earlier stage" in message
+    assert "earlier stage" in message and "(MAML) marks in the last call only" in message
 
 
 # --- marks where no cut is possible ---
@@ -195,7 +197,7 @@ def _mark_in_shard_map(params, microbatch):
     ("loss", "inside", "remedy"),
     [
         (_mark_in_cond, "cond", "Mark the stage end after the cond, so that both branches belong to one stage."),
-        (_mark_in_checkpoint, "checkpoint", "Put jax.checkpoint around each stage, between the marks"),
+        (_mark_in_checkpoint, "checkpoint", "Put one jax.checkpoint around what is before the mark"),
         (_mark_in_shard_map, "shard_map", "Call shard_map once per stage, and mark the stage end outside of it."),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -405,6 +407,29 @@ def test_uneven_numbers_of_microbatches_on_another_axis_are_refused():
     )
 
 
+def test_an_error_of_shapes_says_what_a_function_sees_of_a_batch_without_microbatches():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    w, xs = jnp.ones((8, 4)), {"x": jnp.ones((64, 8)), "y": jnp.ones(64)}
+
+    def loss(x):
+        rows, _ = x["x"].shape  # one row, where a batch was not divided
+        return jnp.mean((mpmd.mark_stage_end(x["x"] @ w) * rows) ** 2)
+
+    note = (
+        "treduce: axis 0 of xs is the microbatch axis, which fun does not see.\n"
+        "  xs['x'] has shape (64, 8): fun sees (8,)\n"
+        "  xs['y'] has shape (64,): fun sees ()"
+    )
+    step = functools.partial(mpmd.treduce, loss, schedule="gpipe")
+    for call in (jax.jit(step), mpmd.jit(step, mpmd_mesh=mesh)):
+        with pytest.raises(ValueError, match="not enough values to unpack") as error:
+            call(xs)
+        assert error.value.__notes__.count(note) == 1
+    with pytest.raises(KeyError) as error:
+        mpmd.treduce(lambda x: x["z"], xs, schedule=None)
+    assert not any("microbatch" in text for text in getattr(error.value, "__notes__", []))
+
+
 def test_a_leaf_without_a_microbatch_axis_is_refused():
     with pytest.raises(mpmd.StageError, match=r"xs\['scale'\] has shape \(\)"):
         mpmd.treduce(lambda x: x["x"], {"x": jnp.zeros((4, 2)), "scale": jnp.float32(1)}, schedule=None)
@@ -428,6 +453,18 @@ def test_an_operation_that_does_not_fit_the_outputs_is_refused():
 def test_an_operation_that_is_none_of_the_five_is_refused():
     with pytest.raises(mpmd.StageError, match=r"Pass mpmd\.Add, Mean, Max, Min or Concat"):
         mpmd.treduce(lambda x: x, jnp.zeros((4, 2)), schedule=None, operation=jnp.add)
+
+
+def test_a_sum_of_booleans_is_said_to_be_no_count():
+    def step(tools):
+        return lambda xs: tools.reduce(lambda x: (jnp.sum(mpmd.mark_stage_end(x)), jnp.any(x > 2)), xs)
+
+    xs = np.arange(4, dtype=np.float32).reshape(2, 2)
+    expected = jax.jit(step(plain_loop()))(xs)
+    jitted = mpmd.jit(step(pipelined(scheduler.GPipe(2))), mpmd_mesh=shared_device(2))
+    with pytest.warns(UserWarning, match="Add of booleans says whether one of the microbatches has True") as warned:
+        assert_same(host(jitted(xs)), host(expected), 0)
+    assert [w.filename for w in warned] == [__file__]
 
 
 def test_a_key_cannot_be_reduced():

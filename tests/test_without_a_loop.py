@@ -1,5 +1,8 @@
 """Steps without a loop: where their equations run, and what crosses. Nothing here is compiled."""
 
+import functools
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 from jax.sharding import AxisType
 
 import mpmd
+from mpmd.partition import place_segments
+from mpmd.partition.pins import with_fewest_bytes
 
 GROUPS, D, ROWS = 4, 8, 16
 ACTIVATION = 4 * ROWS * D
@@ -71,6 +76,86 @@ def test_activations_alone_cross_between_blocks(mesh, marked):
     assert outline.outputs[0][1] == {3}
 
 
+DERIVED = {
+    "scaled by a scalar": lambda p: [w / (1 - p["s"]) for w in p["w"]],
+    "mean of two": lambda p: [p["s"] * w + (1 - p["s"]) * v for w, v in zip(p["w"], p["v"], strict=True)],
+    "cast": lambda p: [(w * p["s"]).astype(jnp.bfloat16) for w in p["w"]],
+    "noise": lambda p: [w + jax.random.normal(jax.random.fold_in(p["key"], i), w.shape) for i, w in enumerate(p["w"])],
+    "spectral norm": lambda p: [w / jnp.linalg.norm(w) for w in p["w"]],
+    "norm of all": lambda p: [w / jnp.sqrt(sum((w**2).sum() for w in p["w"])) for w in p["w"]],
+    "product": lambda p: [w + p["s"] * (v[:, :2] @ v[:2]) for w, v in zip(p["w"], p["v"], strict=True)],
+    "some": lambda p: [w * p["s"] if i % 2 else w for i, w in enumerate(p["w"])],
+}
+
+
+@pytest.mark.parametrize("rows", [2, 100])  # smaller than a weight, and larger
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_derived_parameters_are_made_in_the_stage_that_reads_them(mesh, derive, rows):
+    layers, W = range(2 * GROUPS), 16
+    params = {n: [in_group(mesh, [i // 2], W, W) for i in layers] for n in "wv"}
+    params |= {"s": in_group(mesh, None), "key": jax.eval_shape(lambda: jax.random.key(0))}
+
+    def predict(params, x):
+        for i, w in enumerate(derive(params)):
+            x = jnp.tanh(x @ w)
+            x = mpmd.mark_stage_end(x) if i in (1, 3, 5) else x
+        return x.sum(-1)
+
+    sent, outline = crossing(mesh, predict, params, jax.ShapeDtypeStruct((rows, W), jnp.float32))
+    assert [s for s in sent if s[1] > 64] == [("", 4 * rows * W, g, g + 1) for g in range(3)]
+    assert outline.outputs[0][1] == {3}
+
+
+GATHERS = {
+    "take": lambda c, i: jnp.take(c, i, axis=0),
+    "take_along_axis": lambda c, i: jnp.take_along_axis(c, i[:, None, None], axis=0),
+    "product": lambda c, i: jnp.einsum("ab,blw->alw", jax.nn.one_hot(i, ROWS), c),
+}
+
+
+@pytest.mark.parametrize("gather", GATHERS.values(), ids=GATHERS)
+@pytest.mark.parametrize("placed", [True, False])
+def test_caches_are_reordered_where_they_are_by_indices_of_the_last_stage(mesh, gather, placed):
+    def decode(weights, caches, x, at):
+        new = []
+        for i, (w, c) in enumerate(zip(weights, caches, strict=True)):
+            c = jax.lax.dynamic_update_slice_in_dim(c, (x @ w)[:, None], at, axis=1)
+            x = jnp.einsum("rl,rlw->rw", jax.nn.softmax(jnp.einsum("rw,rlw->rl", x, c)), c)
+            new.append(c)
+            x = mpmd.mark_stage_end(x) if i < 3 else x
+        return [gather(c, jnp.argsort(x[:, 0])) for c in new], x.sum(-1)
+
+    weights = [in_group(mesh, [g], D, D) for g in range(GROUPS)]
+    cache = jax.ShapeDtypeStruct((ROWS, 9, D), jnp.float32)
+    caches = [in_group(mesh, [g], *cache.shape) if placed else cache for g in range(GROUPS)]
+    sent, outline = crossing(mesh, decode, weights, caches, jax.ShapeDtypeStruct((ROWS, D), jnp.float32), 0)
+    large = [s for s in sent if s[1] > 8 * ROWS]
+    assert large == chain(3)
+    assert [groups for _, groups in outline.outputs] == [{g} for g in (0, 1, 2, 3, 3)]
+
+
+@pytest.mark.parametrize("width", [4, 16, 40])
+def test_the_optimizer_of_the_first_layer_is_where_the_layer_is(mesh, width):
+    def train(params, x):
+        def loss(params):
+            h = x
+            for i, w in enumerate(params):
+                h = jnp.tanh((mpmd.mark_stage_end(h) if i else h) @ w)
+            return (h**2).mean() + 1e-4 * sum((w**2).sum() for w in params)
+
+        gradients = jax.grad(loss)([p["w"] for p in params])
+        moments = [0.9 * p["m"] + 0.1 * g for p, g in zip(params, gradients, strict=True)]
+        return [{"w": p["w"] - 0.1 * m, "m": m} for p, m in zip(params, moments, strict=True)]
+
+    shapes = [(width, 16), *[(16, 16)] * 3]
+    params = [{n: in_group(mesh, [g], *s) for n in "wm"} for g, s in enumerate(shapes)]
+    sent, outline = crossing(mesh, train, params, jax.ShapeDtypeStruct((ROWS, width), jnp.float32))
+    assert sorted(s for s in sent if s[1] > 8) == sorted(
+        ("", 4 * ROWS * 16, a, b) for g in range(3) for a, b in ((g, g + 1), (g + 1, g))
+    )
+    assert [groups for _, groups in outline.outputs] == [{g} for g in range(GROUPS) for _ in "wm"]
+
+
 def test_marks_place_weights_that_are_nowhere_yet(mesh):
     def predict(params, x):
         for p in params:
@@ -126,6 +211,14 @@ def test_a_parameter_that_crosses_is_warned_of_with_its_line():
     def both(weights):
         return jnp.concatenate(weights).mean(0)  # here
 
+    def derived(weights):
+        half = weights[0].astype(jnp.bfloat16)
+        return jnp.tanh(weights[0] @ half).mean() + (half @ weights[1]).mean()
+
+    text = mpmd.jit(derived, mpmd_mesh=mesh).lower(weights).compile().explain()
+    sent = "what is made of the argument weights[0] (512 B) is sent from group 0 to 1 in every call"
+    assert f"warning: {sent}: dot_general reads it, at {__file__}:{derived.__code__.co_firstlineno + 2}" in text
+    assert "  Make it of the arrays of one group, or inside of the layer that reads it." in text
     text = mpmd.jit(both, mpmd_mesh=mesh).lower(weights).compile().explain()
     line = both.__code__.co_firstlineno + 1
     warning = next(part for part in text.split("warning: ")[1:])
@@ -134,3 +227,67 @@ def test_a_parameter_that_crosses_is_warned_of_with_its_line():
     )
     assert f"{__file__}:{line}" in warning
     assert "Keep it in group 0 too (in_shardings), or let that line read the arrays of one group." in warning
+
+
+def test_reordered_caches_and_derived_weights_are_those_of_plain_jit_in_groups_of_two_devices():
+    devices = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = mpmd.MpmdMesh(devices, "stage")
+
+    def decode(weights, scale, caches, x, at):
+        new = []
+        for i, (w, c) in enumerate(zip([w / scale for w in weights], caches, strict=True)):
+            c = jax.lax.dynamic_update_slice_in_dim(c, (x @ w)[:, None], at, axis=1)
+            x = jnp.einsum("rl,rlw->rw", jax.nn.softmax(jnp.einsum("rw,rlw->rl", x, c)), c)
+            new.append(c)
+            x = mpmd.mark_stage_end(x) if i == 0 else x
+        return [jnp.take(c, jnp.argsort(x[:, 0]), axis=0) for c in new], x.sum(-1)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights, x = [jax.random.normal(k, (D, D)) for k in keys[:2]], jax.random.normal(keys[2], (ROWS, D))
+    place = mpmd.jit(lambda ws: ws, mpmd_mesh=mesh, out_shardings=[mpmd.MpmdSharding(mesh, g) for g in range(2)])
+    step, plain = mpmd.jit(decode, mpmd_mesh=mesh, donate_argnums=2), jax.jit(decode)
+    here, there = [jnp.zeros((ROWS, 9, D))] * 2, [jnp.zeros((ROWS, 9, D)) for _ in range(2)]
+    placed = place(weights)
+    for at in range(2):
+        here, y = plain(weights, jnp.float32(2), here, x, at)
+        there, z = step(placed, jnp.float32(2), there, x, at)
+        assert [c.mpmd_idxs for c in there] == [(0,), (1,)]
+        for a, b in zip([*here, y], [*there, z], strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_deeper_model_is_as_much_more_work_to_place_as_it_has_more_layers(monkeypatch):
+    mesh = mpmd.MpmdMesh(jax.make_mesh((GROUPS,), ("stage",), devices=jax.devices()[:GROUPS]), "stage")
+
+    def loss(params, x):
+        for p in params:
+            x = block(p, x)
+        return (x**2).mean()
+
+    def clipped(params, x):
+        grads = jax.grad(loss)(params, x)
+        scale = 1 / jnp.maximum(1.0, jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads))))
+        return jax.tree.map(lambda p, g: p - scale * g, params, grads)
+
+    calls = 0
+
+    def counted(fun, *args):
+        def observe(_frame, event, _arg):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(observe)
+        try:
+            return fun(*args)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(place_segments, "with_fewest_bytes", functools.partial(counted, with_fewest_bytes))
+    work = []
+    for layers in (8, 32):
+        calls = 0
+        params = [block_in(mesh, layer * GROUPS // layers) for layer in range(layers)]
+        crossing(mesh, clipped, params, jax.ShapeDtypeStruct((ROWS, D), jnp.float32))
+        work.append(calls)
+    assert 0 < work[1] < 4.4 * work[0]

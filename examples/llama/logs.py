@@ -31,16 +31,27 @@ def to_terminal(num_steps: int) -> Writer:
 
 
 def to_csv(path: Path) -> Writer:
-    """A row for each number: step, name, value. A run that goes on adds to the file."""
-    is_new = not path.exists()
-    file = path.open("a", newline="")
-    rows = csv.writer(file)
-    if is_new:
-        rows.writerow(["step", "name", "value"])
+    """A row for each step, a column for each number. A run that goes on replaces the steps that it does again."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows.extend(csv.DictReader(file))
+    names: list[str] = []
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
-        rows.writerows([step, name, f"{value:.9g}"] for name, value in numbers.items())
-        file.flush()
+        is_first = not names
+        if is_first:
+            rows[:] = [row for row in rows if int(row["step"]) < step]
+            names.extend(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+        rows.append({"step": step} | {name: f"{value:.9g}" for name, value in numbers.items()})
+        new = [name for name in rows[-1] if name not in names]
+        names.extend(new)
+        with path.open("w" if new or is_first else "a", newline="") as file:
+            table = csv.DictWriter(file, names)
+            if new or is_first:  # a number that earlier steps did not have
+                table.writeheader()
+                table.writerows(rows[:-1])
+            table.writerow(rows[-1])
 
     return write
 

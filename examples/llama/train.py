@@ -292,11 +292,12 @@ def run(options: argparse.Namespace) -> int:
             }
         )
     program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
+    count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
+    say(f"{count:,} parameters in {options.groups} groups; {options.schedule}; compiling ...")
     lowered = program.step.lower(*program.abstract())
     program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
     compiled = lowered.compile()
-    count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
-    say(f"{count:,} parameters, layers of each stage: {lowered.cuts}")
+    say(f"compiled; layers of each stage: {lowered.cuts}")
     shardings = compiled.input_shardings[0][0]
     state = resumed(program, checkpoints, shardings) if checkpoints and first else first_state(program, shardings)
     status, state = train(program, compiled, state, batches, checkpoints, first)
@@ -386,29 +387,57 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", metavar="DIR", help="a Hugging Face folder: config.json, safetensors, tokenizer.json")
     add("--text", nargs="+", default=[], metavar="PATH[=WEIGHT]", help="files or folders of text to train on")
-    add("--layers", type=int, default=8)
-    add("--width", type=int, default=128)
+    add("--layers", type=int, default=8, help="layers (default: %(default)s)")
+    add("--width", type=int, default=128, help="width of a layer (default: %(default)s)")
     add("--experts", type=int, default=0, help="experts of each layer (default 0: none)")
     add("--groups", type=int, default=4, help="pipeline groups (default 4)")
-    add("--data", type=int, default=1, help="devices of a group that share the rows and divide the parameters")
-    add("--tensor", type=int, default=1, help="devices of a group that divide heads and hidden units")
+    add(
+        "--data",
+        type=int,
+        default=1,
+        help="devices of a group that share the rows and divide the parameters (default: %(default)s)",
+    )
+    add(
+        "--tensor",
+        type=int,
+        default=1,
+        help="devices of a group that divide heads and hidden units (default: %(default)s)",
+    )
     add("--schedule", default="1f1b", help="any of `python -m scheduler compare` (default 1f1b)")
     add("--cuts", type=lambda text: tuple(map(int, text.split(","))), help="layers of each stage; default: by cost")
-    add("--microbatches", type=int, default=8)
+    add("--microbatches", type=int, default=8, help="microbatches of a step (default: %(default)s)")
     add("--batch", type=int, default=16, help="rows of a step (default 16)")
     add("--length", type=int, default=128, help="tokens of a row (default 128)")
-    add("--steps", type=int, default=200)
-    add("--lr", type=float, default=3e-3)
+    add("--steps", type=int, default=200, help="steps (default: %(default)s)")
+    add("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
     add("--muon", action="store_true", help="Muon for the matrices of the layers, AdamW for the rest")
-    add("--lora", type=int, default=0, metavar="RANK", help="train only small factors of this rank")
-    add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=50, metavar="N", help="steps between evaluations on held-out text; 0: none")
-    add("--eval-batches", type=int, default=4)
-    add("--report-every", type=int, default=10, metavar="N", help="steps between reports, and reactions to SIGTERM")
+    add(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train only small factors of this rank (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of parameters and shuffling (default: %(default)s)")
+    add(
+        "--eval-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="steps between evaluations on held-out text; 0: none (default: %(default)s)",
+    )
+    add("--eval-batches", type=int, default=4, help="batches of an evaluation (default: %(default)s)")
+    add(
+        "--report-every",
+        type=int,
+        default=10,
+        metavar="N",
+        help="steps between reports, and reactions to SIGTERM (default: %(default)s)",
+    )
     add("--log", metavar="DIR", help="metrics.csv, and events for TensorBoard")
     add("--profile", type=lambda text: tuple(map(int, text.split(":"))), metavar="A:B", help="trace steps A to B")
     add("--checkpoint-dir", metavar="DIR", help="save here, and go on from what is here")
-    add("--save-every", type=int, default=100, metavar="N")
+    add("--save-every", type=int, default=100, metavar="N", help="steps between saves (default: %(default)s)")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default 3)")
     add("--export", metavar="DIR", help="write the trained weights as a Hugging Face folder")
     add("--generate", metavar="PROMPT", help="continue this text at the end")

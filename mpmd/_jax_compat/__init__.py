@@ -16,7 +16,15 @@ from jax._src.core import Primitive, Tracer, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from mpmd._jax_compat.arrays import devices, put, put_on_one_device, register_array_type, shards, typed_as
+from mpmd._jax_compat.arrays import (
+    devices,
+    explain_mismatches,
+    put,
+    put_on_one_device,
+    register_array_type,
+    shards,
+    typed_as,
+)
 from mpmd._jax_compat.described import (
     default_memory_kind,
     described_gpus,
@@ -47,26 +55,30 @@ from mpmd._jax_compat.jaxprs import (
     constvars_to_invars,
     is_ordered,
     is_recomputed,
+    is_ref,
     is_transposed,
-    jaxprs_in,
     jit_p,
     make_jaxpr,
     memory_kind,
     new_jaxpr,
+    physical_aval,
     renamed,
     scan_params,
     scan_sizes,
     shaped_array,
     source_line,
     stacked_aval,
+    users_stack,
     with_new_vars,
     within,
     written_out,
     zero_like,
 )
+from mpmd._jax_compat.parameters import jaxprs_in, mapped
 from mpmd._jax_compat.processes import (
     abandon_distributed,
     backends_are_initialized,
+    bind_cpu_collectives,
     coordinator_address,
     distributed_client,
     has_cross_host_put,
@@ -81,6 +93,7 @@ from mpmd._jax_compat.stablehlo import exported_specs, exported_stablehlo
 from mpmd._jax_compat.tracing_hooks import (
     current_mesh,
     is_profiling,
+    no_mesh,
     setting,
     sharding_here,
     trace_context,

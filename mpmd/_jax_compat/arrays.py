@@ -25,8 +25,15 @@ def register_array_type(
 
     `jax.jit` sees each as a tree of one leaf, an array of that sharding. Where it finds that its arguments lie on
     different devices, `mismatch(x, devices, other_devices)` is its error. Without all this such objects still work
-    wherever JAX reads `__jax_array__` (`jnp.asarray`, operators).
+    wherever JAX reads `__jax_array__` (`jnp.asarray`, operators); so they do in a release without these names.
     """
+    needed = {
+        core: ("pytype_aval_mappings",),
+        dtypes: ("register_canonicalize_value_handler",),
+        tree_util: ("tracing_registry", "dispatch_registry"),
+    }
+    if not all(hasattr(module, name) for module, names in needed.items() for name in names):
+        return
 
     class Argument:
         """What `jax.jit` sees of an object."""
@@ -38,7 +45,7 @@ def register_array_type(
 
     def aval(argument: Argument) -> Any:
         error = sys.exc_info()[1]  # JAX asks for the types once more to tell of a mismatch
-        if isinstance(error, stages.DeviceAssignmentMismatchError):
+        if error is not None and isinstance(error, getattr(stages, "DeviceAssignmentMismatchError", ())):
             first, second = error.args[0]
             raise ValueError(mismatch(argument.of, first.da, second.da)) from None
         return typed_as(argument.of, argument.sharding)
@@ -49,6 +56,24 @@ def register_array_type(
     dtypes.register_canonicalize_value_handler(Argument, lambda argument: read(argument.of))
     tree_util.tracing_registry.register_node(cls, lambda x: ((Argument(x),), None), lambda _, leaves: leaves[0])
     tree_util.dispatch_registry.register_node(cls, lambda x: ((read(x),), None), lambda _, leaves: leaves[0])
+
+
+def explain_mismatches(mismatch: Callable[[Any, Any], str | None]) -> None:
+    """JAX's error of arguments on different devices is `mismatch(devices, other_devices)` where that is not None.
+
+    Where JAX writes it in another way, it stays JAX's.
+    """
+    original = getattr(stages, "_device_assignment_mismatch_error", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def explained(function: Any, places: Any, *args: Any, **kwargs: Any) -> str:
+        found = [getattr(place, "da", None) for place in places]
+        text = mismatch(*found) if len(found) == 2 and None not in found else None
+        return text or original(function, places, *args, **kwargs)
+
+    stages._device_assignment_mismatch_error = explained
 
 
 def devices(sharding: NamedSharding) -> np.ndarray:

@@ -66,7 +66,7 @@ class Executable:
     """A compiled program and, on demand, the bytes from which it is loaded on other devices."""
 
     def __init__(self, compiled: jax.stages.Compiled, serialized: bytes | None = None):
-        self.compiled = compiled
+        self.compiled = _for_small_types(compiled)
         self._serialized = serialized
 
     def release(self) -> None:
@@ -95,11 +95,23 @@ class Executable:
                 input_shardings=[_moved(s, mesh) for s in unloaded.input_shardings],
                 output_shardings=[_moved(s, mesh) for s in unloaded.output_shardings],
             )
-            return jax.stages.Compiled(
+            moved = jax.stages.Compiled(
                 copy.load(), compiled._params.const_args, compiled.args_info, compiled.out_tree, compiled._no_kwargs
             )
+            return _for_small_types(moved)
         except _OTHER_JAX:
             return None
+
+
+def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """The program, which takes arrays of 4-bit types: JAX refuses them, for their layouts do not say the 4 bits."""
+    executable: Any = compiled._executable
+    with contextlib.suppress(*_OTHER_JAX):
+        executable._xla_in_layouts = [
+            None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout
+            for layout in executable._xla_in_layouts
+        ]
+    return compiled
 
 
 def compile_program(lowered: jax.stages.Lowered, program: Program) -> Executable:

@@ -4,7 +4,6 @@ Two programs with the same fingerprint compile to the same executable. So a fing
 and XLA read. A program with something that is not fully described (a callable, a foreign kernel, a callback) has none.
 """
 
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -27,6 +26,7 @@ from jax._src.sharding_impls import UnspecifiedValue
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
+from mpmd._jax_compat.parameters import opened
 
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
 _FORMAT = 2
@@ -225,11 +225,8 @@ class _Writer:
             return None
         if isinstance(x, enum.Enum):
             return name, x.name
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return (name, *map(self.value, x))
-        if dataclasses.is_dataclass(x):
-            return (name, *((f.name, self.value(getattr(x, f.name))) for f in dataclasses.fields(x)))
-        return None
+        parts = opened(x)
+        return None if parts is None else (name, *map(self.value, parts))
 
     # --- jaxprs -----------------------------------------------------------------------------------
 

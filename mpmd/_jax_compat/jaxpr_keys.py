@@ -1,6 +1,6 @@
 """Hashable keys of jaxprs: equal where they compile to the same program."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ from jax._src import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.parameters import opened
 
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
@@ -54,8 +55,8 @@ class _Key:
             return self.value(x.mesh), str(x.spec), x.memory_kind
         if isinstance(x, (Mesh, AbstractMesh)):
             return tuple(x.shape.items()), tuple(map(str, x.axis_types))
-        if isinstance(x, (tuple, list)):
-            return tuple(self.value(y) for y in x)
+        if (parts := opened(x)) is not None:
+            return (*(x if isinstance(x, Mapping) else (type(x),)), *map(self.value, parts))
         if isinstance(x, np.ndarray):
             return x.shape, str(x.dtype), x.tobytes()
         if isinstance(x, core.ShapedArray):

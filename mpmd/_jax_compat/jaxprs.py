@@ -1,11 +1,13 @@
 """Reads jaxprs, their variables and equations, and makes new ones."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax._src import core, effects, source_info_util
 from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.state.discharge import discharge_state
+from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr  # since JAX 0.11 the same class as Jaxpr, which has constants then
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
 from jax.interpreters import ad
@@ -32,6 +34,11 @@ else:
 
 
 PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
+
+
+def physical_aval(aval: Any) -> Any:
+    """The type of the arrays that hold an extended dtype (PRNG keys, scales of FP8); any other type is its own."""
+    return core.physical_aval(aval)
 
 
 def new_jaxpr(like: Jaxpr, **parts: Any) -> Jaxpr:
@@ -84,18 +91,6 @@ def stacked_aval(aval: Any, length: int) -> Any:
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
     """Constants become the first arguments."""
     return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-
-
-def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """The jaxprs among an equation's parameters, in lists and tuples too."""
-    for value in params.values():
-        if type(value) in PLAIN:
-            continue
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, Jaxpr):
-                yield x
 
 
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -182,6 +177,12 @@ def source_line(eqn: JaxprEqn) -> str:
     return written if caller is None else f"{written}, called from {caller}"
 
 
+def users_stack(eqn: JaxprEqn) -> list[str]:
+    """The user's lines on the Python stack when the equation was traced, the outermost first."""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    return [f"{f.file_name}:{f.start_line}:{f.start_column} ({f.function_name})" for f in frames[::-1]]
+
+
 _NUM_FRAMES = 50
 
 
@@ -190,8 +191,14 @@ def _is_installed(place: str) -> bool:
 
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr with each operation of a higher level (JAX has them since 0.11) as those that it is made of."""
-    return pe.lower_jaxpr2(closed) if closed.jaxpr.is_high else closed  # pyright: ignore[reportAttributeAccessIssue]
+    """The jaxpr with each operation of a higher level (JAX has them since 0.11) as those that it is made of.
+
+    Refs that it makes (`jax.new_ref`) become the values that they hold one after the other, as JAX itself does before
+    it compiles: then equations depend on each other by what they read alone.
+    """
+    if closed.jaxpr.is_high:  # pyright: ignore[reportAttributeAccessIssue]
+        closed = pe.lower_jaxpr2(closed)  # pyright: ignore[reportAttributeAccessIssue]
+    return discharge_state(closed) if core.internal_mutable_array_effect in closed.effects else closed
 
 
 def zero_like(tangent: Any) -> ad.Zero:
@@ -202,6 +209,11 @@ def zero_like(tangent: Any) -> ad.Zero:
 def shaped_array(x: Any) -> Any:
     """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
     return core.shaped_abstractify(x)
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether this is the type of a ref, an array that equations change (`jax.new_ref`)."""
+    return isinstance(aval, AbstractRef)
 
 
 def memory_kind(aval: Any) -> str | None:

@@ -41,14 +41,26 @@ def start_coordination_service(
     )
 
 
+def bind_cpu_collectives(address: str) -> None:
+    """Lets gloo listen at `address`, where JAX would have it listen at whatever this host's name resolves to."""
+    if (make := getattr(xla_bridge._jax, "make_gloo_tcp_collectives", None)) is not None:
+        xla_bridge._jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
 def backends_are_initialized() -> bool:
     """Whether some computation or query has made JAX choose its devices."""
     return xla_bridge.backends_are_initialized()
 
 
 def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextManager]) -> None:
-    """From now on, programs that are compiled call each function of the user within `observer(function)`."""
-    emit = callback.emit_python_callback
+    """From now on, programs that are compiled call each function of the user within `observer(function)`.
+
+    In a release of JAX that makes callbacks in another way they are not observed: a job then does not know that a rank
+    is in one.
+    """
+    emit = getattr(callback, "emit_python_callback", None)
+    if emit is None:
+        return
 
     @functools.wraps(emit)
     def emit_observed(ctx, function, *args, **options):

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 from jax._src import core
+from jax._src.effects import JaxprInputEffect
 from jax._src.state.types import AbstractRef
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from mpmd._jax_compat.parameters import mapped
 
 # What an equation's context is made of: more since JAX 0.11.
 _CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("configs", "__weakref__")]
@@ -49,7 +51,7 @@ class _Rebase:
         if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self.names:
             return aval
         if aval not in self.avals:
-            self.avals[aval] = aval.update(sharding=self.value(sharding))
+            self.avals[aval] = aval.update(sharding=self.leaf(sharding))
         return self.avals[aval]
 
     def context(self, ctx: Any) -> Any:
@@ -65,8 +67,10 @@ class _Rebase:
         return self.contexts[ctx]
 
     def value(self, x: Any) -> Any:
-        if type(x) in PLAIN:
-            return x
+        """A parameter of an equation."""
+        return mapped(x, self.leaf)
+
+    def leaf(self, x: Any) -> Any:
         if isinstance(x, NamedSharding):
             return NamedSharding(self.mesh(x.mesh), x.spec, memory_kind=x.memory_kind)
         if isinstance(x, (Mesh, AbstractMesh)):
@@ -75,11 +79,7 @@ class _Rebase:
             return self.closed(x)
         if isinstance(x, Jaxpr):
             return self.jaxpr(x)
-        if isinstance(x, core.ShapedArray):
-            return self.aval(x)
-        if type(x) in (tuple, list):
-            return type(x)(self.value(y) for y in x)
-        return x
+        return self.aval(x) if isinstance(x, (core.ShapedArray, AbstractRef)) else x
 
     def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
@@ -93,12 +93,22 @@ class _Rebase:
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
         return self.vars[v]
 
+    def effects(self, found: Any) -> Any:
+        """Reading and writing a ref are effects that name its variable."""
+        if not any(isinstance(e, JaxprInputEffect) for e in found):
+            return found
+        return type(found)(
+            e.replace(self.var(e.input)) if isinstance(e, JaxprInputEffect) and isinstance(e.input, Var) else e
+            for e in found
+        )
+
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
         params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
         return eqn.replace(
             invars=[self.var(v) for v in eqn.invars],
             outvars=[self.var(v) for v in eqn.outvars],
             params=params,
+            effects=self.effects(eqn.effects),
             ctx=self.context(eqn.ctx),
         )
 
@@ -108,4 +118,5 @@ class _Rebase:
             invars=[self.var(v) for v in jaxpr.invars],
             outvars=[self.var(v) for v in jaxpr.outvars],
             eqns=[self.eqn(e) for e in jaxpr.eqns],
+            effects=self.effects(jaxpr.effects),
         )

@@ -139,4 +139,6 @@ _warned = threading.Event()
 def _warn_once(message: str) -> None:
     if not _warned.is_set():
         _warned.set()
-        warnings.warn(f"mpmd: {message}", stacklevel=2)
+        # JAX would say the same again of each program that it reads, or writes, in that folder.
+        warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
+        warnings.warn(f"mpmd: {message} (Other such programs are not named.)", stacklevel=2)

@@ -10,9 +10,6 @@ from typing import Any
 import jax
 from jax._src import config, core
 from jax._src import mesh as mesh_internals
-from jax._src import shard_map as shard_map_internals
-from jax._src import sharding_impls as sharding_internals
-from jax._src.lax import utils as lax_internals
 from jax.sharding import AbstractMesh, NamedSharding
 
 
@@ -61,28 +58,30 @@ def tracing(
 
 
 def _install_hooks() -> None:
-    _hook(shard_map_internals.__name__, "_shmap_checks", _shard_map_of_a_group)
-    _hook(sharding_internals.__name__, "canonicalize_sharding", _sharding_of_a_group)
-    _hook(core.__name__, "update_aval_with_sharding", _type_of_a_groups_array)
-    _hook(lax_internals.__name__, "call_sharding_rule", _replicated_without_a_rule)
-    for name in ("_all_mesh_names_except_spmd", "_all_newly_manual_mesh_names"):
-        _hook(shard_map_internals.__name__, name, _without_the_axis)
-    if "flax.core.meta" in sys.modules:
-        _hook("flax.core.meta", "global_mesh_defined", _is_mesh_set)
+    for name, wrapper in _HOOKS.items():
+        module, _, function = name.rpartition(".")
+        if module in sys.modules:
+            _hook(module, function, wrapper)
 
 
 @functools.cache
 def _hook(module: str, name: str, wrapper: Callable) -> None:
-    """Lets `wrapper(original, step, *args)` stand for a function, wherever it was imported, while a step is traced."""
-    original = getattr(sys.modules[module], name)
+    """Lets `wrapper(original, step, *args)` stand for a function, wherever it was imported, while a step is traced.
+
+    It stays, since other threads may trace, and does nothing outside of a trace. In a release without such a function
+    nothing is done: a step that needs it (one that names a group's mesh, say) gets JAX's own error.
+    """
+    original = getattr(sys.modules[module], name, None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def hooked(*args, **kwargs):
         step = _tracing.value
         return original(*args, **kwargs) if step is None else wrapper(original, step, *args, **kwargs)
 
-    package = module.partition(".")[0] + "."
-    for other in [m for key, m in list(sys.modules.items()) if key.startswith(package)]:
+    package = module.partition(".")[0]
+    for other in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == package]:
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, hooked)
 
@@ -131,6 +130,32 @@ def _is_mesh_set(original: Any, step: _Tracing):
     return original() and (step.is_mesh_set or current_mesh() != step.whole)
 
 
+@contextlib.contextmanager
+def _computed_without_a_mesh(original: Any, step: _Tracing):
+    """What is computed while the step is traced: the abstract mesh of the whole has no devices to compute on."""
+    with original(), _no_abstract_mesh() if mesh_internals.get_concrete_mesh().empty else contextlib.nullcontext():
+        yield
+
+
+_HOOKS: dict[str, Callable] = {
+    "jax._src.core.ensure_compile_time_eval": _computed_without_a_mesh,
+    "jax._src.shard_map._shmap_checks": _shard_map_of_a_group,
+    "jax._src.sharding_impls.canonicalize_sharding": _sharding_of_a_group,
+    "jax._src.core.update_aval_with_sharding": _type_of_a_groups_array,
+    "jax._src.lax.utils.call_sharding_rule": _replicated_without_a_rule,
+    "jax._src.shard_map._all_mesh_names_except_spmd": _without_the_axis,
+    "jax._src.shard_map._all_newly_manual_mesh_names": _without_the_axis,
+    "flax.core.meta.global_mesh_defined": _is_mesh_set,
+}
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """A context without a mesh, whatever the caller had set: JAX refuses arrays that are not on all of its devices."""
+    with jax.set_mesh(None):  # pyright: ignore[reportArgumentType]
+        yield
+
+
 def current_mesh() -> AbstractMesh:
     """The abstract mesh of the context."""
     return mesh_internals.get_abstract_mesh()
@@ -145,5 +170,9 @@ def sharding_here() -> NamedSharding | None:
 @contextlib.contextmanager
 def use_abstract_mesh(mesh: AbstractMesh) -> Iterator[None]:
     """A context in which `mesh` is the current abstract mesh, whatever the caller had set."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
+    with _no_abstract_mesh(), jax.sharding.use_abstract_mesh(mesh):
         yield
+
+
+def _no_abstract_mesh() -> Any:
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd._jax_compat import register_array_type, typed_as
+from mpmd._jax_compat import explain_mismatches, register_array_type, typed_as
 from mpmd.arrays import reading
 from mpmd.arrays.delegation import ReadableArray
 from mpmd.arrays.group_arrays import Arrays, arrays_by_key, check_arrays, whole_shape
@@ -408,6 +408,7 @@ class MpmdArray(ReadableArray):
 
 
 register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, reading.mismatch)
+explain_mismatches(reading.mismatch_of_groups)
 
 
 def _canonical_dtype(dtype: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 # The array that is held answers these. The holder answers whatever says where the array is.
 _METHODS = """
 T __array_namespace__ all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate
-copy_to_host_async cumprod cumsum diagonal dot flat flatten imag is_ready item mT max mean min nonzero
+copy_to_host_async cumprod cumsum diagonal dot flat flatten is_ready item mT max mean min nonzero
 on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum swapaxes take
 to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
 """
@@ -85,8 +85,17 @@ class ReadableArray(jax.Array):
             return array.astype(dtype)
         return array.copy() if copy else array
 
+    @property
+    def imag(self) -> Any:
+        """As `jax.Array.imag`, which on Explicit axes needs a mesh that is set to make the zeros of a real array."""
+        x = self._readable()
+        return x.imag if np.issubdtype(x.dtype, np.complexfloating) else jax.numpy.zeros_like(x)
+
     def __getitem__(self, index: Any) -> Any:
         return self._readable()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._readable()[index] = value  # JAX's error, which says what to write
 
     def __len__(self) -> int:
         if not self.shape:

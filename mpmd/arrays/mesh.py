@@ -7,7 +7,10 @@ a dictionary key.
 
 import functools
 import os
+import warnings
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -34,6 +37,9 @@ class MpmdMesh:
     Every group is a `jax.sharding.Mesh` that keeps the partitioned axis at size 1, so that specs which name it
     stay valid, and keeps the axis types (Auto, Explicit, Manual) of the whole. A process may own several groups
     and a group may span several processes.
+
+    `with mesh:` is `with mesh.jax_mesh:`, JAX's own context of the whole mesh, for code that asks for the mesh of its
+    context. A step needs no such context.
 
     Args:
         jax_mesh: the whole mesh.
@@ -74,6 +80,7 @@ class MpmdMesh:
         self.groups = tuple(_part(jax_mesh, mpmd_axis_name, [i]) for i in range(jax_mesh.shape[mpmd_axis_name]))
         self._key = (jax_mesh, mpmd_axis_name)
         self._hash = hash(self._key)
+        _in_use[id(self)] = self
 
     @classmethod
     @compat.api_boundary
@@ -102,6 +109,7 @@ class MpmdMesh:
         mesh.groups = groups
         mesh._key = groups
         mesh._hash = hash(groups)
+        _in_use[id(mesh)] = mesh
         return mesh
 
     def __eq__(self, other: object) -> bool:
@@ -122,6 +130,21 @@ class MpmdMesh:
         else:
             text = "groups " + ", ".join(shapes)
         return f"MpmdMesh({text}{', on shared devices' if self.groups_share_devices else ''})"
+
+    def __enter__(self) -> "MpmdMesh":
+        if self.jax_mesh is None:
+            raise ValueError(
+                f"{self!r} has groups of separate meshes and no whole one: `with mesh:` has nothing to enter.\n"
+                "  Use `with mesh.groups[i]:` for the mesh of one group. A step needs no such context."
+            )
+        with warnings.catch_warnings():  # JAX prefers `jax.set_mesh`, under which arrays of one group cannot be used
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.jax_mesh.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self.jax_mesh is not None
+        self.jax_mesh.__exit__(*error)
 
     @property
     def num_groups(self) -> int:
@@ -243,6 +266,14 @@ def _part(mesh: Mesh, axis_name: str, ids: Sequence[int]) -> Mesh:
     """The devices with these indices on an axis."""
     devices = np.take(mesh.devices, ids, axis=mesh.axis_names.index(axis_name))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+_in_use: weakref.WeakValueDictionary[int, MpmdMesh] = weakref.WeakValueDictionary()
+
+
+def meshes_in_use() -> list[MpmdMesh]:
+    """The meshes of this process, the latest first: for messages about arrays that do not say which one is theirs."""
+    return list(_in_use.values())[::-1]
 
 
 def groups_text(groups: Iterable[int]) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd._jax_compat import Tracer
 from mpmd.arrays.delegation import is_plain
-from mpmd.arrays.mesh import groups_text
+from mpmd.arrays.mesh import MpmdMesh, groups_text, meshes_in_use
 
 Array = Any  # an MpmdArray, which is defined on top of this module
 
@@ -100,7 +100,8 @@ def operands(x: Array, other: Any) -> tuple[Any, Any]:
         for one in theirs:
             if array.sharding.device_set == one.sharding.device_set:
                 return array, one
-    there = repr(other) if isinstance(other, type(x)) else f"an array in {_place(x, other.devices())}"
+    mesh = x.mpmd_sharding.mpmd_mesh
+    there = repr(other) if isinstance(other, type(x)) else f"an array in {_place(mesh, other.devices())}"
     raise ValueError(
         f"operands are in different groups: {x!r} and {there}.\n"
         "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."
@@ -142,19 +143,39 @@ def few_values(x: Array) -> str:
 
 
 def mismatch(x: Array, devices: Any, other_devices: Any) -> str:
-    """The error where one function of JAX is called on arrays of several groups."""
+    """The error where one function of JAX is called on MpmdArrays of several groups."""
+    return _mismatch(x.mpmd_sharding.mpmd_mesh, devices, other_devices)
+
+
+def mismatch_of_groups(devices: Any, other_devices: Any) -> str | None:
+    """The error where one function of JAX is called on what was read or computed in several groups; None elsewhere."""
+    if isinstance(devices, int) or isinstance(other_devices, int):
+        return None
+    for mesh in meshes_in_use():  # the arrays do not say which is theirs
+        if {frozenset(devices), frozenset(other_devices)} <= {frozenset(group.devices.flat) for group in mesh.groups}:
+            return _mismatch(mesh, devices, other_devices)
+    return None
+
+
+def _mismatch(mesh: MpmdMesh, devices: Any, other_devices: Any) -> str:
     return (
-        f"jax.jit: the arguments are on different devices: {_place(x, devices)} and {_place(x, other_devices)}.\n"
+        f"jax.jit: the arguments are on different devices: {_place(mesh, devices)} and {_place(mesh, other_devices)}.\n"
         "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
         " where its arguments are; or bring all values to the host first, mpmd.device_get(tree)."
     )
 
 
-def _place(x: Array, devices: Any) -> str:
+def _place(mesh: MpmdMesh, devices: Any) -> str:
     """The groups of some devices, for messages."""
     if isinstance(devices, int):
         return f"a mesh of {devices} devices"
+    groups = _groups(mesh, devices)
+    return ", ".join(map(str, devices)) if groups is None else groups_text(groups)
+
+
+def _groups(mesh: MpmdMesh, devices: Any) -> frozenset[int] | None:
+    """The groups of some devices; None if one of them is in no group."""
     try:
-        return groups_text({x.mpmd_sharding.mpmd_mesh.group_of(device) for device in devices})
-    except ValueError:  # a device of no group
-        return ", ".join(map(str, devices))
+        return frozenset(mesh.group_of(device) for device in devices)
+    except (TypeError, ValueError):
+        return None

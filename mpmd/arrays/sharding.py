@@ -4,7 +4,9 @@ An `MpmdSharding` says which groups hold an array, whether each of them has all 
 it has. It is a value: it owns no memory, compares by content and can be a dictionary key.
 """
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +19,11 @@ from mpmd.arrays.mesh import MpmdMesh, groups_text, is_local
 from mpmd.arrays.shards import Device, PlacedShard, placed_shards
 from mpmd.arrays.specs import SpecLike, as_spec, group_shardings, with_axis, without_axis
 from mpmd.arrays.splits import Range, Split, SplitLike, as_split, named_axis
+from mpmd.users_frame import users_frame
 
 Key = int | tuple[int, int]
+
+_FIELDS = ("mpmd_mesh", "mesh_ids", "spec", "memory_kind", "split", "split_axis")
 
 
 class Part(NamedTuple):
@@ -94,7 +99,15 @@ class MpmdSharding(jax.sharding.Sharding):
         _check_mesh_ids(mpmd_mesh, ids)
         whole_spec, axis_name = as_spec(spec), mpmd_mesh.mpmd_axis_name
         groups = tuple(sorted(ids)) or (0,)
-        self._split = as_split(split, groups, ids, split_axis, named_axis(whole_spec, axis_name))
+        named = named_axis(whole_spec, axis_name)
+        if named is not None and len(groups) == 1 and split is None:
+            warnings.warn(
+                f"MpmdSharding: {whole_spec} names the mpmd axis {axis_name!r}, but the array is in one group,"
+                f" {groups[0]}, which has all of it: {axis_name!r} is left out. To give each group its own rows, name"
+                f" the groups: MpmdSharding(mesh, range({mpmd_mesh.num_groups}), {whole_spec}).",
+                stacklevel=users_frame(),
+            )
+        self._split = as_split(split, groups, ids, split_axis, named)
         self._key = (mpmd_mesh, ids, without_axis(whole_spec, axis_name), memory_kind, self._split)
         self._hash = hash(self._key)
         self._group_shardings = group_shardings({g: mpmd_mesh.groups[g] for g in self.groups}, self.spec, memory_kind)
@@ -232,9 +245,11 @@ class MpmdSharding(jax.sharding.Sharding):
         """
         return _shards(self, tuple(shape))
 
+    # `dataclasses.replace`, as code that is ported from JaxPP calls it, asks for the names of the fields here.
+    __dataclass_fields__ = dataclasses.make_dataclass("_Fields", _FIELDS).__dataclass_fields__
+
     def _fields(self) -> dict[str, Any]:
-        names = ("mpmd_mesh", "mesh_ids", "spec", "memory_kind", "split", "split_axis")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _FIELDS}
 
     @compat.api_boundary
     def replace(self, **changes: Any) -> "MpmdSharding":
@@ -244,6 +259,8 @@ class MpmdSharding(jax.sharding.Sharding):
         if named_axis(as_spec(changes.get("spec")), mesh.mpmd_axis_name) is not None:
             del fields["split_axis"]
         return MpmdSharding(**(fields | changes))
+
+    __replace__ = replace  # `copy.replace`
 
     def with_memory_kind(self, kind: str) -> "MpmdSharding":
         return self.replace(memory_kind=kind)

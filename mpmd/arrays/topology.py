@@ -66,7 +66,7 @@ def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Any]:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             f"topology_mesh: {target.name} needs XLA's compiler for GPUs (no GPU, no driver):"
-            " pip install 'jax-mpmd[topology]'."
+            " pip install -e '.[topology]' in the clone of jax-mpmd, into an environment of its own."
         ) from None
 
 

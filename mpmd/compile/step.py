@@ -11,12 +11,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Compiler, Executable
+from mpmd.compile.constants import with_constants
 from mpmd.compile.donation import donations
 from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
@@ -30,13 +32,17 @@ from scheduler import Call, Run, Task
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgram:
-    """A task's body and executable: [index], operands, reads, accumulators -> accumulators, writes.
+    """A task's body and executable: constants, [index], operands, reads, accumulators -> accumulators, writes.
 
     JAX gives the memory of donated arguments to results of their type in order: accumulators come first.
+
+    Attributes:
+      constants: in which other tasks differ that run the same program.
     """
 
     body: TaskBody
     executable: Executable | None
+    constants: tuple[np.generic, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +139,21 @@ def compile_step(
     donated = donations(outline, mesh, donated_args)
     first_of = {v: pieces[0] for pieces in alike for v in pieces}
     step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts, first_of), name, options)
+    try:
+        return _programs_of(step, outline, mesh, donated, first_of, name)
+    except BaseException:
+        step.compiler.close()
+        raise
+
+
+def _programs_of(
+    step: "_StepCompiler",
+    outline: Outline,
+    mesh: MpmdMesh,
+    donated: dict[str, frozenset[compat.Var]],
+    first_of: Mapping[compat.Var, compat.Var],
+    name: str,
+) -> StepPrograms:
     segments: dict[str, Executable] = {}
     loops: list[LoopProgram] = []
     for item in outline.items:
@@ -232,8 +253,7 @@ class _StepCompiler:
     def loop(self, loop: Loop) -> LoopProgram:
         tasks: dict[Place, TaskProgram] = {}
         for _, bodies in itertools.groupby(task_bodies(loop), key=lambda body: body.place.kind):
-            for body in bodies:
-                tasks[body.place] = TaskProgram(body, None if body.is_empty else self._task(loop, body))
+            tasks |= self._tasks(loop, list(bodies))
             self.compiler.start()
         zeros = {group: self._zeros(loop, own, group) for group, own in accumulators_of(loop).items()}
         return LoopProgram(loop, tasks, self._fused(loop, tasks), zeros)
@@ -248,13 +268,22 @@ class _StepCompiler:
                 fused[pair] = self.compiler.fuse(task_name(self._name, loop, *pair), halves[0], halves[1])
         return fused
 
-    def _task(self, loop: Loop, body: TaskBody) -> Executable:
-        partition = loop.partition
-        mesh = self._mesh.groups[loop.group(body.place)]
-        results = [partition.accumulators[k].result for k in body.accumulates]
+    def _tasks(self, loop: Loop, bodies: Sequence[TaskBody]) -> dict[Place, TaskProgram]:
+        """The programs of tasks of one kind."""
+        programs = {body.place: TaskProgram(body, None) for body in bodies}
+        busy = [body for body in bodies if not body.is_empty]
         with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
-            closed, args = task_jaxpr(partition, body)
-        first_acc, skip = len(args) - len(results), int(body.uses_index)
+            found = with_constants([task_jaxpr(loop.partition, body) for body in busy])
+        for body, (closed, constants) in zip(busy, found, strict=True):
+            executable = self._task(loop, body, closed, len(constants))
+            programs[body.place] = TaskProgram(body, executable, constants)
+        return programs
+
+    def _task(self, loop: Loop, body: TaskBody, closed: compat.ClosedJaxpr, num_constants: int) -> Executable:
+        mesh = self._mesh.groups[loop.group(body.place)]
+        results = [loop.partition.accumulators[k].result for k in body.accumulates]
+        args, skip = closed.jaxpr.invars, num_constants + int(body.uses_index)
+        first_acc = len(args) - len(results)
         known = [*args[skip:first_acc], *results]
         ins = [None] * skip + [self.layouts.known(v, mesh) for v in known]
         outs = [self.layouts.asked(v, mesh) for v in (*results, *body.writes)]

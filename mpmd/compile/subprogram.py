@@ -12,6 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 
@@ -98,8 +101,9 @@ class Pattern:
     def cut(self, inner: "Pattern") -> Cut | None:
         """This program as `inner` and what is around it.
 
-        None where `inner` is not found; where something else reads a value from inside of it, or stands between its
-        results and its arguments; and where the program hands on an argument, or a result twice: XLA would copy it.
+        None where `inner` is not found; where something else reads a value from inside of it (but for keys and small
+        integers, which are made twice), or stands between its results and its arguments; and where the program hands
+        on an argument, or a result twice: XLA would copy it.
         """
         if not self._can_be_cut or inner.jaxpr.effects or inner.size >= self.size:
             return None
@@ -175,8 +179,13 @@ class Pattern:
 
         outside = [e for i, e in enumerate(self.jaxpr.eqns) if i not in inside]
         hidden = {w for i in inside for w in self.jaxpr.eqns[i].outvars}.difference(writes)
-        if not hidden.isdisjoint(equations.variables([*self.jaxpr.outvars, *(v for e in outside for v in e.invars)])):
+        if not hidden.isdisjoint(self.jaxpr.outvars):
             return None
+        wanted = hidden.intersection(v for e in outside for v in equations.variables(e.invars))
+        copied = equations.live_equations([self.jaxpr.eqns[i] for i in sorted(inside)], wanted)
+        if not all(map(_is_copied, copied)):
+            return None
+        outside = _renamed([*copied, *outside], {v: compat.Var(v.aval) for e in copied for v in e.outvars})
         before, after, late = [], [], set(writes)
         for eqn in outside:
             if late.isdisjoint(equations.variables(eqn.invars)):
@@ -191,6 +200,22 @@ class Pattern:
         pieces = _pieces([before, [self.jaxpr.eqns[i] for i in sorted(inside)], after], self.jaxpr.outvars)
         pieces[1] = Piece(pieces[1].eqns, reads, tuple(writes))
         return Cut(tuple(p for p in pieces if p.eqns), 1 if before else 0)
+
+
+def _is_copied(eqn: compat.JaxprEqn) -> bool:
+    """Whether what is around the inner program may do such an equation again: with a few integers or keys."""
+    exact = not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in eqn.outvars)
+    return exact and not equations.is_heavy(eqn) and sum(equations.size(v.aval) for v in eqn.outvars) <= _MAX_COPIED
+
+
+_MAX_COPIED = 1024
+
+
+def _renamed(eqns: Sequence[compat.JaxprEqn], names: dict[compat.Var, compat.Var]) -> list[compat.JaxprEqn]:
+    return [
+        e.replace(invars=[compat.renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
+        for e in eqns
+    ]
 
 
 def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) -> list[Piece]:

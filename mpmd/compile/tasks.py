@@ -54,8 +54,8 @@ def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
     )
 
 
-def task_jaxpr(partition: LoopPartition, body: TaskBody) -> tuple[compat.ClosedJaxpr, list[compat.Var]]:
-    """A task with its accumulation as a closed jaxpr, and its arguments: [index], operands, reads, accumulators."""
+def task_jaxpr(partition: LoopPartition, body: TaskBody) -> compat.ClosedJaxpr:
+    """A task with its accumulation as a closed jaxpr. Its arguments: [index], operands, reads, accumulators."""
     accs = [partition.accumulators[k] for k in body.accumulates]
     old = [compat.Var(a.result.aval) for a in accs]
     eqns, new = list(body.eqns), []
@@ -70,4 +70,4 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody) -> tuple[compat.ClosedJ
         new.append(total)
     args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]
     outs = [*new, *body.writes]
-    return compat.make_jaxpr(args, outs, eqns, str(body.place)), args
+    return compat.make_jaxpr(args, outs, eqns, str(body.place))

@@ -1,20 +1,21 @@
 """Chooses where the stages of a loop end, by what its units cost on the devices of the mesh."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import Layout
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.costs.devices import machine_for_cuts, memory_limit
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.costs import unit_costs
-from mpmd.cutting.devices import machine_for_cuts, memory_limit
+from mpmd.ops.treduce import LoopInfo
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 from scheduler.optimize.cuts import Cut, choose_cut
-from scheduler.optimize.units import Units
+from scheduler.optimize.units import CutProblem, Units
 
-_ALIKE = 1.005
+_ALIKE = 1.02
 """Cuts whose simulated steps differ by less count as equally fast: costs are not known better."""
 
 
@@ -50,6 +51,49 @@ def _even_if_alike(cut: Cut) -> Cut:
     return dataclasses.replace(
         cut, layers=cut.even, makespan=cut.even_makespan, is_best=False, near=cut.layers, near_makespan=cut.makespan
     )
+
+
+def one_cut(choices: Sequence[Cut], infos: Sequence[LoopInfo], mesh: MpmdMesh) -> list[Cut]:
+    """One cut for several loops: of those that are good for one of them, the one that takes least time in all.
+
+    Args:
+      choices: the cut of each loop for itself.
+      infos: the loops.
+      mesh: the groups.
+    """
+    if len({c.layers for c in choices}) == 1:
+        return list(choices)
+    memory = memory_limit(mesh, machine_for_cuts(mesh))
+    problems = [
+        CutProblem(c.units, info.schedule, info.num_microbatches, limits_of(c.units, info.schedule, memory))
+        for c, info in zip(choices, infos, strict=True)
+    ]
+
+    def cost(layers: tuple[int, ...]) -> tuple[float, float]:
+        found = [p.evaluate(layers) for p in problems]
+        return sum(excess for excess, _ in found), sum(seconds for _, seconds in found)
+
+    even = choices[0].even
+    best = min(sorted({even, *(c.layers for c in choices), *(c.near for c in choices)}), key=cost)
+    if cost(even)[0] <= cost(best)[0] and cost(even)[1] <= _ALIKE * cost(best)[1]:
+        best = even
+    found = []
+    for c, problem in zip(choices, problems, strict=True):
+        excess, makespan = problem.evaluate(best)
+        near, near_makespan = (c.near, c.near_makespan) if c.layers == best else (c.layers, c.makespan)
+        is_best = c.is_best and makespan <= c.makespan
+        found.append(
+            dataclasses.replace(
+                c,
+                layers=best,
+                makespan=makespan,
+                excess=excess,
+                is_best=is_best,
+                near=near,
+                near_makespan=near_makespan,
+            )
+        )
+    return found
 
 
 def limits_of(units: Units, schedule: Schedule, limit: float | None) -> tuple[float, ...] | None:

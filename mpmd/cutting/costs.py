@@ -14,13 +14,13 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import Layout, fit
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import works
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.units import PlacedBody, Span, place_in_units
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
 from mpmd.partition.graph import Node
-from mpmd.planning.machine import Machine
-from mpmd.report.work import Work, work_of_equation
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler.optimize.units import Units
@@ -47,33 +47,32 @@ def unit_costs(
     placed = place_in_units(eqn, candidates)
     sizes = _Sizes(trace, mesh, layouts)
     forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)
-    held, shared = _Parameters(placed, sizes).held()
+    parameters = _Parameters(placed, sizes)
+    held, shared = parameters.held()
+    accumulated, once = parameters.traffic()
+    weight_grad = tuple(w + machine.memory_s(nbytes) for w, nbytes in zip(weight_grad, accumulated, strict=True))
     crossing = _crossing(placed, sizes)
     is_near = sum(g.size for g in mesh.groups) <= machine.num_near
     transfer_s = tuple(machine.transfer_s(nbytes, is_near) for nbytes in crossing)
     activations = _activations(placed, sizes)
-    return Units(forward, input_grad, weight_grad, transfer_s, held, activations, shared, machine.launch_s)
+    once_s = tuple(map(machine.memory_s, once))
+    return Units(forward, input_grad, weight_grad, transfer_s, held, activations, once_s, shared, machine.launch_s)
 
 
 def _seconds(placed: PlacedBody, machine: Machine, num_devices: int) -> list[tuple[float, ...]]:
     """Seconds of F, I and W of each unit."""
-    work: dict[tuple[int, int], Work] = defaultdict(Work)
+    seconds = [[0.0] * placed.num_units for _ in range(3)]
     for node in placed.body.nodes:
         if node.place is None or not node.per_microbatch:
             continue
         which = 0
         if node.place.kind == "B":
             which = 1 if any(v in placed.input_grads for v in node.eqn.outvars) else 2
-        work[which, node.place.stage] += work_of_equation(node.eqn)
-    found = []
-    for which in range(3):
-        seconds = [0.0] * placed.num_units
-        for number, span in enumerate(placed.spans):
-            each = (machine.compute_s(work[which, number], num_devices) - machine.launch_s) / span.num_units
-            for unit in range(span.first, span.last + 1):
-                seconds[unit] += each
-        found.append(tuple(seconds))
-    return found
+        span = placed.spans[node.place.stage]
+        each = machine.work_s(works([node.eqn]), num_devices) / span.num_units
+        for unit in range(span.first, span.last + 1):
+            seconds[which][unit] += each
+    return [tuple(one) for one in seconds]
 
 
 class _Sizes:
@@ -167,10 +166,30 @@ class _Parameters:
                 shared.append((nbytes, tuple(units)))
         return tuple(held), tuple(shared)
 
+    def traffic(self) -> tuple[list[float], list[float]]:
+        """Bytes that each unit reads and writes to add gradients to their sums, in every microbatch; and those of the
+        optimizer's update, once a step: it reads the sums, and reads and writes parameters and state.
+        """
+        accumulated, once = ([0.0] * self.placed.num_units for _ in range(2))
+        ratio = self._state_ratio() if self.trains else 0.0
+        for v in dict.fromkeys([*self.layers, *self.units]):
+            if not self._has_gradient(v):
+                continue
+            span = self.layers.get(v)
+            units = range(span.first, span.last + 1) if span else sorted(self.units[v])
+            own, of_argument = self.sizes.nbytes(v), self.sizes.nbytes(self.sizes.root(v))
+            for unit in units:
+                accumulated[unit] += 2 * own / (len(units) if span else 1)  # each reader has a sum of its own
+                once[unit] += (own + 2 * of_argument * (1 + ratio)) / len(units)
+        return accumulated, once
+
+    def _has_gradient(self, v: compat.Var) -> bool:
+        return self.trains and jax.dtypes.issubdtype(v.aval.dtype, np.inexact)
+
     def _nbytes(self, v: compat.Var, ratio: float) -> float:
         """A parameter, the argument that it is a cast of, its gradient, and its part of the state."""
         own, root = self.sizes.nbytes(v), self.sizes.root(v)
-        if not self.trains or not jax.dtypes.issubdtype(v.aval.dtype, np.inexact):
+        if not self._has_gradient(v):
             return own
         of_argument = self.sizes.nbytes(root)
         return of_argument * (1 + ratio) + own + (own if root is not v else 0.0)

@@ -4,22 +4,27 @@ What comes after sees stage ends only, as if the user had written `mark_stage_en
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import Layout
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
-from mpmd.cutting.choose import choose
+from mpmd.cutting.choose import choose, one_cut
 from mpmd.cutting.scan_residuals import keep_less
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
-from mpmd.ops.treduce import LoopInfo
+from mpmd.ops.treduce import LoopInfo, treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
+from scheduler.optimize.cuts import Cut
 from scheduler.schedules import catalogue
 
 
@@ -35,7 +40,9 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
       StageError: the marks, the schedule and the cuts of a loop do not fit each other.
     """
     layouts = {v: layout for v, layout in zip(trace.arguments, in_layouts, strict=True) if layout}
-    return trace.with_loops(lambda eqn: _cut_loop(trace, eqn, mesh, layouts))
+    trace = trace.with_loops(lambda eqn: _with_schedule(eqn, mesh.num_groups))
+    chosen = iter(_chosen_cuts(trace, mesh, layouts))
+    return trace.with_loops(lambda eqn: _cut_loop(eqn, *next(chosen)))
 
 
 def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
@@ -47,30 +54,80 @@ def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
     return trace.with_loops(with_cuts)
 
 
-def _cut_loop(
-    trace: Trace, eqn: compat.JaxprEqn, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
-) -> compat.JaxprEqn:
-    info: LoopInfo = eqn.params["info"]
+def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
+    """A loop whose schedule is known, and fits the places where its stages may end."""
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
     candidates.check_are_of_one_kind()
     if candidates.scans:
-        body = keep_less(body)
-        eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
-        candidates = Candidates.of(body.jaxpr)
-    schedule = _schedule_of(eqn, candidates, mesh.num_groups)
-    info = dataclasses.replace(info, schedule=schedule)
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": keep_less(body)})
+        candidates = Candidates.of(eqn.params["jaxpr"].jaxpr)
+    schedule = _schedule_of(eqn, candidates, num_groups)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
-        if info.cuts is None:
-            choice = choose(trace, eqn, candidates, schedule, mesh, layouts)
-            info = dataclasses.replace(info, cuts=choice.layers, choice=choice)
-        assert info.cuts is not None
-        ends = _stage_ends(eqn, candidates, info.cuts, schedule)
-        body = with_stage_ends(body, candidates, ends)
-    elif info.cuts is not None:
+    return eqn.replace(params={**eqn.params, "info": dataclasses.replace(eqn.params["info"], schedule=schedule)})
+
+
+def _chosen_cuts(
+    trace: Trace, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
+) -> list[tuple[tuple[int, ...] | None, Cut | None]]:
+    """Per loop, its cuts (None where marks alone say where stages end), and what they cost if they were chosen.
+
+    Loops over the same layers have one cut: parameters and optimizer state are then in one group.
+    """
+    loops = [eqn for eqn in trace.jaxpr.eqns if eqn.primitive is treduce_p]
+    found: list[tuple[tuple[int, ...] | None, Cut | None]] = [(eqn.params["info"].cuts, None) for eqn in loops]
+    candidates = [Candidates.of(eqn.params["jaxpr"].jaxpr) for eqn in loops]
+    open_loops = [i for i, c in enumerate(candidates) if c.are_optional and found[i][0] is None]
+    while open_loops:
+        first = loops[open_loops[0]]
+        alike = [i for i, c in enumerate(candidates) if c.are_optional and _have_the_same_layers(first, loops[i])]
+        own = [i for i in alike if i in open_loops]
+        open_loops = [i for i in open_loops if i not in own]
+        given = next((found[i][0] for i in alike if found[i][0] is not None), None)
+        if given is not None:
+            found = [(given, None) if i in own else old for i, old in enumerate(found)]
+            continue
+        infos: list[LoopInfo] = [loops[i].params["info"] for i in own]
+        choices = [
+            choose(trace, loops[i], candidates[i], info.schedule, mesh, layouts)
+            for i, info in zip(own, infos, strict=True)
+        ]
+        for i, choice in zip(own, one_cut(choices, infos, mesh), strict=True):
+            found[i] = choice.layers, choice
+    return found
+
+
+def _have_the_same_layers(one: compat.JaxprEqn, other: compat.JaxprEqn) -> bool:
+    """Whether two loops have as many layers on the same groups, and most operands of one are like some of the other:
+    the same parameters, or those of a copy (a target network).
+    """
+    if one is other:
+        return True
+    infos = [eqn.params["info"] for eqn in (one, other)]
+    if infos[0].schedule.placement != infos[1].schedule.placement:
+        return False
+    if len({len(Candidates.of(eqn.params["jaxpr"].jaxpr)) for eqn in (one, other)}) > 1:
+        return False
+    kinds = [
+        Counter((v.aval.shape, v.aval.dtype) for v in eqn.invars if jax.dtypes.issubdtype(v.aval.dtype, np.inexact))
+        for eqn in (one, other)
+    ]
+    return 2 * (kinds[0] & kinds[1]).total() >= min(kinds[0].total(), kinds[1].total())
+
+
+def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | None) -> compat.JaxprEqn:
+    """A loop whose only marks are stage ends."""
+    body: compat.ClosedJaxpr = eqn.params["jaxpr"]
+    candidates = Candidates.of(body.jaxpr)
+    info: LoopInfo = dataclasses.replace(eqn.params["info"], cuts=cuts, choice=choice)
+    schedule = info.schedule
+    if candidates.are_optional:
+        assert cuts is not None
+        body = with_stage_ends(body, candidates, _stage_ends(eqn, candidates, cuts, schedule))
+    elif cuts is not None:
         raise StageError(
-            f"treduce at {compat.source_line(eqn)}: cuts is {info.cuts}, and its body has no mark_layer_end.\n"
+            f"treduce at {compat.source_line(eqn)}: cuts is {cuts}, and its body has no mark_layer_end.\n"
             "  Call mark_layer_end at the end of each layer, or leave cuts out: mark_stage_end says where stages end."
         )
     elif candidates.scans and len(candidates) in (schedule.num_stages - 1, schedule.num_stages):

@@ -1,4 +1,4 @@
-"""Finds stacked arrays whose layers are read by slices (`w[3]`, `for w in ws`), and the rows that each stage reads."""
+"""Finds stacked arrays whose layers are read by slices (`w[3]`, `for w in ws`), as they are or derived."""
 
 import collections
 import itertools
@@ -13,7 +13,8 @@ _Readers = dict[compat.Var, list[int]]
 
 
 def sliced_stacks(eqns: Sequence[compat.JaxprEqn]) -> Iterator[tuple[compat.Var, Rows]]:
-    """The operands of equations with marks that are read by slices alone, each row by one stage, and how to cut them.
+    """The operands of equations with marks (or what is made of them as a whole, scaled for instance) that are read by
+    slices alone, each row by one stage, and how to cut them.
 
     A slice belongs to the first stage in the text that computes with it. Rows that no stage reads go with those before.
     """
@@ -25,10 +26,10 @@ def sliced_stacks(eqns: Sequence[compat.JaxprEqn]) -> Iterator[tuple[compat.Var,
         for v in eqn.invars:
             if not isinstance(v, compat.Literal):
                 readers[v].append(i)
-    for v in [v for v in readers if v not in made and v.aval.ndim]:
-        for stack in (v, *_casts(v, eqns, readers)):
-            if (rows := _rows(stack, eqns, readers, stages)) is not None:
-                yield stack, rows
+    derived = _derived(eqns)
+    for v in [v for v in readers if (v not in made or v in derived) and getattr(v.aval, "ndim", 0)]:
+        if (rows := _rows(v, eqns, readers, stages, derived)) is not None:
+            yield v, rows
 
 
 def _stages(eqns: Sequence[compat.JaxprEqn]) -> list[int]:
@@ -40,17 +41,30 @@ def _stages(eqns: Sequence[compat.JaxprEqn]) -> list[int]:
     return found
 
 
-def _casts(v: compat.Var, eqns: Sequence[compat.JaxprEqn], readers: _Readers) -> list[compat.Var]:
-    """The value in other types, and these in others."""
-    casts = [eqns[i].outvars[0] for i in readers.get(v, ()) if eqns[i].primitive.name == "convert_element_type"]
-    return [*casts, *(x for cast in casts for x in _casts(cast, eqns, readers))]
+def _derived(eqns: Sequence[compat.JaxprEqn]) -> set[compat.Var]:
+    """What is made of whole operands (in other types, scaled, masked, multiplied), and of no microbatch's part."""
+    made, derived = {v for eqn in eqns for v in eqn.outvars}, set()
+    for eqn in eqns:
+        if eqn.primitive is mark_p or eqn.primitive.name in ("slice", "unstack", "dynamic_slice", "gather"):
+            continue
+        read = [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+        if not eqn.effects and all(v in derived or v not in made for v in read):
+            derived.update(eqn.outvars)
+    return derived
 
 
-def _rows(stack: compat.Var, eqns: Sequence[compat.JaxprEqn], readers: _Readers, stages: Sequence[int]) -> Rows | None:
+def _rows(
+    stack: compat.Var,
+    eqns: Sequence[compat.JaxprEqn],
+    readers: _Readers,
+    stages: Sequence[int],
+    derived: set[compat.Var],
+) -> Rows | None:
+    """How to cut an array of which each row is read by one stage; None if it is read otherwise."""
     stages_of: dict[int, set[int]] = collections.defaultdict(set)
     axes = set()
     for i in readers.get(stack, ()):
-        if eqns[i].primitive.name == "convert_element_type":
+        if not derived.isdisjoint(eqns[i].outvars):
             continue
         parts = _parts(eqns[i])
         if parts is None:

@@ -52,6 +52,9 @@ class _Said(NamedTuple):
 class Activity:
     """What this process is at.
 
+    Args:
+      door, stacks: as on its `Board`.
+
     Attributes:
       expected: the values that it waits for, or has promised.
       callbacks: the user's functions that run on the host.
@@ -59,16 +62,18 @@ class Activity:
       samples: what it was at lately.
     """
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, door: str = "", stacks: int = -1):
         self._process = {
             "rank": rank, "host": socket.gethostname(), "pid": os.getpid(),
             "machine": processes.machine(), "started": processes.started(os.getpid()),
+            "door": door, "stacks": stacks,
         }  # fmt: skip
         self._said = _Said("idle")
         self._step = 0
         self._cursor: Cursor | None = None
         self._last_position = -1
         self._times = Times()
+        self._line = "", 0.0  # and when it was found
         self.expected = Expected(self._times)
         self.callbacks = Callbacks()
         self.cursors: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,6 +88,11 @@ class Activity:
             yield
         finally:
             self.say(*before)
+
+    @property
+    def step(self) -> int:
+        """How many steps have begun here."""
+        return self._step
 
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Narrows the ranks of the current wait down to those that have not come."""
@@ -148,7 +158,14 @@ class Activity:
             wait=None if wait is None else Wait(*wait, max(0.0, now - self._times.waits_since), number),
             sent=self._sent_in_vain(others),
             callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,
+            line=self._user_line(now) if still_s > STILL_S else "",
         )  # fmt: skip
+
+    def _user_line(self, now: float) -> str:
+        """Where the main thread is; looked up once a second, for it takes a millisecond."""
+        if now - self._line[1] > 1.0:
+            self._line = exits.main_line(), now
+        return self._line[0]
 
     def _sent_in_vain(self, others: Iterable[Board]) -> tuple[int, ...]:
         """Of the values that others have been waiting for, those that this rank has sent."""

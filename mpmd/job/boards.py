@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any
 
-from mpmd.job import processes
+from mpmd.job import processes, signs
 from mpmd.job.activity import Activity
-from mpmd.job.verdict import LEFT_S, Board, View
+from mpmd.job.verdict import HELD_S, LEFT_S, Board, View
 
 # So often a rank publishes its board.
 PUBLISH_S = 0.25
@@ -23,13 +23,15 @@ class Boards:
 
     Attributes:
       rank: this one.
+      period_s: so often boards are published and read.
       store: the key-value store of `jax.distributed`.
       status: the launcher's file about this rank.
       verdict: the verdict that some rank has published, if any: the guilty rank and what it did.
     """
 
-    def __init__(self, rank: int, activity: Activity, store: Any, status_dir: str | None):
+    def __init__(self, rank: int, num_ranks: int, activity: Activity, store: Any, status_dir: str | None):
         self.rank = rank
+        self.period_s = PUBLISH_S * max(1.0, num_ranks / 64)  # reading all boards is work that grows with the ranks
         self.store = store
         self.status = StatusFile(None if status_dir is None else pathlib.Path(status_dir, f"rank-{rank}.json"))
         self.verdict: tuple[int, str] | None = None
@@ -37,6 +39,9 @@ class Boards:
         self._beats = itertools.count()
         self._seen: dict[int, tuple[str, float, Board]] = {}  # with the text, and when it was new
         self._gone: dict[int, float] = {}
+        self._knocks: dict[int, signs.Knock] = {}
+        self._held_s = max(HELD_S, 3 * self.period_s)
+        self._lock = threading.Lock()
         self._read_at = time.monotonic()
 
     @property
@@ -71,31 +76,58 @@ class Boards:
         now, own = time.monotonic(), self.own()
         views: dict[int, View] = {}
         late = max(0.0, now - self._read_at - 1.0)  # while nothing is read, nobody is silent but the store
-        for rank, (_, changed, board) in list(self._seen.items()):
-            is_here = bool(board.machine) and board.machine == own.machine
-            process = processes.state(board.pid, board.started) if is_here else "unknown"
-            if process != "gone":
-                self._gone.pop(rank, None)
-            elif self._read_at < self._gone.setdefault(rank, now) + 4 * PUBLISH_S:
-                process = "running"  # its last words may still be on their way, or the store cannot tell them
-            views[rank] = View(board, max(0.0, now - changed - late), process)
+        with self._lock:
+            for rank, (_, changed, board) in list(self._seen.items()):
+                silent_s = max(0.0, now - changed - late)
+                is_here = bool(board.machine) and board.machine == own.machine
+                process = self._state_here(board, silent_s, now) if is_here else self._state_away(board, silent_s)
+                views[rank] = View(board, silent_s, process)
         views[self.rank] = View(own, 0.0, "running")
         return views
 
-    def first_verdict(self, rank: int, what: str) -> tuple[int, str]:
-        """Publishes a verdict; the one that was published first counts for all ranks."""
-        if self.unread_s > LEFT_S:
-            return rank, what  # there is nobody to ask
-        found: list[tuple[int, str]] = []
+    def _state_here(self, board: Board, silent_s: float, now: float) -> str:
+        """What the kernel says of a process of this machine."""
+        process = processes.state(board.pid, board.started)
+        if process != "gone":
+            self._gone.pop(board.rank, None)
+        elif self._read_at < self._gone.setdefault(board.rank, now) + 4 * PUBLISH_S:
+            process = "running"  # its last words may still be on their way, or the store cannot tell them
+        return "held" if process == "running" and silent_s > self._held_s else process
+
+    def _state_away(self, board: Board, silent_s: float) -> str:
+        """What another machine's kernel answers for a process that has said nothing for a while."""
+        if silent_s < self._held_s or board.rank == self.rank or not board.door:
+            if (knock := self._knocks.pop(board.rank, None)) is not None:
+                knock.close()
+            return "unknown"
+        return "mute" if self._knocks.setdefault(board.rank, signs.Knock(board.door)).lives() else "unknown"
+
+    def forgive(self, seconds: float) -> None:
+        """This process could not read for so long, since its lock was held or it was stopped: nobody was silent."""
+        now = time.monotonic()
+        self._read_at = min(now, self._read_at + seconds)
+        for rank, (text, changed, board) in list(self._seen.items()):
+            self._seen[rank] = text, min(now, changed + seconds), board
+
+    def first_verdict(self, rank: int, what: str) -> tuple[int, str, bool]:
+        """Publishes a verdict; the one that was published first counts for all ranks.
+
+        Returns:
+          The guilty rank, what it did, and whether no other rank has said so.
+        """
+        found: list[tuple[int, str, bool]] = []
 
         def ask() -> None:
+            is_first = False
             with contextlib.suppress(Exception):
                 with contextlib.suppress(Exception):
                     self.store.key_value_set(_FOLDER + _VERDICT, json.dumps([rank, what]))
-                found.append(_verdict_of(self.store.key_value_try_get(_FOLDER + _VERDICT)))
+                    is_first = True
+                found.append((*_verdict_of(self.store.key_value_try_get(_FOLDER + _VERDICT)), is_first))
 
-        run_briefly(ask, 2.0)
-        return found[0] if found else (rank, what)
+        if self.unread_s < LEFT_S:  # else there is nobody to ask
+            run_briefly(ask, 2.0)
+        return found[0] if found else (rank, what, True)
 
 
 def _verdict_of(text: str) -> tuple[int, str]:
@@ -119,6 +151,11 @@ class StatusFile:
 
     def __init__(self, path: pathlib.Path | None):
         self._path = path
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a launcher, which says the verdict at the end."""
+        return self._path is not None
 
     def write(self, board: Board, verdict: str | None = None) -> None:
         """Replaces it by what the rank is at now, and the first line of the verdict."""

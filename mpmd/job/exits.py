@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -58,12 +58,12 @@ def stacks() -> list[tuple[str, list[str]]]:
     that runs can crash the process.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with tempfile.TemporaryFile("w+") as file:
+    with open(os.memfd_create("stacks"), "w+") as file:  # no folder need be writable
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        parts = file.read().split("\n\n")
+        text = file.read()
     found = []
-    for part in parts:
+    for part in text.split("\n\n"):
         head, *lines = part.strip().splitlines()
         name = names.get(int(head.split("0x", 1)[1].split()[0], 16), "a thread of JAX")
         if not name.startswith("mpmd-"):
@@ -73,17 +73,30 @@ def stacks() -> list[tuple[str, list[str]]]:
 
 def user_lines() -> list[tuple[str, str]]:
     """Per thread that is in the user's code, its name and the innermost line there: `train.py:62 in load`."""
+    return [(name, line) for name, lines in stacks() if (line := _user_line(lines))]
+
+
+def main_line() -> str:
+    """The innermost line of the user's code that the main thread is in; empty if it is in none."""
+    return dict(user_lines()).get("MainThread", "")
+
+
+def line_of(text: str) -> str:
+    """The same of another process, whose stacks `faulthandler` has written; of the thread that took the signal."""
+    thread = next((part for part in text.split("\n\n") if part.startswith("Current thread")), "")
+    return _user_line(thread.splitlines()[:0:-1])
+
+
+def _user_line(lines: Sequence[str]) -> str:
+    """The innermost line of the user's code in a stack, the outermost call first; empty if there is none."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     ours = [os.path.join(root, package, "") for package in ("mpmd", "reshard", "scheduler")]
     others = (*ours, sysconfig.get_paths()["stdlib"], "<frozen ")
-    found = []
-    for name, lines in stacks():
-        for line in reversed(lines):
-            match = re.match(r'\s*File "(.+)", line (\d+) in (.+)', line)
-            if match is not None and not match[1].startswith(others) and "-packages/" not in match[1]:
-                found.append((name, f"{match[1]}:{match[2]} in {match[3]}"))
-                break
-    return found
+    for line in reversed(lines):
+        match = re.match(r'\s*File "(.+)", line (\d+) in (.+)', line)
+        if match is not None and not match[1].startswith(others) and "-packages/" not in match[1]:
+            return f"{match[1]}:{match[2]} in {match[3]}"
+    return ""
 
 
 def function_text(function: Any) -> str:

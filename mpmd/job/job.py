@@ -15,7 +15,10 @@ from mpmd.job import wires
 from mpmd.job.activity import Activity
 from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import Boards
+from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
+from mpmd.job.notes import Note
+from mpmd.job.signs import Door, Stacks
 from mpmd.job.watchdog import Watchdog
 
 # An agreement is asked for in slices of this length, so that the main thread stays interruptible.
@@ -30,6 +33,7 @@ class Job:
       store: the key-value store that they share.
       activity: what this process is at, for the watchdog.
       watchdog: ends the process when the job cannot go on.
+      calls: what this process calls, compared with what the others call.
       address: the interface that other processes reach this one by.
     """
 
@@ -39,38 +43,43 @@ class Job:
         coordinator = environment.get("MPMD_COORDINATOR") or compat.coordinator_address() or ""
         self.address = "127.0.0.1" if environment.get("MPMD_LOCAL_ONLY") == "1" else _address_towards(coordinator)
         serves = self.rank == 0 and environment.get("MPMD_SERVICE") != "external"
-        self.activity = Activity(self.rank)
-        boards = Boards(self.rank, self.activity, store, environment.get("MPMD_STATUS_DIR"))
+        door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
+        self.activity = Activity(self.rank, door.address, Stacks().number)
+        boards = Boards(self.rank, self.num_ranks, self.activity, store, environment.get("MPMD_STATUS_DIR"))
         judge = Judge(boards, hang_timeout_s, serves)
         black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, serves)
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves)
+        self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: wires.Wire | None = None
         self.watchdog.start()
         store.key_value_set(f"mpmd/devices/{self.rank}", wires.hardware() if compat.has_cross_host_put() else "")
-        atexit.register(self.watchdog.finish)
+        atexit.register(self.watchdog.finish, self.calls)
 
-    def exchange(self, what: str, text: str, ranks: Sequence[int]) -> dict[int, str]:
+    def exchange(self, what: str, text: str, ranks: Sequence[int], about: str = "") -> dict[int, str]:
         """What each of `ranks` says here; returns when all have said it. Calls come in the same order in all of them.
 
         Args:
-          what: what it is about, for the report when a rank does not come.
+          what: what it is for, the same in all ranks.
+          about: more of that, for the report when a rank does not come.
           text: what this rank says.
           ranks: those that take part, this one among them.
         """
         ranks = tuple(sorted(ranks))
+        self.calls.note(ranks, Note(f"came to {what}", step=self.activity.step))
         count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
         folder = f"mpmd/exchange/{zlib.crc32(repr(ranks).encode()):08x}/"
         self.store.key_value_set(f"{folder}{count}/{self.rank}", text, allow_overwrite=True)
         said = {self.rank: text}
         missing = [r for r in ranks if r != self.rank]
-        with self.activity.during("agreeing", what, missing):
+        with self.activity.during("agreeing", what + about, missing):
             while missing:
                 try:
                     said[missing[0]] = self.store.blocking_key_value_get(f"{folder}{count}/{missing[0]}", _SLICE_MS)
                     missing.pop(0)
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
+                self.calls.check()
                 self.activity.waits_for(missing)
         if count > 1:  # all have come this far, so nobody reads the one before any more
             self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
@@ -89,11 +98,11 @@ class Job:
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
 
-    def new_number(self, ranks: Sequence[int], what: str) -> int:
+    def new_number(self, ranks: Sequence[int], what: str, about: str = "") -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
         lowest = min(ranks)
         mine = str(self.store.key_value_increment("mpmd/numbers", 1)) if self.rank == lowest else ""
-        return int(self.exchange(what, mine, ranks)[lowest])
+        return int(self.exchange(what, mine, ranks, about)[lowest])
 
     @property
     def wire(self) -> wires.Wire:

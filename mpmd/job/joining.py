@@ -6,13 +6,13 @@ plans before they run, and the watchdog. A process belongs to one job, as in JAX
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.job import reaching
 from mpmd.job.job import Job
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
@@ -97,6 +97,16 @@ def current() -> Job | None:
     return _job
 
 
+def settle() -> None:
+    """Returns when all that the processes have called has been compared; of a single process, at once.
+
+    Raises:
+      ScheduleError: some called something else, or with other values, so that what they hold is not to be trusted.
+    """
+    if (job := current()) is not None:
+        job.calls.settle()
+
+
 def compiling() -> contextlib.AbstractContextManager:
     """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
     job = current()
@@ -120,30 +130,21 @@ def _join(
         raise RuntimeError(
             "mpmd.initialize: JAX has been used already. Call it first, before jax.devices(), arrays and meshes."
         )
+    if environment.get("MPMD_LOCAL_ONLY") == "1":
+        compat.bind_cpu_collectives("127.0.0.1")
     bind = None
     if environment.get("MPMD_SERVICE") == "external":
         bind = "127.0.0.1:0"  # the launcher serves; rank 0's own service is for nobody
     elif address is not None and environment.get("MPMD_LOCAL_ONLY") == "1":
         bind = address
-    if rank == 0 and address is not None and environment.get("MPMD_SERVICE") != "external":
-        _check_port(address)
+    if address is not None:
+        serves = rank == 0 and environment.get("MPMD_SERVICE") != "external"
+        reaching.check_coordinator(address, serves=serves)
     # JAX's service for preemption takes SIGTERM away from the program; the launcher needs it.
     jax.config.update("jax_enable_preemption_service", False)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
     jax.distributed.initialize(address, count, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat)
     return True
-
-
-def _check_port(address: str) -> None:
-    """JAX's service would share a port that another one has, and both jobs would be lost."""
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError as e:
-            raise RuntimeError(
-                f"mpmd.initialize: port {port} of coordinator_address={address!r}: {e.strerror}."
-            ) from None
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:

@@ -1,9 +1,10 @@
 """Asks `verdict.py` again until a suspicion is confirmed. Notices also that the key-value store is gone."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 
-from mpmd.job import verdict
+from mpmd.job import exits, signs, verdict
 from mpmd.job.boards import PUBLISH_S, Boards
 from mpmd.job.verdict import LEFT_S, SILENT_S, View
 
@@ -35,9 +36,11 @@ class Judge:
             self._suspected = None if found is None else found[0], now
             return None
         since = self._suspected[1]
-        others = (v for r, v in views.items() if r != self._boards.rank and v.process != "stopped")
+        others = (v for r, v in views.items() if r != self._boards.rank and not v.is_old)
         oldest = now - max((v.silent_s for v in others if v.silent_s < LEFT_S), default=0.0)
-        return found if now - since > 4 * PUBLISH_S and oldest > since + 2 * PUBLISH_S else None
+        if now - since < 4 * PUBLISH_S or oldest < since + 2 * PUBLISH_S:
+            return None
+        return verdict.suspect({**views, found[0]: _with_line(views[found[0]])}, self._hang_timeout_s)
 
     def _store_is_gone(self, views: Mapping[int, View]) -> tuple[int, str] | None:
         """A verdict for when the process that serves the key-value store does not answer (it is rank 0, if any)."""
@@ -56,3 +59,12 @@ class Judge:
             why = "its machine cannot be reached, or the coordination service on it has ended"
             return 0, f"no sign of life from {server.board.host} for {age:.0f} s: {why}"
         return 0, f"the coordination service does not answer for {age:.0f} s"
+
+
+def _with_line(view: View) -> View:
+    """With the line that holds Python's lock; the process cannot say it. (The signal interrupts its system calls.)"""
+    board = view.board
+    if view.process != "held":
+        return view
+    line = exits.line_of(signs.stacks_of(board.pid, board.started, board.stacks))
+    return dataclasses.replace(view, board=dataclasses.replace(board, line=line))

@@ -12,6 +12,8 @@ from scheduler import texts
 
 # A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
 SILENT_S = 20.0
+# A rank whose process lives and that says nothing for so long cannot: its threads of Python do not run.
+HELD_S = 4.0
 # A rank that has ended its program for so long gives nothing any more to one that still waits for it.
 LEFT_S = 5.0
 # After so long without a movement a rank looks closer at what it is at.
@@ -57,6 +59,9 @@ class Board:
       sent: numbers of values that others wait for although this rank has sent them.
       callback: the user's function that JAX has been calling on the host for a while.
       raised: the first error of such a function. Others may hear of it before this rank does.
+      line: where the main thread has been in the user's code for a while: `train.py:62 in load`.
+      door: where the kernel answers other machines for this process.
+      stacks: the number of the file for its stacks.
     """
 
     rank: int
@@ -73,6 +78,9 @@ class Board:
     sent: tuple[int, ...] = ()
     callback: str = ""
     raised: str = ""
+    line: str = ""
+    door: str = ""
+    stacks: int = -1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the key-value store."""
@@ -93,7 +101,8 @@ class View:
 
     Attributes:
       silent_s: seconds since it last changed.
-      process: what the kernel says of it: running, stopped, gone, or unknown (another machine).
+      process: what the kernel says of it: running, stopped, gone, or unknown (another machine). One that lives and says
+        nothing is held (by C code that has Python's lock), or mute (on another machine: held or stopped).
     """
 
     board: Board
@@ -112,17 +121,24 @@ class View:
         return None if wait is None else dataclasses.replace(wait, for_s=wait.for_s + self.silent_s)
 
     @property
+    def is_old(self) -> bool:
+        """Whether the process lives, and what it waited for last may have come since."""
+        return self.process in ("stopped", "held", "mute")
+
+    @property
     def waits_for_others(self) -> bool:
         """Whether it is for others to go on, and not for its own devices, a host callback, or who stopped it."""
-        return bool(self.wait is not None and self.wait.ranks) and not self.board.callback and self.process != "stopped"
+        return bool(self.wait is not None and self.wait.ranks) and not self.board.callback and not self.is_old
 
     @property
     def where(self) -> str:
         """`step 3, in 1F2 in group 1`."""
         b = self.board
         if b.phase == "idle":
-            return "between steps" if not b.step else f"after step {b.step}"
-        return f"step {b.step}, in {b.doing}" if b.phase == "step" else b.doing or b.phase
+            what = "between steps" if not b.step else f"after step {b.step}"
+        else:
+            what = f"step {b.step}, in {b.doing}" if b.phase == "step" else b.doing or b.phase
+        return f"{what}, at {b.line}" if b.line else what
 
 
 Views = Mapping[int, View]
@@ -219,6 +235,10 @@ def _what(v: View) -> str:
     board, wait = v.board, v.wait
     if v.process == "stopped":
         return f"process {board.pid} on {board.host} is stopped for {v.silent_s:.0f} s ({v.where})"
+    if v.process in ("held", "mute"):
+        held = f"has held Python's lock for {v.silent_s:.0f} s, in C code"
+        before = f", and did not move for {v.still_s:.0f} s" if v.still_s > 2 * v.silent_s else ""
+        return f"{held}{' (or is stopped)' * (v.process == 'mute')}{before} ({v.where})"
     if v.silent_s > SILENT_S:
         return f"no sign of life from {board.host} for {v.silent_s:.0f} s ({v.where})"
     if board.phase == "agreeing":
@@ -249,7 +269,7 @@ def _chain(views: Views, rank: int) -> tuple[list[int], Wait | None]:
             break
         free = [r for r in known if not views[r].waits_for_others] or known
         behind = min(free, key=lambda r: (views[r].board.step, views[r].board.position, r))
-        if wait.number in views[behind].board.sent and views[behind].process != "stopped":
+        if wait.number in views[behind].board.sent and not views[behind].is_old:
             return [*chain, behind], wait
         if behind in chain:
             return [*chain, _odd_one(views)], None
@@ -280,7 +300,7 @@ def table(views: Views, rank: int, what: str) -> str:
     rows: list[tuple[str, ...]] = [head]
     for r, v in sorted(views.items()):
         b, wait = v.board, v.wait
-        at = v.process if v.process == "stopped" or (v.process == "gone" and r == rank) else b.phase
+        at = v.process if v.is_old or (v.process == "gone" and r == rank) else b.phase
         doing = f"{at}: {b.doing}" if b.doing and b.phase != "idle" else at
         doing = doing if len(doing) <= _MAX_CELL else doing[: _MAX_CELL - 1] + "…"
         who = "" if wait is None else ",".join(map(str, wait.ranks))

@@ -22,9 +22,13 @@ from mpmd.job import exits, interrupts, verdict
 from mpmd.job.activity import Activity
 from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
+from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
+from mpmd.job.signs import Door
 from mpmd.job.verdict import SECONDHAND_S, SILENT_S, View
 
+# A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
+_PAUSED_S = 2.0
 # How a rank ends that was not to blame; the launcher tells victims from the guilty one by it.
 VICTIM_STATUS = 75
 
@@ -38,12 +42,21 @@ class Watchdog:
       boards: what all ranks say.
       judge: finds the guilty rank.
       black_box: the flight record of this rank.
+      door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
     """
 
     def __init__(
-        self, num_ranks: int, activity: Activity, boards: Boards, judge: Judge, black_box: BlackBox, serves: bool
+        self,
+        num_ranks: int,
+        activity: Activity,
+        boards: Boards,
+        judge: Judge,
+        black_box: BlackBox,
+        door: Door,
+        serves: bool,
     ):
+        self._door = door
         self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
         self._is_ending = self._is_let_go = False
@@ -67,40 +80,49 @@ class Watchdog:
     # --- threads ----------------------------------------------------------------------------------
 
     def _publish_loop(self) -> None:
-        period = PUBLISH_S * max(1.0, self._num_ranks / 64)  # reading all boards is work that grows with the ranks
         while not self._is_ending:
             with contextlib.suppress(Exception):  # the store is gone: the judge sees that nothing is read any more
+                self._door.clear()
                 self.boards.publish()
                 self.boards.read()
-            time.sleep(period)
+            time.sleep(self.boards.period_s)
 
     def _judge_loop(self) -> None:
+        woke_at = time.monotonic()
         while not self._is_ending:
             time.sleep(PUBLISH_S)
+            before, woke_at = woke_at, time.monotonic()
+            if woke_at - before > _PAUSED_S:
+                self.boards.forgive(woke_at - before)
             views = self.boards.views()
             self._black_box.note(views)
             found = self.boards.verdict or self._judge.find(views)
-            if found is not None:
+            if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
                 self._end(views, *found)
 
     # --- the end ----------------------------------------------------------------------------------
+
+    def end(self, rank: int, what: str) -> None:
+        """Ends this process with a verdict that was found elsewhere."""
+        self._end(self.boards.views(), rank, what)
 
     def _end(self, views: Mapping[int, View], rank: int, what: str) -> None:
         """Prints the table and ends this process; the first verdict that was published counts for all."""
         if self._is_ending:
             return
         self._is_ending = True
-        rank, what = self.boards.first_verdict(rank, what)
+        rank, what, is_first = self.boards.first_verdict(rank, what)
         text = verdict.table(views, rank, what)
         me = views[self.boards.rank].board
         is_guilty, is_finished = rank == me.rank, me.phase == "finished"
         self.boards.status.write(me, text.splitlines()[0])
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+        if is_first or not self.boards.status.exists:
+            print(text if is_first else text.splitlines()[0], file=sys.stderr, flush=True)
         if where := self._black_box.write(text.splitlines()[0], views, rank):
             print(where, file=sys.stderr, flush=True)
-        if not is_finished and (is_guilty or me.wait is not None):
+        if not is_finished and is_guilty:
             with contextlib.suppress(Exception):
                 self._print_stacks()
         if is_finished and is_guilty and not self._serves:
@@ -165,16 +187,19 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self.boards.publish()
 
-    def finish(self) -> None:
+    def finish(self, calls: Calls) -> None:
         """The program is at its end: says so, and waits until all ranks are (or somebody waits for this one)."""
         if status := exits.exit_status():
             self._fail(f"exit status {status}", status)
         while not self._is_ending and self._activity.expected.are_to_come():  # one may never come: the judge sees that
             time.sleep(PUBLISH_S / 5)
+        calls.finish()
         if not self._is_ending:
             self._activity.say("finished")
             self._last_words()
-        while not self._is_ending and not self._all_have_finished() and self.boards.unread_s <= SILENT_S:
+        while not (
+            self._is_ending or self._all_have_finished() or calls.have_differed or self.boards.unread_s > SILENT_S
+        ):
             time.sleep(PUBLISH_S / 5)
         is_judged = self._is_ending
         end = time.monotonic() + 60
@@ -183,8 +208,13 @@ class Watchdog:
         if self._is_let_go:
             compat.abandon_distributed()  # the others do not come to the end any more
             return
+        if what := calls.last():
+            what = what.removeprefix(f"rank {self.boards.rank} ")
+            print(f"jax-mpmd: rank {self.boards.rank}: {what}", file=sys.stderr, flush=True)
+            self._fail(what.splitlines()[0], 1)
         time.sleep(2 * PUBLISH_S)  # so that the others can read it
         self._is_ending = True
+        calls.stop(SILENT_S)
         for thread in self._threads:  # one that came back from C++ to a Python that is gone would abort the process
             thread.join(SILENT_S)
 

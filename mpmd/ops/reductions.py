@@ -1,6 +1,7 @@
 """How the outputs of a microbatch loop are reduced: an accumulator's start, its update, and what is made of it."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd.errors import StageError
+from mpmd.users_frame import users_frame
 
 
 class Operation:
@@ -230,10 +232,20 @@ def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: 
                 " @dataclasses.dataclass(frozen=True)."
             )
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-            raise StageError(
-                f"{name}: fun returns a PRNG key, which cannot be reduced. Return jax.random.key_data of it."
-            )
+            if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+                what, instead = "a PRNG key", "jax.random.key_data of it"
+            else:
+                what = f"an array of {aval.dtype}"
+                instead = "it as floats (jax.lax.convert_element_type), with operation=mpmd.Max for scales of FP8"
+            raise StageError(f"{name}: fun returns {what}, which cannot be reduced. Return {instead}.")
         _check_accumulator(op, aval, name)
+        if type(op) is Add and aval.dtype == np.bool_:
+            warnings.warn(
+                f"{name}: fun returns booleans, and Add of booleans says whether one of the microbatches has True."
+                " mpmd.Mean gives the share of True, and mpmd.Max says 'any'; for their number return"
+                " x.astype(jnp.int32).",
+                stacklevel=users_frame(),
+            )
 
 
 def _check_accumulator(op: Operation, aval: Any, name: str) -> None:

@@ -98,6 +98,11 @@ def _mark(x: PyTree, name: str | None, optional: bool) -> PyTree:
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
         raise TypeError(f"{function}: got {treedef}, which holds no array. Pass the values that the next stage uses.")
+    if texts := [leaf for leaf in leaves if isinstance(leaf, str)]:
+        raise TypeError(
+            f"{function}: the string {texts[0]!r:.40} is among the values that cross the boundary.\n"
+            f"  If it is meant as the stage's name, it is an argument of its own: {function}(x, {texts[0]!r:.40})."
+        )
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
     outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, optional=optional)
     return jax.tree.unflatten(treedef, outs)
@@ -159,7 +164,7 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
             return compat.ClosedJaxpr(without(x.jaxpr, identities), x.consts)
         if isinstance(x, compat.Jaxpr):
             return without(x, identities)
-        return type(x)(map(clean, x)) if type(x) in (tuple, list) else x
+        return x
 
     eqns = []
     for eqn in jaxpr.eqns:
@@ -167,5 +172,5 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
         if eqn.primitive in identities:
             alias.update(zip(eqn.outvars, invars, strict=True))
         else:
-            eqns.append(eqn.replace(invars=invars, params={k: clean(x) for k, x in eqn.params.items()}))
+            eqns.append(eqn.replace(invars=invars, params={k: compat.mapped(x, clean) for k, x in eqn.params.items()}))
     return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])

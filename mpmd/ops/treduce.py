@@ -107,7 +107,12 @@ def treduce(
 
     def take(index):
         sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
-        return fun(jax.tree.unflatten(treedef, sliced))
+        try:
+            return fun(jax.tree.unflatten(treedef, sliced))
+        except Exception as error:
+            if _may_be_of_shapes(error):
+                error.add_note(_what_fun_sees(names, leaves, sliced, axis))
+            raise
 
     return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce")
 
@@ -180,6 +185,18 @@ def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
     )
 
 
+def _may_be_of_shapes(error: Exception) -> bool:
+    """Whether a batch that was not divided into microbatches may have caused it; Flax has classes of its own."""
+    kinds = TypeError, ValueError, IndexError, AssertionError
+    return (isinstance(error, kinds) and not isinstance(error, StageError)) or "Shape" in type(error).__name__
+
+
+def _what_fun_sees(names: Sequence[str], leaves: Sequence[Any], sliced: Sequence[Any], axis: int) -> str:
+    seen = [f"  {n} has shape {x.shape}: fun sees {y.shape}" for n, x, y in zip(names, leaves, sliced, strict=True)]
+    more = [f"  … and {len(seen) - 4} more"] if len(seen) > 4 else []
+    return "\n".join((f"treduce: axis {axis} of xs is the microbatch axis, which fun does not see.", *seen[:4], *more))
+
+
 def _slice(x: Any, index: Any, axis: int) -> jax.Array:
     return lax.squeeze(lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False), (axis,))
 
@@ -202,7 +219,7 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
         return [x if is_plain(x) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
 
     index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
-    body = compat.written_out(jax.make_jaxpr(flat)(index))
+    body = compat.written_out(_without_outer_refs(jax.make_jaxpr(flat)(index), name))
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
@@ -213,6 +230,20 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
     return jax.tree.unflatten(out_tree, leaves)
+
+
+def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJaxpr:
+    """Refuses a loop that reads or writes a ref of its surroundings: microbatches would depend on each other."""
+    for v in body.jaxpr.constvars:
+        if compat.is_ref(v.aval):
+            user = next((e for e in body.jaxpr.eqns if v in e.invars), None)
+            where = "" if user is None else f" at {compat.source_line(user)},"
+            raise StageError(
+                f"{name}: fun uses {v.aval.str_short(short_dtypes=True)},{where} a ref that was made outside of the"
+                " loop.\n  Make it inside of fun (jax.new_ref), and return what it holds, with an operation such as"
+                " mpmd.Add or mpmd.Concat."
+            )
+    return body
 
 
 def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str) -> Any:

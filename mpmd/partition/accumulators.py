@@ -19,6 +19,7 @@ from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
+from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation
 
 
@@ -68,14 +69,16 @@ class _Linear(NamedTuple):
     """A linear equation between a summand and the gradient that it is part of.
 
     Attributes:
-      apply: the equation, on a value that may have another shape (before a padding that came first).
-      pads: whether it puts a slice's gradient among zeros.
-      commutes: whether it may as well run before such a padding.
+      apply: the equation, on a value that may have another shape (before a padding that came first), and on `operands`.
+      waits: whether it runs after the loop: it puts a slice's gradient among zeros, or reads `operands`.
+      commutes: whether it may as well run before such a step.
+      operands: what it reads besides, which no microbatch changes.
     """
 
-    apply: Callable[[jax.Array], jax.Array]
-    pads: bool = False
+    apply: Callable[..., jax.Array]
+    waits: bool = False
     commutes: bool = False
+    operands: tuple[compat.Var, ...] = ()
 
 
 class _Summand(NamedTuple):
@@ -104,6 +107,9 @@ class _Outputs:
         self._joins = Joins(body) if split else None
         self._stacks: dict[compat.Var, compat.Var] = {}
         self._types: dict[tuple[Operation, Any], Any] = {}  # of accumulators
+        self._steps: _Steps = {}
+        self._appended: dict[Any, Atom] = {}
+        self._parts: dict[Any, compat.Var] = {}  # accumulators of gradients that several outputs are made of
         self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
         for node in body.nodes:
             for v in node.inputs:
@@ -120,7 +126,7 @@ class _Outputs:
             self.after += _same_every_time(self.body, value, operation, n, result)
             return
         parts = self._summands(value) if type(operation) in (Add, Mean) else []
-        if len({p.place.stage for p in parts}) < 2:
+        if not parts:
             if self._joins and (join := self._joins.of(value)):
                 stacks = [self._stack(v, place) for v, place in join.parts]
                 self.after += _bound(join.reduced(operation, n), [*stacks, *join.operands], result)
@@ -128,7 +134,7 @@ class _Outputs:
             kind = "B" if source is not None and source.backward else "F"
             home = source.place if source is not None else None
             parts = [_Summand(value, home or Place(self.num_stages - 1, kind), ())]
-        totals = [(self._accumulate(part.value, operation, part.place), part.steps) for part in parts]
+        totals = [(self._accumulate_once(part, operation), part.steps) for part in parts]
         self.after += _combine(totals, operation, n, result)
 
     def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
@@ -140,6 +146,15 @@ class _Outputs:
         self.accumulators.append(Accumulator(value, result, operation, place))
         return result
 
+    def _accumulate_once(self, part: _Summand, operation: Operation) -> compat.Var:
+        """One accumulator of a part for all outputs that steps after the loop make of it."""
+        if not part.steps:
+            return self._accumulate(part.value, operation, part.place)
+        key = part.value, operation, part.place
+        if key not in self._parts:
+            self._parts[key] = self._accumulate(*key)
+        return self._parts[key]
+
     def _stack(self, v: compat.Var, place: Place) -> compat.Var:
         """A small value of every microbatch; one stack for all outputs that read it."""
         if v not in self._stacks:
@@ -147,34 +162,49 @@ class _Outputs:
         return self._stacks[v]
 
     def _summands(self, value: Atom) -> list[_Summand]:
-        """The summands of `value` in several stages, or [] if it arises in one.
+        """The summands of `value` in several stages (or in another one than it), or [] if it arises in one.
 
         Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
-        loop, up to a padding; the padding (a slice's gradient) runs once after the loop.
+        loop, up to a padding (a slice's gradient) or a product with what no microbatch changes (a scale, the other
+        factor of a low rank); these run once after the loop.
         """
-        leaves = _leaves(self.body, value, self._readers)
-        if leaves is None or len({leaf.place.stage for leaf in leaves}) < 2:
+        leaves = _leaves(self.body, value, self._readers, self._steps)
+        if leaves is None:
+            return []
+        stages = {leaf.place.stage for leaf in leaves}
+        if len(stages) < 2 and self._home(value) in stages:
             return []
         parts: list[_Summand] = []
         for v, place, chain in sorted(leaves, key=lambda leaf: leaf.place.stage):
-            pads = next((i for i, step in enumerate(chain) if step.pads), len(chain))
-            for step in [*chain[:pads], *(s for s in chain[pads:] if s.commutes)]:
+            first = next((i for i, step in enumerate(chain) if step.waits), len(chain))
+            commute = all(step.commutes or not step.operands for step in chain[first:])
+            for step in [*chain[:first], *(s for s in chain[first:] if s.commutes and commute)]:
                 v = self._append(place, step.apply, v)
-            later = tuple(s for s in chain[pads:] if not s.commutes)
+            later = tuple(s for s in chain[first:] if not (s.commutes and commute))
             if not later and parts and parts[-1].place == place and not parts[-1].steps:
                 parts[-1] = _Summand(self._append(place, operator.add, parts[-1].value, v), place, ())
             else:
                 parts.append(_Summand(v, place, later))
         return parts
 
+    def _home(self, value: Atom) -> int | None:
+        """The stage in which a value is made."""
+        source = self.body.source_in_loop(value)
+        return source.place.stage if source and source.place else None
+
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
         """Adds `fun(*atoms)` to the body at `place`; returns its result."""
-        eqns, (out,) = trace_equations(fun, *atoms)
-        self.added += [Node(eqn, backward=place.kind == "B", place=place) for eqn in eqns]
-        return out
+        key = place, fun, atoms
+        if key not in self._appended:
+            eqns, (self._appended[key],) = trace_equations(fun, *atoms)
+            self.added += [Node(eqn, backward=place.kind == "B", place=place) for eqn in eqns]
+        return self._appended[key]
 
 
-def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) -> list[_Summand] | None:
+_Steps = dict[Node, tuple[Atom, _Linear] | None]
+
+
+def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], steps: _Steps) -> list[_Summand] | None:
     """The summands of `value`; None if one has no place in the backward pass.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
@@ -194,9 +224,10 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) 
 
     def walk(v: Atom, chain: tuple[_Linear, ...], first: bool, place: Place | None) -> None:
         node = body.source_in_loop(v)
-        if node is None or not node.place or (len(readers[v]) > 1 and not first):
+        is_shared = len(readers[v]) > 1 and not first
+        if node is None or not node.place or (is_shared and not only_in_products(v)):
             add(v, chain, node and node.place and (place or node.place))
-        elif node.eqn.primitive.name == "add_any":
+        elif node.eqn.primitive.name in ("add_any", "add") and node.backward:
             for x in node.eqn.invars:
                 walk(x, chain, False, arrived(node, x))
         elif node.eqn.primitive.name == "concatenate":
@@ -204,11 +235,23 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]]) 
             for x in node.eqn.invars:
                 walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
                 offset += x.aval.shape[node.eqn.params["dimension"]]
-        elif (step := _linear_step(body, node.eqn)) is not None:
-            operand = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice"]
-            walk(operand, (step, *chain), False, node.place)
+        elif (found := step_of(node)) is not None:
+            operand, step = found
+            reduces = operand.aval.size > node.eqn.outvars[0].aval.size
+            walk(operand, (step, *chain), False, node.place if reduces else None)
         else:
             add(v, chain, place or node.place)
+
+    def step_of(node: Node) -> tuple[Atom, _Linear] | None:
+        if node not in steps:
+            step = _linear_step(body, node.eqn)
+            is_update = node.eqn.primitive.name == "dynamic_update_slice"
+            steps[node] = (node.eqn.invars[is_update], step) if step else _product(body, node.eqn)
+        return steps[node]
+
+    def only_in_products(v: Atom) -> bool:
+        found = [step_of(r) if r else None for r in readers[v]]
+        return all(f is not None and f[0] is v for f in found) and any(f and f[1].operands for f in found)
 
     walk(value, (), True, None)
     found = [leaf for leaf in leaves if leaf is not None]
@@ -227,16 +270,16 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         zeros = body.source(eqn.invars[0])
-        starts: list = [body.constant(v) for v in eqn.invars[2:]]
+        starts: list = [integer_of(v) for v in eqn.invars[2:]]
         if zeros is None or not _is_zeros(zeros.eqn) or any(s is None for s in starts):
             return None
         room = [n - m for n, m in zip(eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)]
         config = [(min(max(s, 0), r), r - min(max(s, 0), r), 0) for s, r in zip(starts, room, strict=True)]
-        return _Linear(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), pads=True)
+        return _Linear(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), waits=True)
     if name == "pad":
         if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
             return None
-        return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), pads=True)
+        return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), waits=True)
     if name in ("mul", "div"):
         if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
             return None
@@ -249,6 +292,40 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
     return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
 
 
+def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
+    """A product of a gradient and a value (or a mask) that no microbatch changes: the gradient, and the step on it."""
+    moving = [i for i, v in enumerate(eqn.invars) if v is body.index or body.source_in_loop(v) is not None]
+    name = eqn.primitive.name
+    if len(moving) != 1:
+        return None
+    (position,) = moving
+    gradient = body.source_in_loop(eqn.invars[position])
+    if gradient is None or not gradient.backward:  # an activation, under a gradient that no microbatch changes
+        return None
+    if name == "select_n" and len(eqn.invars) == 3 and position:
+        other, mask = eqn.invars[3 - position], eqn.invars[0]
+        made = body.source(other)
+        zero = not np.any(other.val) if isinstance(other, compat.Literal) else made is not None and _is_zeros(made.eqn)
+        if not zero or isinstance(mask, compat.Literal):
+            return None
+
+        def apply(x, y):
+            zeros = jax.numpy.zeros_like(x)
+            return eqn.primitive.bind(y, *((x, zeros) if position == 1 else (zeros, x)))
+
+        return eqn.invars[position], _Linear(apply, waits=True, operands=(mask,))
+    if name not in ("mul", "div", "dot_general") or (name == "div" and position):
+        return None
+    other = eqn.invars[1 - position]
+    if isinstance(other, compat.Literal):
+        return None
+
+    def apply(x, y):
+        return eqn.primitive.bind(*((x, y) if position == 0 else (y, x)), **eqn.params)
+
+    return eqn.invars[position], _Linear(apply, waits=True, operands=(other,))
+
+
 def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Linear:
     """What a concatenation does to the operand at `offset`: it stands among zeros."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
@@ -258,7 +335,7 @@ def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Linear:
         config[axis] = (offset, shape[axis] - offset - x.shape[axis], 0)
         return jax.lax.pad(x, np.zeros((), x.dtype), config)
 
-    return _Linear(pad, pads=True)
+    return _Linear(pad, waits=True)
 
 
 def _is_zeros(eqn: compat.JaxprEqn) -> bool:
@@ -275,17 +352,32 @@ def _combine(
     num_microbatches: int,
     result: compat.Var,
 ) -> list[compat.JaxprEqn]:
-    """After the loop: pads each part, sums them in stage order, finishes the reduction."""
+    """After the loop: pads each part, sums them in stage order, finishes the reduction. Steps that end all parts alike
+    run once, on the sum.
+    """
     if len(totals) == 1 and not totals[0][1]:
         total = totals[0][0]
         return _named(trace_operation(operation, "finish", (total,), num_microbatches), [total], result)
+    chains = [later for _, later in totals]
+    alike = 0
+    while all(len(c) > alike and c[-1 - alike] is chains[0][-1 - alike] for c in chains):
+        alike += 1
+    if not any(step.operands for step in chains[0][len(chains[0]) - alike :]):
+        alike = 0
+    operands = list(dict.fromkeys(v for c in chains for step in c for v in step.operands))
 
-    def fun(*accs):
-        pairs = zip(accs, (later for _, later in totals), strict=True)
-        parts = [functools.reduce(lambda x, step: step.apply(x), later, acc) for acc, later in pairs]
-        return operation.finish(functools.reduce(operator.add, parts), num_microbatches)
+    def fun(*args):
+        values = dict(zip(operands, args[len(chains) :], strict=True))
 
-    return _bound(fun, [v for v, _ in totals], result)
+        def applied(x: jax.Array, step: _Linear) -> jax.Array:
+            return step.apply(x, *(values[v] for v in step.operands))
+
+        pairs = zip(args[: len(chains)], chains, strict=True)
+        parts = [functools.reduce(applied, c[: len(c) - alike], acc) for acc, c in pairs]
+        total = functools.reduce(applied, chains[0][len(chains[0]) - alike :], functools.reduce(operator.add, parts))
+        return operation.finish(total, num_microbatches)
+
+    return _bound(fun, [*(v for v, _ in totals), *operands], result)
 
 
 def _same_every_time(

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays import keys
 from mpmd.tracing.new_equations import Atom
 
 _HEAVY = {
@@ -31,13 +30,11 @@ def size(aval: Any) -> int:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of this type (of its key data, for PRNG keys)."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
+    """Bytes of an array of this type; of what it is made of, for PRNG keys and other extended types."""
+    if getattr(aval, "dtype", None) is None:
         return 0
-    if not keys.is_key(dtype):
-        return size(aval) * dtype.itemsize
-    return math.prod(keys.data_shape(getattr(aval, "shape", ()), dtype)) * keys.data_dtype(dtype).itemsize
+    made_of = compat.physical_aval(aval)
+    return size(made_of) * made_of.dtype.itemsize
 
 
 def variables(atoms: Iterable[Atom]) -> list[compat.Var]:

@@ -3,12 +3,8 @@
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Container, Iterable
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import mark_p
@@ -118,19 +114,6 @@ class Body:
         effects = [n for n in self.nodes if n.eqn.effects]
         return self.ancestors([*values, *(v for n in effects for v in n.inputs)]).union(effects)
 
-    def constant(self, v: Atom) -> int | None:
-        """The value of an integer scalar that follows from literals alone, else None."""
-        if v.aval.shape or (not jax.dtypes.issubdtype(v.aval.dtype, np.integer) and v.aval.dtype != np.bool_):
-            return None
-        if isinstance(v, compat.Literal):
-            return int(v.val)
-        node = self.source(v)
-        fold = None if node is None else _FOLDS.get(node.eqn.primitive.name)
-        if fold is None or node is None:
-            return None
-        operands: list[Any] = [self.constant(x) for x in node.eqn.invars]
-        return None if any(x is None for x in operands) else int(fold(*operands))
-
     def __str__(self):
         names: dict[Atom, str] = {self.index: "index"}
         numbers = {"arg": itertools.count(), "v": itertools.count()}
@@ -149,18 +132,6 @@ class Body:
             outs, ins = " ".join(map(name, node.eqn.outvars)), " ".join(map(name, node.eqn.invars))
             lines.append(f"{where:4} {outs} = {node.eqn.primitive.name} {ins}".rstrip())
         return "\n".join([*lines, f"return {' '.join(map(name, self.outvars))}"])
-
-
-# What indexing writes for a scalar index: `select_n(i < 0, i, i + size)`.
-_FOLDS = {
-    "lt": operator.lt,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "convert_element_type": int,
-    "squeeze": int,
-    "select_n": lambda which, *cases: cases[which],
-}
 
 
 def hoist(body: Body) -> Body:

@@ -62,7 +62,11 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes) -> Local | None:
     if eqn.primitive.name not in ("dot_general", "reduce_sum") or sharded.results(eqn, typed)[0] != result:
         return None
     manual.update(n for dims in typed for d in dims for n in d)
-    return Local(tuple(map(_spec, typed)), _spec([axes, *result]), axes, manual)
+    specs = [
+        _spec([(*t, *(n for n in dims.get(i, ()) if n not in t)) for i, t in enumerate(of_type)])  # rows on Auto axes
+        for of_type, dims in zip(typed, found, strict=True)
+    ]
+    return Local(tuple(specs), _spec([axes, *result]), axes, manual)
 
 
 def _typed_dims(v: Atom) -> Dims:

@@ -53,7 +53,9 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
             raise StageError(
                 f"mark_stage_end at {compat.source_line(node.eqn)} depends on gradients of stage {min(early)},"
                 " so the value that it marks would flow back to an earlier stage.\n"
-                "  Mark stage ends in the forward pass only, once per microbatch."
+                "  Mark stage ends in the forward pass only, once per microbatch. A model that is called again on what"
+                " its own gradient gave (MAML) marks in the last call only: give it the function that marks as an"
+                " argument, mark=mpmd.mark_stage_end there and mark=lambda x: x elsewhere."
             )
         if kind == "backward":
             early.append(number[node])
@@ -105,6 +107,17 @@ def forget_marks(body: Body) -> Body:
     return dataclasses.replace(body, nodes=tuple(nodes), outvars=tuple(map(read, body.outvars)))
 
 
+def _calls_of_a_model(forward: Sequence[Node], num_stages: int) -> list[str] | None:
+    """The lines that call the model, if it is called several times, each time with marks for all stages."""
+    levels = [list(level) for level in zip(*(compat.users_stack(n.eqn) for n in forward), strict=False)]
+    outermost = next((k for k, level in enumerate(levels) if len(set(level)) > 1), len(levels))
+    if outermost + 1 >= len(levels) or len({frame.split("(")[-1] for frame in levels[outermost + 1]}) > 1:
+        return None  # these lines do not call one function
+    calls = list(dict.fromkeys(levels[outermost]))
+    sizes = {levels[outermost].count(call) for call in calls}
+    return calls if len(sizes) == 1 and sizes <= {num_stages - 1, num_stages} - {1} else None
+
+
 def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
     stages, found = schedule.num_stages, len(forward)
     if found in (stages - 1, stages):
@@ -112,6 +125,14 @@ def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
     lines = "".join(f"\n    {compat.source_line(n.eqn)}" for n in forward[:8])
     more = f"\n    … and {found - 8} more" if found > 8 else ""
     want = f"{stages - 1} or {stages}" if stages > 1 else "no mark, or 1"
+    if (twice := _calls_of_a_model(forward, stages)) is not None:
+        raise StageError(
+            f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"
+            f" in a microbatch; found {found}: the marked model is called {len(twice)} times in a microbatch,"
+            f" with {found // len(twice)} marks each:{''.join(f'{chr(10)}    {line}' for line in twice)}\n"
+            "  Call it once, on both inputs (jnp.concatenate, jax.vmap), or have it mark in one of the calls only: give"
+            " it the function that marks as an argument, mark=mpmd.mark_stage_end there and mark=lambda x: x elsewhere."
+        )
     both = "\n  Two models in one step share their marks: x, y = mark_stage_end((x, y))." if found > stages else ""
     raise StageError(
         f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"

@@ -177,6 +177,8 @@ class _Move:
 def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: int, sink: int) -> set[int]:
     """The nodes on the side of the source in a minimum cut, of several the one with most of them (Dinic's algorithm).
 
+    Each round ends with a longer shortest path from the source to the sink, so there are fewer rounds than nodes.
+
     Args:
       num_nodes: how many nodes.
       edges: of each, where it begins, where it ends, and its capacity.
@@ -191,31 +193,25 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
         heads += b, a
         room += capacity, 0
     while True:
-        distance = _distances(num_nodes, heads, room, out, source)
-        if distance[sink] < 0:
-            break
+        distance = _distances(num_nodes, heads, room, out, source, sink)
+        if distance[source] < 0:  # what cannot reach the sink stays with the source
+            return {v for v in range(num_nodes) if distance[v] < 0}
         _saturate(heads, room, out, distance, source, sink)
-    # Against the flow from the sink: what cannot reach it stays with the source.
-    reached, waiting = {sink}, [sink]
-    while waiting:
-        for e in out[waiting.pop()]:
-            if room[e ^ 1] and heads[e] not in reached:
-                reached.add(heads[e])
-                waiting.append(heads[e])
-    return set(range(num_nodes)) - reached
 
 
 def _distances(
-    num_nodes: int, heads: Sequence[int], room: Sequence[int], out: Sequence[Sequence[int]], source: int
+    num_nodes: int, heads: Sequence[int], room: Sequence[int], out: Sequence[Sequence[int]], source: int, sink: int
 ) -> list[int]:
-    """Edges with room from the source to each node, at least; -1 where there is no way."""
+    """Edges with room from each node to the sink, at least, of the nodes that are no farther from it than the source;
+    -1 for the others.
+    """
     distance = [-1] * num_nodes
-    distance[source] = 0
-    waiting = deque([source])
-    while waiting:
+    distance[sink] = 0
+    waiting = deque([sink])
+    while waiting and distance[source] < 0:
         v = waiting.popleft()
         for e in out[v]:
-            if room[e] and distance[heads[e]] < 0:
+            if distance[heads[e]] < 0 and room[e ^ 1]:
                 distance[heads[e]] = distance[v] + 1
                 waiting.append(heads[e])
     return distance
@@ -225,7 +221,7 @@ def _saturate(
     heads: Sequence[int], room: list[int], out: Sequence[Sequence[int]], distance: Sequence[int], source: int, sink: int
 ) -> None:
     """Sends flow along shortest paths until each has an edge without room."""
-    rest = [list(edges) for edges in out]  # edges that have not been found useless
+    rest: dict[int, list[int]] = {source: list(out[source])}  # edges that have not been found useless
     path: list[int] = []
     v = source
     while True:
@@ -234,15 +230,20 @@ def _saturate(
             for e in path:
                 room[e] -= amount
                 room[e ^ 1] += amount
-            path.clear()
-            v = source
-        while rest[v] and not (room[rest[v][-1]] and distance[heads[rest[v][-1]]] == distance[v] + 1):
-            rest[v].pop()
-        if rest[v]:
-            path.append(rest[v][-1])
-            v = heads[path[-1]]
+            # Go on from the first edge without room; those before it are of use still.
+            del path[next(i for i, e in enumerate(path) if not room[e]) :]
+            v = heads[path[-1]] if path else source
+        edges = rest.get(v)
+        if edges is None:
+            edges = rest[v] = list(out[v])
+        while edges and not (room[edges[-1]] and distance[heads[edges[-1]]] == distance[v] - 1):
+            edges.pop()
+        if edges:
+            path.append(edges[-1])
+            v = heads[edges[-1]]
         elif v == source:
             return
         else:
-            rest[heads[path[-1] ^ 1]].pop()
-            v = heads[path.pop() ^ 1]
+            e = path.pop()
+            v = heads[e ^ 1]
+            rest[v].pop()

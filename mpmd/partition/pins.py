@@ -5,139 +5,19 @@ matrix product, a convolution) goes to its weights, and any other to the group t
 operands; ties go to the stage in whose text the equation stands, to the group that holds state, then to the value
 that was computed last. What depends on no placed value is not pinned: it runs wherever its result is wanted.
 
-In a step without a loop and without marks, the equations that no weight holds are then moved so that the fewest bytes
-cross. Where there are marks, they say where stages end: a value that went through mark k is in the group of stage k + 1
-from then on. A stage's group is the one that holds most of its weights; if nothing is placed yet, stages are dealt out
-evenly.
+In a step without a loop, the equations that no weight holds are then moved so that the fewest bytes cross. Marks say
+where stages end: a value that went through mark k is in the group of stage k + 1 from then on (`stage_text.py`). So
+where there are marks, only what had to choose between groups is moved.
 """
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.ops.cross_group import SMALL, across_p, place_p
-from mpmd.ops.stage_end import mark_p
 from mpmd.partition import equations
 from mpmd.partition.minimum_cut import Cost, Labelling, cheapest_labels
-from mpmd.tracing.trace import Trace
-
-Groups = frozenset[int]
-
-_WEIGHT = 64  # a smaller array is worth sending: elements
-
-
-# --- marks outside of loops -----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class StageText:
-    """Which stage the equations of a step without a loop stand in.
-
-    Attributes:
-      stage: per equation (by its results), the stage in whose text it stands.
-      arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
-      num_stages: how many stages the marks make.
-    """
-
-    stage: dict[compat.Var, int]
-    arrivals: dict[compat.Var, dict[compat.Var, int]]
-    num_stages: int
-
-    @classmethod
-    def of(cls, trace: Trace, num_groups: int) -> "StageText | None":
-        """Reads the marks of a flat jaxpr; None if it has none."""
-        marks = [e for e in trace.jaxpr.eqns if e.primitive is mark_p]
-        num_forward = sum(e.params["kind"] == "forward" for e in marks)
-        if not num_forward:
-            return None
-        num_stages = num_forward if num_forward % num_groups == 0 else num_forward + 1
-        stage: dict[compat.Var, int] = {}
-        arrivals: dict[compat.Var, dict[compat.Var, int]] = {}
-        alias: dict = {}
-        arrived: dict[compat.Var, int] = {}
-        forward: dict = defaultdict(list)
-        here = passed = 0
-        for eqn in trace.jaxpr.eqns:
-            operands = equations.variables(eqn.invars)
-            if eqn.primitive is not mark_p:
-                found = {alias.get(v, v): arrived[v] for v in operands if v in arrived}
-                for v in eqn.outvars:
-                    stage[v] = here
-                    arrivals[v] = found
-                continue
-            kind, mark = eqn.params["kind"], eqn.params["id"]
-            if kind == "forward":
-                forward[mark].append(passed)
-                passed += 1
-                here = min(passed, num_stages - 1)
-            elif kind == "backward" and forward[mark]:
-                here = forward[mark].pop() if len(forward[mark]) > 1 else forward[mark][0]
-            for new, old in zip(eqn.outvars, eqn.invars, strict=True):
-                if not isinstance(old, compat.Literal):
-                    alias[new] = alias.get(old, old)
-                    arrived[new] = here
-        return cls(stage, arrivals, num_stages)
-
-
-@dataclasses.dataclass(frozen=True)
-class StageGroups:
-    """The group of each stage of a step without a loop.
-
-    Attributes:
-      groups: per stage, its group.
-      firm: per stage, whether placed weights say so.
-    """
-
-    text: StageText
-    groups: list[int]
-    firm: list[bool]
-
-    @classmethod
-    def of(
-        cls,
-        text: StageText,
-        items: Iterable[compat.JaxprEqn],
-        held: Mapping[compat.Var, Groups | None],
-        num_groups: int,
-    ) -> "StageGroups":
-        """Gives each stage the group that holds most of its weights; `held`: the groups of each argument."""
-        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(text.num_stages)]
-        for item in items:
-            if (s := text.stage.get(item.outvars[0]) if item.outvars else None) is None:
-                continue
-            for v in equations.variables(item.invars):
-                if len(groups := held.get(v) or ()) == 1 and equations.size(v.aval) > _WEIGHT:
-                    votes[s][min(groups)] += equations.nbytes(v.aval)
-        found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
-        firm = [g is not None for g in found]
-        if not any(firm):
-            return cls(text, [s * num_groups // text.num_stages for s in range(text.num_stages)], firm)
-        for s in range(1, text.num_stages):  # a stage without weights runs where the one before it does
-            found[s] = found[s - 1] if found[s] is None else found[s]
-        first = next(g for g in found if g is not None)
-        return cls(text, [first if g is None else g for g in found], firm)
-
-    def group(self, eqn: compat.JaxprEqn) -> int | None:
-        """The group of the stage in whose text an equation stands."""
-        stage = self._stage(eqn)
-        return None if stage is None else self.groups[stage]
-
-    def is_firm(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether placed weights say where the stage of an equation is."""
-        stage = self._stage(eqn)
-        return stage is not None and self.firm[stage]
-
-    def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
-        """For operands that came through a mark, the group of the stage that it begins."""
-        stages = self.text.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
-        return {v: self.groups[stage] for v, stage in stages.items()}
-
-    def _stage(self, eqn: compat.JaxprEqn) -> int | None:
-        return self.text.stage.get(eqn.outvars[0]) if eqn.outvars else None
-
-
-# --- pins -----------------------------------------------------------------------------------------
+from mpmd.partition.stage_text import WEIGHT, Groups, StageGroups
 
 
 class Pins:
@@ -151,6 +31,7 @@ class Pins:
       state: arguments that the step returns anew, and what is made of them.
       grown: results larger than their operands: the operands are sent instead.
       anchored: results of equations that stay with their weights.
+      disputed: results of equations that had to choose with an array in another group, and what follows from them.
       torn: whether an equation had to choose between groups.
       stages: the groups of the stages that marks make, if there are any.
 
@@ -167,10 +48,11 @@ class Pins:
     ):
         self.of: dict[compat.Var, Groups | None] = dict(arguments)
         self.firm = {v for v, groups in arguments.items() if groups is not None}
-        self.weights = {v for v in self.firm if equations.size(v.aval) > _WEIGHT}
+        self.weights = {v for v in self.firm if equations.size(v.aval) > WEIGHT}
         self.state = set(state)
         self.grown: set[compat.Var] = set()
         self.anchored: set[compat.Var] = set()
+        self.disputed: set[compat.Var] = set()
         self.torn = False
         self.stages = stages
         self._order: dict[compat.Var, int] = {}
@@ -200,21 +82,30 @@ class Pins:
     def bind(self, eqn: compat.JaxprEqn, pin: Groups | None) -> None:
         """Records where an equation's results are."""
         operands = equations.variables(eqn.invars)
-        if eqn.effects or eqn.primitive is place_p or (equations.is_heavy(eqn) and self.weights.intersection(operands)):
+        if eqn.effects or eqn.primitive is place_p or (equations.is_heavy(eqn) and self._stays(eqn, pin)):
             self.anchored.update(eqn.outvars)
+        if not self.disputed.isdisjoint(operands) and self.anchored.isdisjoint(eqn.outvars):
+            self.disputed.update(eqn.outvars)
         for v in eqn.outvars:
             self.of[v] = pin
             self._order[v] = len(self._order)
         by_stage = bool(pin) and self.stages is not None and self.stages.is_firm(eqn)
         if pin is not None and (by_stage or eqn.primitive is place_p or any(v in self.firm for v in operands)):
             self.firm.update(eqn.outvars)
-        if operands and not equations.is_heavy(eqn) and all(v in self.weights for v in operands):
+        large = [v for v in operands if equations.size(v.aval) > WEIGHT]
+        if large and not equations.is_heavy(eqn) and self.weights.issuperset(large):
             self.weights.update(eqn.outvars)
         if self.state.intersection(operands):
             self.state.update(eqn.outvars)
         made = self.grown.intersection(operands)
         if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_view(eqn) and made)):
             self.grown.update(eqn.outvars)
+
+    def _stays(self, eqn: compat.JaxprEqn, pin: Groups | None) -> bool:
+        """Whether a heavy equation stays with the weights that it reads, as they are or derived."""
+        if self.stages and self.stages.reads_weights(eqn) and pin == {self.stages.group(eqn)}:
+            return True
+        return not self.weights.isdisjoint(equations.variables(eqn.invars))
 
     def _group_of_text(self, eqn: compat.JaxprEqn) -> int | None:
         """The group of the stage in whose text a heavy equation stands."""
@@ -225,7 +116,7 @@ class Pins:
         arrived = self.stages.arrived(eqn) if self.stages else {}
         found = []
         for v in equations.variables(eqn.invars):
-            if v in arrived and equations.size(v.aval) > 1:
+            if v in arrived:
                 found.append((frozenset([arrived[v]]), v))
             elif (groups := self.of[v]) is not None:
                 found.append((groups, v))
@@ -263,7 +154,10 @@ class Pins:
                     last[g] = max(last[g], self._order.get(v, 0))
         # Of two large arguments (weights, and what an encoder made) the one in whose stage's text it stands.
         of_its_text = text if text is not None and weights[text] else None
-        return max(nbytes, key=lambda g: (g == of_its_text, weights[g], g == text, nbytes[g], g in state, last[g], -g))
+        best = max(nbytes, key=lambda g: (g == of_its_text, weights[g], g == text, nbytes[g], g in state, last[g], -g))
+        if any(best not in groups and equations.size(v.aval) > 1 for groups, v in held):
+            self.disputed.update(eqn.outvars)
+        return best
 
 
 def with_fewest_bytes(
@@ -280,7 +174,8 @@ def with_fewest_bytes(
     labels: list[int] = []
     movable: list[bool] = []
     node: dict[compat.Var, int] = {}
-    readers: dict[compat.Var, set[int]] = defaultdict(set)
+    readers: dict[tuple[compat.Var, int | None], set[int]] = defaultdict(set)
+    makers: dict[tuple[compat.Var, int | None], int] = {}
 
     def add(group: int, moves: bool) -> int:
         labels.append(group)
@@ -295,29 +190,34 @@ def with_fewest_bytes(
     for i, (eqn, pin) in enumerate(zip(items, pins, strict=True)):
         if pin is None or len(pin) != 1:
             continue
-        own[i] = add(min(pin), not held.anchored.intersection(eqn.outvars))
+        moves = held.stages is None or not held.disputed.isdisjoint(eqn.outvars)
+        own[i] = add(min(pin), moves and held.anchored.isdisjoint(eqn.outvars))
         node.update((v, own[i]) for v in eqn.outvars)
+        arrived = held.stages.arrived(eqn) if held.stages else {}
         for v in equations.variables(eqn.invars):
-            readers[v].add(own[i])
+            g = arrived.get(v)
+            readers[v, g].add(own[i])
+            if g is not None and (v, g) not in makers:  # it came through a mark, which sends it there
+                makers[v, g] = add(g, False)
+                readers[v, None].add(makers[v, g])
     for v, groups in wanted.items():
-        for g in groups:
-            readers[v].add(add(g, False))
+        readers[v, None].update(add(g, False) for g in groups)
+    makers.update(((v, None), n) for v, n in node.items())
+    costs = [
+        Cost(equations.nbytes(v.aval), makers[v, g], tuple(sorted(r)))
+        for (v, g), r in readers.items()
+        if (v, g) in makers
+    ]
     last = max(labels, default=0)
-    found = cheapest_labels(
-        Labelling(
-            [0 if m else g for g, m in zip(labels, movable, strict=True)],
-            [last if m else g for g, m in zip(labels, movable, strict=True)],
-            labels,
-            (),
-            [Cost(equations.nbytes(v.aval), node[v], tuple(sorted(rs))) for v, rs in readers.items() if v in node],
-        )
-    )
+    low = [0 if m else g for g, m in zip(labels, movable, strict=True)]
+    high = [last if m else g for g, m in zip(labels, movable, strict=True)]
+    found = cheapest_labels(Labelling(low, high, labels, (), costs))
     return [frozenset([found[own[i]]]) if i in own else pin for i, pin in enumerate(pins)]
 
 
 def _looks_up(eqn: compat.JaxprEqn) -> bool:
     """Whether the equation takes rows of a table, as an embedding does."""
-    return eqn.primitive.name == "gather" and equations.size(eqn.invars[0].aval) > _WEIGHT and equations.shrinks(eqn)
+    return eqn.primitive.name == "gather" and equations.size(eqn.invars[0].aval) > WEIGHT and equations.shrinks(eqn)
 
 
 def runs_once(eqn: compat.JaxprEqn) -> bool:

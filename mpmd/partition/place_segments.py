@@ -19,7 +19,8 @@ from mpmd.partition.control_flow import pinned_parts
 from mpmd.partition.flat_step import Asked, FlatStep, Item
 from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible
 from mpmd.partition.outline import Groups, Loop, Outline
-from mpmd.partition.pins import Pins, StageGroups, StageText, runs_once, with_fewest_bytes
+from mpmd.partition.pins import Pins, runs_once, with_fewest_bytes
+from mpmd.partition.stage_text import StageGroups, StageText
 from mpmd.tracing.trace import Trace
 
 
@@ -102,7 +103,7 @@ def pin_by_operands(step: FlatStep) -> Pinned:
     arguments = dict(zip(step.invars, step.in_groups, strict=True))
     num_groups = len(step.everywhere)
     text = None if step.loops else StageText.of(step.trace, num_groups)
-    stages = None if text is None else StageGroups.of(text, step.items, arguments, num_groups)
+    stages = None if text is None else StageGroups.of(text, arguments, num_groups)
     held = Pins(arguments, step.next_of, stages)
     donor_of = {v: a for a, v in step.next_of.items()}
     items: list[Item] = []
@@ -117,7 +118,7 @@ def pin_by_operands(step: FlatStep) -> Pinned:
         for eqn, pin in pinned_parts(item, held, donor_of):
             items.append(eqn)
             pins.append(pin)
-    if held.torn and not step.loops and text is None:
+    if held.torn and not step.loops:
         pins = with_fewest_bytes(items, pins, held, _known_result_groups(step))
         for eqn, pin in zip(items, pins, strict=True):
             held.of.update((v, pin) for v in eqn.outvars)

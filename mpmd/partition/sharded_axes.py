@@ -44,7 +44,7 @@ class ShardedAxes:
             return found
         explicit = sharding.mesh.explicit_axes
         return tuple(
-            (*(n for n in t if n in explicit), *(n for n in f if n not in explicit))
+            (*(n for n in t if n in explicit and n in self.sizes), *(n for n in f if n not in explicit))
             for t, f in zip(dims_of(sharding.spec, ndim), found, strict=True)
         )
 
@@ -89,9 +89,9 @@ class ShardedAxes:
         """Keeps the axes that divide the array, each once."""
         kept: list[Axes] = []
         seen: set[str] = set()
-        for size, axes in zip(v.aval.shape, dims, strict=True):
-            fits = all(n in self.sizes for n in axes) and not seen.intersection(axes)
-            fits = fits and size % math.prod(self.sizes[n] for n in axes) == 0
+        for size, named in zip(v.aval.shape, dims, strict=True):
+            axes = tuple(n for n in named if n in self.sizes)
+            fits = not seen.intersection(axes) and size % math.prod(self.sizes[n] for n in axes) == 0
             kept.append(axes if fits else ())
             seen.update(kept[-1])
         self._found[v] = tuple(kept)

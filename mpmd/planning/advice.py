@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mpmd import _jax_compat as compat
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import StepPrograms
+from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop
 from mpmd.report.memory import Sizes, peaks
@@ -131,6 +132,6 @@ def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:
             continue
         nbytes, is_in_host = sizes.nbytes_of(name, group)
         if not is_in_host:
-            whole = v.aval.size * v.aval.dtype.itemsize
+            whole = equations.nbytes(v.aval)
             found += nbytes - nbytes // count if nbytes == whole and v.aval.size >= count else 0
     return found

@@ -5,11 +5,11 @@ from collections import Counter
 from typing import Any, cast
 
 from mpmd.compile.step import StepPrograms
-from mpmd.planning.collectives import Collective, collectives_of
-from mpmd.planning.machine import Machine
+from mpmd.costs.collectives import Collective, collectives_of
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import Work, works_of_program
 from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
-from mpmd.report.work import Work, work_of
 from scheduler import Call, Costs, Program, Run
 from scheduler.task import Kind
 
@@ -59,12 +59,13 @@ class StepCosts:
 
     def _cost(self, distinct: Any, mesh: Any) -> TaskCost:
         if distinct not in self._of_program:
-            work = work_of(distinct.jaxpr)
+            jaxpr = distinct.jaxpr
+            works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
             text = distinct.compiled_on(mesh).as_text() if mesh.size > 1 else ""
             collectives = tuple(collectives_of(text, mesh.size))
             waiting = sum(map(self.machine.collective_s, collectives))
-            seconds = self.machine.compute_s(work, mesh.size) + waiting
-            self._of_program[distinct] = TaskCost(work, collectives, seconds, waiting)
+            seconds = self.machine.compute_s(works, mesh.size) + waiting
+            self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, seconds, waiting)
         return self._of_program[distinct]
 
     def duration(self, group: int, instruction: Run | Call) -> float:

@@ -29,9 +29,11 @@ class Picture:
 
     def __str__(self) -> str:
         rows = [line.rpartition("| ")[0] or line for line in str(self.shown).splitlines()[1:]]
-        count = f" with {self.microbatches} microbatches" if self.shown is not self.timeline else ""
         seconds = in_seconds(self.shown.makespan)
-        return "\n".join([f"the loop{count}, {seconds} from left to right:", *(f"  {row}" for row in rows)])
+        what = f"the loop, {seconds} from left to right:"
+        if self.shown is not self.timeline:
+            what = f"drawn with {self.microbatches} microbatches, so that each task can be seen ({seconds}):"
+        return "\n".join([what, *(f"  {row}" for row in rows)])
 
 
 def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, costs: StepCosts) -> Picture | None:

@@ -7,11 +7,13 @@ from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
+from mpmd.costs.collectives import Collective
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import Work
 from mpmd.partition import equations
+from mpmd.partition.outline import Loop
 from mpmd.planning.advice import Saving, savings
-from mpmd.planning.collectives import Collective
 from mpmd.planning.costs import StepCosts, TaskCost
-from mpmd.planning.machine import Machine
 from mpmd.planning.picture import Picture, picture_of
 from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.planning.texts import fault_text, plan_text
@@ -19,8 +21,7 @@ from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import measured, temporaries_of
 from mpmd.report.roles import Roles
-from mpmd.report.work import Work
-from scheduler import Costs, Program, check
+from scheduler import Costs, Program, Run, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,24 @@ class GroupPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """A pipelined loop of the step, as it is.
+
+    Attributes:
+      cuts: how many layers each stage gets; None where marks say where stages end.
+      even_cuts: as many for each stage, where the library chose `cuts`.
+      seconds: from the start of its first task to the end of its last one.
+    """
+
+    number: int
+    schedule: str
+    num_microbatches: int
+    cuts: tuple[int, ...] | None
+    even_cuts: tuple[int, ...] | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A step on a machine. `str()` prints it; `faults` says what does not fit.
 
@@ -66,6 +85,7 @@ class Plan:
     title: str
     machine: Machine
     groups: tuple[GroupPlan, ...]
+    loops: tuple[LoopPlan, ...]
     step: SimulatedStep
     num_programs: int
     total: Work
@@ -94,6 +114,11 @@ class Plan:
         return self.step.seconds * self.num_devices * self.machine.target.flops
 
     @property
+    def verdict(self) -> str:
+        """Whether to pipeline at all."""
+        return self.unpipelined.verdict(self.step.seconds, self.machine.usable_nbytes)
+
+    @property
     def faults(self) -> list[str]:
         """The groups that do not fit, with what would help."""
         usable = self.machine.usable_nbytes
@@ -106,6 +131,7 @@ class Plan:
                 "title": self.title,
                 "machine": dataclasses.asdict(self.machine),
                 "groups": [dataclasses.asdict(g) for g in self.groups],
+                "loops": [dataclasses.asdict(loop) for loop in self.loops],
                 "step": {
                     "seconds": self.step.seconds,
                     "idle_fraction": self.step.idle_fraction,
@@ -116,6 +142,7 @@ class Plan:
                 "costs_are_measured": self.costs_are_measured,
                 "num_programs": self.num_programs,
                 "unpipelined": dataclasses.asdict(self.unpipelined),
+                "verdict": self.verdict,
                 "faults": self.faults,
             },
             indent=2,
@@ -175,6 +202,7 @@ def plan_step(
         f"{programs.name} on {programs.mesh}",
         machine,
         tuple(groups),
+        tuple(_loop_plan(loop.loop, step) for loop in programs.loops),
         step,
         programs.compiler.num_programs,
         total,
@@ -183,6 +211,14 @@ def plan_step(
         picture_of(programs, program, step, found),
         costs is not None,
     )
+
+
+def _loop_plan(loop: Loop, step: SimulatedStep) -> LoopPlan:
+    info = loop.partition.info
+    runs = [e for es in step.events for e in es if isinstance(e.instruction, Run) and e.instruction.loop == loop.number]
+    seconds = max((e.end for e in runs), default=0.0) - min((e.start for e in runs), default=0.0)
+    even = None if info.choice is None else info.choice.even
+    return LoopPlan(loop.number, str(info.schedule), info.num_microbatches, info.cuts, even, seconds)
 
 
 def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:

@@ -4,14 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mpmd.costs.collectives import Collective
 from mpmd.planning.advice import Saving
-from mpmd.planning.collectives import Collective
 from mpmd.report.memory import KINDS
 from mpmd.report.units import in_bytes, in_seconds
 from scheduler.texts import table
 
 if TYPE_CHECKING:
-    from mpmd.planning.plan import GroupPlan, Plan
+    from mpmd.planning.plan import GroupPlan, LoopPlan, Plan
 
 
 def plan_text(plan: "Plan") -> str:
@@ -20,6 +20,7 @@ def plan_text(plan: "Plan") -> str:
     if plan.costs_are_measured:
         lines.append("The times of tasks were measured; all others follow from the figures above.")
     lines += ["", *_memory_table(plan), "", *_cost_table(plan), "", *_collective_lines(plan)]
+    lines += [_loop_line(loop) for loop in plan.loops]
     lines += [str(plan.picture), ""] if plan.picture else []
     rate = f", {plan.tokens / plan.step.seconds:,.0f} tokens/s" if plan.tokens else ""
     again = f"; {plan.hardware_utilization:.1%} with recomputation" if plan.total.recomputed else ""
@@ -29,13 +30,24 @@ def plan_text(plan: "Plan") -> str:
         f" at most {in_seconds(exposed)} of a group wait for transfers;"
         f" {plan.utilization:.1%} of peak (MFU{again}){rate}; {plan.num_programs} programs"
     )
-    lines.append(f"without a pipeline: {plan.unpipelined}")
+    lines.append(plan.verdict)
     lines.append("order: proved free of deadlock, also where devices do their transfers and collectives in order.")
     faults = plan.faults
     lines += faults[:2] or ["It fits."]
     if len(faults) > 2:
         lines.append(f"Nor do {len(faults) - 2} other groups fit.")
     return "\n".join(lines)
+
+
+def _loop_line(loop: "LoopPlan") -> str:
+    """A loop as it is: all of its microbatches, its cut, its time."""
+    text = f"loop {loop.number}: {loop.schedule}, {loop.num_microbatches} microbatches, {in_seconds(loop.seconds)}"
+    if loop.cuts is None:
+        return f"{text}; stages end where the model marks them"
+    if loop.even_cuts is None:
+        return f"{text}; layers of each stage: {loop.cuts}, as given by cuts="
+    chosen = "the even ones" if loop.cuts == loop.even_cuts else f"chosen, faster than {loop.even_cuts}"
+    return f"{text}; layers of each stage: {loop.cuts}, {chosen}"
 
 
 def fault_text(g: "GroupPlan", usable_nbytes: int) -> str:

@@ -3,12 +3,12 @@
 import dataclasses
 
 from mpmd.compile.step import StepPrograms
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import Work
 from mpmd.partition import equations
-from mpmd.planning.machine import Machine
 from mpmd.report.memory import KINDS
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_seconds
-from mpmd.report.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,14 @@ class Unpipelined:
             text += f"; but {self.rows} rows a step cannot be divided among {self.num_devices} devices"
         return text
 
+    def verdict(self, pipelined_s: float, limit: float | None) -> str:
+        """Whether to pipeline, where the pipelined step takes `pipelined_s` and a device has `limit` bytes."""
+        if self.seconds >= pipelined_s or self.rows < self.num_devices:
+            return f"without a pipeline: {self}"
+        if limit is not None and self.peak > limit:
+            return f"without a pipeline: {self}; it does not fit"
+        return f"do not pipeline: {self}"
+
 
 def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work) -> Unpipelined:
     """The bound for a step.
@@ -64,4 +72,4 @@ def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: W
     sent = 3 * held["parameters"] * (count - 1) / count  # gathered forward and backward, gradients reduced once
     share = (sum(held.values()) + held["parameters"] + kept) // count
     communication_s = sent / machine.bandwidth(count <= machine.num_near)
-    return Unpipelined(count, machine.compute_s(total, count), communication_s, share + largest, rows)
+    return Unpipelined(count, machine.compute_s([total], count), communication_s, share + largest, rows)

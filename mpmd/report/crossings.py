@@ -25,15 +25,38 @@ def crossing_lines(outline: Outline) -> list[str]:
         lines.append(f"  {shown} from group {t.source} to {t.target}: {_reason(outline, t)}")
     if len(transfers) > _SHOWN:
         lines.append(f"  … and {len(transfers) - _SHOWN} more, of at most {sizes[_SHOWN]}")
-    arguments = set(outline.trace.jaxpr.invars)
+    made_of = _made_of_arguments(outline)
     for t, size in zip(transfers, sizes, strict=True):
-        if t.var in arguments and equations.size(t.var.aval) > _SMALL:
+        source = made_of.get(t.var)
+        if source is None or equations.size(t.var.aval) <= _SMALL:
+            continue
+        move = f"is sent from group {t.source} to {t.target} in every call: {_reason(outline, t)}.\n"
+        if source is t.var:
             lines.append(
-                f"warning: the argument {outline.names[t.var]} ({size}) is sent from group {t.source} to {t.target} in"
-                f" every call: {_reason(outline, t)}.\n"
+                f"warning: the argument {outline.names[source]} ({size}) {move}"
                 f"  Keep it in group {t.target} too (in_shardings), or let that line read the arrays of one group."
             )
+        else:
+            lines.append(
+                f"warning: what is made of the argument {outline.names[source]} ({size}) {move}"
+                f"  Make it of the arrays of one group, or inside of the layer that reads it."
+            )
     return lines
+
+
+def _made_of_arguments(outline: Outline) -> dict[compat.Var, compat.Var]:
+    """Large arguments, and what is made of them alone without changing their size: each with such an argument."""
+    found = {v: v for v in outline.trace.jaxpr.invars}
+    for item in outline.items:
+        for eqn in item.eqns if isinstance(item, Segment) else ():
+            large = [v for v in equations.variables(eqn.invars) if equations.size(v.aval) > _SMALL]
+            if not large or equations.is_heavy(eqn) or not all(v in found for v in large):
+                continue
+            for out in eqn.outvars:
+                same = [v for v in large if equations.size(v.aval) == equations.size(out.aval)]
+                if same:
+                    found[out] = found[same[0]]
+    return found
 
 
 def _reason(outline: Outline, transfer: Transfer) -> str:

@@ -11,6 +11,7 @@ from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.loop_notes import loop_lines
 from mpmd.report.memory import measured
+from mpmd.report.repetition import repetition
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_seconds
 from scheduler import Call, Program, Run, Send
@@ -75,14 +76,17 @@ def explain(
             f"no pipelined loop: one batch passes {marks} stage end{'s' * (marks > 1)} one after the other, so groups"
             " wait for each other; a treduce over several batches keeps them busy (docs/inference.md)"
         )
+    if (repeated := repetition(programs)) is not None:
+        lines.append(f"warning: {repeated}")
     lines += [*crossing_lines(programs.outline), *notes]
     lines += _collective_lines(programs)
     compiler = programs.compiler
     in_use = len(programs.segments) + sum(len(p.executables) + len(p.fused) + len(p.zeros) for p in programs.loops)
-    stored = f", {compiler.num_stored} stored" if compiler.num_stored else ""
+    stored = f"{compiler.num_stored} from the compilation cache, " if compiler.num_stored else ""
     lines.append(
-        f"{in_use} executables, {compiler.num_compiled} compiled{stored}"
-        f" ({compiler.num_loaded} loaded on other devices);"
+        f"{in_use} executables of all groups; {compiler.num_programs + compiler.num_loaded} programs on devices of this"
+        f" process: {compiler.num_compiled} compiled, {stored}{compiler.num_loaded} copies of these loaded on other"
+        " devices (equal executables share programs, a long one may run as several);"
         f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
         f" {cost_per_step(programs, program)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"
     )

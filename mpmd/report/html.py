@@ -1,7 +1,6 @@
 """One HTML file about a step: schedule, timeline, stages, memory over time, transfers, plan against measurement."""
 
 import dataclasses
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,12 +8,16 @@ from html import escape
 from typing import Any
 
 from mpmd.compile.step import StepPrograms
+from mpmd.partition import equations
+from mpmd.report.conclusion import conclusion
 from mpmd.report.explain import Traffic, sent_by
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
+from mpmd.report.memory_chart import memory_chart, round_ticks
 from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile
 from mpmd.report.profile_texts import loop_parts, stragglers
+from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_flops, in_seconds
 from scheduler import Program, Timeline
@@ -45,14 +48,27 @@ class Facts:
 def report_page(facts: Facts) -> str:
     """The whole page."""
     name = escape(facts.programs.name)
-    parts = [f"<h1>{name}</h1>", *_cards(facts)]
-    if facts.profile is None:
-        parts.append(
-            "<p class=soft>Nothing was measured: call <code>compiled.profile(args)</code> before the report.</p>"
-        )
+    made = {what: escape(text) for what, text in provenance(facts.programs.mesh).items()}
+    where = f"<p class=soft>{made['date']} on {made['host']}, {made['devices']}</p>"
+    parts = [f"<h1>{name}</h1>", where, *_verdict(facts), *_cards(facts)]
     parts += [*_measured(facts), *_simulated(facts), *_stages(facts), *_memory(facts), *_transfers(facts)]
-    parts += [*_against(facts), "<h2>All of it</h2>", f"<pre>{escape(facts.explanation)}</pre>"]
+    parts += [*_against(facts), "<h2>Made with</h2>"]
+    parts.append(f"<dl>{''.join(f'<dt>{what}</dt><dd>{text}</dd>' for what, text in made.items())}</dl>")
+    text = f"<pre>{escape(facts.explanation)}</pre>"
+    parts.append(f"<details><summary>The text of <code>compiled.explain()</code></summary>{text}</details>")
     return page(f"{name}: report", "\n".join(parts))
+
+
+def _verdict(facts: Facts) -> Iterator[str]:
+    found = conclusion(facts.profile, facts.programs.loops)
+    lines = [] if found is None else [f"<b>The groups compute for {found.busy:.0%} of {escape(found.whole)}.</b>"]
+    if found is not None and found.loss:
+        lines.append(f"<span>{escape(found.loss)}</span>")
+    if found is not None and found.advice:
+        lines.append(f"<span>Advice: {escape(found.advice)}</span>")
+    if facts.profile is None:
+        lines.append("<span>Nothing was measured: call <code>compiled.profile(args)</code> before the report.</span>")
+    yield f'<div class="verdict">{"".join(lines)}</div>'
 
 
 def _cards(facts: Facts) -> Iterator[str]:
@@ -113,13 +129,10 @@ def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | 
 
 def _clock(seconds: float) -> str:
     """Round times, at most eleven."""
-    power = 10.0 ** math.floor(math.log10(seconds / 10))
-    every = next(power * k for k in (1, 2, 5, 10) if seconds / (power * k) <= 10)
-    ticks = [every * k for k in range(int(seconds / every) + 1)]
     shown = (
         f'<span{" class=last" * (t > 0.85 * seconds)} style="left:{100 * t / seconds:.3f}%">'
         f"{in_seconds(t) if t else '0'}</span>"
-        for t in ticks
+        for t in round_ticks(seconds, 10)
     )
     return f'<div class="clock">{"".join(shown)}</div>'
 
@@ -228,7 +241,7 @@ def _stages(facts: Facts) -> Iterator[str]:
             tasks = {p.kind: t for p, t in loop.tasks.items() if p.stage == stage}
             held = roles.arguments({v for t in tasks.values() for v in t.body.operands})
             own = [v for v in held if roles.role[v] == "parameters" or not roles.trains]
-            nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in own if hasattr(v.aval.dtype, "itemsize"))
+            nbytes = sum(equations.nbytes(v.aval) for v in own)
             work = " · ".join(
                 f"{k} {in_flops(flops_of(t.executable))}" for k, t in tasks.items() if t.executable is not None
             )
@@ -251,36 +264,14 @@ def _memory(facts: Facts) -> Iterator[str]:
     elsewhere = (
         f" Groups {', '.join(map(str, others))} are in other processes, whose reports show them." if others else ""
     )
-    yield f"<p class='soft keys'>One instruction after the other, as computed from the program.{elsewhere} {keys}</p>"
+    yield f"<p class='soft keys'>After each instruction, as computed from the program.{elsewhere} {keys}</p>"
     histories = {g: over_time(facts.programs, facts.program, g) for g in sorted(mesh.local_groups)}
     most = max((now["peak"] for history in histories.values() for now in history), default=0) or 1
     charts = "".join(
-        f"<figure style='margin:0'>{_area(history, most)}<figcaption class=soft>group {g}: at most"
-        f" {in_bytes(max((n['peak'] for n in history), default=0))}</figcaption></figure>"
+        memory_chart(history, most, f"group {g}: at most {in_bytes(max((n['peak'] for n in history), default=0))}")
         for g, history in histories.items()
     )
     yield f'<div class="memory">{charts}</div>'
-
-
-def _area(history: Sequence[Mapping[str, int]], most: float) -> str:
-    """Kinds on top of each other, as steps."""
-    below = [0.0] * len(history)
-    shapes = []
-    for kind in KINDS:
-        above = [b + now.get(kind, 0) for b, now in zip(below, history, strict=True)]
-        if above != below:
-            top = " ".join(f"{x},{y} {x + 1},{y}" for x, y in ((i, _down(v, most)) for i, v in enumerate(above)))
-            under = " ".join(
-                f"{x + 1},{y} {x},{y}" for x, y in reversed([(i, _down(v, most)) for i, v in enumerate(below)])
-            )
-            shapes.append(f'<polygon points="{top} {under}" fill="var(--{kind})"><title>{kind}</title></polygon>')
-        below = above
-    box = f"0 0 {max(1, len(history))} 100"
-    return f'<svg viewBox="{box}" preserveAspectRatio="none" role="img" aria-label="memory">{"".join(shapes)}</svg>'
-
-
-def _down(nbytes: float, most: float) -> str:
-    return f"{100 - 96 * nbytes / most:.2f}"
 
 
 def _transfers(facts: Facts) -> Iterator[str]:

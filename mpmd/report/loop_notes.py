@@ -6,17 +6,19 @@ from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import LoopProgram
+from mpmd.costs.work import work_of_equation
 from mpmd.partition import equations
+from mpmd.partition.graph import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
 from mpmd.report.units import in_bytes, in_flops
-from mpmd.report.work import work_of_equation
 from scheduler import Costs
 from scheduler.timing.simulate import simulate_orders
 
 _SHOWN = 6
+_SMALL = 64  # elements; a smaller gradient is worth no warning
 # A better cut that saves less than this share of a loop's time is not worth a word of advice.
 _WORTH = 0.1
 _BUBBLE = 0.3
@@ -32,7 +34,9 @@ def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[st
     loop = program.loop
     yield from _balance(program, bubble)
     yield from _crossings(loop)
+    yield from _gathered_gradients(loop)
     yield from _repeats(loop)
+    yield from _unsplit(loop)
     yield from _sums_over_groups(loop, roles)
 
 
@@ -136,6 +140,35 @@ def _crossings(loop: Loop) -> Iterator[str]:
         yield f"    … and {len(ranked) - _SHOWN} more, of at most {in_bytes(sizes[ranked[_SHOWN]])}"
 
 
+def _gathered_gradients(loop: Loop) -> Iterator[str]:
+    """Whole gradients that go to another group in each microbatch, where work in the loop needs those of all stages."""
+    tasks = loop.partition.tasks
+    parameters: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # per stage, the shapes that it reads
+    for t in tasks:
+        parameters[t.place.stage] |= {v.aval.shape for v in t.operands if equations.size(v.aval) > _SMALL}
+    activations = {v.aval.shape for t in tasks if t.place.kind == "F" for v in t.writes}
+    makers = {v: t.place for t in tasks if t.place.kind != "F" for v in t.writes}
+    sent: dict[compat.Var, TaskBody] = {}
+    for t in tasks:
+        for v in t.reads:
+            if v not in makers or loop.group(makers[v]) == loop.group(t.place) or v.aval.shape in activations:
+                continue
+            if not parameters[makers[v].stage].isdisjoint((v.aval.shape, v.aval.shape[1:])):  # for each example, too
+                sent.setdefault(v, t)
+    if not sent:
+        return
+    total = sum(equations.nbytes(v.aval) for v in sent)
+    largest = max(sent, key=lambda v: equations.nbytes(v.aval))
+    yield (
+        f"warning: in each microbatch {in_bytes(total)} of whole gradients go to stage {sent[largest].place.stage}:"
+        f" {_read(sent[largest], largest)}.\n"
+        "  It needs the gradients of several stages, so it runs in one of them, which sums them too.\n"
+        "  If it multiplies a gradient by a number (clipping, dropping what is not finite), write two loops: the first"
+        " returns\n"
+        "  the numbers, of which scalars cross; the second multiplies the loss by them (docs/splitting.md)."
+    )
+
+
 def _made(task: TaskBody, v: compat.Var) -> str:
     eqn = next((e for e in task.eqns if v in e.outvars), None)
     return "made there" if eqn is None else f"{eqn.primitive.name} makes it{_at(eqn)}"
@@ -180,6 +213,25 @@ def _repeats(loop: Loop) -> Iterator[str]:
     twice = sum(_recomputed(e) for t in tasks if t.place.kind != "F" for e in t.eqns)
     if twice and forward:
         yield f"  computed again by the backward pass (jax.checkpoint): {twice / forward:.0%} of the forward pass"
+
+
+def _unsplit(loop: Loop) -> Iterator[str]:
+    """Stages whose backward the schedule splits, though `jax.checkpoint` holds it together."""
+    halves = {t.place: t for t in loop.partition.tasks if t.place.kind in "IW"}
+    whole = [
+        place.stage
+        for place, task in halves.items()
+        if place.kind == "I" and any(map(_recomputed, task.eqns)) and halves[Place(place.stage, "W")].is_empty
+    ]
+    if whole:
+        s = "s" * (len(whole) > 1)
+        yield (
+            f"warning: the weight half (W) of the backward of stage{s} {', '.join(map(str, whole))} is empty: all of it"
+            " is in the first half (I).\n"
+            "  jax.checkpoint is one equation, which the schedule cannot split: it gains nothing over one without W"
+            " (1F1B, interleaved).\n"
+            "  Checkpoint what lies between the matrix products with weights, not these, or take such a schedule."
+        )
 
 
 def _recomputed(eqn: compat.JaxprEqn) -> float:

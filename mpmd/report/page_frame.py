@@ -2,10 +2,10 @@
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2024;--soft:#5c6670;--line:#d9dee3;--row:#f3f5f7;--accent:#2563c9;
---busy:#4c8f5b;--wait:#c9ced4;--move:#23282d;--late:#d99a1c;
---parameters:#3b6fb6;--state:#7b61a8;--data:#8a8f98;--gradients:#d08a2e;--activations:#3f9b76;--temporaries:#c05a6b}
+--busy:#3f8fb0;--wait:#c9ced4;--move:#e0a03c;--late:#a98bc4;
+--parameters:#3b6fb6;--state:#7b61a8;--data:#8a8f98;--gradients:#d9a441;--activations:#3f9b76;--temporaries:#8fc1d4}
 @media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e4e8ec;--soft:#9aa5b0;--line:#333a41;--row:#1e2327;
---accent:#7fb0ff;--wait:#444c55;--move:#f1f4f7}}
+--accent:#7fb0ff;--wait:#444c55}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1500px;padding:1rem 1.25rem 4rem;background:var(--bg);color:var(--fg);
 font:15px/1.45 system-ui,sans-serif}
@@ -14,7 +14,12 @@ h1{font-size:1.5rem;margin:.4rem 0}h2{font-size:1.1rem;margin:2rem 0 .5rem}p{mar
 .cards{display:flex;flex-wrap:wrap;gap:.6rem;margin:.8rem 0}
 .card{border:1px solid var(--line);border-radius:8px;padding:.5rem .8rem;min-width:8rem}
 .card b{display:block;font-size:1.2rem}.card span{color:var(--soft);font-size:.85rem}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+.verdict{border-left:4px solid var(--accent);background:var(--row);border-radius:0 8px 8px 0;padding:.6rem .9rem;
+margin:.8rem 0}.verdict>*{display:block;max-width:110ch}.verdict b{font-size:1.15rem}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem;margin:0}dt{color:var(--soft)}
+dd{margin:0;overflow-wrap:anywhere}summary{cursor:pointer}details{margin-top:2rem}
+.wide{overflow:auto;max-height:75vh}table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
+thead th{position:sticky;top:0;background:var(--bg);z-index:1}
 th,td{padding:.25rem .7rem .25rem 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--soft);font-weight:500}th:first-child,td:first-child,td.l,th.l{text-align:left}
 .last td:last-child{white-space:normal;text-align:left;min-width:14rem}p.keys{max-width:none}
@@ -43,8 +48,12 @@ padding:.1rem .6rem;cursor:pointer}
 .named{white-space:nowrap;margin-right:.6em}
 .said{min-height:1.5em;font-variant-numeric:tabular-nums}
 .stack{display:flex;height:20px;min-width:20rem;border-radius:3px;overflow:hidden}.stack i{display:block}
-.memory{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:1rem}
-.memory svg{width:100%;height:130px;display:block;background:var(--row);border-radius:6px}
+.memory{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:1rem 1.2rem}
+.curve{margin:0;display:grid;grid-template:auto 140px 18px/4.6em 1fr;font-size:11px;color:var(--soft)}
+.curve figcaption{grid-column:2;font-size:13px}.curve svg{width:100%;height:100%;background:var(--row)}
+.curve>div{position:relative}.curve .along{grid-column:2}.curve span{position:absolute;white-space:nowrap}
+.up span{right:6px;transform:translateY(-50%)}.along span{transform:translateX(-50%)}
+.grid line{stroke:var(--fg);stroke-opacity:.18;vector-effect:non-scaling-stroke}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--row);padding:.8rem;border-radius:8px;font-size:12.5px}
 @media (max-width:600px){body{padding:.6rem}.card{flex:1 1 40%}td:first-child{white-space:normal}
 .stack{min-width:7rem}.last td:last-child{min-width:8rem}

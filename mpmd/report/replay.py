@@ -2,13 +2,14 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import scheduler
 from mpmd.report.units import in_seconds
 from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value, texts
+from scheduler.engine import run_until_blocked
 
 # Ranks wait this share of the time before anything is said of a slow one.
 _MUCH = 0.2
@@ -242,23 +243,23 @@ def reach(program: Program, stopped: Mapping[int, int]) -> list[tuple[Value, int
     """
     position = [0] * program.num_groups
     sent: set[tuple[Value, int, int]] = set()
-    moved = True
-    while moved:  # each round does an instruction at least
-        moved = False
-        for group, instructions in enumerate(program.groups):
-            end = stopped.get(group, len(instructions))
-            while position[group] < end:
-                i = instructions[position[group]]
-                if isinstance(i, Recv) and (i.value, i.from_group, group) not in sent:
-                    break
-                if isinstance(i, Send):
-                    sent.add((i.value, group, i.to_group))
-                position[group] += 1
-                moved = True
-    found: list[tuple[Value, int] | None] = []
-    for group, instructions in enumerate(program.groups):
-        i = instructions[position[group]] if position[group] < stopped.get(group, len(instructions)) else None
-        found.append((i.value, i.from_group) if isinstance(i, Recv) else None)
+    found: list[tuple[Value, int] | None] = [None] * program.num_groups
+
+    def advance(group: int, happened: Callable[[Hashable], None]) -> Hashable | None:
+        instructions = program.groups[group]
+        while position[group] < stopped.get(group, len(instructions)):
+            i = instructions[position[group]]
+            if isinstance(i, Recv) and (i.value, i.from_group, group) not in sent:
+                found[group] = i.value, i.from_group
+                return i.value, i.from_group, group
+            if isinstance(i, Send):
+                sent.add((i.value, group, i.to_group))
+                happened((i.value, group, i.to_group))
+            position[group] += 1
+        found[group] = None
+        return None
+
+    run_until_blocked(program.num_groups, advance)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Compares the plans of all processes before the first step: they must be the same.
+"""Compares the plans of all processes before the first step, and chooses what is compared of each call.
 
 A difference would be a hang, or worse, wrong numbers: collectives in another order can pass unnoticed.
 """
@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import re
-import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,23 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
-from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.job import Job
-from mpmd.run.users_frame import users_frame
 from scheduler import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # A difference is shown with this much of each side.
 _MAX_SHOWN = 160
-_MAX_HASHED_BYTES = 64_000_000
+# Arrays on devices up to this size, such as keys and numbers, are compared in every call.
+_MAX_SMALL_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +92,7 @@ def agree(job: Job, plan: Plan, ranks: Sequence[int]) -> int:
     Raises:
       ScheduleError: the plans differ; it says in what, and where. In every process.
     """
-    number = job.new_number(ranks, f"the first call of a step with {plan.short}")
+    number = job.new_number(ranks, "the first call of a step", f" with {plan.short}")
     said = job.exchange("comparing plans", json.dumps(plan.hashes), ranks)
     hashes = {rank: json.loads(text) for rank, text in said.items()}
     first = min(ranks)
@@ -122,58 +119,18 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
     return "\n".join(f"  rank {r}: {line}" for r, line in zip((rank_a, rank_b), shown, strict=True))
 
 
-def agree_on_values(
-    job: Job, names: Sequence[str], values: Sequence[Any], shardings: Sequence[MpmdSharding], ranks: Sequence[int]
-) -> None:
-    """Makes sure that host arrays, which every process gives, are the same in those that use them.
+def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> list[tuple[int, Any]]:
+    """Of what this process gives to a call, by position, what every process gives alike: from its host, and keys.
 
-    At the first call of a step: a seed that depends on the process would go unnoticed. A part is compared of arrays
-    over 64 MB. The first process warns of an array that differs only in processes that do not use it.
-
-    Raises:
-      ScheduleError: some differ; in every process.
+    Large arrays that are on devices already are compared in the first call only. Those that the user has laid out on a
+    mesh (`jax.make_array_from_process_local_data`) are this process's own.
     """
-    given = [
-        (_given(x), bool(set(s.groups) & set(s.mpmd_mesh.local_groups))) for x, s in zip(values, shardings, strict=True)
+    return [
+        (i, x)
+        for i, x in given
+        if not isinstance(x, jax.Array)
+        or (isinstance(x.sharding, SingleDeviceSharding) and (is_first or x.nbytes <= _MAX_SMALL_NBYTES))
     ]
-    said = {r: json.loads(text) for r, text in job.exchange("comparing arguments", json.dumps(given), ranks).items()}
-    faults, unlike = [], []
-    for i, name in enumerate(names):
-        first: dict[str, int] = {}
-        used: dict[str, int] = {}
-        for rank, theirs in said.items():
-            value, is_used = theirs[i]
-            if value is not None:
-                first.setdefault(value, rank)
-                if is_used:
-                    used.setdefault(value, rank)
-        if len(used) > 1:
-            faults.append(f"  {name}: ranks {' and '.join(map(str, sorted(used.values())[:2]))} have different values")
-        elif len(first) > 1:
-            unlike.append(f"{name} (rank {min(used.values(), default=0)} uses its own)")
-    if unlike and job.rank == min(ranks) and not faults:
-        more = f" and {len(unlike) - 3} more" if len(unlike) > 3 else ""
-        warnings.warn(
-            f"mpmd: the processes gave different host arrays to the step: {', '.join(unlike[:3])}{more}. Each is taken"
-            " from the processes whose groups use it; if they come from one batch, load the same in every process.",
-            stacklevel=users_frame(),
-        )
-    if faults:
-        more = [f"  … and {len(faults) - 5} more"] if len(faults) > 5 else []
-        raise ScheduleError(
-            "the processes gave different host arrays to the step:\n" + "\n".join([*faults[:5], *more]) + "\n"
-            "  Host arrays are given alike in every process. What each has a part of is an MpmdArray, or a jax.Array"
-            " made by jax.make_array_from_process_local_data."
-        )
-
-
-def _given(x: Any) -> str | None:
-    """A hash of a host value; None for what lies in groups or over processes already."""
-    if isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return None
-    data = np.asarray(keys.to_data(x) if isinstance(x, jax.Array) else x)
-    step = 1 + data.nbytes // _MAX_HASHED_BYTES
-    return f"{zlib.crc32(np.ascontiguousarray(data.reshape(-1)[::step]).tobytes()):08x}"
 
 
 def warm_up(job: Job, mesh: MpmdMesh, ranks: Sequence[int]) -> None:

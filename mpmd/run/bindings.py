@@ -83,7 +83,7 @@ class Bindings:
     """All instructions of this process.
 
     Attributes:
-      template: the slots before a step; the microbatch indices are filled in.
+      template: the slots before a step; microbatch indices and other constants are filled in.
       inputs, outputs: per flat argument (result) of the step, groups and slots.
       num_pieces: pieces that go between processes in a step, all processes' together.
       bytes_moved: of the transfers that this process has to do with, a step.
@@ -165,7 +165,7 @@ class _Slots:
         self._names = programs.outline.names
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
-        self._indices: dict[int, tuple[np.int32, Any]] = {}
+        self._constants: dict[int, tuple[np.generic, Any]] = {}
 
     def of(self, group: int, value: Hashable) -> int:
         return self._numbers.setdefault((group, value), len(self._numbers))
@@ -179,29 +179,30 @@ class _Slots:
         local = self._mesh.local_groups
         return [[(g, self.around(g, v)) for g in sorted(groups) if g in local] for v, groups in held]
 
-    def of_index(self, group: int, microbatch: int) -> int:
-        """The slot of a microbatch's number."""
-        slot = self.of(group, ("index", microbatch))
-        if slot not in self._indices:
+    def of_constant(self, group: int, value: np.generic) -> int:
+        """The slot of a number that each step takes: a microbatch's, or a constant of a program."""
+        slot = self.of(group, ("constant", str(value.dtype), int(value)))
+        if slot not in self._constants:
             sharding = NamedSharding(self._mesh.groups[group], PartitionSpec())
             target = device_put.target_of(sharding) if self._is_alone else sharding
-            self._indices[slot] = np.int32(microbatch), target
+            self._constants[slot] = value, target
         return slot
 
     def template(self) -> list[Any]:
-        """All slots before a step. The microbatches' numbers are put on devices at once."""
+        """All slots before a step. The constants are put on devices at once."""
         slots: list[Any] = [None] * len(self._numbers)
-        if self._indices:
-            values, targets = map(list, zip(*self._indices.values(), strict=True))
+        if self._constants:
+            values, targets = map(list, zip(*self._constants.values(), strict=True))
             placed = jax.device_put(values, targets) if self._is_alone else device_put.place_all(values, targets)
-            for slot, index in zip(self._indices, placed, strict=True):
-                slots[slot] = index
+            for slot, constant in zip(self._constants, placed, strict=True):
+                slots[slot] = constant
         return slots
 
 
 class _TaskValues(NamedTuple):
     """What tasks of one stage and kind take and give: slots of values around the loop, names of values in it."""
 
+    constants: list[int]
     uses_index: bool
     operands: list[int]
     reads: list[str]
@@ -243,10 +244,10 @@ class _Calls:
         donates: tuple[int, ...] = ()
         for task in tasks:
             values, microbatch = self._values_of(group, program, Place(task.stage, task.kind)), task.microbatch
-            index = (self._slots.of_index(group, microbatch),) if values.uses_index else ()
+            index = (self._slots.of_constant(group, np.int32(microbatch)),) if values.uses_index else ()
             taken = [self._slots.of(group, Value(name, microbatch)) for name in values.reads]
             given = [self._slots.of(group, Value(name, microbatch)) for name in values.writes]
-            reads += (*index, *values.operands, *taken, *values.accumulators)
+            reads += (*values.constants, *index, *values.operands, *taken, *values.accumulators)
             writes += (*values.accumulators, *given)
             donates += (*values.accumulators,)
         text = f"{'+'.join(map(str, tasks))} in group {group}"
@@ -257,8 +258,10 @@ class _Calls:
         key = program.loop.number, place
         if key not in self._values:
             loop, body = program.loop, program.tasks[place].body
+            constants = program.tasks[place].constants
             results = [loop.partition.accumulators[k].result for k in body.accumulates]
             self._values[key] = _TaskValues(
+                [self._slots.of_constant(group, c) for c in constants],
                 body.uses_index,
                 [self._slots.around(group, v) for v in body.operands],
                 [edge_name(loop, v) for v in body.reads],

@@ -33,6 +33,7 @@ def device_get(tree: Any) -> Any:
 
     Raises:
       RuntimeError: an array was deleted.
+      ScheduleError: the processes have called other steps before, or with other values.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -73,6 +74,7 @@ def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
         if x.is_deleted():
             raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
     ranks = range(job.num_ranks)
+    job.calls.settle()
     base = job.new_number(ranks, "mpmd.device_get, which every process must call") << NUMBER_BITS
     with job.as_a_whole():
         arriving = _exchanged(job, leaves, base)

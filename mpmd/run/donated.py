@@ -12,7 +12,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.compile.donation import buffer_type
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
-from mpmd.run.users_frame import users_frame
+from mpmd.users_frame import users_frame
 
 
 def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:

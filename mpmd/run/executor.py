@@ -18,11 +18,12 @@ from mpmd.compile.step import StepPrograms
 from mpmd.job import joining, wires
 from mpmd.job.alone import alone
 from mpmd.job.job import Job
+from mpmd.job.notes import Note
 from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import Rows
 from mpmd.run import nans
-from mpmd.run.agreement import agree, plan_of, warm_up
+from mpmd.run.agreement import agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, bind
 from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
@@ -63,6 +64,7 @@ class Executor:
         self._num_steps = 0
         self._next_piece: int | None = None
         self._programs = programs
+        self._did = f"called {programs.name}"
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
@@ -85,7 +87,8 @@ class Executor:
           Per flat result, `{group: array}`.
         """
         slots = self._fill(arguments)
-        with self._step() as base:
+        # What one group sends to another is no transfer that the user wrote.
+        with self._step() as base, jax.transfer_guard_device_to_device("allow"):
             self._walk(slots, self._chosen(), base)
         self.finish()
         return self._collect(slots)
@@ -113,13 +116,31 @@ class Executor:
         rows = self._recorder.run(step, walk)
         return self._collect(slots), rows
 
-    def prepare(self) -> Job | None:
-        """Agrees on the plan and warms up collectives, once. Returns the job the first time, else None."""
+    def prepare(self) -> bool:
+        """Agrees on the plan and warms up collectives, once: whether this was that time."""
         if self._job is None or self._next_piece is not None:
-            return None
+            return False
         self._next_piece = agree(self._job, plan_of(self._programs, self.program), self.ranks) << wires.NUMBER_BITS
         warm_up(self._job, self._programs.mesh, self.ranks)
-        return self._job
+        return True
+
+    def compare(self, names: Sequence[str], given: Sequence[tuple[int, Any]], is_first: bool) -> None:
+        """Has the next call compared with those of the other processes: a first call now, others while they run.
+
+        Args:
+          names: of all arguments.
+          given: by position, those that this process gives as arrays of its own.
+          is_first: as `prepare` has said.
+
+        Raises:
+          ScheduleError: this call or an earlier one differs.
+        """
+        if self._job is None or self._next_piece is None:
+            return
+        number, step = self._next_piece >> wires.NUMBER_BITS, self._job.activity.step + 1
+        self._job.calls.note(self.ranks, Note(self._did, number, step, names, values_to_compare(given, is_first)))
+        if is_first:
+            self._job.calls.settle(self.ranks)
 
     @property
     def job(self) -> Job | None:

@@ -109,10 +109,13 @@ class Inputs:
             and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
         ]
 
-    def place(self, leaves: Sequence[Any]) -> list[dict[int, jax.Array]]:
+    def place(self, leaves: Sequence[Any], given: list[tuple[int, Any]] | None = None) -> list[dict[int, jax.Array]]:
         """Per array that the programs take, that array in each group that reads it.
 
         Those that are not there are put there in one batch.
+
+        Args:
+          given: gets these, by the position of the argument, apart from MpmdArrays; host arrays as copies.
         """
         arguments: list[dict[int, jax.Array]] = []
         pending: list[tuple[dict[int, jax.Array], int]] = []
@@ -132,6 +135,8 @@ class Inputs:
                     _check_movable(piece, where)
                 else:
                     piece = np.array(piece, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
+                if given is not None and not isinstance(x, MpmdArray):
+                    given.append((i, piece))
                 placed: dict[int, jax.Array] = {}
                 arguments.append(placed)
                 for group in where.groups:

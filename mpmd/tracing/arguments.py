@@ -15,7 +15,7 @@ from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.layouts import fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
-from mpmd.arrays.specs import trimmed
+from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
 
@@ -110,7 +110,7 @@ def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMes
     if set(sharding.mesh.axis_names).isdisjoint(mesh.tracing_mesh().axis_names) or not _only(sharding.spec, axes):
         return Hint()
     fitted = fit((sharding.spec, None), mesh.groups[0], shape)
-    return Hint(None, (shortest(MpmdSharding(mesh, 0, fitted.spec).spec), memory_kind(sharding)))
+    return Hint(None, (shortest(without_axis(fitted.spec, mesh.mpmd_axis_name)), memory_kind(sharding)))
 
 
 def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:
@@ -142,7 +142,7 @@ def _wished(wish: Any, mesh: MpmdMesh, name: str) -> Hint:
     if isinstance(wish, (NamedSharding, PartitionSpec)):
         kind = memory_kind(wish) if isinstance(wish, NamedSharding) else None
         spec = wish.spec if isinstance(wish, NamedSharding) else wish
-        return Hint(None, (MpmdSharding(mesh, 0, spec).spec, kind))
+        return Hint(None, (MpmdSharding(mesh, 0, without_axis(spec, mesh.mpmd_axis_name)).spec, kind))
     raise TypeError(
         f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
     )

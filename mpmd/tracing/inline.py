@@ -1,8 +1,9 @@
 """Inlines the calls of a traced jaxpr, and refuses marks where nothing can be cut.
 
 Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so that what
-comes next can cut between any two equations. Marks must stand where a cut is possible: in a loop's body, or in that of
-a `scan` over layers there, not inside `cond`, `while`, `shard_map` or a `checkpoint`.
+comes next can cut between any two equations. Integers that follow from literals become literals. Marks must stand
+where a cut is possible: in a loop's body, or in that of a `scan` over layers there, not inside `cond`, `while`,
+`shard_map` or in the middle of a `checkpoint`.
 """
 
 import functools
@@ -17,6 +18,8 @@ from mpmd.ops.cross_group import place_p
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.ops.stage_end import mark_name, mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
+from mpmd.tracing.checkpointed_marks import CHECKPOINTS, marks_outside
+from mpmd.tracing.folding import folded
 
 
 def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
@@ -43,6 +46,9 @@ def _inline_into(
     """
     for eqn in eqns:
         eqn = eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars])
+        if (literal := folded(eqn)) is not None:
+            env[eqn.outvars[0]] = literal
+            continue
         if eqn.primitive is treduce_p and eqn.params["info"].schedule is None:
             eqn = _plain_loop(eqn)
         if outer is not None:
@@ -57,6 +63,8 @@ def _inline_into(
             and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p))
         ):
             called = eqn.params["jaxpr"]
+        if eqn.primitive.name in CHECKPOINTS and contains(eqn.params["jaxpr"], (mark_p,)):
+            called = marks_outside(eqn, functools.partial(inline, in_loop=in_loop))
         if called is not None:
             inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
             inner |= literals_of(called)
@@ -114,7 +122,8 @@ def literals_of(closed: compat.ClosedJaxpr) -> dict[Any, Any]:
 
 _CALL_FOR_EACH = "\n  Where the loop is over tokens or steps, call the jitted function once for each, from Python."
 _REMEDY = {
-    "checkpoint": "Put jax.checkpoint around each stage, between the marks, instead of around all of them.",
+    "checkpoint": "Put one jax.checkpoint around what is before the mark and another one around what is behind it."
+    " A mark at the beginning or at the end of a checkpointed function may stay in it.",
     "scan": f"Write the stages as a Python loop, and use lax.scan for the layers inside each stage.{_CALL_FOR_EACH}",
     "while": f"Write the stages as a Python loop; loops inside a stage are fine.{_CALL_FOR_EACH}",
     "cond": "Mark the stage end after the cond, so that both branches belong to one stage.",
@@ -181,7 +190,7 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
         if not contains(jaxpr, (mark_p,)):
             continue
         _check_is_no_rest_of_a_loop(eqn)
-        name = {"remat": "checkpoint", "remat2": "checkpoint"}.get(eqn.primitive.name, str(eqn.primitive.name))
+        name = "checkpoint" if eqn.primitive.name in CHECKPOINTS else str(eqn.primitive.name)
         mark = _first(jaxpr, mark_p)
         raise StageError(
             f"{mark_name(mark.params['optional'])} inside {name}, at {compat.source_line(mark)}: a stage cannot end"

@@ -71,8 +71,9 @@ def _trace_on(fun: Callable, avals: Sequence[Any], mesh: AbstractMesh) -> compat
 
 
 def _mesh_of(avals: Sequence[Any]) -> AbstractMesh:
-    """That of the first operand with a sharding of its own, else the one that is set."""
-    meshes = (cast(AbstractMesh, s.mesh) for aval in avals if (s := explicit_sharding(aval)) is not None)
+    """That of the first operand whose type names one, else the one that is set: `auto_axes` leads to another."""
+    shardings = (getattr(aval, "sharding", None) for aval in avals)
+    meshes = (cast(AbstractMesh, s.mesh) for s in shardings if s is not None and not s.mesh.empty)
     return next(meshes, compat.current_mesh())
 
 

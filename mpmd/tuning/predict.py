@@ -2,22 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import edge_name
-from mpmd.compile.tasks import task_bodies
+from mpmd.compile.tasks import task_bodies, task_jaxpr
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import works_of_program
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import residuals_of
-from mpmd.planning.machine import Machine
+from mpmd.planning.costs import StepCosts
 from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.roles import Roles
-from mpmd.report.work import Work, work_of_equation
 from scheduler import Call, Costs, Run
 from scheduler.timing.replay import Replay
 
@@ -58,15 +59,20 @@ class Predictor:
         self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
         self.memory: dict[int, float] = dict(self._estimate)
         """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
-        self.is_compiled = False
-        self._work: dict[str | tuple[int, Place], Work] = {}
+        self.compiled: StepCosts | None = None
+        """Seconds of the compiled programs, with the collectives that XLA put into them; None before they are there."""
+        self._seconds: dict[str | tuple[int, Place], float] = {}
         for item in self.outline.items:
             if isinstance(item, Segment):
-                self._work[item.name] = _work(item.eqns, [*item.reads, *item.writes])
+                works = works_of_program(item.eqns, [*item.reads, *item.writes])
+                self._seconds[item.name] = machine.compute_s(works, self.mesh.groups[item.group].size)
             elif isinstance(item, Loop):
                 for body in task_bodies(item):
-                    values = [*body.operands, *body.reads, *body.writes]
-                    self._work[item.number, body.place] = Work() if body.is_empty else _work(body.eqns, values)
+                    if not body.is_empty:
+                        jaxpr = task_jaxpr(item.partition, body).jaxpr
+                        works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
+                        size = self.mesh.groups[item.group(body.place)].size
+                        self._seconds[item.number, body.place] = machine.compute_s(works, size)
 
     @functools.cached_property
     def num_elements(self) -> int:
@@ -80,8 +86,18 @@ class Predictor:
 
     def task_s(self, loop: int, stage: int, kind: str) -> float:
         """Seconds of a task by the roofline."""
-        work = self._work.get((loop, Place(stage, kind)), Work())
-        return self.machine.compute_s(work, self.mesh.groups[0].size) if work != Work() else 0.0
+        return self._seconds.get((loop, Place(stage, kind)), 0.0)
+
+    def corrections(self) -> Iterator[tuple[str, float, float]]:
+        """Of each compiled program, its kind ("": a step runs it once), its seconds and those by the roofline."""
+        assert self.compiled is not None
+        programs = self.compiled.programs
+        for name, executable in programs.segments.items():
+            yield "", self.compiled.cost(executable).seconds, self._seconds.get(name, 0.0)
+        for loop in programs.loops:
+            for place, executable in loop.executables.items():
+                by_roofline = self.task_s(loop.loop.number, place.stage, place.kind)
+                yield place.kind, self.compiled.cost(executable).seconds, by_roofline
 
     def predict(
         self,
@@ -98,9 +114,14 @@ class Predictor:
         """
 
         def duration(group: int, instruction: Run | Call) -> float:
+            if self.compiled is not None and (measured is None or isinstance(instruction, Call)):
+                again = 0.0
+                if isinstance(instruction, Run):
+                    stages = [t.stage for t in instruction.tasks if t.kind in "BI" and t.stage in recomputed]
+                    again = sum(task(instruction.loop, stage, "F") for stage in stages)
+                return self.compiled.duration(group, instruction) + again
             if isinstance(instruction, Call):
-                work = self._work.get(instruction.name, Work())
-                return self.machine.compute_s(work, self.mesh.groups[group].size) * (scale or {}).get("", 1.0)
+                return self._seconds.get(instruction.name, 0.0) * (scale or {}).get("", 1.0)
             return sum(task(instruction.loop, t.stage, t.kind) for t in instruction.tasks)
 
         @functools.cache
@@ -169,8 +190,3 @@ class Predictor:
             if need > limit:
                 return None
         return frozenset(chosen)
-
-
-def _work(eqns: Iterable[compat.JaxprEqn], values: Sequence[Any]) -> Work:
-    edges = sum(equations.nbytes(v.aval) for v in equations.variables(values))
-    return sum(map(work_of_equation, eqns), Work(nbytes=edges))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.devices import machine_of
-from mpmd.cutting.devices import memory_limit as memory_of
-from mpmd.planning.machine import Machine
+from mpmd.costs.devices import machine_of
+from mpmd.costs.devices import memory_limit as memory_of
+from mpmd.costs.machine import Machine
+from mpmd.planning.costs import StepCosts
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
@@ -103,6 +104,7 @@ class _Try:
       measured: seconds of its tasks, where they ran.
       expected: the same by the measured layers of others.
       units: what its layers cost, where that is known.
+      plan: where it is compiled for devices that have a data sheet.
     """
 
     configuration: Configuration
@@ -112,6 +114,7 @@ class _Try:
     measured: Costs | None = None
     expected: Costs | None = None
     units: Units | None = None
+    plan: Plan | None = None
 
     def note(self, **changes: Any) -> None:
         """Changes some fields of the configuration."""
@@ -125,7 +128,6 @@ class _Search:
         self.build, self.limit, self.machine = build, limit, machine
         self.found: list[_Try] = []
         self.scale: dict[str, float] = {}
-        self.plan: Plan | None = None
 
     def add(self, schedule: Schedule | str, count: int) -> None:
         """Lowers and predicts a configuration; what cannot be cut or scheduled is kept with the reason."""
@@ -183,7 +185,7 @@ class _Search:
             if best is None or best in done or self._hope(best, done)[:2] != (False, False):
                 return
             done.append(best)
-            self.compile(best)
+            self.compile(best, done)
 
     def _hope(self, one: _Try, done: Sequence[_Try]) -> tuple[bool, bool, float]:
         """The rank of a configuration, if one that is not compiled needs less memory than the estimate says."""
@@ -192,25 +194,29 @@ class _Search:
             lacks = max(one.predictor.memory.values()) > _DOUBT * self.limit
         return cannot, lacks, seconds
 
-    def compile(self, one: _Try) -> None:
-        """Compiles a configuration: its memory by XLA, and on devices that are here the times of its tasks."""
+    def compile(self, one: _Try, done: Sequence[_Try]) -> None:
+        """Compiles a configuration (`done` are those that are compiled): its memory by XLA, its collectives, and on
+        devices that are here the times of its tasks. Corrects the predictions of the others by them.
+        """
         predictor = one.predictor
         assert predictor is not None and self.machine is not None
         compiled = one.lowered.compile()
         if self.machine.target.platform != "cpu":
-            self.plan = plan_step(compiled._programs, compiled.program, self.machine)
+            one.plan = plan_step(compiled._programs, compiled.program, self.machine)
+            predictor.compiled = StepCosts(compiled._programs, self.machine)
+            self.scale = _scale(predictor.corrections())
         estimated = max(predictor.memory.values())
         for group, memory in compiled.memory_analysis().items():
             predictor.memory[group] = memory["peak"]
         ratio = max(predictor.memory.values()) / max(1, estimated)
-        predictor.is_compiled = True
         for other in self.found:
-            if other.predictor is not None and not other.predictor.is_compiled:
+            if other.predictor is not None and other not in done:
                 other.predictor.correct_memory(ratio)
         if not predictor.mesh.is_described and predictor.outline.loops:
             durations = list(compiled.last_timeline().durations)
             one.measured = Costs.measured(durations)
-            self.scale = _scale(predictor, durations)
+            number = predictor.outline.loops[-1].number
+            self.scale = _scale((t.kind, s, predictor.task_s(number, t.stage, t.kind)) for t, s in durations)
             one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
             self._cut_again(one)
         for other in self.found:
@@ -242,40 +248,40 @@ class _Search:
             raise ValueError(
                 "tune: there is nothing to try; pass at least one schedule and one number of microbatches."
             )
-        ranked = sorted((one.configuration for one in self.found), key=lambda c: c.rank)
+        ranked = sorted(self.found, key=lambda one: one.configuration.rank)
         basis = "by the roofline"
         if self.machine is not None and self.machine.target.platform != "cpu":
             basis += f" of {self.machine.target.name}"
         if num_measured := sum(one.measured is not None for one in self.found):
             basis = f"measured for {num_measured} of the configurations, the others scaled by these"
-        return Tuning(tuple(ranked), self.limit, basis, self.plan, self._verdict(ranked[0]))
+        plan = next((one.plan for one in ranked if one.plan is not None), None)
+        configurations = tuple(one.configuration for one in ranked)
+        return Tuning(configurations, self.limit, basis, plan, self._verdict(ranked[0].configuration, plan))
 
-    def _verdict(self, best: Configuration) -> str:
+    def _verdict(self, best: Configuration, plan: Plan | None) -> str:
         """Whether a pipeline is worth it."""
         predictor = next((one.predictor for one in self.found if one.predictor is not None), None)
         if predictor is not None and predictor.mesh.groups_share_devices:
             return "do not pipeline on these devices: groups share them, so they take turns"
-        if self.plan is None or best.prediction is None:
+        if plan is None or best.prediction is None:
             return ""
-        other = self.plan.unpipelined
-        if other.seconds >= best.prediction.seconds or other.rows < other.num_devices:
-            return f"without a pipeline: {other}"
-        if self.limit is not None and other.peak > self.limit:
-            return f"without a pipeline: {other}; it does not fit"
-        return f"do not pipeline: {other}"
+        return plan.unpipelined.verdict(best.prediction.seconds, self.limit)
 
 
-def _scale(predictor: Predictor, durations: Sequence[tuple[Any, float]]) -> dict[str, float]:
-    """By kind of task, how much longer tasks took than the roofline says."""
-    number = predictor.outline.loops[-1].number
+def _scale(durations: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """By kind of task (or "" for what a step does once), how much longer it took than the roofline says.
+
+    Args:
+      durations: kind, seconds, and seconds by the roofline.
+    """
     sums: dict[str, list[float]] = {}
-    for task, seconds in durations:
-        total = sums.setdefault(task.kind, [0.0, 0.0])
+    for kind, seconds, by_roofline in durations:
+        total = sums.setdefault(kind, [0.0, 0.0])
         total[0] += seconds
-        total[1] += predictor.task_s(number, task.stage, task.kind)
+        total[1] += by_roofline
     scale = {kind: real / model for kind, (real, model) in sums.items() if model}
-    back = [x for kind, x in scale.items() if kind != "F"]
+    back = [x for kind, x in scale.items() if kind not in ("F", "")]
     for kind in "BIW":  # another schedule has other kinds
         scale.setdefault(kind, sum(back) / len(back) if back else scale.get("F", 1.0))
-    scale[""] = scale.get("F", 1.0)
+    scale.setdefault("", scale.get("F", 1.0))
     return scale

@@ -13,11 +13,13 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
+from mpmd.job import joining
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
-from reshard.checkpoint.commit import Working
+from reshard.checkpoint.commit import Working, saves
 from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, tree_path, wants_of
+from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, open_checkpoint, read_parts
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.tensor_reading import as_wanted
@@ -58,12 +60,14 @@ def save(
         timeout_s: how long processes wait for the last one to call it.
         tensors: makes a Hugging Face folder of safetensors, as it says.
         use_compression: compresses `MpmdArray`s, and `jax.Array`s beside them, as Orbax does by default (zstd).
-            Trained float32 then takes 8 % less room, bfloat16 a quarter less, and saving and restoring take twice
-            as long. A tree without any `MpmdArray` has no checksums and is always compressed.
+            Trained weights get little smaller by it, and saving and restoring take longer. A tree without any
+            `MpmdArray` has no checksums and is always compressed.
 
     Raises:
         FileExistsError: something is at `path` already, or another job has put it there meanwhile.
         ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read.
+        ScheduleError: the processes have called other steps, or with other values, so that the tree is not to be
+            trusted.
         OSError: it cannot be written there. What was saved before is untouched.
         TimeoutError: another process did not come.
 
@@ -74,10 +78,27 @@ def save(
         >>> restore(folder, {"w": np.zeros(6), "step": 0})
         {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
     """
-    folder = absolute(path)
+    number = next(saves)
+    try:
+        _save(absolute(path), tree, number, use_zarr3, timeout_s, tensors, use_compression)
+    except Exception as error:
+        meetings.tell(error)
+        raise
+
+
+def _save(
+    folder: Any,
+    tree: Any,
+    number: int,
+    use_zarr3: bool,
+    timeout_s: int,
+    tensors: TensorFormat | None,
+    use_compression: bool,
+) -> None:
     _check_path(folder)
     _check_leaves(tree)
-    working = Working(folder, timeout_s)
+    joining.settle()
+    working = Working(folder, number, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         written: list[int] = []
@@ -92,13 +113,11 @@ def save(
                 )
             else:
                 save_tensors(working, tree, tensors, timeout_s, written)
-    except ReshardError:
-        if jax.process_count() == 1:
-            working.remove()
-        raise
     except Exception as error:
-        if jax.process_count() == 1:
+        if jax.process_index() == 0:
             working.remove()
+        if isinstance(error, ReshardError):
+            raise
         raise failure_of(error, folder) from error
     working.put_in_place(timeout_s)
 

@@ -17,10 +17,10 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.job.processes import machine
-from reshard._orbax_compat import multihost
+from reshard.checkpoint.meeting import meetings
 from reshard.storage.stored import UNFINISHED
 
-_saves = itertools.count()  # every process counts alike
+saves = itertools.count()  # every process counts alike
 
 
 class Working:
@@ -31,15 +31,18 @@ class Working:
         folder: where it is written. In a store of objects, which has no rename, that is the target.
     """
 
-    def __init__(self, target: Any, timeout_s: int):
+    def __init__(self, target: Any, number: int, timeout_s: int):
         """Returns when all processes have come.
+
+        Args:
+            number: the next one of `saves`.
 
         Raises:
             FileExistsError: something is at `target`, as the first process sees it; in all processes.
             TimeoutError: one has not come in time.
         """
         self.target = target
-        self._key = f"reshard/save/{next(_saves)}"
+        self._key = f"reshard/save/{number}"
         self._is_shared = jax.process_count() > 1
         self._is_renamed = "://" not in str(target)
         suffix = ""
@@ -101,10 +104,9 @@ class Working:
         """
         if not self._is_shared:
             return
-        come = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
         try:
-            come(key=f"{self._key}/{where}:{self.target}", timeout_ms=timeout_s * 1000)
-        except jax.errors.JaxRuntimeError as error:
+            meetings.meet(f"{self._key}/{where}:{self.target}", jax.process_count(), timeout_s * 1000)
+        except (TimeoutError, jax.errors.JaxRuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise TimeoutError(
                 f"save: after {timeout_s} s, not all processes had come to save {self.target}; nothing was saved.\n"

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from typing import Any
 
+from reshard.checkpoint.meeting import heard
 from reshard.storage.stored import said
 
 _CASES = (
@@ -27,6 +28,8 @@ def known_failure(error: BaseException, folder: Any) -> OSError | None:
 
 def failure_of(error: BaseException, folder: Any) -> OSError:
     """The error of a save, whatever it was, as the user is to see it."""
+    if isinstance(told := heard(error), OSError):
+        return type(told)(told.errno, told.strerror, str(folder)) if told.errno is not None else told
     if (known := known_failure(error, folder)) is not None:
         return known
     chain = list(_chain(error))

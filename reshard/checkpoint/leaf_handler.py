@@ -24,20 +24,22 @@ from mpmd.arrays.boxes import Box
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
+from mpmd.job import joining
 from reshard._orbax_compat import (
     GLOBAL_TYPE_HANDLER_REGISTRY,
     RANDOM_KEY_IMPL,
     ArrayHandler,
     BasePyTreeSaveArgs,
-    MultihostSynchronizedValue,
     asyncio_utils,
     future,
     jax_array_handlers,
+    optional,
     replica_slices,
     tensorstore_utils,
 )
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.failures import known_failure
+from reshard.checkpoint.meeting import end_orbaxs_barriers_too, meetings
 from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
@@ -58,6 +60,7 @@ class MpmdLeaves(ArrayHandler):
         """Copies to the host what this process has to write; the futures that are returned write it."""
         if not any(isinstance(value, MpmdArray) for value in values):
             return await super().serialize(values, infos, args)
+        joining.settle()
         args = args or [ocp.SaveArgs()] * len(values)
         _check_savable(values, infos)
         for info, arg in zip(infos, args, strict=True):
@@ -96,7 +99,9 @@ class MpmdLeaves(ArrayHandler):
         try:
             await asyncio.gather(written, sums)
         except Exception as error:  # storage has many
-            if (known := known_failure(error, infos[0].parent_dir)) is not None:
+            known = known_failure(error, infos[0].parent_dir)
+            meetings.tell(known or error)
+            if known is not None:
                 raise known from error
             raise
 
@@ -167,8 +172,8 @@ def _request(arg: Any) -> Request | None:
     sharding = getattr(arg, "sharding", None)
     if not isinstance(sharding, MpmdSharding):
         return None
-    shape = None if arg.global_shape is None else tuple(arg.global_shape)
-    return Request(shape, arg.dtype, sharding, strict=arg.strict)
+    shape = arg.shape if arg.global_shape is None else arg.global_shape
+    return Request(None if shape is None else tuple(shape), arg.dtype, sharding, strict=arg.strict)
 
 
 def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> Any:
@@ -243,14 +248,53 @@ def register() -> None:
     before = registry.get(jax.Array)
     if isinstance(before, MpmdLeaves):
         return
-    bases = (MpmdLeaves,) if type(before) is ArrayHandler else (MpmdLeaves, type(before))
-    kind = type("MpmdArrayHandler", bases, {})
-    handler = kind.__new__(kind)
-    vars(handler).update(vars(before))  # the options of the handler that it replaces, and its store of metadata
+    handler = _beside(before)
     registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
     _let_standard_handler_describe()
     _let_failed_save_end()
-    asyncio_utils._run_sync_via_new_loop = event_loops.run
+    end_orbaxs_barriers_too()
+    _let_v1_know()
+    if hasattr(asyncio_utils, "_run_sync_via_new_loop"):
+        asyncio_utils._run_sync_via_new_loop = event_loops.run
+
+
+def _beside(before: Any) -> Any:
+    """A handler that does what `before` does, with its options and its store of metadata, and knows MpmdArrays."""
+    bases = (MpmdLeaves,) if type(before) is ArrayHandler else (MpmdLeaves, type(before))
+    kind = type("MpmdArrayHandler", bases, {})
+    handler = kind.__new__(kind)
+    vars(handler).update(vars(before))
+    return handler
+
+
+def _described(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: abstract(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
+
+
+def _let_v1_know() -> None:
+    """Orbax's v1 makes its handlers from a table of classes; the one of `jax.Array` gets our handler inside.
+
+    Its documented way, a registry in an `ocp.Context`, would have each user write it around each call.
+    """
+    rooms = [f"orbax.checkpoint.{room}._src.serialization" for room in ("v1", "experimental.v1")]
+    table: list[Any] | None = optional(
+        "STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER", *(f"{room}.registry" for room in rooms)
+    )
+    base = optional("ArrayLeafHandler", *(f"{room}.array_leaf_handler" for room in rooms))
+    where = [i for i, entry in enumerate(table or ()) if entry[-1] is base]
+    if table is None or not where:  # another release: v1 then refuses MpmdShardings
+        return
+
+    class ArrayLeafHandler(base):
+        def __init__(self, **options: Any):
+            super().__init__(**options)
+            self._handler_impl = _beside(self._handler_impl)
+
+        async def deserialize(self, params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            params = [dataclasses.replace(p, value=_described(p.value)) for p in params]
+            return await super().deserialize(params, *args, **kwargs)
+
+    table[where[0]] = (*table[where[0]][:-1], ArrayLeafHandler)
 
 
 def _let_standard_handler_describe() -> None:
@@ -258,30 +302,32 @@ def _let_standard_handler_describe() -> None:
     handler = ocp.StandardCheckpointHandler
     restore = handler.restore
 
-    def described(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: abstract(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
-
     @functools.wraps(restore)
     def restore_described(self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
         if args is not None:
-            args = dataclasses.replace(args, item=described(args.item))
-        return restore(self, directory, described(item), args)
+            args = dataclasses.replace(args, item=_described(args.item))
+        return restore(self, directory, _described(item), args)
 
     handler.restore = restore_described
 
 
 def _let_failed_save_end() -> None:
-    """A process whose save failed tells its caller, instead of first meeting the other processes.
+    """A process whose save failed tells its caller and the other processes, instead of first meeting them.
 
     The thread that finishes a save of `CheckpointManager` does so even after an error. The others wait elsewhere, for
     what this process has not written: all would stand there for the 20 minutes of Orbax's time limit.
     """
-    meet = MultihostSynchronizedValue.set
+    kind = optional("MultihostSynchronizedValue", "orbax.checkpoint._src.futures.synchronization")
+    meet = getattr(kind, "set", None)
+    if meet is None:
+        return
 
     @functools.wraps(meet)
     def meet_unless_failed(self: Any, value: Any) -> None:
         is_main = threading.current_thread() is threading.main_thread()  # where a user's error may be in hand
-        if is_main or sys.exc_info()[1] is None:
+        if is_main or (error := sys.exc_info()[1]) is None:
             meet(self, value)
+        else:
+            meetings.tell(known_failure(error, "the checkpoint") or error)
 
-    MultihostSynchronizedValue.set = meet_unless_failed
+    kind.set = meet_unless_failed

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard._orbax_compat import RANDOM_KEY_IMPL, limits
-from reshard.checkpoint.requests import Request, Target, in_storage, index_text
+from reshard.checkpoint.requests import LocalRequest, Request, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
 from reshard.storage.arrays import Reads, StoredArray
 from reshard.storage.huggingface import missing_weights
@@ -156,7 +156,7 @@ async def read_array(
     if any(request.shape is None or request.dtype is None for request in requests):
         array = await open_array()
         requests = [request.completed(array.shape, array.dtype, keys) for request in requests]
-    targets = [Target(name, request, keys) for request in requests]
+    targets = [LocalRequest(name, request, keys) for request in requests]
     if not any(target.boxes for target in targets):
         return [target.finish() for target in targets]
     array = array or await open_array()
@@ -176,7 +176,7 @@ async def read_array(
                 )
 
     boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-    most = (getattr(limiter, "max_bytes", None) or IN_FLIGHT_NBYTES) // array.dtype.itemsize
+    most = (_most(limiter) or IN_FLIGHT_NBYTES) // array.dtype.itemsize
     reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
     expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
     await stored.all_of([read(one.box, one.wanted) for one in reads])
@@ -192,8 +192,13 @@ def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]
 
 def _reservable(limiter: Any, nbytes: int) -> int:
     """A limiter refuses to wait for more than it has; a larger read goes alone."""
-    most = getattr(limiter, "max_bytes", None)
+    most = _most(limiter)
     return nbytes if most is None else min(nbytes, most - 1)
+
+
+def _most(limiter: Any) -> int | None:
+    """The bytes that may be in flight; None without a limit."""
+    return getattr(limiter, "max_bytes", None)
 
 
 async def _read_box(array: StoredArray, box: Box, where: str) -> np.ndarray:

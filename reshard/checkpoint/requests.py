@@ -69,7 +69,7 @@ class Request:
         )
 
 
-class _Part(NamedTuple):
+class _LocalArray(NamedTuple):
     """One `jax.Array` to make, and where it begins in what is asked for."""
 
     sharding: Any
@@ -77,13 +77,13 @@ class _Part(NamedTuple):
     shape: Shape
 
 
-class Target:
+class LocalRequest:
     """One request, as this process sees it: the box of each of its devices, and the shards made so far.
 
     Boxes count in the data that is stored, which for typed keys has the key data's axes behind those of the array.
 
     Attributes:
-        boxes: by (`_Part`, device), the box that is wanted there; groups on the same mesh share their arrays.
+        boxes: by (`_LocalArray`, device), the box that is wanted there; groups on the same mesh share their arrays.
     """
 
     def __init__(self, name: str, request: Request, key_dtype: Any):
@@ -105,12 +105,12 @@ class Target:
             self.boxes[None] = Box.whole(self.shape)
         self._made: dict[Any, Any] = {}
 
-    def _parts(self) -> list[tuple[Any, "_Part"]]:
+    def _parts(self) -> list[tuple[Any, "_LocalArray"]]:
         """The arrays to make, by the key that they have in an `MpmdArray`."""
         if isinstance(self.sharding, MpmdSharding):
             parts = self.sharding.local_parts(self.shape)
-            return [(p.key, _Part(self.sharding.group_sharding(p.group), p.offset, p.shape)) for p in parts]
-        return [] if self.sharding is None else [(0, _Part(self.sharding, (0,) * len(self.shape), self.shape))]
+            return [(p.key, _LocalArray(self.sharding.group_sharding(p.group), p.offset, p.shape)) for p in parts]
+        return [] if self.sharding is None else [(0, _LocalArray(self.sharding, (0,) * len(self.shape), self.shape))]
 
     def check(self, stored: Sequence[int]) -> None:
         """Raises a ReshardError if what is stored has another shape."""
@@ -138,7 +138,8 @@ class Target:
             else:
                 part_of, device = key
                 there = SingleDeviceSharding(device, memory_kind=part_of.sharding.memory_kind)
-                self._made[key] = jax.device_put(view, there)
+                is_all = view.size == data.size  # else it would keep in memory what it is cut from
+                self._made[key] = jax.device_put(view, there, may_alias=None if is_all else False)
 
     def finish(self) -> Any:
         """The array, made of what was put; in a process that wants nothing of it, its description."""
@@ -146,7 +147,7 @@ class Target:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
         arrays: dict[Any, jax.Array] = {}
-        made: dict[_Part, jax.Array] = {}
+        made: dict[_LocalArray, jax.Array] = {}
         for key, part in self._parts():
             if part not in made:
                 shards = [x for (where, _), x in self._made.items() if where == part]

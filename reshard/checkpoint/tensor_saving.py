@@ -24,7 +24,7 @@ from reshard.edits.tree_edits import cast
 from reshard.sizes import nbytes_of
 from reshard.storage.paths import Key, Path, dotted, show
 from reshard.storage.stored import Leaf
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, plan_folder
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorWriter, plan_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _leaf(path: Path, array: Any) -> Leaf:
 
 def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry], written: list[int]) -> None:
     tensors_of = _tensors_of(entries)
-    with Writer(folder, files) as writer:
+    with TensorWriter(folder, files) as writer:
         for path, array in arrays.items():
             if path in tensors_of:
                 for box, data in _owned(array):
@@ -110,7 +110,7 @@ def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:
     return {path: dataclasses.replace(Entry.of(leaves[path]), origins=tuple(o)) for path, o in origins.items()}
 
 
-def _write_box(writer: Writer, array: Entry, box: Box, data: np.ndarray) -> None:
+def _write_box(writer: TensorWriter, array: Entry, box: Box, data: np.ndarray) -> None:
     for part in array.parts(box):
         values = part.inverse.arranged(data[(*part.target.relative_to(box).slices, ...)])
         if values.dtype != part.leaf.dtype:

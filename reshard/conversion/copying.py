@@ -165,7 +165,7 @@ def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
     return largest
 
 
-class _Budget:
+class _ByteBudget:
     """Bytes that may be taken at once; a taker waits until enough is given back."""
 
     def __init__(self, nbytes: int) -> None:
@@ -274,7 +274,7 @@ class Copier:
         await self._run("reading", batch)
 
     async def _run(self, doing: str, batch: Callable[[list[TargetChunk]], Any]) -> None:
-        self._budget = _Budget(self.plan.reading_nbytes)
+        self._budget = _ByteBudget(self.plan.reading_nbytes)
         self._reader = self._context()
         self._sources: dict[int, StoredArray] = {}
         start, done = time.monotonic(), 0

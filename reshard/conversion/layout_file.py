@@ -46,7 +46,7 @@ _MOST_SHOWN = 500  # characters of a fault
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class LayoutRule:
     """Where the leaves of one pattern go; `groups` None means all of them."""
 
     path: str
@@ -65,7 +65,7 @@ class TargetLayout:
     mesh: Mesh
     mpmd_axis: str | None
     groups: tuple[Mesh, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[LayoutRule, ...]
     device_memory: int | None
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _mapping(value: Any, name: str, known: set[str], faults: list[str]) -> Mappi
 
 def _rule(
     value: Any, name: str, num_groups: int, axes: Mapping[str, int], mpmd_axis: str | None, faults: list[str]
-) -> Rule:
+) -> LayoutRule:
     known = {"path", "groups", "spec", "stacked_axis", "layers_per_group", "split"}
     value = _mapping(value, name, known, faults)
     path = value.get("path")
@@ -191,7 +191,7 @@ def _rule(
             faults.append(f"{name} has split, which says itself which layers each group has, beside others that do")
         split = _split(value["split"], f"{name}.split", chosen or range(num_groups), axis, faults)
     counts = tuple(counts) if counts is not None else None
-    return Rule(path, chosen, by_layer, axis, counts, split, without_axis(spec, mpmd_axis))
+    return LayoutRule(path, chosen, by_layer, axis, counts, split, without_axis(spec, mpmd_axis))
 
 
 def _split(value: Any, name: str, groups: Sequence[int], axis: int | None, faults: list[str]) -> Split | None:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.errors import ReshardError
-from reshard.conversion.layout_file import Rule, TargetLayout
+from reshard.conversion.layout_file import LayoutRule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
@@ -169,7 +169,7 @@ def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
     return ReadPlan(checkpoint, layout, tuple(processes.values()), tuple(reads))
 
 
-def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, Rule | None, int | None]:
+def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, LayoutRule | None, int | None]:
     for rule in layout.rules:
         match = matches(rule.path, leaf.path)
         if match is not None:
@@ -177,7 +177,9 @@ def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, Rule | None, int |
     return leaf, None, None
 
 
-def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: TargetLayout) -> list[tuple[int, Box]]:
+def _shares(
+    leaf: Leaf, rule: LayoutRule, layer: int | None, num_layers: int, layout: TargetLayout
+) -> list[tuple[int, Box]]:
     """The groups, each with a box of the leaf that it holds."""
     whole = Box.whole(leaf.shape)
     groups = rule.groups if rule.groups is not None else tuple(range(len(layout.groups)))
@@ -200,7 +202,7 @@ def _shares(leaf: Leaf, rule: Rule, layer: int | None, num_layers: int, layout: 
 
 
 @functools.lru_cache(maxsize=1024)
-def _ends(num_layers: int, rule: Rule, num_groups: int) -> tuple[int, ...]:
+def _ends(num_layers: int, rule: LayoutRule, num_groups: int) -> tuple[int, ...]:
     counts = rule.layers_per_group
     if counts is None:
         if num_layers % num_groups:
@@ -213,7 +215,7 @@ def _ends(num_layers: int, rule: Rule, num_groups: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts))
 
 
-def _wanted(rule: Rule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
+def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
     """Each device and its box."""
     for group, share in shares:
         if not share.size:

@@ -11,7 +11,7 @@ from reshard.storage import event_loops
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import dotted, matches
 from reshard.storage.stored import EMPTY_TYPES, all_of
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, Writer, plan_folder
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorWriter, plan_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan_tensors(
 def write_tensors(folder: File, files: TensorFiles, copier: Copier, beside: File | None) -> None:
     """Makes the folder. Its index is written last."""
     folder.mkdir()
-    with Writer(folder, files) as writer:
+    with TensorWriter(folder, files) as writer:
 
         async def write(written: Sequence[Written]) -> None:
             await all_of([asyncio.to_thread(writer.write, dotted(e.path), box, data) for e, box, data in written])

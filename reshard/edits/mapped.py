@@ -12,7 +12,7 @@ from mpmd.errors import ReshardError
 from reshard.edits import axes, tree_edits
 from reshard.edits.axes import Named
 from reshard.edits.entries import Entry, Origin, described
-from reshard.edits.mapping import Mapping, Rule, config_of, read_mapping
+from reshard.edits.mapping import Mapping, MappingRule, config_of, read_mapping
 from reshard.edits.tree_edits import Change, Entries
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import Key, Path, dotted, matches, parts_of, show
@@ -32,7 +32,7 @@ def imported(
 
     def change(entries: Entries) -> list[Entry]:
         kept = [e for e in entries if not any(fnmatch.fnmatchcase(dotted(e.path), p) for p in mapping.ignore)]
-        made = _Run(mapping, config, {dotted(e.path): e for e in kept}, "tensor").made()
+        made = _Application(mapping, config, {dotted(e.path): e for e in kept}, "tensor").made()
         for pattern in mapping.stack:
             if not keep_apart(pattern) and any(_nodes(pattern, e.path) for e in made):
                 made = tree_edits.stack(pattern, f"mapping {mapping.name}: stack {pattern}")(made)
@@ -59,7 +59,7 @@ def exported(mapping: Mapping, config: dict[str, Any]) -> Change:
                 text = show([Key(name) for name in node])
                 option = f"mapping {mapping.name}: stack {pattern}"
                 apart = tree_edits.unstack(text, as_list=False, option=option)(apart)
-        return _Run(mapping, config, {show(e.path): e for e in apart}, "array").made()
+        return _Application(mapping, config, {show(e.path): e for e in apart}, "array").made()
 
     return change
 
@@ -77,7 +77,7 @@ def _is_stacked(node: tuple[str, ...], entries: Entries) -> bool:
 
 
 @dataclasses.dataclass
-class _Run:
+class _Application:
     """One application of a mapping; `given` says whether the entries are the folder's tensors or our arrays."""
 
     mapping: Mapping
@@ -104,7 +104,7 @@ class _Run:
         name = dotted(entry.path) if self.given == "tensor" else show(entry.path)
         return f"{name} {described(entry)}"
 
-    def _of_rule(self, rule: Rule) -> Iterator[Entry]:
+    def _of_rule(self, rule: MappingRule) -> Iterator[Entry]:
         sources, targets = rule.tensors, rule.arrays
         if self.given == "array":
             sources, targets = targets, sources
@@ -133,7 +133,7 @@ class _Run:
     def _path(self, name: str) -> Path:
         return path_of(name) if self.given == "array" else tuple([Key(part) for part in parts_of(name)])
 
-    def _moved(self, rule: Rule, given: Sequence[Entry], paths: Sequence[Path]) -> Iterator[Entry]:
+    def _moved(self, rule: MappingRule, given: Sequence[Entry], paths: Sequence[Path]) -> Iterator[Entry]:
         if rule.axes is None:
             yield dataclasses.replace(given[0], path=paths[0])
             return
@@ -149,7 +149,7 @@ class _Run:
         else:
             yield from self._divided(rule, given[0], paths, source, target)
 
-    def _joined(self, rule: Rule, given: Sequence[Entry], path: Path, source: Named, target: Named) -> Entry:
+    def _joined(self, rule: MappingRule, given: Sequence[Entry], path: Path, source: Named, target: Named) -> Entry:
         along = rule.along
         assert along is not None
         known = self._known(source)
@@ -171,7 +171,7 @@ class _Run:
         return _entry(given, path, shape, *seconds)
 
     def _divided(
-        self, rule: Rule, given: Entry, paths: Sequence[Path], source: Named, target: Named
+        self, rule: MappingRule, given: Entry, paths: Sequence[Path], source: Named, target: Named
     ) -> Iterator[Entry]:
         along = rule.along
         assert along is not None
@@ -206,7 +206,7 @@ class _Run:
                 return size
         return None
 
-    def _parts(self, rule: Rule) -> list[int] | None:
+    def _parts(self, rule: MappingRule) -> list[int] | None:
         if rule.parts is None:
             return None
         sizes = [part if isinstance(part, int) else self._size(part) for part in rule.parts]

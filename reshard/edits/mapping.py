@@ -39,7 +39,7 @@ _MOST_FAULTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class MappingRule:
     """Tensors of a folder and arrays of ours that have the same elements; one of the two is one."""
 
     tensors: tuple[str, ...]
@@ -64,7 +64,7 @@ class Mapping:
     """
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[MappingRule, ...]
     stack: tuple[str, ...] = ()
     sizes: Map[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     ignore: tuple[str, ...] = ()
@@ -165,10 +165,10 @@ def _texts(value: Any, name: str, faults: list[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _rule(value: Any, name: str, faults: list[str]) -> Rule:
+def _rule(value: Any, name: str, faults: list[str]) -> MappingRule:
     if not isinstance(value, dict):
         faults.append(f"{name} is {value!r}, but must have tensor and array")
-        return Rule((), ())
+        return MappingRule((), ())
     unknown = sorted(str(key) for key in value.keys() - _KNOWN_FIELDS)
     if unknown:
         faults.append(f"{name} has {', '.join(unknown)}; known are {', '.join(sorted(_KNOWN_FIELDS))}")
@@ -199,4 +199,4 @@ def _rule(value: Any, name: str, faults: list[str]) -> Rule:
     if len(wildcards) > 1:
         faults.append(f"{name}: tensor and array do not name the same numbers in braces")
     optional = value.get("optional", False)
-    return Rule(tensors, arrays, axes, along, tuple(parts) if parts is not None else None, bool(optional))
+    return MappingRule(tensors, arrays, axes, along, tuple(parts) if parts is not None else None, bool(optional))

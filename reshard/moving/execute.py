@@ -20,7 +20,7 @@ from reshard.moving.plan import ReshardPlan
 from reshard.moving.progress import Meter, ProgressCallback, Stats
 from reshard.moving.remote import WireCarrier
 from reshard.moving.rounds import Round
-from reshard.moving.sources import MovingArray, Sources, Way, ways_of
+from reshard.moving.sources import Movement, MovingArray, Sources, ways_of
 from reshard.places import HostMemory
 
 # How much may be under way before what has left is freed, if the threshold allows more.
@@ -49,7 +49,7 @@ def execute(
     Raises:
         RuntimeError: something failed on the way; says which sources are still valid.
     """
-    run = _Run(plan, sources, donate, Meter(plan, progress), job)
+    run = _Execution(plan, sources, donate, Meter(plan, progress), job)
     try:
         with contextlib.nullcontext() if job is None else job.as_a_whole():
             return run(), run.meter.stats
@@ -59,7 +59,7 @@ def execute(
         run.carrier.close()
 
 
-class _Run:
+class _Execution:
     """One execution of a plan."""
 
     def __init__(
@@ -119,7 +119,7 @@ class _Run:
             array.sinks[t] = open_sink(target.devices[t], array.scaled(target.boxes[t]).shape, leaf.dtype, kind)
         return array.sinks[t]
 
-    def _carry(self, array: MovingArray, way: Way, working: dict[Any, int]) -> None:
+    def _carry(self, array: MovingArray, way: Movement, working: dict[Any, int]) -> None:
         sender_rank, receiver_rank = self._rank_of(way.from_device), self._rank_of(way.to_device)
         if sender_rank != receiver_rank:
             assert self.wire is not None
@@ -147,7 +147,7 @@ class _Run:
         if not array.left:
             self._filled.append(array)
 
-    def _source(self, array: MovingArray, way: Way) -> tuple[Any, Box]:
+    def _source(self, array: MovingArray, way: Movement) -> tuple[Any, Box]:
         """The shard that is read, and which box of it."""
         return self._sink(array, way.sender).contents if way.hop else array.shards[way.sender], way.box
 

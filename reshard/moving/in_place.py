@@ -30,17 +30,18 @@ class Kept:
 def take_over(shards: Sequence[Kept]) -> None:
     """Gives every shard a new array in the same memory; the old arrays are gone. Small ones are copied instead."""
     small = [shard for shard in shards if shard.data.nbytes <= _COPIED_BYTES]
-    if sum(shard.data.nbytes for shard in small) <= _COPIED_BYTES:
-        for shard in small:
-            shard.parts[shard.key] = jax.device_put(shard.data, shard.data.sharding, may_alias=False)
-            shard.data.delete()
-        shards = [shard for shard in shards if shard.data.nbytes > _COPIED_BYTES]
+    if sum(shard.data.nbytes for shard in small) > _COPIED_BYTES:
+        small = []
     programs: dict[tuple[Any, ...], list[dict[Any, Kept]]] = {}
-    for row in _rows(shards):
+    copied = set(map(id, small))
+    for row in _rows([shard for shard in shards if id(shard) not in copied]):
         devices = tuple(sorted(row, key=lambda device: device.id))
         programs.setdefault(devices, []).append(row)
     for devices, rows in programs.items():
         _take_over_on(devices, rows)
+    for shard in small:  # last: a program that cannot be compiled leaves them where they are
+        shard.parts[shard.key] = jax.device_put(shard.data, shard.data.sharding, may_alias=False)
+        shard.data.delete()
 
 
 def _rows(shards: Sequence[Kept]) -> list[dict[Any, Kept]]:

@@ -162,7 +162,8 @@ def plan(
         from_shardings: where they are: a pytree of shardings (of JAX, `MpmdSharding`, `HostMemory`) or a prefix of
             one; None takes the arrays' own.
         to_shardings: where they go, likewise.
-        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound.
+        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound, 0 the largest
+            array alone.
 
     Returns:
         The plan, whose `bytes_moved` equals its `bytes_lower_bound`. It costs about a millisecond for each pair of
@@ -228,6 +229,8 @@ def raise_faults(faults: Sequence[str]) -> None:
 
 def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPlan:
     """The plan for described arrays: routes first, then rounds, the largest arrays of each group first."""
+    if threshold == 0:  # one array at a time
+        threshold = max((leaf.nbytes for leaf in leaves), default=1)
     places = Places()
     kinds = _kinds(leaves, places)
     places.freeze()

@@ -1,7 +1,6 @@
 """Counts the bytes that a reshard really moves, and tells the caller how far it is."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 
@@ -40,12 +39,6 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
-def print_bar(progress: Progress) -> None:
-    """Draws the state of a reshard over the last one, on the terminal."""
-    end = "\n" if progress.arrays_done == progress.arrays_total else ""
-    print(f"\r{progress}", end=end, file=sys.stderr, flush=True)
-
-
 class Meter:
     """Counts what is moved and tells the caller how far it is.
 
@@ -61,6 +54,8 @@ class Meter:
         self.bytes_done = 0
         self._plan = plan
         self._callback = callback
+        kept = sum(a.route.target.boxes[t].size * a.unit_bytes for a in plan.arrays for _, t in a.route.kept)
+        self._bytes_total = plan.traffic.moved + plan.traffic.stays - kept
         self._start = time.perf_counter()
 
     def received(self, nbytes: int, on_same_device: bool) -> None:
@@ -75,10 +70,8 @@ class Meter:
         """Calls the caller's function."""
         if self._callback is None:
             return
-        arrays, traffic = self._plan.arrays, self._plan.traffic
-        kept = sum(a.route.target.boxes[t].size * a.unit_bytes for a in arrays for _, t in a.route.kept)
-        total = traffic.moved + traffic.stays - kept
-        self._callback(Progress(self.bytes_done, total, self.arrays_done, len(arrays), self._seconds()))
+        arrays_total = len(self._plan.arrays)
+        self._callback(Progress(self.bytes_done, self._bytes_total, self.arrays_done, arrays_total, self._seconds()))
 
     def finish(self) -> None:
         """All arrays are complete."""

@@ -156,7 +156,7 @@ class Packer:
         chunks: dict[int, list[Chunk]] = {}
         after = last = hop = 0
         # Plain lists: this goes chunk by chunk, of which there may be millions.
-        places = _Places(self._round.tolist(), self._working.tolist(), self._limit)
+        places = _RoundLoads(self._round.tolist(), self._working.tolist(), self._limit)
         columns = (route.hop, route.sender_place, route.receiver_place, route.moves, route.whole_source)
         rows = zip(*(column.tolist() for column in columns), route.whole_target.tolist(), strict=True)
         for piece, (at_hop, sender, receiver, moves, whole_source, whole_target) in enumerate(rows):
@@ -200,7 +200,7 @@ class Packer:
 
 
 @dataclasses.dataclass
-class _Places:
+class _RoundLoads:
     """The state of a `Packer` while one array is cut: the last round of each place and its load there."""
 
     round: list[int]

@@ -113,13 +113,13 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     wants = _wants(target, target_place, lattice, kept)
 
     here = holders.find(wants.keys(num_places), num_places)  # what devices have already, in another shard
-    stay, wants = _Step(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
+    stay, wants = _Delivery(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
     again, wants = _wanted_again(wants, num_places)
     missing = int(lattice.volume[wants.cell].sum())
     come, holders, missing_on_hosts = _from_other_places(wants, holders, places, lattice, weight)
     steps = [stay, *come]
     if len(again.cell):
-        steps.append(_Step(again, holders.find(again.keys(num_places), num_places), holders))
+        steps.append(_Delivery(again, holders.find(again.keys(num_places), num_places), holders))
 
     hop, sender, receiver, start, stop = lattice.merged(steps)
     sender_place = np.where(
@@ -153,14 +153,14 @@ def _wanted_again(wants: "_Wants", num_places: int) -> tuple["_Wants", "_Wants"]
 
 def _from_other_places(
     wants: "_Wants", holders: "_Holders", places: Places, lattice: "_Lattice", weight: float
-) -> tuple[list["_Step"], "_Holders", int]:
+) -> tuple[list["_Delivery"], "_Holders", int]:
     """Brings cells to each host once, from there to its processes, from there to their devices.
 
     Returns the steps, who has what after them, and how many elements have come to hosts that had none of them.
     """
     num_places = len(places.devices)
     everywhere = np.zeros(num_places, np.int64)
-    steps: list[_Step] = []
+    steps: list[_Delivery] = []
     missing_on_hosts = 0
     for domain, wider in (
         (places.host, everywhere),
@@ -175,7 +175,7 @@ def _from_other_places(
         if wider is everywhere:
             missing_on_hosts = int(volume.sum())
         chosen = holders.choose(entries, wider, places, volume * weight)
-        steps.append(_Step(entries, chosen, holders))
+        steps.append(_Delivery(entries, chosen, holders))
         wants = wants.without(entries, num_places)
         holders = holders.with_entries(entries, holders.hop[chosen] + 1)
     assert not len(wants.cell), "cells that nobody has"
@@ -304,7 +304,7 @@ class _Holders:
         return chosen
 
 
-class _Step:
+class _Delivery:
     """Wants that are met by chosen holders; knows the hop of the pieces that do it."""
 
     def __init__(self, wants: _Wants, chosen: np.ndarray, holders: _Holders):
@@ -340,7 +340,7 @@ class _Lattice:
         pairs = np.unique(np.stack([np.concatenate(cells), np.concatenate(shards)]), axis=1) if len(grids) > 1 else None
         return (cells[0], shards[0]) if pairs is None else (pairs[0], pairs[1])
 
-    def merged(self, steps: Sequence[_Step]) -> tuple[np.ndarray, ...]:
+    def merged(self, steps: Sequence[_Delivery]) -> tuple[np.ndarray, ...]:
         """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first.
 
         Returns hop, sender, receiver, start and stop of each.

@@ -18,7 +18,7 @@ from reshard.moving.route import Route
 from reshard.places import is_local
 
 
-class Way(NamedTuple):
+class Movement(NamedTuple):
     """A piece of an array, or a chunk of one, on its way from one shard to another.
 
     Attributes:
@@ -38,19 +38,19 @@ class Way(NamedTuple):
     nbytes: int
 
 
-def ways_of(route: Route, scale: tuple[int, ...], itemsize: int) -> list[Way]:
+def ways_of(route: Route, scale: tuple[int, ...], itemsize: int) -> list[Movement]:
     """The way of each piece of an array's route: the same for all arrays of one route and shape."""
     starts, stops = route.start.tolist(), route.stop.tolist()
     boxes = [Box(tuple(a), tuple(b)).scaled(scale) for a, b in zip(starts, stops, strict=True)]
     return [_way_of(route, scale, itemsize, piece, box) for piece, box in enumerate(boxes)]
 
 
-def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box: Box) -> Way:
+def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box: Box) -> Movement:
     """The way of a box of the array, which is a piece of its route or a chunk of one."""
     sender, receiver, hop = int(route.sender[piece]), int(route.receiver[piece]), int(route.hop[piece])
     source = route.target if hop else route.source
     held, wanted = source.boxes[sender].scaled(scale), route.target.boxes[receiver].scaled(scale)
-    return Way(
+    return Movement(
         sender,
         receiver,
         hop,
@@ -76,7 +76,7 @@ class MovingArray:
         stays: these source shards.
     """
 
-    def __init__(self, planned: PlannedArray, source: Any, ways: Callable[..., list[Way]]):
+    def __init__(self, planned: PlannedArray, source: Any, ways: Callable[..., list[Movement]]):
         self.planned = planned
         self._ways = ways
         self.source = source
@@ -101,7 +101,7 @@ class MovingArray:
             return np.array([chunk.piece for chunk in batch.chunks], np.int64)
         return np.arange(len(self.planned.route.hop)) if batch.pieces is None else batch.pieces
 
-    def ways(self, batch: Batch) -> Iterable[Way]:
+    def ways(self, batch: Batch) -> Iterable[Movement]:
         """The ways of the parts of a batch."""
         kind = (self.planned.route, self.planned.scale, self.planned.leaf.dtype.itemsize)
         if batch.chunks:
@@ -181,8 +181,6 @@ class Sources:
                     array.parts[t] = data.copy()
                 else:
                     array.parts[t] = jax.device_put(data, data.sharding, may_alias=False)
-            if frees and array.kept:
-                self._consumed.add(id(array.source))
         take_over(taken)
 
     def delete(self) -> None:
@@ -190,10 +188,15 @@ class Sources:
         for array in self._arrays if self._donate else ():
             delete(array.source)
 
+    def _is_consumed(self, array: MovingArray) -> bool:
+        """Whether a shard has been freed, or taken over by a new array."""
+        kept = [array.shards[s] for s in array.kept.values() if isinstance(array.shards[s], jax.Array)]
+        return id(array.source) in self._consumed or any(data.is_deleted() for data in kept)
+
     def what_is_left(self) -> str:
         """Which sources are still valid, after an error."""
-        gone = [array.name for array in self._arrays if id(array.source) in self._consumed]
-        valid = [array.name for array in self._arrays if id(array.source) not in self._consumed]
+        gone = [array.name for array in self._arrays if self._is_consumed(array)]
+        valid = [array.name for array in self._arrays if not self._is_consumed(array)]
         lines = ["the reshard failed on the way; see the error above."]
         if gone:
             lines.append(f"  consumed, whole or in part: {', '.join(gone)}")

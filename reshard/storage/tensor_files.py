@@ -57,7 +57,7 @@ class TensorFiles:
                 os.fsync(file.fileno())
 
 
-class Writer:
+class TensorWriter:
     """The files of a folder, open for writing in a `with` block; several processes may have them open."""
 
     def __init__(self, folder: File, plan: TensorFiles):

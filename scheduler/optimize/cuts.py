@@ -89,7 +89,7 @@ def choose_cut(
         raise ValueError(f"{units.num_places} places where a stage may end are too few for {schedule}.")
     problem = CutProblem(units, schedule, num_microbatches, memory_limit)
     even = even_layers(units.num_places, problem.num_stages)
-    search = _Search(problem, even, budget)
+    search = _CutSearch(problem, even, budget)
     bound, start = search.least_bound()
     for cut in (even, start):
         search.improve(cut)
@@ -122,7 +122,7 @@ def _moved(layers: Layers) -> Iterator[Layers]:
                     yield tuple(new)
 
 
-class _Search:
+class _CutSearch:
     """The best cut so far, and ways to a better one."""
 
     def __init__(self, problem: CutProblem, start: Layers, budget: int) -> None:

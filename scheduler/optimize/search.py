@@ -104,8 +104,8 @@ def search(
 
     Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
     as the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by
-    small moves. The moves are compiled where numba is installed (``pip install jax-mpmd[search]``), and far more are
-    tried then; the same extra has OR-tools, which looks for the best order where each group has one stage.
+    small moves. The moves are compiled where numba is installed (extra ``search``), and far more are tried then; the
+    same extra has OR-tools, which looks for the best order where each group has one stage.
     :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
@@ -158,7 +158,7 @@ def investigate(
 ) -> Found:
     """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
     problem = problem_for(num_stages, num_groups, num_microbatches, costs, placement, memory_limit, seconds)
-    return _Search(problem, _Budget(seconds), seed, progress or (lambda line: None)).run()
+    return _OrderSearch(problem, _TimeLimit(seconds), seed, progress or (lambda line: None)).run()
 
 
 @dataclass
@@ -200,7 +200,7 @@ class _Pool:
         return bool(self.candidates) and self.best.makespan <= self.bound.makespan * (1 + _CLOSE)
 
 
-class _Budget:
+class _TimeLimit:
     """The time to spend.
 
     Attributes:
@@ -217,8 +217,8 @@ class _Budget:
         return self.exceeded
 
 
-class _Search:
-    def __init__(self, problem: Problem, budget: _Budget, seed: int, progress: Callable[[str], object]) -> None:
+class _OrderSearch:
+    def __init__(self, problem: Problem, budget: _TimeLimit, seed: int, progress: Callable[[str], object]) -> None:
         self.problem = problem
         self.budget = budget
         self.seed = seed

@@ -28,6 +28,7 @@ class Units:
         transfer_s: Seconds over the boundary behind each unit, if a stage ends there; the last one is not used.
         held: Bytes that a unit needs at all times: parameters, their gradients, optimizer state.
         activations: Bytes that a unit holds of a microbatch from its F until its B or W.
+        once_s: Seconds that a unit takes once, after the loop: its part of the optimizer's update.
         shared: What several units need and a group holds once: bytes, and the units.
         task_s: Seconds that a task takes beside its units.
     """
@@ -38,11 +39,12 @@ class Units:
     transfer_s: tuple[float, ...] = ()
     held: tuple[float, ...] = ()
     activations: tuple[float, ...] = ()
+    once_s: tuple[float, ...] = ()
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
     task_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("transfer_s", "held", "activations"):
+        for name in ("transfer_s", "held", "activations", "once_s"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * len(self.forward))
         lengths = {len(getattr(self, name)) for name in _PER_UNIT}
@@ -73,7 +75,7 @@ class Units:
 
 
 _WORK = ("forward", "input_grad", "weight_grad")
-_PER_UNIT = (*_WORK, "transfer_s", "held", "activations")
+_PER_UNIT = (*_WORK, "transfer_s", "held", "activations", "once_s")
 
 
 def even_layers(num_layers: int, num_stages: int) -> Layers:
@@ -170,7 +172,10 @@ class CutProblem:
                 needs = self.memory(layers)
                 over = max(0.0, *(n - limit for n, limit in zip(needs, self.memory_limit, strict=True)))
             c = self.costs(layers)
-            makespan = self.replay.makespan(c.forward, c.input_grad, c.weight_grad, c.transfer_s)  # type: ignore[arg-type]
+            after = [0.0] * self.schedule.num_groups
+            for span, group in zip(self.spans(layers), self.schedule.placement, strict=True):
+                after[group] += self._between("once_s", *span)
+            makespan = self.replay.makespan(c.forward, c.input_grad, c.weight_grad, c.transfer_s, after)  # type: ignore[arg-type]
             known = self._known[layers] = over, makespan
         return known
 
@@ -200,7 +205,10 @@ class CutProblem:
         late = self.late[stage] * weight_grad
         early = self.warmup[stage] * forward
         way = head + forward + down + back[1]
-        return max(head + work, head + work - late + back[0], way + work - early, way + work - early - late + back[0])
+        once = self._between("once_s", first, stop)
+        return max(
+            head + work + once, head + work - late + back[0], way + work - early, way + work - early - late + back[0]
+        )
 
     def load_bound(self) -> float:
         """A lower bound of the makespan of any cut: the mean work of a group, and the way of one microbatch."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
-from scheduler.ordering import coverage_faults, raise_faults
+from scheduler.ordering import LoopTasks, Numbers, coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value
-from scheduler.programs.liveness import Liveness, groups_that_write, located
-from scheduler.programs.proof import peak_bytes
+from scheduler.programs.liveness import Liveness, located
 from scheduler.programs.streams import Stream, stream_faults
 from scheduler.programs.transfers import transfer_faults
 from scheduler.task import KINDS, Task
@@ -67,10 +66,8 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
         (50, 60, 50, 30)
     """
     with without_collection():
-        peaks = peak_bytes(program)
-        if peaks is None:
-            peaks, faults = _faults(program)
-            raise_faults(ScheduleError, "check: the program", faults)
+        peaks, faults = _faults(program)
+        raise_faults(ScheduleError, "check: the program", faults)
         if streams is not None:
             raise_faults(ScheduleError, "check: the program", stream_faults(program, streams))
         return Report(
@@ -82,17 +79,43 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
 
 def _faults(program: Program) -> tuple[list[int], list[str]]:
     """The most bytes alive at once in each group, and all that is wrong."""
-    faults, legible = _shape_faults(program)
     peaks: list[int] = []
-    if legible:
-        faults += _task_faults(program)
-        writers = groups_that_write(program)
+    faults: list[str] = []
+    try:
+        if not _covers(program):
+            faults += _task_faults(program)
         for group in range(program.num_groups):
-            walk = Liveness(program, group, writers)
+            walk = Liveness(program, group)
             faults += walk.run()
             peaks.append(walk.peak)
         faults += transfer_faults(program)
+    except (TypeError, AttributeError, IndexError):  # something stands there that is no task, no value, or no number
+        shape, is_legible = _shape_faults(program)
+        if is_legible and not shape:
+            raise
+        return peaks, shape
+    if faults or any(len(ends) not in (0, program.num_groups) for ends in (program.inputs, program.outputs)):
+        faults = _shape_faults(program)[0] + faults
     return peaks, faults
+
+
+def _covers(program: Program) -> bool:
+    """Whether each loop runs every task once, in the group of its stage, as B or as I and W."""
+    if not all(isinstance(tasks, LoopTasks) for tasks in program.tasks):
+        return False
+    numbers = [Numbers(tasks, "b") for tasks in program.tasks if isinstance(tasks, LoopTasks)]
+    placement = program.placement
+    for group, instructions in enumerate(program.groups):
+        for instruction in instructions:
+            if type(instruction) is Run:
+                if type(instruction.loop) is not int or not 0 <= instruction.loop < len(numbers):
+                    return False
+                for task in instruction.tasks:
+                    if type(task) is not Task or not numbers[instruction.loop].add(task, 1):
+                        return False
+                    if not task.stage < len(placement) or placement[task.stage] != group:
+                        return False
+    return not any(loop.left for loop in numbers)
 
 
 def _shape_faults(program: Program) -> tuple[list[str], bool]:

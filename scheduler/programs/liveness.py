@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 
-from scheduler.programs.instructions import WORK, Call, Program, Recv, Run, Send, Value
+from scheduler.programs.instructions import WORK, Call, Free, Program, Recv, Run, Send, Value
 
 
 def located(group: int, index: int, instruction: object) -> str:
@@ -13,88 +12,129 @@ def located(group: int, index: int, instruction: object) -> str:
     return f"group {group}, #{index} {instruction}"
 
 
-def groups_that_write(program: Program) -> dict[Value, int]:
-    """For each value, the group that writes it or starts with it."""
-    writers: dict[Value, int] = {}
-    for group, instructions in enumerate(program.groups):
-        writers.update(dict.fromkeys(program.inputs_of(group), group))
-        for instruction in instructions:
-            if isinstance(instruction, WORK):
-                writers.update(dict.fromkeys(instruction.writes, group))
-    return writers
-
-
 class Liveness:
-    """One group's list, run against a table of what is alive.
+    """One group's list, run once against the set of values that are alive.
 
-    Args:
-        program: The program.
-        group: The group.
-        writers: For each value, the group that writes it.
+    A right list costs a few set operations an instruction. How a value came to be absent is only looked up for a fault.
 
     Attributes:
         peak: The most bytes alive at once.
     """
 
-    def __init__(self, program: Program, group: int, writers: Mapping[Value, int]) -> None:
+    def __init__(self, program: Program, group: int) -> None:
         self.program = program
         self.group = group
-        self.writers = writers
-        self.state: dict[Value, str] = dict.fromkeys(program.inputs_of(group), "alive")
-        self.live = self.peak = sum(map(self._size, self.state))
+        self.alive = set(program.inputs_of(group))
+        self.live = self.peak = sum(program.nbytes.get(value.name, 0) for value in self.alive)
         self.faults: list[str] = []
         self.index = 0
 
     def run(self) -> list[str]:
-        """Runs the list once; returns its faults."""
+        """Runs the list; returns its faults.
+
+        Raises:
+            TypeError: Something stands in the list that is no instruction, no value or no number.
+        """
+        alive = self.alive
         for index, instruction in enumerate(self.program.groups[self.group]):
             self.index = index
-            if isinstance(instruction, WORK):
-                self._execute(instruction)
-            elif isinstance(instruction, Send):
-                self._use("sends", instruction.value)
-            elif isinstance(instruction, Recv):
-                self._create("receives", instruction.value)
+            if type(instruction) is Free:
+                if not self._let_go(instruction.value):
+                    self._fault(self._why_not_freed(instruction.value))
+            elif type(instruction) is Send:
+                if instruction.value not in alive:
+                    self._fault(f"sends {instruction.value} {self._why_absent(instruction.value)}")
+            elif type(instruction) is Recv:
+                self._make("receives", instruction.value)
+            elif isinstance(instruction, WORK):
+                self._work(instruction)
             else:
-                self._free(instruction.value)
+                raise TypeError(f"{instruction!r} is no instruction")
         outputs = self.program.outputs_of(self.group)
-        for value, state in self.state.items():
-            if state == "alive" and value not in outputs:
-                self.faults.append(f"group {self.group}: {value} is never freed, and is no output")
-        for value in sorted(outputs, key=str):
-            state = self.state.get(value, "never made there")
-            if state != "alive":
-                self.faults.append(f"group {self.group}: output {value} is {state}")
+        self.faults += [
+            f"group {self.group}: {value} is never freed, and is no output"
+            for value in sorted(alive - outputs, key=self._first_made)
+        ]
+        self.index = len(self.program.groups[self.group])
+        for value in sorted(outputs - alive, key=str):
+            self.faults.append(f"group {self.group}: output {value} is {self._fate(value) or 'never made there'}")
         return self.faults
+
+    def _work(self, instruction: Run | Call) -> None:
+        if not self.alive.issuperset(instruction.reads):
+            for value in instruction.reads:
+                if value not in self.alive:
+                    self._fault(f"reads {value} {self._why_absent(value)}")
+        for value in instruction.donates:
+            if value not in instruction.reads:
+                self._fault(f"donates {value}, which it does not read")
+            else:
+                self._let_go(value)
+        for value in instruction.writes:
+            self._make("writes", value)
+
+    def _make(self, verb: str, value: Value) -> None:
+        if type(value) is not Value:
+            raise TypeError(f"{value!r} is no value")
+        if value in self.alive:
+            self._fault(f"{verb} {value}, which is already there")
+            return
+        self.alive.add(value)
+        self.live += self.program.nbytes.get(value.name, 0)
+        if self.live > self.peak:
+            self.peak = self.live
+
+    def _let_go(self, value: Value) -> bool:
+        """Forgets a value; whether it was there."""
+        if value not in self.alive:
+            return False
+        self.alive.remove(value)
+        self.live -= self.program.nbytes.get(value.name, 0)
+        return True
+
+    # --- the words for a fault -----------------------------------------------------------------------
 
     def _fault(self, text: str) -> None:
         where = located(self.group, self.index, self.program.groups[self.group][self.index])
         self.faults.append(f"{where}: {text}")
 
-    def _size(self, value: Value) -> int:
-        return self.program.nbytes.get(value.name, 0)
+    def _fate(self, value: Value) -> str | None:
+        """What became of a value before this point: freed, donated, or None if it was never there."""
+        for index in range(self.index - 1, self._first_made(value), -1):
+            instruction = self.program.groups[self.group][index]
+            if isinstance(instruction, Free) and instruction.value == value:
+                return "freed"
+            if isinstance(instruction, WORK) and value in instruction.donates:
+                return "donated"
+        return None
 
-    def _execute(self, instruction: Run | Call) -> None:
-        for value in instruction.reads:
-            self._use("reads", value)
-        for value in instruction.donates:
-            if value not in instruction.reads:
-                self._fault(f"donates {value}, which it does not read")
-            elif self.state.get(value) == "alive":
-                self.state[value] = "donated"
-                self.live -= self._size(value)
-        for value in instruction.writes:
-            self._create("writes", value)
+    def _why_not_freed(self, value: Value) -> str:
+        match self._fate(value):
+            case "freed":
+                return f"{value} was already freed"
+            case "donated":
+                return f"frees {value} after it was donated"
+            case _:
+                return f"frees {value} {self._why_absent(value)}"
 
-    def _use(self, verb: str, value: Value) -> None:
-        state = self.state.get(value)
-        if state is None:
-            self._fault(f"{verb} {value} {self._why_absent(value)}")
-        elif state != "alive":
-            self._fault(f"{verb} {value} after it was {state}")
+    def _why_absent(self, value: Value) -> str:
+        if fate := self._fate(value):
+            return f"after it was {fate}"
+        if value in self._made:
+            index = self._made[value]
+            verb = "arrives" if isinstance(self.program.groups[self.group][index], Recv) else "is written"
+            return f"before it {verb} at #{index}"
+        others = (g for g in range(self.program.num_groups) if g != self.group and _makes(self.program, g, value))
+        other = next(others, None)
+        return "which nobody writes" if other is None else f"which is in group {other} and never arrives here"
+
+    def _first_made(self, value: Value) -> int:
+        """The first instruction that makes a value; that before the first one for an input."""
+        never = len(self.program.groups[self.group])
+        return -1 if value in self.program.inputs_of(self.group) else self._made.get(value, never)
 
     @cached_property
-    def _first_made(self) -> dict[Value, int]:
+    def _made(self) -> dict[Value, int]:
         """For each value that this group writes or receives, the first instruction that does."""
         made: dict[Value, int] = {}
         for index, instruction in enumerate(self.program.groups[self.group]):
@@ -102,31 +142,9 @@ class Liveness:
                 made.setdefault(value, index)
         return made
 
-    def _why_absent(self, value: Value) -> str:
-        if value in self._first_made:
-            index = self._first_made[value]
-            verb = "arrives" if isinstance(self.program.groups[self.group][index], Recv) else "is written"
-            return f"before it {verb} at #{index}"
-        if value in self.writers:
-            return f"which is in group {self.writers[value]} and never arrives here"
-        return "which nobody writes"
 
-    def _create(self, verb: str, value: Value) -> None:
-        if self.state.get(value) == "alive":
-            self._fault(f"{verb} {value}, which is already there")
-            return
-        self.state[value] = "alive"
-        self.live += self._size(value)
-        self.peak = max(self.peak, self.live)
-
-    def _free(self, value: Value) -> None:
-        state = self.state.get(value)
-        if state == "freed":
-            self._fault(f"{value} was already freed")
-        elif state == "donated":
-            self._fault(f"frees {value} after it was donated")
-        elif state is None:
-            self._fault(f"frees {value} {self._why_absent(value)}")
-        else:
-            self.state[value] = "freed"
-            self.live -= self._size(value)
+def _makes(program: Program, group: int, value: Value) -> bool:
+    """Whether a group starts with a value or writes it."""
+    return value in program.inputs_of(group) or any(
+        value in instruction.writes for instruction in program.groups[group] if isinstance(instruction, WORK)
+    )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
-from scheduler.programs.units import Shape, Slot, Units
+from scheduler.programs.task_units import Shape, Slot, TaskUnits
 from scheduler.schedules.catalogue import make
 from scheduler.task import Orders, Schedule, Task, check_schedule
 
@@ -59,7 +59,7 @@ def lower(
             f"{schedule.num_stages}; expected the same."
         )
     with without_collection():
-        units = Units(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
+        units = TaskUnits(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
         return Program(
             groups=_instructions(units),
             placement=tuple(schedule.placement),
@@ -68,7 +68,7 @@ def lower(
         )
 
 
-def _instructions(units: Units) -> tuple[tuple[Instruction, ...], ...]:
+def _instructions(units: TaskUnits) -> tuple[tuple[Instruction, ...], ...]:
     """For each group, its instructions."""
     groups: list[list[Instruction]] = [[] for _ in units.first[1:]]
     flows = _Flows(units)
@@ -94,7 +94,7 @@ def _instructions(units: Units) -> tuple[tuple[Instruction, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _events(units: Units) -> Iterator[tuple[int, bool, int]]:
+def _events(units: TaskUnits) -> Iterator[tuple[int, bool, int]]:
     """Group, whether it is a start, and unit: starts and ends in order of time.
 
     Of events at one time ends come first, then the lower group; a group's own events keep their order.
@@ -121,7 +121,7 @@ def _events(units: Units) -> Iterator[tuple[int, bool, int]]:
             heappop(heap)
 
 
-class _Flow(NamedTuple):
+class _UnitValues(NamedTuple):
     """The values that units of one shape read and write.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Flow(NamedTuple):
 class _Flows:
     """What units read and write, found once for each shape."""
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: TaskUnits) -> None:
         self.units = units
         self.edges = units.graph.edges
         self.values: dict[int, list[Value]] = {}
@@ -146,9 +146,9 @@ class _Flows:
         for number, edge in enumerate(self.edges):
             for end in {edge.producer, *edge.consumers}:
                 self.edges_at.setdefault(end, []).append(number)
-        self.flows: dict[Slot | Shape, _Flow] = {}
+        self.flows: dict[Slot | Shape, _UnitValues] = {}
 
-    def of(self, tasks: tuple[Task, ...]) -> tuple[_Flow, int, int]:
+    def of(self, tasks: tuple[Task, ...]) -> tuple[_UnitValues, int, int]:
         """A unit's values, and its lower and higher microbatch."""
         if len(tasks) == 1:
             stage, kind, low = tasks[0]
@@ -159,10 +159,10 @@ class _Flows:
             self.flows[key] = self._find(Shape.of(tasks))
         return self.flows[key], low, high
 
-    def _find(self, shape: Shape) -> _Flow:
+    def _find(self, shape: Shape) -> _UnitValues:
         placement = self.units.schedule.placement
         group = placement[shape.tasks[0][0]]
-        flow = _Flow([], [])
+        flow = _UnitValues([], [])
         touched = {(number, which) for slot, which in shape.slots for number in self.edges_at.get(slot, ())}
         for number, which in sorted(touched):
             edge = self.edges[number]

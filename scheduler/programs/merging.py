@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from scheduler.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Value
-from scheduler.programs.units import DURATION
+from scheduler.programs.task_units import DURATION
 
 GroupInstruction = tuple[int, Instruction]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
+from scheduler.engine import blocked, run_until_blocked
 from scheduler.programs.instructions import TRANSFERS, WORK, Instruction, Program, Recv, Send, Transfer
 from scheduler.programs.merging import GroupInstruction, merge
-from scheduler.programs.transfers import Meeting, run_meetings
+
+Meeting = tuple[Hashable, frozenset[int]]
+"""Something that several streams do together: its name, and which streams have to come to it."""
 
 # What a stream may be given as: the groups that it runs, in the order of `merge`, or its instructions in its own order.
 Stream = Collection[int] | Sequence[GroupInstruction]
@@ -82,9 +85,8 @@ def _incomplete(program: Program, orders: Sequence[Sequence[GroupInstruction]]) 
 def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
     """The streams that never come to the end, and what each waits for."""
     todo = meetings(orders)
-    position, arrived = run_meetings(todo)
-    stuck = [s for s, at in enumerate(position) if at < len(todo[s])]
-    if not stuck:
+    position, arrived = _run(todo)
+    if not (stuck := blocked(position, todo)):
         return []
     texts = []
     for stream in stuck:
@@ -92,6 +94,27 @@ def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
         absent = ", ".join(map(str, sorted(wanted - arrived[name])))
         texts.append(f"stream {stream} at {_text(name)} waits for stream {absent}")
     return [f"deadlock: {'; '.join(texts)}"]
+
+
+def _run(todo: Sequence[Sequence[Meeting]]) -> tuple[list[int], dict[Hashable, set[int]]]:
+    """How far each comes if a meeting happens when all whom it needs have come to it; and who has come to which."""
+    position = [0] * len(todo)
+    arrived: dict[Hashable, set[int]] = defaultdict(set)
+
+    def advance(one: int, happened: Callable[[int], None]) -> int | None:
+        while position[one] < len(todo[one]):
+            name, wanted = todo[one][position[one]]
+            arrived[name].add(one)
+            if not arrived[name] >= wanted:
+                return one  # until the last one has come, and goes on for all
+            for other in wanted:
+                position[other] += 1
+            for other in wanted - {one}:
+                happened(other)
+        return None
+
+    run_until_blocked(len(todo), advance)
+    return position, arrived
 
 
 def _text(name: Hashable) -> str:

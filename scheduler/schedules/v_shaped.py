@@ -27,7 +27,7 @@ def v_placement(num_groups: int) -> tuple[int, ...]:
     return (*range(num_groups), *reversed(range(num_groups)))
 
 
-class _Builder:
+class _OrderBuilder:
     """One group's order under construction: each call appends the next microbatch of a kind, on its way down or up."""
 
     def __init__(self, num_groups: int, group: int, num_microbatches: int) -> None:
@@ -102,7 +102,7 @@ class ZeroBubbleV(VSchedule):
 
     def _order(self, group: int, num_microbatches: int) -> tuple[Task, ...]:
         p = self.num_groups
-        build = _Builder(p, group, num_microbatches)
+        build = _OrderBuilder(p, group, num_microbatches)
 
         # With few microbatches memory is not full after the warmup, and these weight gradients can wait.
         postponed = max(0, 2 * p - 1 - group - num_microbatches)
@@ -192,7 +192,7 @@ class DualPipeV(VSchedule):
 
     def _plan(self, group: int, num_microbatches: int) -> tuple[tuple[Task, ...], list[tuple[Task, Task]]]:
         p = self.num_groups
-        build = _Builder(p, group, num_microbatches)
+        build = _OrderBuilder(p, group, num_microbatches)
         pairs: list[tuple[Task, Task]] = []
 
         def pair(forward_leg: int, fuse: bool = True) -> None:

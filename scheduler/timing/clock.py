@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from scheduler.collector import without_collection
+from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.ordering import chain_needs, find_cycle, paired
 from scheduler.task import Kind, Orders, Task
@@ -34,8 +34,6 @@ class Clock:
     happened: array = field(init=False)
     """When each event has happened, -1 before. The end of F is event number stage times microbatches plus microbatch;
     the end of I or B is that number plus ``size``."""
-    waiting: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """For each event that has not happened, the groups that wait for it."""
 
     def __post_init__(self) -> None:
         self.happened = array("d", [-1.0]) * (2 * self.size)
@@ -57,25 +55,25 @@ class Clock:
         """
         starts: Times = tuple(array("d") for _ in orders)
         ends: Times = tuple(array("d") for _ in orders)
-        todo = deque(range(len(orders)))
+
+        def advance(group: int, happened: Callable[[int], None]) -> int | None:
+            if second:
+                return self._advance_units(orders[group], second, starts[group], ends[group], happened)
+            return self._advance(orders[group], starts[group], ends[group], happened)
+
         with without_collection():
-            while todo:
-                group = todo.popleft()
-                if second:
-                    self._advance_units(orders[group], second, starts[group], ends[group], group, todo)
-                else:
-                    self._advance(orders[group], starts[group], ends[group], group, todo)
+            run_until_blocked(len(orders), advance)
         position = [len(times) for times in ends]
-        if any(position[group] < len(order) for group, order in enumerate(orders)):
+        if blocked(position, orders):
             raise ScheduleError(
                 f"simulate: the orders deadlock: {_stuck(orders, second, len(self.placement), position)}."
             )
         return starts, ends
 
-    def _advance(self, order: Sequence[Task], starts: array, ends: array, group: int, todo: deque[int]) -> None:
+    def _advance(self, order: Sequence[Task], starts: array, ends: array, happens: Callable[[int], None]) -> int | None:
         """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in."""
         m, last, size = self.num_microbatches, len(self.placement) - 1, self.size
-        happened, waiting, over, seconds = self.happened, self.waiting, self.over, self.seconds
+        happened, over, seconds = self.happened, self.over, self.seconds
         now = ends[-1] if ends else 0.0
         add_start, add_end = starts.append, ends.append
         for index in range(len(ends), len(order)):
@@ -85,24 +83,20 @@ class Clock:
                 if stage:
                     arrival = happened[at - m]
                     if arrival < 0:
-                        waiting.setdefault(at - m, []).append(group)
-                        return
+                        return at - m
                     arrival += over[stage - 1]
                     if arrival > now:
                         now = arrival
             elif kind == "W":
                 if happened[size + at] < 0:
-                    waiting.setdefault(size + at, []).append(group)
-                    return
+                    return size + at
             else:
                 if happened[at] < 0:
-                    waiting.setdefault(at, []).append(group)
-                    return
+                    return at
                 if stage < last:
                     arrival = happened[size + at + m]
                     if arrival < 0:
-                        waiting.setdefault(size + at + m, []).append(group)
-                        return
+                        return size + at + m
                     arrival += over[stage]
                     if arrival > now:
                         now = arrival
@@ -112,8 +106,8 @@ class Clock:
             if kind != "W":
                 event = at if kind == "F" else size + at
                 happened[event] = now
-                if event in waiting:
-                    todo.extend(waiting.pop(event))
+                happens(event)
+        return None
 
     def _advance_units(
         self,
@@ -121,9 +115,8 @@ class Clock:
         second: Mapping[Task, Task],
         starts: array,
         ends: array,
-        group: int,
-        todo: deque[int],
-    ) -> None:
+        happens: Callable[[int], None],
+    ) -> int | None:
         """The same with fused pairs: a pair starts when both tasks could, and hands on its results at its end."""
         while len(ends) < len(order):
             task = order[len(ends)]
@@ -136,8 +129,7 @@ class Clock:
                         continue
                     end = self.happened[event]
                     if end < 0:
-                        self.waiting.setdefault(event, []).append(group)
-                        return
+                        return event
                     start = max(start, end + late)
             for one in unit:
                 starts.append(start)
@@ -147,7 +139,8 @@ class Clock:
                 if one.kind != "W":  # nobody waits for W
                     event = self._event_of(one)
                     self.happened[event] = start
-                    todo.extend(self.waiting.pop(event, ()))
+                    happens(event)
+        return None
 
     def _events(self, task: Task) -> Iterator[tuple[int, float]]:
         """The events that a task waits for, each with the seconds until the group can read its result."""

@@ -226,11 +226,11 @@ def _colour(timeline: Timeline, stage: int, kind: str) -> str:
 
 
 def colour(stage: int, kind: str, num_stages: int) -> str:
-    """The colour of a task: one hue a stage, spread over the wheel; one shade a kind.
+    """The colour of a task: one hue a stage, from green over blue to violet; one shade a kind.
 
-    As hex: not every viewer reads hsl().
+    No stage is red, which looks like an error. As hex: not every viewer reads hsl().
     """
-    hue = stage / max(num_stages, 1) * 330 / 360
+    hue = (95 + 180 * stage / max(num_stages - 1, 1)) / 360
     lightness = _LIGHTNESS[kind] / 100
     chroma = 0.75 * (1 - abs(2 * lightness - 1))
     channels = []

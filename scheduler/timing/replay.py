@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from scheduler.engine import run_until_blocked
 from scheduler.task import Orders
 
 _KINDS = {"F": 0, "I": 1, "W": 2, "B": 3}
@@ -28,7 +29,7 @@ class Replay:
         """For each stage, the most microbatches that it holds at once."""
 
     def makespan(self, forward: Sequence[float], input_grad: Sequence[float], weight_grad: Sequence[float],
-                 over: Sequence[float]) -> float:  # fmt: skip
+                 over: Sequence[float], after: Sequence[float] = ()) -> float:  # fmt: skip
         """Seconds from the first start to the last end.
 
         Args:
@@ -36,6 +37,7 @@ class Replay:
             input_grad: Those of I.
             weight_grad: Those of W; B takes both.
             over: Seconds over the boundary behind each stage, in either direction.
+            after: Seconds of each group after its last task.
         """
         seconds = [0.0] * (4 * len(forward))
         seconds[0::4], seconds[1::4], seconds[2::4] = forward, input_grad, weight_grad
@@ -56,7 +58,7 @@ class Replay:
             now += seconds[kind]
             clock[group] = now
             done(now)
-        return max(clock)
+        return max(map(sum, zip(clock, after, strict=True))) if after else max(clock)
 
     def peaks(self, activations: Sequence[float]) -> list[float]:
         """For each group, the most bytes of activations that it holds, from the bytes of a microbatch in each stage."""
@@ -74,24 +76,27 @@ def _steps(orders: Orders, placement: tuple[int, ...]) -> list[tuple[int, int, i
     at: dict[tuple[int, bool, int], int] = {}  # stage, whether it goes back, microbatch
     position = [0] * len(orders)
     steps: list[tuple[int, int, int, int]] = []
-    while True:
-        before = len(steps)
-        for group, order in enumerate(orders):
-            while position[group] < len(order):
-                stage, kind, microbatch = order[position[group]]
-                is_back = kind in "IB"
-                other = -1 if kind == "W" else stage + 1 if is_back else stage - 1
-                needs, boundary = -1, 0
-                if 0 <= other <= last:
-                    if (needs := at.get((other, is_back, microbatch), -1)) < 0:
-                        break
-                    boundary = max(stage, other)
-                if kind != "W":
-                    at[stage, is_back, microbatch] = len(steps)
-                steps.append((group, 4 * stage + _KINDS[kind], needs, boundary))
-                position[group] += 1
-        if len(steps) == before:
-            break
+
+    def advance(group: int, happened: Callable[[tuple[int, bool, int]], None]) -> tuple[int, bool, int] | None:
+        order = orders[group]
+        while position[group] < len(order):
+            stage, kind, microbatch = order[position[group]]
+            is_back = kind in "IB"
+            other = -1 if kind == "W" else stage + 1 if is_back else stage - 1
+            needs, boundary = -1, 0
+            if 0 <= other <= last:
+                if (needs := at.get((other, is_back, microbatch), -1)) < 0:
+                    return other, is_back, microbatch
+                boundary = max(stage, other)
+            if kind != "W":
+                at[stage, is_back, microbatch] = len(steps)
+            steps.append((group, 4 * stage + _KINDS[kind], needs, boundary))
+            position[group] += 1
+            if kind != "W":
+                happened((stage, is_back, microbatch))
+        return None
+
+    run_until_blocked(len(orders), advance)
     assert len(steps) == sum(map(len, orders)), "the orders deadlock"
     return steps
 

@@ -23,14 +23,21 @@ def environment(num_devices: int = 1) -> dict[str, str]:
     }
 
 
-def start(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -> list[subprocess.Popen]:
-    """Starts the processes; the caller ends them."""
+# Before a command: it sees this folder on a file system that it cannot write to.
+READ_ONLY = ["unshare", "--mount", "bash", "-c", 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"']
+
+
+def start(
+    scenario: str, num_processes: int, devices: int = 1, prefixes: dict[int, list[str]] | None = None, **arguments: Any
+) -> list[subprocess.Popen]:
+    """Starts the processes, the words of `prefixes` before the commands of some; the caller ends them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, str(SCENARIOS), scenario, address, str(num_processes)]
     return [
         subprocess.Popen(
-            [sys.executable, str(SCENARIOS), scenario, address, str(num_processes), str(i), json.dumps(arguments)],
+            [*(prefixes or {}).get(i, ()), *command, str(i), json.dumps(arguments)],
             env=environment(devices),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

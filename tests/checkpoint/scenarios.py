@@ -96,6 +96,36 @@ def manager(path: str, groups: int, steps: int, scale: int = 1, restore: bool = 
 
 
 @scenario
+def save_where_one_cannot(path: str, other: str, how: str) -> Any:
+    """What each process is told, and in how many seconds; then all save elsewhere."""
+    import time
+
+    import orbax.checkpoint as ocp
+    from layouts import mesh_of, place_all, shardings_for
+
+    from mpmd.errors import ReshardError
+    from reshard.checkpoint import TensorFormat, save
+
+    tree = place_all(random_values(1, 1), shardings_for(mesh_of(2)))
+    found = {}
+    for name, folder in (("first", path), ("again", path), ("other", other)):
+        begun = time.monotonic()
+        try:
+            if how == "manager":
+                checkpoints = ocp.CheckpointManager(folder)
+                checkpoints.save(1, args=ocp.args.StandardSave(tree))
+                checkpoints.wait_until_finished()
+            else:
+                save(f"{folder}/state", tree, tensors=TensorFormat() if how == "tensors" else None, timeout_s=100)
+            found[name] = ["saved"]
+        except (OSError, ReshardError) as error:
+            found[name] = [type(error).__name__, str(error)]
+        found[name].append(time.monotonic() - begun)
+    found["left"] = sorted(os.listdir(path))
+    return found
+
+
+@scenario
 def disk_full(path: str) -> Any:
     """The disk of process 1 is full while a CheckpointManager saves; it prints what it is told."""
     import errno

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
-from processes import environment, run, start
+from processes import READ_ONLY, environment, finish, run, start
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
@@ -438,6 +438,32 @@ def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_
     assert "save: the disk is full; nothing was saved" in json.loads(out.splitlines()[-1])
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    "how, unable",
+    [
+        ("orbax", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("orbax", 0), ("tensors", 1), ("manager", 1)]),
+    ],
+)
+def test_a_save_that_one_process_cannot_do_is_told_to_all_at_once_and_the_next_one_works(tmp_path, how, unable):
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.mkdir()
+    workers = start(
+        "save_where_one_cannot", 2, prefixes={unable: [*READ_ONLY, str(bad)]}, path=str(bad), other=str(good), how=how
+    )
+    text = "save: the file system is read-only; nothing was saved, and what was saved before is untouched"
+    for rank, (status, out, err) in enumerate(finish(workers)):
+        assert status == 0, err[-3000:]
+        found = json.loads(out.splitlines()[-1])
+        for name in ("first", "again"):
+            kind, message, seconds = found[name]
+            by = "" if rank == unable else f" (so process {unable} says)"
+            assert kind == "OSError" and message.startswith(f"[Errno {errno.EROFS}] {text}{by}: '{bad}/")
+            assert seconds < 30  # others wait for 100 s for one that does not come
+        assert found["other"][0] == "saved"
+        assert how == "manager" or found["left"] == []
 
 
 INTERRUPTED = """

@@ -84,6 +84,27 @@ def test_the_standard_checkpointer_saves_and_restores_a_mixed_tree(tmp_path):
         check_same(checkpointer.restore(tmp_path / "state", abstract(tree)), tree)
 
 
+def test_the_first_version_of_orbaxs_new_api_saves_and_loads_it(tmp_path):
+    v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    tree = mixed_tree()
+    v1.save(tmp_path / "a", tree)
+    check_same(v1.load(tmp_path / "a", abstract(tree)), tree)
+    some = {name: tree[name] for name in ("bf16", "flag", "spmd", "position", "epoch")}
+    v1.save_async(tmp_path / "some", some).result()
+    check_same(v1.load(tmp_path / "some", some), some)  # arrays say where they go, too
+    check_same(restore(tmp_path / "a", abstract(tree)), tree)
+    save(tmp_path / "b", tree)
+    with v1.training.Checkpointer(tmp_path / "steps") as checkpointer:
+        checkpointer.save(0, tree)
+        for loaded in (v1.load(tmp_path / "b", abstract(tree)), checkpointer.load(0, abstract(tree))):
+            check_same(loaded, tree)
+    elsewhere = abstract(tree["params"], MpmdSharding(MESH, 3))
+    moved = v1.load(tmp_path / "b", {**abstract(tree), "params": elsewhere})["params"]
+    assert {leaf.mpmd_idxs for leaf in jax.tree.leaves(moved)} == {(3,)}
+    for a, b in zip(*map(jax.tree.leaves, (moved, tree["params"])), strict=True):
+        np.testing.assert_array_equal(plain(a), plain(b))
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_pytree_save_and_restore_take_it(tmp_path, asynchronous):
     tree = mixed_tree() | {"name": "a run"}

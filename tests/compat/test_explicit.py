@@ -204,3 +204,27 @@ def test_flax_partitioning_is_a_constraint_where_the_user_has_set_the_mesh():
     general, params, xs = _flax_step(("data", None, None), scheduler.OneFOneB(2))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="only valid for values of rank at least 3"):
         mpmd.jit(general, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")).trace(params, xs)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
+def test_what_is_computed_while_a_step_is_traced_is_as_under_jit(kind):
+    mesh = make_mesh(2, kind, ("data",))
+    table = jax.device_put(np.ones(3, np.float32), NamedSharding(mesh, P()))
+
+    def loss(ws, x):
+        with jax.ensure_compile_time_eval():
+            count = jnp.asarray(3) + 1
+            is_deep = bool(count > 2)
+            line = jnp.linspace(0, 1, WIDTH) * table[0]
+            x = jnp.tanh(x) * line  # a traced value in between
+        x = mpmd.mark_stage_end(x @ ws[0] * count)
+        return ((x @ ws[1] + line) ** 2).sum() if is_deep else x.sum()
+
+    def step(ws, xs, schedule):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule=schedule)
+
+    args = [np.eye(WIDTH, dtype=np.float32)] * 2, np.linspace(0, 1, 8 * WIDTH, dtype=np.float32).reshape(2, 4, WIDTH)
+    with jax.set_mesh(mesh):
+        plain = jax.jit(lambda ws, xs: step(ws, xs, None))(*args)
+    found = mpmd.jit(lambda ws, xs: step(ws, xs, "1f1b"), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, plain)

@@ -1,5 +1,7 @@
 """Data parallel inside a group, written plainly: sums over its devices are done once a step, on any axes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,3 +261,80 @@ def test_an_operation_says_so():
     assert mpmd.Add(once=True) == mpmd.Add() != mpmd.Add(once=False)
     with pytest.raises(mpmd.StageError, match=r"^Add: once is 1\. Pass True or False\.$"):
         mpmd.Add(once=1)  # pyright: ignore[reportArgumentType]
+
+
+_LENGTH_1 = (
+    "replica", "data", ("replica", "data"), ("data", "replica"), ("one", "data"), ("data", "one"),
+    ("replica", "data", "one"), ("data", "replica", "one"), ("replica", "one"),
+)  # fmt: skip
+_TYPES = ((AUTO,) * 4, (EXPLICIT,) * 4, (EXPLICIT, EXPLICIT, AUTO, EXPLICIT), (AUTO, AUTO, EXPLICIT, AUTO))
+_SCHEDULES = (scheduler.OneFOneB(2), scheduler.GPipe(2), scheduler.ZeroBubbleH1(2))
+
+
+def _specs_with_axes_of_length_1():
+    """Rows, another axis of the batch, weights, axis types, schedule: 216 cases, of which a quick run takes ten."""
+    cases = itertools.product(
+        _LENGTH_1, (None, "one", "replica"), (P(), P("one"), P(None, "one"), P("replica")), _TYPES
+    )
+    for number, (rows, other, weights, types) in enumerate(cases):
+        named = [other, *([rows] if isinstance(rows, str) else rows), *(weights.partitions or ())]
+        if not any(n is not None and named.count(n) > 1 for n in named):  # JAX refuses a product of such types
+            case = rows, other, weights, types, _SCHEDULES[number % 3]
+            yield pytest.param(
+                *case, id=f"{rows}-{other}-{weights}-{number % 4}", marks=[pytest.mark.slow] * (number % 23 != 10)
+            )
+
+
+@pytest.fixture(scope="module")
+def dense_without_a_pipeline():
+    params, batch = _dense_case(2, 4, ROWS, 6, WIDTH)
+    return params, batch, host(jax.jit(_step(lambda p, m: _dense_loss(p, m, ()), None))(params, batch))
+
+
+@pytest.mark.parametrize(("rows", "other", "weights", "types", "schedule"), _specs_with_axes_of_length_1())
+def test_axes_of_length_1_in_specs_change_no_number(rows, other, weights, types, schedule, dense_without_a_pipeline):
+    params, batch, expected = dense_without_a_pipeline
+    devices = np.array(jax.devices()[:4]).reshape(2, 1, 2, 1)
+    mesh = Mesh(devices, ("stage", "replica", "data", "one"), axis_types=types)
+    specs = [{"w": weights, "b": P()}] * 2, P(None, rows, other)
+    compiled = _compiled(_step(lambda p, m: _dense_loss(p, m, ()), schedule), params, batch, mesh, in_shardings=specs)
+    assert_same(host(compiled(params, batch)), expected, 2e-5)
+    if weights == P() and other is None:
+        assert not _split(compiled)[0]
+
+
+def test_rows_on_auto_axes_and_columns_on_explicit_ones_are_summed_right():
+    keys = jax.random.split(jax.random.key(3), 5)
+    params = [
+        {"up": normal(k, WIDTH, WIDTH), "down": normal(j, WIDTH, WIDTH)}
+        for k, j in zip(keys[:2], keys[2:4], strict=True)
+    ]
+    batch = normal(keys[4], 4, ROWS, 6, WIDTH)
+
+    def loss(params, x):
+        for index, p in enumerate(params):
+            x = x if index == 0 else mpmd.mark_stage_end(x)
+            x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+        return jnp.mean(x**2)
+
+    types = EXPLICIT, AUTO, EXPLICIT
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("stage", "data", "model"), axis_types=types)
+    specs = [{"up": P(None, "model"), "down": P()}] * 2, P(None, "data")
+    compiled = _compiled(_step(loss, scheduler.OneFOneB(2)), params, batch, mesh, in_shardings=specs)
+    assert_same(host(compiled(params, batch)), host(jax.jit(_step(loss, None))(params, batch)), 2e-5)
+
+
+@pytest.mark.parametrize("work", ["sort", "tanh"])
+def test_sums_are_once_a_step_behind_a_region_of_auto_axes(work):
+    inner = {"sort": lambda h: h[jnp.argsort(h[:, 0])], "tanh": jnp.tanh}[work]
+    params, batch = _dense_case()
+
+    def loss(p, m, region):
+        h = mpmd.mark_stage_end(region(jnp.tanh(m["x"] @ p[0]["w"] + p[0]["b"])))
+        return squared_error(region(h @ p[1]["w"] + p[1]["b"]), m["y"])
+
+    region = jax.sharding.auto_axes(inner, out_sharding=P("data", None))
+    step = _step(lambda p, m: loss(p, m, region), scheduler.OneFOneB(2))
+    compiled = _compiled(step, params, batch, make_mesh(2, EXPLICIT, ("data",)), in_shardings=(P(), P(None, "data")))
+    plain = jax.jit(_step(lambda p, m: loss(p, m, inner), None))
+    assert_same(host(compiled(params, batch)), host(plain(params, batch)), 2e-5)

@@ -37,7 +37,7 @@ def step(w, xs):
 w, xs = [jnp.eye(4) + i for i in range(4)], jnp.ones((4, 2, 4))
 compiled = mpmd.jit(step, mpmd_mesh=mesh).lower(w, xs).compile()
 for _ in range(2): w = compiled(w, xs)
-loaded = compiled.explain().split("(")[-2].split()[0]
+loaded = compiled.explain().split(" copies of these")[0].split()[-1]
 print(counts["hits"], counts["compiled"], loaded, *(float(p.first_mpmd_replica.sum()) for p in w))
 """
 

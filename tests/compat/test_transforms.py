@@ -345,3 +345,36 @@ def test_a_loop_without_a_schedule_stands_wherever_a_scan_may(around):
     step = _AROUND_A_PLAIN_LOOP[around]
     args = stages_params(jax.random.key(0), 2), regression_batch(jax.random.key(1))
     assert_same(host(mpmd.jit(step, mpmd_mesh=shared_device(2))(*args)), host(jax.jit(step)(*args)), 2e-5)
+
+
+def test_a_step_whose_arguments_are_in_place_runs_where_implicit_transfers_are_refused():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]), "stage")
+
+    def loss(ws, x):
+        return ((mpmd.mark_stage_end(jnp.tanh(x @ ws[0])) @ ws[1]) ** 2).mean()
+
+    @mpmd.jit(mpmd_mesh=mesh)
+    def step(ws, xs):
+        value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule="1f1b")
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], value
+
+    args = [jnp.eye(4)] * 2, jnp.ones((4, 2, 4))
+    expected = step(*args)
+    with jax.transfer_guard("disallow"):
+        found = step(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, pytest.param(jnp.int4, marks=pytest.mark.slow)])
+def test_arguments_of_4_bits_are_taken_as_by_jit(dtype):
+    def loss(ws, x):
+        return (mpmd.mark_stage_end(jnp.tanh(x @ ws[0].astype(x.dtype))) @ ws[1].astype(x.dtype)).sum()
+
+    def step(ws, xs, schedule):
+        return mpmd.treduce(lambda x: loss(ws, x), xs, schedule=schedule)
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]), "stage")
+    ws, xs = [np.eye(8).astype(dtype)] * 2, np.linspace(0, 1, 64, dtype=np.float32).reshape(2, 4, 8)
+    pipelined_step = mpmd.jit(lambda ws, xs: step(ws, xs, "1f1b"), mpmd_mesh=mesh)
+    plain = jax.jit(lambda ws, xs: step(ws, xs, None))(ws, xs)
+    assert float(pipelined_step(ws, xs)) == float(pipelined_step(list(map(jnp.asarray, ws)), xs)) == float(plain)

@@ -87,7 +87,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path, monkeypatch, capsys):
+def test_a_terminal_sees_a_bar_and_a_file_whole_lines(tmp_path, monkeypatch, capsys):
     source = save(tmp_path / "source", {"w": np.zeros((4, 2))})
     seen = []
     for stream in (Terminal(), io.StringIO()):
@@ -98,7 +98,8 @@ def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path, monkeypatch, capsys
         assert capsys.readouterr().out == f"{target}: 1 array, 64 B, verified\n"
         seen.append(stream.getvalue())
     assert seen[0].startswith(CLEAR) and seen[0].endswith(CLEAR)
-    assert {step.split()[0] for step in seen[0].split(CLEAR) if step} <= {"copying", "reading"} and not seen[1]
+    assert {step.split()[0] for step in seen[0].split(CLEAR) if step} <= {"copying", "reading"}
+    assert {line.split()[0] for line in seen[1].splitlines()} <= {"copying", "reading"} and "\r" not in seen[1]
 
 
 @contextmanager

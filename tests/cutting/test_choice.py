@@ -1,5 +1,6 @@
 """What `mpmd.jit` chooses where `mark_layer_end` leaves it open: costs of each unit, cuts, memory, and what it says."""
 
+import itertools
 import re
 
 import jax
@@ -12,10 +13,10 @@ from programs.pipelines import shared_device
 import mpmd
 import scheduler
 from mpmd.arrays.targets import Target
+from mpmd.costs.machine import Machine
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.choose import choose
 from mpmd.cutting.costs import unit_costs
-from mpmd.planning.machine import Machine
 from scheduler.optimize.units import CutProblem
 
 NUM_LAYERS, WIDTH, ROWS, WORDS = 8, 32, 16, 1024
@@ -115,14 +116,74 @@ def test_a_chosen_cut_computes_what_plain_jax_computes():
     jax.tree.map(same, mpmd.device_get(found), jax.jit(step)(state(), batch))
 
 
+@pytest.fixture(scope="module")
+def two_loops():
+    """A forward loop over parameters (or their moving average), then one that trains them towards its results."""
+
+    def model(p, x):
+        x = x @ p["embed"]
+        for w in p["layers"]:
+            x = mpmd.mark_layer_end(x + jnp.tanh(x @ w))
+        return x @ p["head"]
+
+    def step(state, xs, schedule, cuts, copied):
+        p, slow = state
+        y = mpmd.treduce(
+            lambda x: model(slow if copied else p, x), xs, schedule=schedule, operation=mpmd.Concat, cuts=cuts
+        )
+        grads = mpmd.treduce(
+            lambda b: jax.grad(lambda p: ((model(p, b[0]) - b[1] + 1) ** 2).mean())(p), (xs, y), schedule=schedule
+        )
+        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+        return (p, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, slow, p))
+
+    def normal(*shape):
+        return jax.random.normal(jax.random.key(len(shape)), shape) / 8
+
+    def lowered(embed, schedule, cuts=None, copied=False):
+        p = {"embed": normal(embed, WIDTH), "layers": [normal(WIDTH, WIDTH)] * 10, "head": normal(WIDTH, 8)}
+        fun = lambda state, xs: step(state, xs, schedule, cuts, copied)  # noqa: E731
+        state = p, jax.tree.map(lambda x: x + 0.5, p)
+        xs = normal(8, 4, embed)
+        return mpmd.jit(fun, mpmd_mesh=shared_device(4)).lower(state, xs), fun, (state, xs)
+
+    return lowered
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_loops_over_the_same_layers_have_one_cut_and_no_parameter_crosses(two_loops, schedule, copied):
+    for embed in (8, 256):
+        lowered, *_ = two_loops(embed, schedule, copied=copied)
+        one, other = lowered.cuts
+        assert one == other and sum(one) == 10
+        moved = [i.var.aval for i in lowered._outline.items if hasattr(i, "target")]
+        assert all(v.size <= 8 * 4 * 8 for v in moved)  # the targets at most
+
+
+def test_one_cut_for_two_loops_is_no_slower_than_the_even_one_and_the_users_is_taken(two_loops):
+    lowered, fun, arguments = two_loops(8, "1f1b", cuts=(1, 4, 4, 1))
+    assert lowered.cuts == ((1, 4, 4, 1),) * 2
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    found = mpmd.jit(fun, mpmd_mesh=shared_device(4))(*arguments)
+    jax.tree.map(same, mpmd.device_get(found), jax.jit(fun)(*arguments))
+    for embed in (8, 256):
+        lowered, *_ = two_loops(embed, "interleaved-1f1b")
+        choices = [loop.partition.info.choice for loop in lowered._outline.loops]
+        assert sum(c.makespan for c in choices) <= 1.006 * sum(c.even_makespan for c in choices)
+        assert all(c.layers == choices[0].layers and c.makespan >= c.bound for c in choices)
+
+
 def test_stages_fit_the_memory_of_the_devices_if_any_cut_does(monkeypatch):
-    trace, eqn, candidates = loop_of("loop")
+    trace, eqn, candidates = loop_of("loop", words=256)
     schedule, mesh = scheduler.OneFOneB(4), shared_device(4)
     free = choose(trace, eqn, candidates, schedule, mesh, {})
     units = unit_costs(trace, eqn, candidates, mesh, MACHINE, {})
     problem = CutProblem(units, schedule, 8)
     assert free.layers[-1] == 0 and not free.excess  # the head computes most
-    need = max(problem.memory((1, 3, 3, 1)))  # the embedding and the head hold most
+    ends = itertools.combinations(range(1, NUM_LAYERS + 1), 3)
+    cuts = [(a, b - a, c - b, NUM_LAYERS - c) for a, b, c in ends]
+    need = min(max(problem.memory(cut)) for cut in cuts)
     limit = need + max(units.activations)
     assert need < max(problem.memory(free.layers))
     monkeypatch.setattr("mpmd.cutting.choose.memory_limit", lambda mesh, machine: limit)

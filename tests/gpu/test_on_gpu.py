@@ -33,7 +33,7 @@ def gpu(monkeypatch):
     if not Path("/dev/nvidia0").exists():
         pytest.skip("needs an NVIDIA GPU")
     if not HAS_JAX_FOR_GPUS:
-        pytest.skip("needs JAX for NVIDIA GPUs: pip install 'jax-mpmd[cuda]'")
+        pytest.skip("needs JAX for NVIDIA GPUs: pip install -e '.[cuda]'")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
 

@@ -433,8 +433,8 @@ def test_restarts_begin_anew_with_another_port_and_say_so(tmp_path):
     assert status == 0
     said = [line for line in job.err.splitlines() if line.startswith("jax-mpmd: ")]
     assert said == [
-        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over (restart 1 of 3)",
-        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over (restart 2 of 3)",
+        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over in 1 s (restart 1 of 3)",
+        "jax-mpmd: rank 1: exit status 6", "jax-mpmd: starts over in 2 s (restart 2 of 3)",
     ]  # fmt: skip
     ports = {m[1] for m in re.finditer(r"try \d 127\.0\.0\.1:(\d+)", job.out)}
     assert len(ports) == 3
@@ -442,10 +442,37 @@ def test_restarts_begin_anew_with_another_port_and_say_so(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("rank-0*")) == names
 
 
-def test_restarts_have_an_end():
-    status, job = run("-n", 2, "--restarts", 1, *shell("exit 6"))
+def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
+    status, job = run("-n", 2, "--restarts", 9999, *shell("exit 6"))
     assert status == 6
-    assert job.err.count("starts over") == 1
+    said = [line for line in job.err.splitlines() if "restart" in line]
+    assert said[:-1] == [f"jax-mpmd: starts over in {n} s (restart {n} of 9999)" for n in (1, 2)]
+    assert said[-1] == "jax-mpmd: gives up after restart 2 of 9999: exit status 6, 3 times in a row"
+
+
+def test_a_failure_at_another_step_is_another_one():
+    program = WATCHED.replace('"step": 7', '"step": 7 + int(os.environ["MPMD_ATTEMPT"]) // 2') + "status(); sys.exit(3)"
+    status, job = run("--restarts", 3, *python(program))
+    assert status == 3
+    assert [line for line in job.err.splitlines() if "restart" in line] == [
+        f"jax-mpmd: starts over in {2**n} s (restart {n + 1} of 3)" for n in range(3)
+    ]
+
+
+def test_ctrl_c_between_two_attempts_ends_the_launcher_at_once():
+    with launch("--restarts", 5, *shell("exit 6")) as job:
+        until(lambda: "in 2 s" in job.err, "the second restart")
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.finish() == 130
+        assert job.err.splitlines()[-1] == "jax-mpmd: ended by SIGINT"
+
+
+def test_ranks_that_end_well_after_sigterm_are_no_failure():
+    with launch("-n", 2, *shell("trap 'exit 0' TERM; echo ready; while true; do sleep 0.1; done")) as job:
+        job.wait_for_line("ready", 2)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.finish() == 143
+        assert job.summary() == ["jax-mpmd: stopped by SIGTERM; all ranks ended by themselves, with status 0"]
 
 
 def test_ctrl_c_is_no_reason_to_start_over():
@@ -481,6 +508,32 @@ def test_jax_runs_on_two_processes_with_two_devices_each():
     status, job = run("-n", 2, "--cpu-devices", 2, *python(JAX_PROGRAM))
     assert status == 0, job.err
     assert sorted(job.matches(r"^.*sum.*$")) == [f"[{r}] sum 6.0 local 2 service external" for r in range(2)]
+
+
+# A sum over two processes, and the addresses at which this one listens.
+LISTENERS = """
+import os, pathlib
+import jax, mpmd
+mpmd.initialize()
+from jax.experimental.multihost_utils import process_allgather
+mpmd.job.joining.current().wire
+print("sum", int(process_allgather(jax.process_index() + 1).sum()))
+own = {os.readlink(f)[8:-1] for f in pathlib.Path("/proc/self/fd").iterdir() if f.is_socket()}
+rows = [r.split() for n in ("tcp", "tcp6") for r in pathlib.Path(f"/proc/net/{n}").read_text().splitlines()[1:]]
+ours = [r[1].split(":")[0] for r in rows if r[3] == "0A" and r[9] in own]
+print("listens", len(ours), *set(ours))
+"""
+
+
+def test_all_ports_of_a_job_on_one_machine_are_on_loopback_whatever_its_name_is(tmp_path):
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n192.0.2.1 {socket.gethostname()}\n")
+    elsewhere = ("unshare", "--mount", "bash", "-c", f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"', "-")
+    status, job = run("-n", 2, "--cpu-devices", 1, *python(LISTENERS), prefix=elsewhere)
+    assert status == 0, job.err
+    assert job.out.count("sum 3") == 2
+    for number, addresses in re.findall(r"listens (\d+) (.*)", job.out):
+        assert int(number) >= 2
+        assert set(addresses.split()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 # On PYTHONPATH, it makes an installed package impossible to import.

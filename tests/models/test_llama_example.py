@@ -127,7 +127,7 @@ def test_a_run_goes_on_in_fewer_processes_and_other_stages_with_the_same_losses_
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         rows = list(csv.DictReader((tmp_path / log / "metrics.csv").open()))
-        losses = {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "loss"}
+        losses = {int(row["step"]): float(row["loss"]) for row in rows}
         return losses, {line for file in tmp_path.glob(f"{log}-rows.*") for line in file.read_text().splitlines()}
 
     losses, seen = run("whole", 4, 1, "--groups", "4")
@@ -246,9 +246,11 @@ def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_
             os.kill(ranks_in(tmp_path)[0], signal.SIGTERM)
     assert job.wait(60) == 0, "".join(lines)[-3000:]
     text = "".join(lines)
-    assert "stopped by a signal" in text and "starts over (restart 1 of 1)" in text and "goes on after step" in text
+    assert (
+        "stopped by a signal" in text and "starts over in 1 s (restart 1 of 1)" in text and "goes on after step" in text
+    )
     rows = list(csv.DictReader((tmp_path / "log/metrics.csv").open()))
-    losses = {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "held_out_loss"}
+    losses = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
     assert losses[40] < losses[4]
     tuned = reshard.restore(tmp_path / "tuned", jax.eval_shape(lambda: base))
     changed = {

@@ -75,6 +75,7 @@ class Job:
       hang_timeout_s: as `--hang-timeout` of the launcher; None leaves it to the program.
       wire: one of `programs/wires.py` that values go by between processes, instead of the devices' own.
       flight: the folder for the flight records of the ranks.
+      apart: each rank sees its own processes alone, as on a machine of its own.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Job:
         hang_timeout_s: float | None = None,
         wire: str | None = None,
         flight: Path | None = None,
+        apart: bool = False,
     ):
         self.num_ranks = processes
         self.folder = Path(tempfile.mkdtemp(prefix="mpmd-job-"))
@@ -99,10 +101,14 @@ class Job:
                 self.port = port = free_port()  # another test may have taken the last one
                 self.service = _start_service(port, processes, self.folder / "service.err")
             command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
+            if apart:
+                command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
             for rank in range(processes):
                 environment = _environment(port, processes, rank, devices, external, hang_timeout_s)
                 if wire is not None:
                     environment |= {"TEST_WIRE": wire, "TEST_WIRE_PORT": str(free_port())}
+                if apart:
+                    environment["MPMD_LOCAL_ONLY"] = "0"
                 if flight is not None:
                     environment["MPMD_FLIGHT_DIR"] = str(flight)
                 with open(self._file(rank, "out"), "wb") as out, open(self._file(rank, "err"), "wb") as err:

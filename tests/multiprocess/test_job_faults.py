@@ -8,6 +8,8 @@ import time
 import jobs
 import pytest
 
+from mpmd.job.verdict import SILENT_S
+
 HANG_TIMEOUT_S = 4
 DEATH_LIMIT_S = 30
 STALL_LIMIT_S = HANG_TIMEOUT_S + 15
@@ -22,17 +24,18 @@ DEATHS = {
     "segfault": (rf"died: process PID on {HOST} is gone {WHERE}", -signal.SIGSEGV),
     "exception": (r"ValueError: a bad batch \(after step 4\)", 1),
     "memory": (r"MemoryError: no room for the batch \(after step 4\)", 1),
-    "exit0": (r"left the program after step 4, while rank \d waits for the transfer of .*", 0),
+    "exit0": (r"came to the end of its program where ranks \d and \d called .*, in step 5", 1),
     "exit3": ("exit status 3", 3),
     "exit_text": ("exit status 1", 1),
-    "raise_exit": (r"left the program after step 4, while rank \d waits for the transfer of .*", 4),
+    "raise_exit": (r"came to the end of its program where ranks \d and \d called .*, in step 5", 1),
     "raise": (r"ValueError: a bad callback in the host callback on_host \(.*/faults\.py:\d+\) " + WHERE, 1),
 }
 CALLBACK = r"is in the host callback on_host \(.*/faults\.py:\d+\) for \d+ s " + WHERE
 STALLS = {
     "stop": rf"process PID on {HOST} is stopped for \d+ s {WHERE}(; rank \d waits for .*)?",
-    "absent": r"did not come to the next step for \d+ s \(after step 4\); rank \d waits for the transfer of .*",
+    "absent": r"did not come to the next step for \d+ s \(after step 4, at \S+ in go_wrong\); rank \d waits for .*",
     "lost": rf"sent the transfer of F\d\.0\[0\] from group \d to \d, which did not reach rank \d for \d+ s {WHERE}",
+    "hold_for_ever": rf"has held Python's lock for \d+ s, in C code {WHERE}; rank 2 waits for the transfer of .*",
     "callback": CALLBACK + r"(; rank \d waits for .*)?",
     "collective": CALLBACK + r"(; rank \d waits for .*)?",
 }
@@ -40,7 +43,7 @@ STALLS = {
 
 def quick_or_slow(cases):
     """A few of the cases are quick enough to run always."""
-    always = {("kill", 1), ("exception", 2), ("absent", 1)}
+    always = {("kill", 1), ("exception", 2), ("absent", 1), ("hold_for_ever", 1)}
     return [pytest.param(*case, marks=() if case in always else pytest.mark.slow) for case in cases]
 
 
@@ -53,8 +56,9 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
         assert verdict is not None, f"rank {rank} ended without a word"
         assert re.fullmatch(line, verdict), verdict
     assert len(set(verdicts.values())) == 1, verdicts
+    assert sum(e.table != [] for e in ended if e.rank in verdicts) == 1  # the first that said so
     for e in ended:
-        if e.rank in verdicts:
+        if e.rank in verdicts and e.table:
             head, *rows = e.table
             assert head.split() == ["rank", "host", "pid", "step", "at", "waits", "for", "from", "seconds"]
             by_rank = {int(row.split()[0]): row.split() for row in rows}
@@ -82,21 +86,24 @@ def test_a_death_ends_all(fault, guilty):
 @pytest.mark.parametrize(
     ("fault", "guilty"),
     quick_or_slow([("stop", 0), ("stop", 1), ("stop", 2), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
-                   ("callback", 2), ("collective", 1)]),
+                   ("callback", 2), ("collective", 1), ("hold_for_ever", 1)]),
 )  # fmt: skip
 def test_a_stall_ends_all(fault, guilty):
     processes = 4 if fault == "collective" else 3
     with jobs.Job("faults.py", fault, guilty, processes=processes, hang_timeout_s=HANG_TIMEOUT_S) as job:
         job.wait_for(f"about to {fault}", START_LIMIT_S, (guilty,))
         start = time.monotonic()
-        victims = job.wait(STALL_LIMIT_S + 10, but=guilty if fault == "stop" else None)
+        stays = fault in ("stop", "hold_for_ever")
+        victims = job.wait(STALL_LIMIT_S + 10, but=guilty if stays else None)
         assert max(e.ended_at for e in victims) - start < STALL_LIMIT_S
-        if fault == "stop":
+        if stays:
             job.signal(guilty, signal.SIGKILL)
         ended = job.wait(5)
         assert [e.status for e in victims] == [jobs.VICTIM_STATUS] * len(victims)
         check_verdicts(ended, guilty, ended[guilty].pid, STALLS[fault])
-        if fault != "stop":
+        if fault == "hold_for_ever":
+            assert re.search(r"at \S*/faults\.py:\d+ in go_wrong\)", victims[0].verdict)
+        elif fault != "stop":
             stacks = ended[guilty].err
             assert f"Rank {guilty}, MainThread (most recent call last):" in stacks
             where = {"absent": "in go_wrong", "lost": "in main"}.get(fault, "in on_host")
@@ -104,11 +111,24 @@ def test_a_stall_ends_all(fault, guilty):
 
 
 @pytest.mark.slow
+def test_the_death_of_a_silent_process_of_another_machine_ends_all():
+    """Its kernel answers as long as it lives; the limit is far."""
+    with jobs.Job("faults.py", "hold_for_ever", 1, processes=3, hang_timeout_s=300, apart=True) as job:
+        job.wait_for("about to hold_for_ever", START_LIMIT_S, (1,))
+        time.sleep(SILENT_S + 5)
+        assert job.running() == [0, 1, 2]
+        start = job.signal(1, signal.SIGKILL)
+        ended = job.wait(DEATH_LIMIT_S)
+        assert max(e.ended_at for e in ended) - start < 10
+        line = rf"jax-mpmd: rank 1: no sign of life from {HOST} for \d+ s: process 1 died, or its machine .*"
+        assert all(re.fullmatch(line, ended[rank].verdict) for rank in (0, 2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "guilty"), [("exception", 0), ("exception", 2), ("kill", 1), ("exit0", 0)])
 def test_verdicts_reach_all_where_rank_0_serves(fault, guilty):
     """The rank that serves the key-value store leaves last, by the watchdog: JAX ends the others when it goes."""
     pattern, status = DEATHS[fault]
-    status = jobs.VICTIM_STATUS if fault == "exit0" else status
     with jobs.Job("faults.py", fault, guilty, processes=3, external=False, hang_timeout_s=300) as job:
         job.wait_for(f"about to {fault}", START_LIMIT_S, (guilty,))
         ended = job.wait(DEATH_LIMIT_S)
@@ -160,17 +180,19 @@ def test_ranks_with_another_program_are_told_so_before_the_first_step(fault, dif
         ("slow", 2.5 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
         ("idle", 2 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
         ("late", 0.6 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+        ("hold", SILENT_S + 5, {"hang_timeout_s": 300}),
+        ("hold", SILENT_S + 5, {"hang_timeout_s": 300, "apart": True}),
         ("late", 10, {"hang_timeout_s": 0}),
         ("late", 10, {"timeout": "None"}),
         ("long_trace", 3 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
     ],
-    ids=["slow", "idle", "late", "no-limit-0", "no-limit-None", "long-trace"],
+    ids=["slow", "idle", "late", "held", "held-on-another-machine", "no-limit-0", "no-limit-None", "long-trace"],
 )
 def test_what_is_slow_is_no_hang(fault, seconds, options):
     timeout = options.get("timeout", "300")
     with jobs.Job(
         "faults.py", fault, 1, "--seconds", seconds, "--timeout", timeout, processes=3,
-        hang_timeout_s=options.get("hang_timeout_s"),
+        hang_timeout_s=options.get("hang_timeout_s"), apart=options.get("apart", False),
     ) as job:  # fmt: skip
         ended = job.wait(START_LIMIT_S)
         assert [e.status for e in ended] == [0, 0, 0], job.report()

@@ -76,6 +76,7 @@ GONE = {
         [rank(0), rank(1, process="gone", silent_s=SILENT_S + 1, step=3)],
         (1, "no sign of life from host1 for 21 s: process 101 died, or its machine cannot be reached (after step 3)"),
     ),
+    "silent there is no death": ([rank(0), rank(1, process="mute", silent_s=SILENT_S + 99)], None),
     "silent here is no death": ([rank(0), rank(1, process="stopped", silent_s=SILENT_S + 1)], None),
     "left": (
         [waiting(0, "F1.0[0]", (1,), LEFT_S + 1), rank(1, phase="finished", step=4, still_s=LEFT_S + 1)],
@@ -124,6 +125,28 @@ STUCK = {
     "stopped when it compiled": (
         [waiting(0, "F0", (1,), 11), rank(1, silent_s=11, process="stopped", phase="compiling", doing="compiling")],
         (1, "process 101 on host1 is stopped for 11 s (compiling); rank 0 waits for F0"),
+    ),
+    "held by C code": (
+        [
+            waiting(0, "F0", (1,), 11),
+            waiting(1, "F1", (0,), 1, silent_s=11, process="held", line="a.py:3 in f", step=2),
+        ],
+        (1, "has held Python's lock for 11 s, in C code (after step 2, at a.py:3 in f); rank 0 waits for F0"),
+    ),
+    "held for a while, and still before": (
+        [waiting(0, "F0", (1,), 11), rank(1, silent_s=5, still_s=6, process="held")],
+        (
+            1,
+            "has held Python's lock for 5 s, in C code, and did not move for 11 s (between steps); rank 0 waits for F0",
+        ),
+    ),
+    "on another machine": (
+        [waiting(0, "F0", (1,), 11), rank(1, silent_s=11, process="mute")],
+        (1, "has held Python's lock for 11 s, in C code (or is stopped) (between steps); rank 0 waits for F0"),
+    ),
+    "what it waited for has come since": (
+        [waiting(0, "A", (1,), 11), waiting(1, "B", (2,), 2, value=7, silent_s=11, process="held"), rank(2, sent=(7,))],
+        (1, "has held Python's lock for 11 s, in C code (between steps); rank 0 waits for A"),
     ),
     "its own devices": (
         [waiting(0, "F0", (1,), 11), waiting(1, "F0", (), 12)],

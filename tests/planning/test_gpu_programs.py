@@ -14,7 +14,7 @@ from plugins import needs_plugin
 import mpmd
 import scheduler
 from mpmd.__main__ import main
-from mpmd.planning.collectives import collectives_of
+from mpmd.costs.collectives import collectives_of
 from mpmd.report.explain import sent_by
 from scheduler import Call, Run
 

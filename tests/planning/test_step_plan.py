@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import mpmd
 import scheduler
 from mpmd.arrays.targets import Target
-from mpmd.planning.machine import Machine
+from mpmd.costs.machine import Machine
 from mpmd.planning.plan import plan_step
 
 D, ROWS, MICROBATCHES = 64, 16, 8
@@ -110,7 +110,9 @@ def test_a_long_loop_is_drawn_with_fewer_microbatches(compiled):
     shorter = scheduler.simulate(scheduler.OneFOneB(4), plan.picture.microbatches, costs)
     assert plan.picture.microbatches < MICROBATCHES
     assert plan.picture.shown.makespan == pytest.approx(shorter.makespan, rel=1e-3)
-    assert f"the loop with {plan.picture.microbatches} microbatches, " in str(plan)
+    assert f"drawn with {plan.picture.microbatches} microbatches, so that each task can be seen (" in str(plan)
+    assert plan.loops[0].seconds == pytest.approx(plan.picture.timeline.makespan)
+    assert f"loop 0: OneFOneB(num_stages=4), {MICROBATCHES} microbatches, {plan.loops[0].seconds:.3g} s; " in str(plan)
 
 
 def test_costs_of_another_number_of_stages_are_refused(compiled):

@@ -15,7 +15,7 @@ from plugins import HAS_CUDA, needs_libtpu, needs_plugin
 
 import mpmd
 from mpmd.__main__ import main
-from mpmd.planning.machine import Machine
+from mpmd.costs.machine import Machine
 from mpmd.planning.plan import plan_step
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,8 @@ def test_without_the_compiler_the_error_says_what_to_install():
     with pytest.raises(ModuleNotFoundError) as caught:
         mpmd.topology_mesh("h100", (4, 8), ("stage", "data"), "stage")
     assert str(caught.value) == (
-        "topology_mesh: h100 needs XLA's compiler for GPUs (no GPU, no driver): pip install 'jax-mpmd[topology]'."
+        "topology_mesh: h100 needs XLA's compiler for GPUs (no GPU, no driver): pip install -e '.[topology]'"
+        " in the clone of jax-mpmd, into an environment of its own."
     )
 
 

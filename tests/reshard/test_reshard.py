@@ -209,8 +209,8 @@ def test_specs_thresholds_and_structures_that_do_not_fit_are_refused(mesh, whole
         reshard.spmd_to_mpmd_reshard(mesh, {"w": array}, MpmdSharding(mesh, 1, P("data")))
     with pytest.raises(reshard.ReshardError, match=r"one element has 4 bytes, more than threshold=2"):
         reshard.spmd_to_mpmd_reshard(mesh, {"w": array}, MpmdSharding(mesh, 1, P(None, "data")), threshold=2)
-    with pytest.raises(reshard.ReshardError, match=r"threshold=0 is no amount of memory"):
-        reshard.spmd_to_mpmd_reshard(mesh, {"w": array}, MpmdSharding(mesh, 1), threshold=0)
+    with pytest.raises(reshard.ReshardError, match=r"threshold=-1 is no amount of memory"):
+        reshard.spmd_to_mpmd_reshard(mesh, {"w": array}, MpmdSharding(mesh, 1), threshold=-1)
     with pytest.raises(reshard.ReshardError, match="mpmd_shardings: its structure is not that of the arrays"):
         reshard.spmd_to_mpmd_reshard(mesh, {"w": array}, {"v": MpmdSharding(mesh, 1)})
     with pytest.raises(reshard.ReshardError, match="is a ArrayImpl, not an MpmdArray"):
@@ -304,3 +304,30 @@ def test_host_arrays_of_what_no_device_holds_are_refused(mesh):
 @pytest.mark.parametrize(("one", "other", "at"), [([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([4, 5], [4], 1)])
 def test_two_lists_of_arrays_differ_where_one_of_them_ends(one, other, at):
     assert first_difference(one, other) == at
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
+def test_a_mesh_that_the_caller_has_set_changes_nothing(mesh, whole, donate):
+    """Shards of more than 1 MiB go through a program, which JAX would refuse on other devices than the mesh's."""
+    big, small = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024), np.arange(32, dtype=np.float32).reshape(4, 8)
+    target = MpmdSharding(mesh, 1, P("data"))
+    with jax.set_mesh(whole):
+        tree = jax.device_put([big, small], NamedSharding(whole, P("data")))
+        for threshold in (None, 0, 1 << 16):
+            moved = reshard.spmd_to_mpmd_reshard(mesh, tree, target, threshold=threshold, donate=donate)
+            tree = reshard.mpmd_to_spmd_reshard(mesh, moved, NamedSharding(whole, P("data")), threshold, donate)
+            for found, expected in zip(tree, (big, small), strict=True):
+                np.testing.assert_array_equal(found, expected)
+        assert jax.sharding.get_abstract_mesh() == whole.abstract_mesh
+
+
+def test_a_program_that_fails_takes_no_source_with_it(mesh, whole, monkeypatch):
+    def fails(*args):
+        raise ValueError("no program")
+
+    monkeypatch.setattr(in_place, "_identity", fails)
+    tree = jax.device_put([np.ones((1024, 1024), np.float32), np.ones((4, 8), np.float32)], NamedSharding(whole, P()))
+    with pytest.raises(RuntimeError) as error:
+        reshard.spmd_to_mpmd_reshard(mesh, tree, MpmdSharding(mesh, range(4)))
+    assert str(error.value) == ("the reshard failed on the way; see the error above.\n  still valid: [0], [1]")
+    assert float(tree[0].sum()) == 1 << 20 and float(tree[1].sum()) == 32

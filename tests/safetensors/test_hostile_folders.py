@@ -155,7 +155,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder, monkeypatch):
 def test_half_an_export_looks_like_none(folder, tmp_path, monkeypatch, capsys):
     tree = expected(llama(1))
     order = []
-    write_text, sync = tensor_files.Writer.write, os.fsync
+    write_text, sync = tensor_files.TensorWriter.write, os.fsync
 
     def fail(self, name, box, data):
         order.append(name)
@@ -163,7 +163,7 @@ def test_half_an_export_looks_like_none(folder, tmp_path, monkeypatch, capsys):
             raise OSError(28, "No space left on device")
         write_text(self, name, box, data)
 
-    monkeypatch.setattr(tensor_files.Writer, "write", fail)
+    monkeypatch.setattr(tensor_files.TensorWriter, "write", fail)
     with pytest.raises(OSError, match="the disk is full; nothing was saved"):
         reshard.save(tmp_path / "out", tree, tensors=TensorFormat("llama"))
     order.clear()

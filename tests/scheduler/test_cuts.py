@@ -26,7 +26,9 @@ def random_units(rng, num_units, spread=2.0):
     layer[-1] = rng.uniform(0, 2 * spread)
     parts = [tuple(x * rng.uniform(0.8, 1.2) for x in layer) for _ in range(3)]
     transfers = tuple(rng.uniform(0, 0.1) for _ in layer)
-    return Units(*parts, transfers, tuple(layer), tuple(layer), ((1.0, (0, num_units - 1)),), 0.01)
+    once = tuple(rng.choice((0.0, rng.uniform(0, 3))) for _ in layer)
+    shared = ((1.0, (0, num_units - 1)),)
+    return Units(*parts, transfers, tuple(layer), tuple(layer), once, shared, task_s=0.01)
 
 
 def all_cuts(num_places, num_stages):

@@ -10,7 +10,7 @@ import pytest
 import mpmd
 import scheduler
 from mpmd.__main__ import main
-from mpmd.cutting.devices import machine_of
+from mpmd.costs.devices import machine_of
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -149,6 +150,10 @@ def go_wrong(fault: str, pipeline: Pipeline) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "absent":
         time.sleep(FOR_EVER_S)
+    if fault == "hold":
+        ctypes.PyDLL(None).sleep(round(pipeline.options.seconds))
+    if fault == "hold_for_ever":
+        re.match("(a+)+$", 60 * "a" + "b")
     if fault == "lost":
         lose_one_transfer()
     if fault in ("callback", "collective"):

@@ -35,7 +35,6 @@ def main(what: str) -> None:
     ws, tied, xs = [np.eye(4, dtype=np.float32)] * 2, np.eye(4, dtype=np.float32), np.ones((2, 3, 4), np.float32)
     if what == "values":
         tied = tied * (1 + rank)  # used by both
-    if what == "unused":
         xs = xs * (1 + rank)  # used by rank 0 alone
     for _ in range(3 if what == "extra" and rank == 0 else 2):
         ws, tied = step(ws, tied, xs)

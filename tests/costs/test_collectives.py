@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpmd.planning.collectives import Collective, collectives_of
+from mpmd.costs.collectives import Collective, collectives_of
 
 
 def text_of(fun, in_specs, out_specs, *shapes):

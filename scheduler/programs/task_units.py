@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from scheduler.engine import run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import coverage_faults, expected_tasks, find_cycle, paired, raise_faults
+from scheduler.ordering import Numbers, coverage_faults, expected_tasks, find_cycle, paired, raise_faults
 from scheduler.programs.instructions import TaskGraph
 from scheduler.task import Orders, Schedule, Task
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return [((stage, part), which) for stage, kind, which in self.tasks for part in PARTS[kind]]
 
 
-class Units:
+class TaskUnits:
     """Tasks grouped into what runs as one executable, numbered so that each group's order ascends.
 
     Attributes:
@@ -74,22 +74,13 @@ class Units:
 
     def _numbers(self) -> dict[Slot, array[int]] | None:
         """For each slot and microbatch its unit; None if tasks are missing, repeated or misplaced."""
-        kinds = ("F",) if self.graph.forward_only else ("F", "I", "W")
-        blank = array("q", [-1]) * self.num_microbatches
-        numbers = {(stage, kind): blank[:] for stage in range(self.schedule.num_stages) for kind in kinds}
-        left = len(self.tasks)
-        for group in range(len(self.first) - 1):
-            for unit in range(self.first[group], self.first[group + 1]):
-                for stage, kind, microbatch in self.units[unit]:
-                    for part in PARTS.get(kind, (kind,)):
-                        slot = numbers.get((stage, part))
-                        if slot is None or not 0 <= microbatch < self.num_microbatches or slot[microbatch] >= 0:
-                            return None
-                        slot[microbatch] = unit
-                        left -= 1
-                    if self.schedule.placement[stage] != group:
+        numbers = Numbers(self.tasks)
+        for group, place in enumerate(zip(self.first, self.first[1:], strict=False)):
+            for unit in range(*place):
+                for task in self.units[unit]:
+                    if not numbers.add(task, unit) or self.schedule.placement[task.stage] != group:
                         return None
-        return numbers if left == 0 else None
+        return None if numbers.left else numbers.of
 
     def _refuse(self, orders: Orders) -> dict[Slot, array[int]]:
         runs = [(group, task) for group, order in enumerate(orders) for task in order]
@@ -129,28 +120,23 @@ class Units:
         """
         starts, ends = array("q", [-1]) * len(self.units), array("q", [-1]) * len(self.units)
         position, clock = list(self.first[:-1]), [0] * (len(self.first) - 1)
-        waiting: dict[int, list[int]] = {}
-        ready = deque(range(len(clock)))
         needs = self._needs_by_shape()
-        while ready:
-            group = ready.popleft()
-            unit, start_of_next = position[group], clock[group]
-            while unit < self.first[group + 1]:
-                start, blocker = start_of_next, -1
+
+        def advance(group: int, happened: Callable[[int], None]) -> int | None:
+            for unit in range(position[group], self.first[group + 1]):
+                start = clock[group]
                 for need in needs(unit):
                     end = ends[need]
                     if end < 0:
-                        blocker = need
-                        break
+                        return need
                     start = max(start, end)
-                if blocker >= 0:
-                    waiting.setdefault(blocker, []).append(group)
-                    break
                 starts[unit] = start
-                ends[unit] = start_of_next = start + self.duration(unit)
-                ready.extend(waiting.pop(unit, ()))
-                unit += 1
-            position[group], clock[group] = unit, start_of_next
+                ends[unit] = clock[group] = start + self.duration(unit)
+                position[group] += 1
+                happened(unit)
+            return None
+
+        run_until_blocked(len(clock), advance)
         if any(position[group] < end for group, end in enumerate(self.first[1:])):
             self._refuse_deadlock(position)
         return starts

@@ -5,7 +5,7 @@ import math
 
 from mpmd.arrays.mesh import MpmdMesh, is_local
 from mpmd.arrays.targets import GB, TB, Target
-from mpmd.planning.machine import Machine
+from mpmd.costs.machine import Machine
 
 # A device without a data sheet (a CPU, say): operations and bytes in the proportion of a common processor. Only the
 # proportion matters for the choice of a cut.

@@ -1,12 +1,13 @@
 """A cluster as a plan sees it: how long work, collectives and transfers take, by a roofline with its constants."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
 from mpmd.arrays.targets import Target
-from mpmd.planning.collectives import Collective
-from mpmd.report.work import Work
+from mpmd.costs.collectives import Collective
+from mpmd.costs.work import Work
 
 # Bytes that each device sends, by the size of the result on a device, among n devices (ring algorithms).
 _SENT = {
@@ -70,12 +71,24 @@ class Machine:
         peak = self.target.link_bandwidth if is_near else self.target.network_bandwidth
         return peak * self.link_efficiency
 
-    def compute_s(self, work: Work, num_devices: int) -> float:
-        """Seconds of a program without its collectives, evenly divided among devices."""
+    def compute_s(self, works: Iterable[Work], num_devices: int) -> float:
+        """Seconds of a program without its collectives, evenly divided among devices: each of `works` takes as long as
+        its products or its memory traffic, and they run one after the other. So parts of a program add up to the whole.
+        """
+        return self.launch_s + self.work_s(works, num_devices)
+
+    def work_s(self, works: Iterable[Work], num_devices: int) -> float:
+        """As `compute_s`, without the start of the program."""
+        return sum(map(self._seconds, works)) / num_devices
+
+    def _seconds(self, work: Work) -> float:
         narrow = (work.products - work.float32) / self.target.flops
         products = (narrow + work.float32 / self.target.flops_float32) / self.matrix_efficiency
-        memory = work.nbytes / (self.target.memory_bandwidth * self.memory_efficiency)
-        return self.launch_s + max(products, memory) / num_devices
+        return max(products, self.memory_s(work.nbytes))
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds in which a device reads or writes so many bytes of its memory."""
+        return nbytes / (self.target.memory_bandwidth * self.memory_efficiency)
 
     def collective_s(self, collective: Collective) -> float:
         """Seconds of a collective, all its repetitions."""

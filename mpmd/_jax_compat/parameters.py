@@ -1,0 +1,82 @@
+"""The one walk over the parameters of equations: finds and replaces jaxprs, types and meshes, wherever they hide."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, Jaxpr
+
+_OURS = ("mpmd", "scheduler")  # what this project puts into equations holds no jaxpr, and may be long
+
+
+def opened(x: Any) -> Sequence[Any] | None:
+    """What a tuple, list, named tuple, mapping or dataclass holds; None of anything else.
+
+    `custom_linear_solve` keeps its jaxprs in a named tuple, Pallas those of its index maps in dataclasses.
+    """
+    kind = _kind(type(x))
+    if kind is None:
+        return None
+    if kind is Mapping:
+        return list(x.values())
+    return x if kind is tuple else [getattr(x, name) for name in kind if hasattr(x, name)]
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Everything in a parameter that holds no more, plain values apart."""
+    if type(x) in PLAIN:
+        return
+    parts = opened(x)
+    if parts is None:
+        yield x
+    else:
+        for part in parts:
+            yield from leaves(part)
+
+
+def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A parameter with `change(y)` for each of its leaves `y`; itself, if that changes nothing."""
+    if type(x) in PLAIN:
+        return x
+    parts = opened(x)
+    if parts is None:
+        return change(x)
+    new = [mapped(part, change) for part in parts]
+    return x if all(a is b for a, b in zip(parts, new, strict=True)) else _with_parts(x, new)
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in params.values():
+        for x in leaves(value):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+
+
+@functools.cache
+def _kind(kind: type) -> Any:
+    """`tuple` (lists too), `Mapping`, the names of a dataclass's fields, or None."""
+    if issubclass(kind, (tuple, list)):
+        return tuple
+    if issubclass(kind, Mapping):
+        return Mapping
+    if dataclasses.is_dataclass(kind) and kind.__module__.partition(".")[0] not in _OURS:
+        return tuple(f.name for f in dataclasses.fields(kind))
+    return None
+
+
+def _with_parts(x: Any, parts: Sequence[Any]) -> Any:
+    kind = type(x)
+    if _kind(kind) is tuple:
+        return kind(*parts) if hasattr(x, "_fields") else kind(parts)
+    if _kind(kind) is Mapping:
+        return kind(zip(x, parts, strict=True))
+    # Made anew without its `__init__`, which may take something else, or check what another mesh does not have.
+    new = copy.copy(x)
+    for name, value in zip((n for n in _kind(kind) if hasattr(x, n)), parts, strict=True):
+        object.__setattr__(new, name, value)
+    return new

@@ -1,0 +1,214 @@
+"""Constants in which programs differ that are equal otherwise become arguments, so that these are one program.
+
+Each layer has a dropout mask of its own because a number goes into its key (a counter, the hash of the layer's name),
+or because its key is another row of `jax.random.split`. Such integers, and where such a slice begins, are given to the
+program with each call. A constant stays where floats are computed of it: XLA would round otherwise without it. What a
+`scan` reads row by row is no such constant: it is read at run time in a program of its own as well.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+from mpmd.partition.sharded_axes import CHECKPOINTS
+from mpmd.tracing.folding import integer_of
+from mpmd.tracing.new_equations import Atom
+
+# What an equation is like without its constants, and the number of one of these.
+_Site: TypeAlias = tuple[int, int]
+# From a constant to what stands for it; None leaves it.
+_Fill: TypeAlias = Callable[[compat.Literal], Atom | None]
+
+
+class WithConstants(NamedTuple):
+    """A program whose first arguments are constants, and their values."""
+
+    closed: compat.ClosedJaxpr
+    constants: tuple[np.generic, ...]
+
+
+def with_constants(programs: Sequence[compat.ClosedJaxpr]) -> list[WithConstants]:
+    """Programs, with those constants as arguments in which some differ from others that they equal or hold."""
+    kinds: dict[Any, int] = {}
+    outlines = [_Outline(closed.jaxpr, kinds) for closed in programs]
+    sites = _differing(outlines)
+    sites -= {site for outline in outlines for site in _unsafe(outline, sites)} if sites else sites
+    return [
+        _lifted(closed, outline, sites) if sites else WithConstants(closed, ())
+        for closed, outline in zip(programs, outlines, strict=True)
+    ]
+
+
+class _Outline:
+    """The equations of a program apart from their constants.
+
+    Attributes:
+      kinds: of each equation; one number for those that differ in constants alone.
+      values: at each place where there are constants, these.
+    """
+
+    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Any, int]):
+        self.jaxpr = jaxpr
+        self.kinds: list[int] = []
+        self.values: dict[_Site, Counter[int]] = defaultdict(Counter)
+        for eqn in jaxpr.eqns:
+            found: list[int] = []
+
+            def blank(literal: compat.Literal, found: list[int] = found) -> compat.Literal:
+                found.append(int(literal.val))
+                return compat.Literal(np.zeros((), literal.aval.dtype), literal.aval)
+
+            kind = numbers.setdefault(compat.equation_key(_filled(eqn, blank)), len(numbers))
+            self.kinds.append(kind)
+            for k, value in enumerate(found):
+                self.values[kind, k][value] += 1
+        self.count = Counter(self.kinds)
+
+    def may_hold(self, other: "_Outline") -> bool:
+        """Whether the other program may be most of this one."""
+        return 2 * other.count.total() >= self.count.total() and not other.count - self.count
+
+
+def _differing(outlines: Sequence[_Outline]) -> set[_Site]:
+    """Where a program has other constants than one that it holds, or equals, but for them."""
+    found: set[_Site] = set()
+    first_of: dict[Any, _Outline] = {}
+    for outline in outlines:
+        first = first_of.setdefault(frozenset(outline.count.items()), outline)
+        found.update(site for site, values in outline.values.items() if values != first.values[site])
+    for outer in first_of.values():
+        for inner in first_of.values():
+            if outer is not inner and outer.may_hold(inner):
+                found.update(site for site, values in inner.values.items() if values - outer.values[site])
+    return found
+
+
+def _lifted(closed: compat.ClosedJaxpr, outline: _Outline, sites: set[_Site]) -> WithConstants:
+    """A program with the constants at `sites` as its first arguments."""
+    arguments: list[tuple[compat.Var, compat.Literal, _Site]] = []
+    eqns = list(_with_arguments(outline, sites, arguments))
+    jaxpr = compat.new_jaxpr(closed.jaxpr, invars=[*(v for v, _, _ in arguments), *closed.jaxpr.invars], eqns=eqns)
+    values = tuple(c.aval.dtype.type(c.val) for _, c, _ in arguments)
+    return WithConstants(compat.ClosedJaxpr(jaxpr, closed.consts), values)
+
+
+def _with_arguments(
+    outline: _Outline, sites: set[_Site], arguments: list[tuple[compat.Var, compat.Literal, _Site]]
+) -> Iterator[compat.JaxprEqn]:
+    """The equations of a program with variables for the constants at `sites`, which are appended to `arguments`."""
+    kinds = {kind for kind, _ in sites}
+    for kind, eqn in zip(outline.kinds, outline.jaxpr.eqns, strict=True):
+        numbers = itertools.count()
+
+        def fill(literal: compat.Literal, kind: int = kind, numbers: Iterator[int] = numbers) -> compat.Var | None:
+            site = kind, next(numbers)
+            if site not in sites:
+                return None
+            arguments.append((compat.Var(literal.aval), literal, site))
+            return arguments[-1][0]
+
+        yield _filled(eqn, fill) if kind in kinds else eqn
+
+
+# --- the constants of an equation -----------------------------------------------------------------
+
+
+def _filled(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
+    """An equation with something else for its constants: integer scalars, and where a slice begins.
+
+    Of those that hold other equations, a `checkpoint` has theirs.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or (name not in CHECKPOINTS and any(True for _ in compat.jaxprs_in(eqn.params))):
+        return eqn
+    if name == "slice" and all(s == 1 for s in eqn.params["strides"] or ()):
+        return _filled_slice(eqn, fill)
+    atoms = [v if integer_of(v) is None or (found := fill(v)) is None else found for v in eqn.invars]
+    eqn = eqn.replace(invars=atoms)
+    return _filled_checkpoint(eqn, fill) if name in CHECKPOINTS else eqn
+
+
+def _filled_slice(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
+    """A slice as one that begins where its operands say, if one of these is asked for."""
+    sizes = eqn.outvars[0].aval.shape
+    operand = eqn.invars[0].aval
+    starts = [compat.Literal(np.int32(s), _INDEX) for s in eqn.params["start_indices"]]
+    atoms = [fill(s) if n < m else None for s, n, m in zip(starts, sizes, operand.shape, strict=True)]
+    if all(a is None for a in atoms):
+        return eqn
+    invars = [eqn.invars[0], *(s if a is None else a for s, a in zip(starts, atoms, strict=True))]
+    return eqn.replace(primitive=jax.lax.dynamic_slice_p, invars=invars, params={"slice_sizes": sizes})
+
+
+def _filled_checkpoint(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
+    """A checkpoint whose equations get what is asked for as further operands."""
+    more: dict[compat.Var, Atom] = {}
+
+    def inner_fill(literal: compat.Literal) -> Atom | None:
+        if (atom := fill(literal)) is None:
+            return None
+        more[v := compat.Var(literal.aval)] = atom
+        return v
+
+    jaxpr = eqn.params["jaxpr"]
+    eqns = [_filled(e, inner_fill) for e in jaxpr.eqns]
+    if not more:
+        return eqn
+    params = {**eqn.params, "jaxpr": compat.new_jaxpr(jaxpr, invars=[*jaxpr.invars, *more], eqns=eqns)}
+    if isinstance(params["prevent_cse"], tuple):  # one for each operand
+        params["prevent_cse"] += (False,) * len(more)
+    return eqn.replace(invars=[*eqn.invars, *more.values()], params=params)
+
+
+_INDEX = compat.shaped_array(np.int32(0))
+
+
+# --- floats that are made of constants ------------------------------------------------------------
+
+# Their operands are the arguments of what they hold, but for those before, of which some have more.
+_TRANSPARENT = {*CHECKPOINTS, "jit", "closed_call", "scan", "cond"}
+# They round nothing.
+_MOVES = {"dynamic_slice", "slice", "squeeze", "reshape"}
+
+
+def _unsafe(outline: _Outline, sites: set[_Site]) -> set[_Site]:
+    """Of `sites`, those whose constants XLA would make floats of."""
+    arguments: list[tuple[compat.Var, compat.Literal, _Site]] = []
+    eqns = list(_with_arguments(outline, sites, arguments))
+    return _reach_floats(eqns, {v: {site} for v, _, site in arguments})
+
+
+def _reach_floats(eqns: Sequence[compat.JaxprEqn], known: Mapping[compat.Var, set[_Site]]) -> set[_Site]:
+    """The sites whose constants floats are computed of.
+
+    Args:
+      known: variables that follow from constants alone, with the sites of these.
+    """
+    of, found = dict(known), set[_Site]()
+    for eqn in eqns:
+        operands = equations.variables(eqn.invars)
+        is_constant = all(v in of for v in operands) and not eqn.effects
+        sites = set[_Site]().union(*(of.get(v, ()) for v in operands))
+        if is_constant:
+            of.update(dict.fromkeys(eqn.outvars, sites))
+        if not sites:
+            continue
+        inner = list(compat.jaxprs_in(eqn.params))
+        moves = is_constant and eqn.primitive.name in _MOVES
+        makes_floats = not moves and any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in eqn.outvars)
+        if (makes_floats and (is_constant or not inner)) or (inner and eqn.primitive.name not in _TRANSPARENT):
+            found |= sites
+            continue
+        for jaxpr in inner:
+            arguments = list(zip(reversed(jaxpr.invars), reversed(eqn.invars), strict=False))
+            if eqn.primitive.name == "scan":  # each iteration reads its row when it runs, also in one program
+                arguments = arguments[len(eqn.invars) - sum(compat.scan_sizes(eqn)) :]
+            constants = {v: set() if isinstance(x, compat.Literal) else of.get(x) for v, x in arguments}
+            found |= _reach_floats(jaxpr.eqns, {v: known for v, known in constants.items() if known is not None})
+    return found

@@ -1,0 +1,1 @@
+"""What the equations of a step cost: work, bytes, collectives, and the time that these take on a target."""

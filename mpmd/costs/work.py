@@ -1,0 +1,160 @@
+"""Counts the operations and bytes of a program in its equations, for devices whose compiler reports nothing.
+
+Products and convolutions count two operations for each multiply-add, everything else one for each element that it
+makes or reduces. Bytes are those of large operations, and of those arguments and results of the program that no large
+operation reads or writes: elementwise work is taken to be fused into what is beside it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mpmd import _jax_compat as compat
+from mpmd.partition import equations
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Operations and bytes of a program, over all devices of its group.
+
+    Attributes:
+      products: operations of matrix products and convolutions, which matrix units do.
+      other: all other operations.
+      nbytes: read from and written to device memory.
+      float32: the part of `products` whose operands are float32 or wider.
+      recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
+    """
+
+    products: float = 0.0
+    other: float = 0.0
+    nbytes: float = 0.0
+    float32: float = 0.0
+    recomputed: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """All operations."""
+        return self.products + self.other
+
+    def __add__(self, other: "Work") -> "Work":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Work(*(a + b for a, b in pairs))
+
+    def times(self, count: float) -> "Work":
+        """This work, done `count` times."""
+        return Work(*(x * count for x in dataclasses.astuple(self)))
+
+
+def work_of(jaxpr: compat.Jaxpr) -> Work:
+    """The work of a whole program."""
+    return sum(works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars]), Work())
+
+
+def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Any]) -> list[Work]:
+    """The work of each equation of a program, and the bytes of `edges`, its arguments and results, that no large
+    operation reads or writes: elementwise work does.
+    """
+    moved = {v for eqn in eqns if _is_moving(eqn) for v in (*equations.variables(eqn.invars), *eqn.outvars)}
+    nbytes = sum(equations.nbytes(v.aval) for v in equations.variables(edges) if v not in moved)
+    return [*works(eqns), Work(nbytes=nbytes)]
+
+
+def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Any, int] | None = None) -> list[Work]:
+    """The work of each equation, and of those in it: what a device does one after the other.
+
+    Args:
+      fused: bytes that are read for a value that elementwise work makes, and nobody stores. Those of `eqns` are added.
+    """
+    fused = {} if fused is None else fused
+    found: list[Work] = []
+    for eqn in eqns:
+        if jaxprs := list(compat.jaxprs_in(eqn.params)):
+            branches = [_works_inside(eqn, jaxpr, fused) for jaxpr in jaxprs]
+            if eqn.primitive.name in ("cond", "custom_linear_solve"):  # one branch; the solver, not its transposes
+                branches = [max(branches, key=lambda branch: sum(branch, Work()).flops)]
+            own = [work.times(_times(eqn)) for branch in branches for work in branch]
+        else:
+            if not _is_moving(eqn):
+                read = max((_read(v, fused) for v in equations.variables(eqn.invars)), default=0)
+                fused.update((v, min(read, equations.nbytes(v.aval))) for v in eqn.outvars)
+            own = [_work_of(eqn, fused)]
+        if compat.is_recomputed(eqn):
+            own = [dataclasses.replace(work, recomputed=work.products) for work in own]
+        found += own
+    return found
+
+
+def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Any, int]) -> list[Work]:
+    """The work of an inner jaxpr, once. A call (`jnp.where`, say) is fused with what is around it."""
+    if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(eqn.outvars) or _times(eqn) > 1:
+        return works(jaxpr.eqns)
+    inner = {v: _read(x, fused) for v, x in zip(jaxpr.invars, eqn.invars, strict=True)}
+    found = works(jaxpr.eqns, inner)
+    fused.update((v, _read(x, inner)) for v, x in zip(eqn.outvars, jaxpr.outvars, strict=True))
+    return found
+
+
+def _read(v: Any, fused: Mapping[Any, int]) -> int:
+    """Bytes that are read for a value."""
+    return 0 if isinstance(v, compat.Literal) else fused.get(v, equations.nbytes(v.aval))
+
+
+def work_of_equation(eqn: compat.JaxprEqn) -> Work:
+    """The work of one equation, with what it holds."""
+    return sum(works([eqn]), Work())
+
+
+def _times(eqn: compat.JaxprEqn) -> int:
+    """How often all devices together do what an equation holds."""
+    if eqn.primitive.name == "shard_map":  # its body is written for one device
+        return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Any, int]) -> Work:
+    """The work of an equation that holds no others; a reduction reads what its operand is made of."""
+    name = eqn.primitive.name
+    is_reduction = name.startswith(("reduce", "arg", "cum"))
+    known = fused if is_reduction else {}
+    moved = sum(_read(v, known) for v in (*equations.variables(eqn.invars), *eqn.outvars))
+    if (count := _PRODUCTS.get(name)) is not None:
+        products = count(eqn)
+        wide = max(v.aval.dtype.itemsize for v in eqn.invars[:2]) >= 4
+        return Work(products=products, nbytes=moved, float32=products if wide else 0.0)
+    if equations.is_view(eqn):
+        return Work()
+    made = sum(equations.size(v.aval) for v in eqn.outvars)
+    if is_reduction:
+        made = max(made, sum(equations.size(v.aval) for v in eqn.invars))
+    return Work(other=made, nbytes=moved if _is_moving(eqn) else 0.0)
+
+
+def _is_moving(eqn: compat.JaxprEqn) -> bool:
+    """Whether an equation reads its operands from device memory and writes its results there."""
+    return equations.is_heavy(eqn) or eqn.primitive.name == "gather" or eqn.primitive.name in _PRODUCTS
+
+
+def _dot_general(eqn: compat.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2.0 * equations.size(eqn.outvars[0].aval) * math.prod(left[axis] for axis in contracted)
+
+
+def _ragged_dot(eqn: compat.JaxprEqn) -> float:
+    rows, depth = eqn.invars[0].aval.shape[-2:]
+    return 2.0 * rows * depth * eqn.invars[1].aval.shape[-1]
+
+
+def _convolution(eqn: compat.JaxprEqn) -> float:
+    kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+    features = kernel.shape[numbers.rhs_spec[0]]
+    return 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
+
+
+_PRODUCTS: dict[str, Callable[[Any], float]] = {
+    "dot_general": _dot_general,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,263 @@
+"""Compares what the ranks of a job call, and with which values of the host, in every call.
+
+Ranks that call other steps, or the same step with other data, may hang, or train on one rank's inputs and another's
+labels without a word. The main thread only notes its calls. A thread publishes the notes, the lowest rank of those that
+make the calls together compares them, and the next call of each rank raises what it has found.
+"""
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mpmd.errors import ScheduleError
+from mpmd.job.activity import Activity
+from mpmd.job.boards import PUBLISH_S
+from mpmd.job.disagreement import Disagreement, disagreement
+from mpmd.job.notes import Note
+
+# So many calls are published together, if they come faster than the thread looks.
+WINDOW = 32
+# So many bytes wait for the thread, at most twice; what is more, the main thread reads.
+_MAX_HELD_NBYTES = 64 << 20
+# A rank is at most so many calls ahead of what has been compared.
+MAX_AHEAD = 128
+# Who waits for a comparison asks for it so often: at first, and at last.
+_SOON_S, _LATE_S = 0.001, 0.05
+# A disagreement is said without the ranks that have not come to the call after so long.
+_PATIENCE_S = 5.0
+# A rank that raises gives the others so long to come to their next call, which raises the same.
+_HEARD_S = 2 * PUBLISH_S
+# Where no rank comes to a next call after so long, because each waits for the other, the job is ended.
+# (A rank that has left while others wait for it is told before that, by the watchdog.)
+_UNHEARD_S = 10.0
+# At the end of the program, what was called last is compared for so long.
+_END_S = 10.0
+
+
+class Stream:
+    """The calls that some ranks make together, as one of them sees them.
+
+    Attributes:
+      ranks: those that make these calls.
+      count: how many there were.
+      notes: those that have not been compared, the oldest first.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any, now: Callable[[], float] = time.monotonic):
+        self.ranks = ranks
+        self.count = 0
+        self.notes: deque[Note] = deque()
+        self._rank, self._store, self._now = rank, store, now
+        self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}"
+        self._compared = self._published = 0  # calls
+        self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
+        self._answered: int | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether ranks have said something else of a call, and it is not known yet how they differ."""
+        return self._asked is not None
+
+    def turn(self) -> Disagreement | None:
+        """Publishes what is new, and compares what the others have said, or hears what has been found."""
+        notes = list(itertools.takewhile(lambda note: note.is_ready, list(self.notes)))
+        said = self._compared, [note.digest for note in notes]
+        if self._rank == self.ranks[0]:
+            return self._compare({self._rank: said, **self._read("said")})
+        if not self.notes:
+            return None
+        if self._compared + len(notes) > self._published:
+            self._published = self._compared + len(notes)
+            self._set(f"said/{self._rank}", said)
+        return self._hear()
+
+    def _hear(self) -> Disagreement | None:
+        compared, is_asked, found = self._read("found").get(self.ranks[0], (0, False, None))
+        self._advance(compared)
+        self._asked = (compared, 0.0) if is_asked else None
+        if is_asked and self._answered != compared and self._next_is_ready:
+            self._set(f"details/{self._rank}", [compared, self.notes[0].to_json()])
+            self._answered = compared
+        return None if found is None else Disagreement(*found)
+
+    def _compare(self, said: Mapping[int, tuple[int, Sequence[int]]]) -> Disagreement | None:
+        before, asked, found = self._compared, self._asked, None
+        for k in itertools.count(self._compared):
+            at = {r: digests[k - first] for r, (first, digests) in said.items() if first <= k < first + len(digests)}
+            if len(set(at.values())) > 1:
+                is_told, found = self._inquire(k)
+                if not is_told or found is not None:
+                    break
+            elif len(at) < len(self.ranks):
+                break
+            self._asked = None
+            self._advance(k + 1)
+        if self._compared > before or self._asked != asked or found is not None:
+            self._set(f"found/{self._rank}", [self._compared, self._asked is not None, found])
+        return found
+
+    def _inquire(self, k: int) -> tuple[bool, Disagreement | None]:
+        """Asks for the notes of a call that differ. Whether all have told, and how they differ."""
+        if self._asked is None:
+            self._asked = k, self._now()
+        told = {r: note for r, (at, note) in self._read("details").items() if at == k}
+        if self._next_is_ready:
+            told[self._rank] = self.notes[0].to_json()
+        have_all = len(told) == len(self.ranks)
+        if not have_all and self._now() - self._asked[1] < _PATIENCE_S:
+            return False, None
+        return have_all, disagreement(told) if len(told) > 1 else None
+
+    @property
+    def _next_is_ready(self) -> bool:
+        return bool(self.notes) and self.notes[0].is_ready
+
+    def _advance(self, compared: int) -> None:
+        for _ in range(compared - self._compared):
+            self.notes.popleft()
+        self._compared = compared
+
+    def _set(self, name: str, data: Any) -> None:
+        self._store.key_value_set(f"{self._folder}/{name}", json.dumps(data), allow_overwrite=True)
+
+    def _read(self, name: str) -> dict[int, Any]:
+        found = self._store.key_value_dir_get(f"{self._folder}/{name}/")
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+
+
+class Calls:
+    """What this rank calls together with others.
+
+    Args:
+      rank, num_ranks: this one, and how many there are.
+      store: the key-value store of the job.
+      activity: what this process is at.
+      end: ends all processes with a verdict: a rank, and what it did.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, store: Any, activity: Activity, end: Callable[[int, str], None]):
+        self._rank, self._store, self._activity, self._end = rank, store, activity, end
+        ranks = tuple(range(num_ranks))
+        self._streams = {ranks: Stream(ranks, rank, store)}
+        self._found: Disagreement | None = None
+        self._is_raised = self._is_over = False
+        self._num_waiting = self._held_nbytes = 0
+        self._wake = threading.Event()
+        self._turned = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name="mpmd-calls", daemon=True)
+        self._thread.start()
+
+    def note(self, ranks: Sequence[int], note: Note) -> None:
+        """This rank makes a call together with `ranks`. Waits only if it is far ahead of them.
+
+        Raises:
+          ScheduleError: an earlier call of theirs differs.
+        """
+        self.check()
+        if (stream := self._streams.get(ranks := tuple(ranks))) is None:
+            stream = self._streams[ranks] = Stream(ranks, self._rank, self._store)
+        self._held_nbytes += note.nbytes()
+        if self._held_nbytes > _MAX_HELD_NBYTES and note.is_ready:
+            _ = note.digests
+        stream.notes.append(note)
+        stream.count += 1
+        if stream.count % WINDOW == 0 or self._held_nbytes > _MAX_HELD_NBYTES // 8:
+            self._wake.set()
+        if len(stream.notes) > MAX_AHEAD:
+            self._wait([stream], MAX_AHEAD)
+
+    def settle(self, ranks: Sequence[int] | None = None) -> None:
+        """Returns when all calls up to now (with these ranks) have been compared.
+
+        Raises:
+          ScheduleError: some differ.
+        """
+        self.check()
+        self._wait([s for s in self._streams.values() if ranks in (None, s.ranks)], 0)
+
+    def check(self) -> None:
+        """Raises what has been found."""
+        if self._found is not None:
+            if not self._is_raised:
+                time.sleep(_HEARD_S)
+            self._is_raised = True
+            raise ScheduleError(self._found.text)
+
+    @property
+    def have_differed(self) -> bool:
+        """Whether some did."""
+        return self._found is not None
+
+    def finish(self) -> None:
+        """This rank comes to the end of its program: the last call of all."""
+        for stream in list(self._streams.values()):
+            stream.notes.append(Note("came to the end of its program"))
+        self._is_raised = True  # by who asks for `last`
+        self._wake.set()
+
+    def last(self) -> str:
+        """When all ranks have come to the end: how their calls differed; empty if they did not."""
+        end = time.monotonic() + _END_S
+        with self._waiting():
+            while any(s.notes for s in self._streams.values()) and self._found is None and time.monotonic() < end:
+                self._turned.wait(_LATE_S)
+        return "" if self._found is None else self._found.text
+
+    def stop(self, limit_s: float) -> None:
+        """Ends the thread: one that came back from C++ to a Python that is gone would abort the process."""
+        self._is_over = True
+        self._wake.set()
+        self._thread.join(limit_s)
+
+    def _wait(self, streams: Sequence[Stream], most: int) -> None:
+        """Returns when no more than so many calls of each stream are to be compared."""
+        behind = [s for s in streams if len(s.notes) > most]
+        if not behind:
+            return
+        others = sorted({r for s in behind for r in s.ranks} - {self._rank})
+        with self._activity.during("agreeing", "comparing calls", others), self._waiting():
+            while any(len(s.notes) > most for s in behind) and self._found is None:
+                self._turned.wait(PUBLISH_S)
+        self.check()
+
+    @contextlib.contextmanager
+    def _waiting(self):
+        """While this is entered, the thread does not rest."""
+        with self._turned:
+            self._num_waiting += 1
+            self._wake.set()
+            try:
+                yield
+            finally:
+                self._num_waiting -= 1
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        delay = _SOON_S
+        while not self._is_over and self._found is None:
+            streams = list(self._streams.values())
+            is_hurried = self._num_waiting or any(s.is_asked for s in streams)
+            delay = min(_LATE_S, 1.5 * delay) if is_hurried else _SOON_S
+            ranks = max((len(s.ranks) for s in streams), default=1)
+            self._wake.wait(delay if is_hurried else PUBLISH_S * max(1.0, ranks / 64))
+            self._wake.clear()
+            self._held_nbytes = 0
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store is gone: the judge sees that
+                for stream in streams:
+                    self._found = self._found or stream.turn()
+            with self._turned:
+                self._turned.notify_all()
+        end = time.monotonic() + _UNHEARD_S
+        while not self._is_over and not self._is_raised and time.monotonic() < end:
+            time.sleep(PUBLISH_S)
+        if self._found is not None and not self._is_over and not self._is_raised:
+            self._end(self._found.rank, self._found.text.splitlines()[0].removeprefix(f"rank {self._found.rank} "))

@@ -1,0 +1,76 @@
+"""One call that a rank makes together with others, as it is noted for the comparison."""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.arrays import keys
+
+
+@dataclasses.dataclass
+class Note:
+    """One call, as a rank notes it that makes it. The main thread makes it; another reads the values.
+
+    Attributes:
+      did: what the rank did, in words: `called train`.
+      program: a number of what was called, the same in all ranks.
+      step: the number of the step on this rank, as the watchdog counts.
+      names: of all arguments.
+      values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
+        them any more.
+    """
+
+    did: str
+    program: int = 0
+    step: int = 0
+    names: Sequence[str] = ()
+    values: Sequence[tuple[int, Any]] = ()
+
+    def nbytes(self) -> int:
+        """Of all values."""
+        return sum(x.nbytes for _, x in self.values)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the values can be read at once: a key may be computed after steps that wait for other ranks."""
+        self.values = [
+            (i, keys.to_data(x) if isinstance(x, jax.Array) and not x.is_deleted() else x) for i, x in self.values
+        ]
+        arrays: list[Any] = [x for _, x in self.values if isinstance(x, jax.Array)]
+        return all(x.is_deleted() or x.is_ready() for x in arrays)
+
+    @functools.cached_property
+    def digests(self) -> dict[int, int | None]:
+        """By position, a number for the value; None if it cannot be read. The values are let go of."""
+        found: dict[int, int | None] = {}
+        for i, x in self.values:
+            found[i] = _digest(x, found.get(i) or 0)
+        self.values = ()
+        return found
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """Of all that the ranks must have alike."""
+        return zlib.crc32(repr((self.did, self.program, self.digests)).encode())
+
+    def to_json(self) -> list[Any]:
+        """Plain data, for the key-value store: what `disagreement` takes."""
+        return [self.did, self.program, self.step, {self.names[i]: digest for i, digest in self.digests.items()}]
+
+
+def _digest(x: Any, before: int) -> int | None:
+    """Of an array of this process, after what came before it; None if it was deleted meanwhile."""
+    try:
+        data: Any = np.asarray(keys.to_data(x) if isinstance(x, jax.Array) else x)
+    except RuntimeError:
+        return None
+    try:
+        return zlib.crc32(data, before)
+    except ValueError:  # it is not in one piece, or of a dtype that numpy gives no buffer of
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return zlib.crc32(data, before)

@@ -1,0 +1,130 @@
+"""Signs of life that need no lock of Python: what a kernel answers for a process, and stacks that a signal writes.
+
+C code may hold Python's lock for minutes (a tokenizer, a copy, a debugger); then no thread of the process can publish
+anything. Its kernel still takes connections for it, and refuses them as soon as the process is gone.
+"""
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import signal
+import socket
+import time
+
+from mpmd.job import processes
+
+# Connections that the kernel takes for a process that accepts none; one for each machine that asks.
+_BACKLOG = 4096
+# A machine that answers nothing for 8 s cannot be reached.
+_KEPT_ALIVE = (
+    (socket.TCP_KEEPIDLE, 2),
+    (socket.TCP_KEEPINTVL, 2),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 8000),
+)
+# A connection that has ended is made again within this time, if the process lives.
+_REOPENED_S = 2.0
+_SYN_SENT = 2
+# No library is known to use it; Python's and JAX's own are SIGTERM, SIGINT and SIGUSR1.
+_STACKS_SIGNAL = signal.SIGRTMIN + 11
+
+
+class Door:
+    """A port of this process at which its kernel answers. Nothing is read from it, whoever connects.
+
+    Attributes:
+      address: `host:port`; empty where no other machine has to ask.
+    """
+
+    def __init__(self, address: str | None):
+        self._socket: socket.socket | None = None
+        self.address = ""
+        if address is not None:
+            self._socket = socket.create_server((address, 0), backlog=_BACKLOG)
+            self._socket.setblocking(False)
+            self.address = f"{address}:{self._socket.getsockname()[1]}"
+
+    def clear(self) -> None:
+        """Closes the connections that have come, so that there is room for others."""
+        for _ in range(_BACKLOG if self._socket is not None else 0):
+            try:
+                self._socket.accept()[0].close()  # pyright: ignore[reportOptionalMemberAccess]
+            except OSError:
+                return
+
+
+class Knock:
+    """Asks another machine's kernel whether a process lives: a connection to its door that stays open.
+
+    No question waits for its answer, so the first ones find nothing.
+    """
+
+    def __init__(self, address: str):
+        self._address = address
+        self._socket: socket.socket | None = None
+        self._lived_at = -_REOPENED_S
+
+    def lives(self) -> bool:
+        """Whether the kernel holds a connection for the process, or did so a moment ago."""
+        if self._is_connected():
+            self._lived_at = time.monotonic()
+        elif not self._is_connecting():  # the process accepted it, has ended, or its machine has gone
+            self.close()
+            self._connect()
+        return time.monotonic() - self._lived_at < _REOPENED_S
+
+    def close(self) -> None:
+        """Ends the question."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self) -> None:
+        host, _, port = self._address.rpartition(":")
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEPT_ALIVE:
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        with contextlib.suppress(OSError):  # in progress, or refused: the next question finds out
+            self._socket.connect((host, int(port)))
+
+    def _is_connected(self) -> bool:
+        try:
+            return self._socket is not None and bool(self._socket.getpeername() and self._socket.recv(1))
+        except BlockingIOError:
+            return True  # neither a byte nor the end
+        except OSError:
+            return False
+
+    def _is_connecting(self) -> bool:
+        if self._socket is None:
+            return False
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        return info[0] == _SYN_SENT
+
+
+class Stacks:
+    """The stacks of this process, for others on this machine to read, even while its lock is held.
+
+    Attributes:
+      number: of the file in which they are, in memory.
+    """
+
+    def __init__(self):
+        self.number = os.memfd_create("mpmd-stacks")
+        faulthandler.register(_STACKS_SIGNAL, self.number, all_threads=True)
+
+
+def stacks_of(pid: int, started: int, number: int) -> str:
+    """The stacks of a process of this machine, as `faulthandler` writes them; empty if it does not answer."""
+    path = pathlib.Path(f"/proc/{pid}/fd/{number}")
+    with contextlib.suppress(OSError, ValueError):
+        if processes.state(pid, started) == "running" and "mpmd-stacks" in os.readlink(path):
+            os.kill(pid, _STACKS_SIGNAL)
+            for _ in range(20):
+                time.sleep(0.05)
+                if text := path.read_text(errors="replace"):
+                    return text
+    return ""

@@ -1,0 +1,238 @@
+"""In a step without a loop: the stage in which each equation stands, by the marks, and the group of each stage.
+
+What depends on a mark stands in the stage in whose text it was written. What depends on none (parameters that are
+derived from others, masks, noise) stands in the first stage that reads it, wherever it was written. What is made of
+gradients and is no gradient (the optimizer) stands in no stage.
+
+A stage's group is the one that holds most of its weights; if nothing is placed yet, stages are dealt out evenly.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.stage_end import mark_p
+from mpmd.partition import equations
+from mpmd.tracing.trace import Trace
+
+Groups = frozenset[int]
+
+WEIGHT = 64  # a smaller array is worth sending: elements
+
+
+@dataclasses.dataclass(frozen=True)
+class StageText:
+    """Which stage the equations of a step without a loop stand in.
+
+    Attributes:
+      stage: per equation (by its results), the stage in which it stands.
+      arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
+      weights: per stage, the arguments that its equations read, as they are or derived.
+      with_weights: the equations (by their first results) that read them.
+    """
+
+    stage: dict[compat.Var, int]
+    arrivals: dict[compat.Var, dict[compat.Var, int]]
+    weights: list[set[compat.Var]]
+    with_weights: set[compat.Var]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the marks make."""
+        return len(self.weights)
+
+    @classmethod
+    def of(cls, trace: Trace, num_groups: int) -> "StageText | None":
+        """Reads the marks of a flat jaxpr; None if it has none."""
+        marks = [e for e in trace.jaxpr.eqns if e.primitive is mark_p]
+        num_forward = sum(e.params["kind"] == "forward" for e in marks)
+        if not num_forward:
+            return None
+        num_stages = num_forward if num_forward % num_groups == 0 else num_forward + 1
+        lines = _lines(trace.jaxpr.eqns, num_stages)
+        ends = _stand(lines)
+        stage = {v: line.stage for line in lines if line.stage is not None for v in line.eqn.outvars}
+        arrivals = {line.eqn.outvars[0]: line.arrived for line in lines if line.eqn.outvars}
+        weights, with_weights = _weights(lines, set(trace.jaxpr.invars), ends, num_stages)
+        return cls(stage, arrivals, weights, with_weights)
+
+
+@dataclasses.dataclass
+class _Line:
+    """An equation, with its operands as they were before marks.
+
+    Attributes:
+      stage: the stage in which it stands; for a mark, the one that it ends.
+      arrived: for operands that came through a mark, the stage that the last such mark begins.
+      is_derived: whether it depends on no mark.
+      is_free: whether readers say where it stands: it is derived, or is made of gradients.
+    """
+
+    eqn: compat.JaxprEqn
+    operands: list[compat.Var]
+    stage: int | None
+    arrived: dict[compat.Var, int]
+    is_derived: bool
+    is_free: bool
+
+
+def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:
+    """Equations and forward marks, with the stages in whose text they are written."""
+    alias: dict = {}
+    arrived: dict[compat.Var, int] = {}
+    forward: dict = defaultdict(list)
+    marked: set[compat.Var] = set()
+    gradients: set[compat.Var] = set()
+    lines = []
+    here = passed = 0
+    for eqn in eqns:
+        read = equations.variables(eqn.invars)
+        operands = equations.variables(alias.get(v, v) for v in read)
+        if eqn.primitive is not mark_p:
+            is_gradient = compat.is_transposed(eqn)
+            after_gradients = not gradients.isdisjoint(read)
+            is_derived = not is_gradient and marked.isdisjoint(read)
+            if not is_derived:
+                marked.update(eqn.outvars)
+            if is_gradient or after_gradients:
+                gradients.update(eqn.outvars)
+            found = {alias.get(v, v): arrived[v] for v in read if v in arrived}
+            is_free = is_derived or (after_gradients and not is_gradient)
+            lines.append(_Line(eqn, operands, here, found, is_derived, is_free))
+            continue
+        kind, mark = eqn.params["kind"], eqn.params["id"]
+        marked.update(eqn.outvars)
+        if kind == "forward":
+            lines.append(_Line(eqn, operands, min(passed, num_stages - 1), {}, False, False))
+            forward[mark].append(passed)
+            passed += 1
+            here = min(passed, num_stages - 1)
+        elif kind == "backward" and forward[mark]:
+            here = forward[mark].pop() if len(forward[mark]) > 1 else forward[mark][0]
+            gradients.update(eqn.outvars)
+        for new, old in zip(eqn.outvars, eqn.invars, strict=True):
+            if not isinstance(old, compat.Literal):
+                alias[new] = alias.get(old, old)
+                arrived[new] = here
+    return lines
+
+
+def _stand(lines: Sequence[_Line]) -> dict[compat.Var, int]:
+    """Puts what is free where it is read first. Returns for each variable the first stage whose end depends on it."""
+    readers: dict[compat.Var, int] = {}
+    ends: dict[compat.Var, int] = {}
+    for line in reversed(lines):
+        results = line.eqn.outvars
+        if line.is_free:
+            line.stage = min((readers[v] for v in results if v in readers), default=None)
+        end = min((ends[v] for v in results if v in ends), default=None)
+        if line.eqn.primitive is mark_p:
+            end = line.stage
+        for v in line.operands:
+            if line.stage is not None:
+                readers[v] = min(readers.get(v, line.stage), line.stage)
+            if end is not None:
+                ends[v] = min(ends.get(v, end), end)
+    return ends
+
+
+def _weights(
+    lines: Sequence[_Line], arguments: Collection[compat.Var], ends: Mapping[compat.Var, int], num_stages: int
+) -> tuple[list[set[compat.Var]], set[compat.Var]]:
+    """The arguments that each stage reads, as they are or derived, and the equations that read them.
+
+    A stage that reads large arguments is no reader of those from which it has small values (a norm of all weights).
+    """
+    large, readers = _met(lines, arguments, ends, WEIGHT)
+    small, _ = _met(lines, arguments, ends, 1)
+    weights: list[set[compat.Var]] = []
+    for s in range(num_stages):
+        weights.append({v for v in arguments if s in large[v] and equations.size(v.aval) > WEIGHT})
+        weights[s] = weights[s] or {v for v in arguments if s in small[v] and equations.size(v.aval) > 1}
+    return weights, readers
+
+
+def _met(
+    lines: Sequence[_Line], arguments: Collection[compat.Var], ends: Mapping[compat.Var, int], least: int
+) -> tuple[dict[compat.Var, set[int]], set[compat.Var]]:
+    """Per derived value, the stages that read it (or what is derived of it, of more than `least` elements) with what
+    came through marks, or end with it; and the equations that do so, by their first results.
+
+    What an earlier stage made for its own end does not count in later stages (a skip connection).
+    """
+    met: dict[compat.Var, set[int]] = defaultdict(set)
+    derived = {v for line in lines if line.is_derived for v in line.eqn.outvars}.union(arguments)
+    readers: set[compat.Var] = set()
+    for line in reversed(lines):
+        results = line.eqn.outvars
+        if line.is_derived:
+            stages = set[int]().union(*(met[v] for v in results if equations.size(v.aval) > least))
+            found = line.operands if stages else []
+        else:
+            stages = set() if line.stage is None else {line.stage}
+            found = [
+                v
+                for v in line.operands
+                if v in derived and v not in line.arrived and equations.size(v.aval) > least
+                if v in arguments or line.stage is None or ends.get(v, line.stage) >= line.stage
+            ]
+        if found:
+            readers.update(results[:1])
+        if not compat.is_transposed(line.eqn):  # the gradient of a penalty stands in the last stage
+            for v in found:
+                met[v] |= stages
+    return met, readers
+
+
+@dataclasses.dataclass(frozen=True)
+class StageGroups:
+    """The group of each stage of a step without a loop.
+
+    Attributes:
+      groups: per stage, its group.
+      firm: per stage, whether placed weights say so.
+    """
+
+    text: StageText
+    groups: list[int]
+    firm: list[bool]
+
+    @classmethod
+    def of(cls, text: StageText, held: Mapping[compat.Var, Groups | None], num_groups: int) -> "StageGroups":
+        """Gives each stage the group that holds most of its weights; `held`: the groups of each argument."""
+        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(text.num_stages)]
+        for stage, weights in enumerate(text.weights):
+            for v in weights:
+                if len(groups := held.get(v) or ()) == 1:
+                    votes[stage][min(groups)] += equations.nbytes(v.aval)
+        found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
+        firm = [g is not None for g in found]
+        if not any(firm):
+            return cls(text, [s * num_groups // text.num_stages for s in range(text.num_stages)], firm)
+        for s in range(1, text.num_stages):  # a stage without weights runs where the one before it does
+            found[s] = found[s - 1] if found[s] is None else found[s]
+        first = next(g for g in found if g is not None)
+        return cls(text, [first if g is None else g for g in found], firm)
+
+    def group(self, eqn: compat.JaxprEqn) -> int | None:
+        """The group of the stage in whose text an equation stands."""
+        stage = self._stage(eqn)
+        return None if stage is None else self.groups[stage]
+
+    def is_firm(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether placed weights say where the stage of an equation is."""
+        stage = self._stage(eqn)
+        return stage is not None and self.firm[stage]
+
+    def reads_weights(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether an equation reads weights of its stage, as they are or derived."""
+        return not self.text.with_weights.isdisjoint(eqn.outvars[:1])
+
+    def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
+        """For operands that came through a mark, the group of the stage that it begins."""
+        stages = self.text.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
+        return {v: self.groups[stage] for v, stage in stages.items() if equations.size(v.aval) > 1}
+
+    def _stage(self, eqn: compat.JaxprEqn) -> int | None:
+        return self.text.stage.get(eqn.outvars[0]) if eqn.outvars else None

@@ -1,0 +1,100 @@
+"""What a report says first: how busy the groups are, what most time is lost to, and what to do about it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+from mpmd.compile.step import LoopProgram
+from mpmd.report.profile import Profile
+from mpmd.report.profile_texts import Part, loop_parts, stragglers
+from mpmd.report.units import in_seconds
+from scheduler.timing.simulate import simulate_orders
+
+_ADVICE = {
+    "uneven stages": "Give that stage fewer layers. With mpmd.mark_layer_end after each layer the library chooses the"
+    " cut, and mpmd.tune cuts again by measured times.",
+    "transfers that nothing hides": "Use larger microbatches or fewer stages, or a schedule that sends ahead"
+    " (EagerOneFOneB).",
+    "before and after the loops": "Look at the grey programs: an update of the optimizer that waits for other groups,"
+    " or work that could be inside the loop.",
+    "late hosts": "Tasks are short beside the time that Python needs to start them: use larger microbatches.",
+    "the rest": "Tasks take unequally long from one microbatch to the next: is something else running on the machines?",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Conclusion:
+    """What to read first.
+
+    Attributes:
+      busy: share of the time in which the groups compute, on average.
+      whole: what that is a share of.
+      loss: what costs most, as a sentence; empty if nothing does.
+      advice: one thing to do; may be empty.
+    """
+
+    busy: float
+    whole: str
+    loss: str
+    advice: str
+
+
+def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> Conclusion | None:
+    """Of what was measured; without a profile, of the schedule if all tasks take equally long. None without either."""
+    if profile is not None:
+        return _measured(profile, loops)
+    if not loops:
+        return None
+    loop = loops[0]
+    bubble, more = _bubble(loop, 1), _more_microbatches(loop)
+    loss = f"The rest, {bubble:.0%}, is the bubble of the schedule." if bubble > 0.005 else ""
+    return Conclusion(
+        1 - bubble, f"loop {loop.loop.number}, if all tasks take equally long", loss, more if loss else ""
+    )
+
+
+def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> Conclusion:
+    step = profile.typical
+    seconds = max(step.seconds, 1e-12)
+    busy = sum(spent.busy for spent in step.spent) / len(step.spent) / seconds
+    ran = {r.loop for r in step.runs if r.tasks}
+    indices = [k for k, loop in enumerate(profile.loops) if loop.number in ran]
+    losses = [(part, k) for k in indices for part in loop_parts(profile, k)[1:]]
+    if indices:
+        outside = seconds - sum(profile.timeline(k).makespan for k in indices)
+        losses.append((Part(outside, "before and after the loops"), indices[0]))
+    whole = f"a step of {in_seconds(seconds)}"
+    part, index = max(losses, key=lambda one: one[0].seconds, default=(Part(0.0, ""), 0))
+    if part.seconds < 0.01 * seconds:
+        return Conclusion(busy, whole, "", "")
+    cause = part.detail if part.name == "the rest" else f"{part.name}{part.detail and ': ' + part.detail}"
+    loss = f"Most of the rest, {in_seconds(part.seconds)} ({part.seconds / seconds:.0%}), goes to {cause}."
+    return Conclusion(busy, whole, loss, _advice(profile, index, part, loops))
+
+
+def _advice(profile: Profile, index: int, part: Part, loops: Sequence[LoopProgram]) -> str:
+    if part.name == "bubble of the schedule":
+        return _more_microbatches(next(x for x in loops if x.loop.number == profile.loops[index].number))
+    if part.name == "the rest" and max(spent.late for spent in profile.typical.spent) > part.seconds / 2:
+        return _ADVICE["late hosts"]
+    if part.name in ("uneven stages", "the rest") and (slow := next(stragglers(profile, index), "")):
+        return f"{slow[0].upper()}{slow[1:]}."
+    return _ADVICE[part.name]
+
+
+def _bubble(loop: LoopProgram, times: int) -> float:
+    """The bubble with so many times the microbatches, where all tasks take equally long."""
+    info = loop.loop.partition.info
+    count = times * info.num_microbatches
+    orders = loop.loop.orders if times == 1 else info.schedule.orders(count)
+    return simulate_orders(orders, tuple(info.schedule.placement), count).bubble_fraction
+
+
+def _more_microbatches(loop: LoopProgram) -> str:
+    count = loop.loop.partition.info.num_microbatches
+    with contextlib.suppress(ValueError):  # orders of one's own are for one number of microbatches
+        return (
+            f"Use more microbatches: with {2 * count} in place of {count} the bubble is {_bubble(loop, 2):.0%} of the"
+            f" loop in place of {_bubble(loop, 1):.0%}. mpmd.tune also compares schedules."
+        )
+    return "Use a schedule with a smaller bubble: mpmd.tune compares them."

@@ -1,0 +1,98 @@
+"""Finds the mesh axes inside of the groups over which no heavy work is divided: their devices all compute the same."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import DistinctProgram
+from mpmd.compile.step import StepPrograms
+from mpmd.costs.work import work_of
+
+# A step with fewer operations in its products takes about as long on any number of devices.
+_WORTH = 1e6
+_PAGE = "docs/inside-a-group.md"
+
+
+def repetition(programs: StepPrograms) -> str | None:
+    """Which devices compute the same, and what to write; None if none do, or in a small step.
+
+    Only shardings are looked at, which every process has, so no program is compiled or waited for.
+    """
+    if not (axes := _repeated(programs)):
+        return None
+    mesh = programs.mesh.groups[0]
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    devices = f"the {count} devices of each group compute the same"
+    if count < mesh.size:
+        devices = f"of the {mesh.size} devices of each group, always {count} compute the same"
+    named = f"mesh {'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(repr, axes))}"
+    along = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+    rows = f"P(None, {along})" if programs.loops else f"P({along})"
+    return (
+        f"{devices}: most matrix products are not divided along {named}. Divide the rows of the batch,"
+        f" mpmd.jit(..., in_shardings=(None, {rows})), or the parameters; else leave the devices out ({_PAGE})."
+    )
+
+
+def _repeated(programs: StepPrograms) -> list[str]:
+    """The axes along which more than half of the heavy work is not divided."""
+    mesh = programs.mesh.groups[0]
+    unnamed = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    if not unnamed:
+        return []
+    times: Counter[DistinctProgram] = Counter()
+    axes: dict[DistinctProgram, set[str]] = {}
+    for executable, count in _called(programs):
+        times[executable.compiled] += count
+        axes[executable.compiled] = _axes_at_edges(executable)
+    if all(found.issuperset(unnamed) for found in axes.values()):
+        return []
+    products = {program: count * work_of(program.jaxpr).products for program, count in times.items()}
+    total = sum(products.values())
+    if total < _WORTH:
+        return []
+    for program in axes:
+        axes[program].update(_axes_inside(program.jaxpr))
+    return [axis for axis in unnamed if 2 * sum(n for p, n in products.items() if axis not in axes[p]) > total]
+
+
+def _called(programs: StepPrograms) -> Iterator[tuple[Executable, int]]:
+    """The tasks of the loops, or without a loop the segments, and how often a step runs each."""
+    for loop in programs.loops:
+        for executable in loop.executables.values():
+            yield executable, loop.loop.partition.info.num_microbatches
+    if not programs.loops:
+        for executable in programs.segments.values():
+            yield executable, 1
+
+
+def _axes_at_edges(executable: Executable) -> set[str]:
+    """The mesh axes along which an argument or result is divided."""
+    edges = itertools.chain(executable.in_shardings, executable.out_shardings)
+    return {axis for sharding in edges for axis in _axes_of(sharding)}
+
+
+def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
+    """The mesh axes that constraints, types and `shard_map` name in a program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            yield from eqn.params["newly_manual_axes"]
+        for v in eqn.outvars:
+            yield from _axes_of(getattr(v.aval, "sharding", None))
+        for key in ("sharding", "dst_sharding"):
+            yield from _axes_of(eqn.params.get(key))
+        for inner in compat.jaxprs_in(eqn.params):
+            yield from _axes_inside(inner)
+
+
+def _axes_of(sharding: Any) -> Iterator[str]:
+    if isinstance(sharding, NamedSharding):
+        for entry in sharding.spec:
+            if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
+                yield from (entry,) if isinstance(entry, str) else entry

@@ -1,0 +1,115 @@
+"""Moves marks at the beginning and at the end of a function under `jax.checkpoint` out of it.
+
+Differentiation leaves the forward pass of such a function flat, and makes one equation of its backward pass, which
+computes the function again. The backward mark of a stage end that is the last thing of the function reads what comes
+into that equation, so it can stand ahead of it. A mark in the middle must stay: the stage behind it would compute again
+what is before it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mpmd import _jax_compat as compat
+from mpmd.ops.stage_end import mark_p
+
+CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+
+# What may be moved out together with a mark: it is cheap.
+_LIGHT = frozenset(
+    """add add_any sub mul neg convert_element_type reduce_precision broadcast_in_dim reshape transpose squeeze
+    expand_dims copy slice concatenate pad sharding_constraint reshard pvary pcast""".split()
+)
+
+
+def marks_outside(eqn: compat.JaxprEqn, flat: Callable[[compat.Jaxpr], compat.Jaxpr]) -> compat.ClosedJaxpr | None:
+    """What a checkpoint computes, with marks ahead of it and behind it; None if no mark can be moved out.
+
+    Args:
+      eqn: the checkpoint.
+      flat: inlines the calls of a jaxpr.
+    """
+    body = flat(eqn.params["jaxpr"])
+    of_backward = _without_forward_marks(body) if eqn.params["differentiated"] else body
+    ahead = _ahead(of_backward.eqns, of_backward.invars)
+    rest = [e for e in of_backward.eqns if e not in ahead]
+    behind = _behind(rest)
+    if not ahead and not behind and len(rest) == len(body.eqns):
+        return None
+    call = _checkpoint_of(eqn, of_backward, ahead, [e for e in rest if e not in behind], behind)
+    return compat.ClosedJaxpr(compat.new_jaxpr(of_backward, eqns=[*ahead, *call, *behind]), ())
+
+
+def _without_forward_marks(body: compat.Jaxpr) -> compat.Jaxpr:
+    """A backward pass without the marks of the forward pass that it computes again: that is elsewhere, with them."""
+    alias: dict = {}
+    eqns = []
+    for eqn in body.eqns:
+        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
+        if eqn.primitive is mark_p and eqn.params["kind"] == "forward":
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
+            eqns.append(eqn)
+    return compat.new_jaxpr(body, eqns=eqns, outvars=[compat.renamed(v, alias) for v in body.outvars])
+
+
+def _ahead(eqns: Sequence[compat.JaxprEqn], given: Iterable[compat.Var]) -> list[compat.JaxprEqn]:
+    """The marks that need only what is given and light equations, with these."""
+    known, free = set(given), []
+    for eqn in eqns:
+        if _is_movable(eqn) and _variables(eqn.invars) <= known:
+            free.append(eqn)
+            known.update(eqn.outvars)
+    needed: set[compat.Var] = set()
+    found = []
+    for eqn in reversed(free):
+        if eqn.primitive is mark_p or not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed |= _variables(eqn.invars)
+    return found[::-1]
+
+
+def _behind(eqns: Sequence[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
+    """The marks behind which only light equations read anything of them, with these."""
+    read_before: set[compat.Var] = set()
+    free = []
+    for eqn in reversed(eqns):
+        if _is_movable(eqn) and read_before.isdisjoint(eqn.outvars):
+            free.append(eqn)
+        else:
+            read_before |= _variables(eqn.invars)
+    marked: set[compat.Var] = set()
+    found = []
+    for eqn in reversed(free):
+        if eqn.primitive is mark_p or not marked.isdisjoint(_variables(eqn.invars)):
+            found.append(eqn)
+            marked.update(eqn.outvars)
+    return found
+
+
+def _checkpoint_of(
+    eqn: compat.JaxprEqn,
+    body: compat.Jaxpr,
+    ahead: Sequence[compat.JaxprEqn],
+    inside: Sequence[compat.JaxprEqn],
+    behind: Sequence[compat.JaxprEqn],
+) -> list[compat.JaxprEqn]:
+    """The checkpoint `eqn` of the equations that stay inside."""
+    read_inside = {v for e in inside for v in _variables(e.invars)}
+    reads = [v for v in (*body.invars, *(v for e in ahead for v in e.outvars)) if v in read_inside]
+    read_outside = _variables(body.outvars).union(*(_variables(e.invars) for e in behind))
+    writes = [v for e in inside for v in e.outvars if v in read_outside]
+    if not inside:
+        return []
+    inner = compat.with_new_vars(compat.make_jaxpr(reads, writes, inside, "checkpoint")).jaxpr
+    params = {**eqn.params, "jaxpr": inner}
+    if isinstance(prevent := params["prevent_cse"], tuple):  # one for each operand
+        of = dict(zip(body.invars, prevent, strict=True))
+        params["prevent_cse"] = tuple(of.get(v, True) for v in reads)
+    return [eqn.replace(invars=reads, outvars=writes, params=params, effects=inner.effects)]
+
+
+def _is_movable(eqn: compat.JaxprEqn) -> bool:
+    return not eqn.effects and (eqn.primitive is mark_p or eqn.primitive.name in _LIGHT)
+
+
+def _variables(atoms: Iterable[compat.Var | compat.Literal]) -> set[compat.Var]:
+    return {v for v in atoms if not isinstance(v, compat.Literal)}

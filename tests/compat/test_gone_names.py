@@ -1,0 +1,76 @@
+"""Names of JAX and Orbax that they do not document: in a release without them, steps and checkpoints still work."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+from mpmd._jax_compat import processes
+
+ROOT = Path(__file__).parents[2]
+
+# In a process of its own: hooks stay once they are there.
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax._src import dtypes
+del dtypes.register_canonicalize_value_handler
+import mpmd, scheduler
+from mpmd._jax_compat import tracing_hooks
+tracing_hooks._HOOKS = {f"{name}_of_a_release": hook for name, hook in tracing_hooks._HOOKS.items()}
+import reshard._orbax_compat
+reshard._orbax_compat.optional = lambda *names: None
+assert "reshard.checkpoint" not in sys.modules
+import reshard.checkpoint
+
+mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+
+def loss(w, x):
+    return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)
+
+def step(w, xs):
+    grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=scheduler.OneFOneB(2))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+
+w, xs = [np.eye(3, dtype=np.float32)] * 2, np.arange(24, dtype=np.float32).reshape(4, 2, 3) / 24
+found = mpmd.jit(step, mpmd_mesh=mesh)(w, xs)
+for a, b in zip(found, jax.jit(step)(w, xs), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(jnp.asarray(a) + a, 2 * b, rtol=1e-6)
+reshard.checkpoint.save(sys.argv[1], found)
+again = reshard.checkpoint.restore(sys.argv[1], reshard.checkpoint.abstract(found))
+assert all(np.array_equal(a, b) and a.mpmd_sharding == b.mpmd_sharding for a, b in zip(again, found, strict=True))
+"""
+
+
+def test_steps_and_checkpoints_work_without_the_names_that_hooks_stand_on(tmp_path):
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "HOME": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "saved")], env=environment, text=True, capture_output=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_callbacks_that_cannot_be_observed_are_left_as_they_are(monkeypatch):
+    monkeypatch.setattr(processes, "callback", types.SimpleNamespace())
+    processes.observe_callbacks(lambda function: None)
+    assert vars(processes.callback) == {}
+
+
+def test_an_orbax_without_a_name_that_must_be_there_is_told_from_one_that_is_broken():
+    program = (
+        "import sys; sys.modules['orbax.checkpoint._src.futures.future'] = None\n"
+        "from orbax.checkpoint._src import futures\n"
+        "vars(futures).pop('future', None)\n"
+        "import reshard.checkpoint"
+    )
+    program = "import orbax.checkpoint\n" + program
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, text=True,
+        capture_output=True, check=False, timeout=300,
+    )  # fmt: skip
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: reshard.checkpoint: orbax-checkpoint 0.") and last.endswith(
+        "Install the release that jax-mpmd was tested with: orbax-checkpoint==0.12.8."
+    )

@@ -1,0 +1,91 @@
+"""Work in a loop that needs the gradients of all stages: the warning, and the two loops that it advises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpmd
+
+W, MICROBATCHES, EXAMPLES = 12, 4, 2
+
+
+def model(ws, x):
+    x = mpmd.mark_stage_end(jnp.tanh(x @ ws[0]))
+    return ((x @ ws[1]) ** 2).mean()
+
+
+def norm(grads):
+    return jnp.sqrt(sum((g**2).sum() for g in grads))
+
+
+def clipped(ws, x):
+    grads = jax.grad(model)(ws, x)
+    return [g / jnp.maximum(norm(grads), 1.0) for g in grads]
+
+
+def per_example(ws, x):
+    grads = jax.vmap(lambda x: jax.grad(model)(ws, x[None]))(x)
+    scale = 1 / jnp.maximum(jax.vmap(norm)(grads), 1.0)
+    return [jnp.tensordot(scale, g, 1) for g in grads]
+
+
+def finite(ws, x):
+    grads = jax.grad(model)(ws, x)
+    return [jnp.where(jnp.isfinite(norm(grads)), g, 0) for g in grads]
+
+
+def per_stage(ws, x):
+    return [g / jnp.maximum(norm([g]), 1.0) for g in jax.grad(model)(ws, x)]
+
+
+def one_loop(fun, schedule):
+    def step(ws, xs):
+        return mpmd.treduce(lambda x: fun(ws, x), xs, schedule=schedule)
+
+    return step
+
+
+def two_loops(ws, xs):
+    norms = mpmd.treduce(
+        lambda x: norm(jax.grad(model)(ws, x))[None], xs, schedule="1f1b", operation=mpmd.Concat
+    ).reshape(-1)
+    batch = (xs, 1 / jnp.maximum(norms, 1.0))
+    return mpmd.treduce(lambda b: jax.grad(lambda ws: b[1] * model(ws, b[0]))(ws), batch, schedule="1f1b")
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    ws = list(2 * jax.random.normal(jax.random.key(0), (2, W, W)))
+    return ws, jax.random.normal(jax.random.key(1), (MICROBATCHES, EXAMPLES, W))
+
+
+def compiled(step, arguments):
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    found = mpmd.jit(step, mpmd_mesh=mesh).lower(*arguments).compile()
+    return found, [line for line in found.explain().splitlines() if "whole gradients" in line]
+
+
+@pytest.mark.parametrize(
+    ("fun", "schedule", "nbytes"),
+    [
+        (clipped, "1f1b", "576 B"),
+        (clipped, "zb-h1", "576 B"),
+        (finite, "1f1b", "576 B"),
+        (per_example, "1f1b", "1.15 KB"),
+    ],
+)
+def test_explain_warns_of_gradients_that_go_to_one_stage_in_each_microbatch(arguments, fun, schedule, nbytes):
+    _, (warning,) = compiled(one_loop(fun, schedule), arguments)
+    assert warning.startswith(f"warning: in each microbatch {nbytes} of whole gradients go to stage 0: ")
+    assert "test_gathered_gradients.py" in warning
+
+
+def test_two_loops_clip_each_microbatch_alike_and_send_no_whole_gradient(arguments):
+    step, warnings = compiled(two_loops, arguments)
+    assert not warnings
+    assert not compiled(one_loop(per_stage, "1f1b"), arguments)[1]
+    ws, xs = arguments
+    expected = [sum(g) for g in zip(*(clipped(ws, x) for x in xs), strict=True)]
+    for found, want in zip(step(ws, xs), expected, strict=True):
+        np.testing.assert_allclose(jax.device_get(found), want, rtol=2e-5, atol=1e-6)
