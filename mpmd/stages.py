@@ -237,11 +237,14 @@ class Lowered:
             programs = compile_step(
                 self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks
             )
-            if (repeated := repetition(programs)) is not None and jax.process_index() == 0:
-                warnings.warn(f"{self._name}: {repeated}", stacklevel=users_frame())
-            with without_collection():
-                program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                return Compiled(programs, program, self._donated, self._split)
+            try:
+                if (repeated := repetition(programs)) is not None and jax.process_index() == 0:
+                    warnings.warn(f"{self._name}: {repeated}", stacklevel=users_frame())
+                with without_collection():
+                    program = step_program(self._outline, self._mesh.num_groups, programs.donated)
+                    return Compiled(programs, program, self._donated, self._split)
+            finally:
+                programs.compiler.close()
 
 
 class Compiled:
@@ -257,7 +260,6 @@ class Compiled:
         self._donated = usable(programs, donated)
         self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
         self._bound = None if programs.mesh.is_described else Executor(programs, program)
-        programs.compiler.close()
         self._timed: Profile | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False

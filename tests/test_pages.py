@@ -67,7 +67,7 @@ def test_the_reference_has_each_public_name_once():
             "stages",
             5,
             [
-                "layers of each stage: (4, 3, 3, 2)",
+                "layers of each stage: (3, 4, 3, 2)",
                 "; no cut is faster",
                 "axis 0 split {0: 0:4, 1: 4:8, 2: 8:11, 3: 11:12}",
             ],

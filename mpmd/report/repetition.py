@@ -93,6 +93,7 @@ def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
 
 def _axes_of(sharding: Any) -> Iterator[str]:
     if isinstance(sharding, NamedSharding):
-        for entry in sharding.spec:
+        yield from sharding.spec.unreduced  # each device holds a sum over its own rows
+        for entry in sharding.spec.partitions:
             if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
                 yield from (entry,) if isinstance(entry, str) else entry
