@@ -26,7 +26,8 @@ def _compiled():
     mesh = mpmd.topology_mesh("h100", (2, 4), ("stage", "data"), "stage")
     w, xs = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((4, 8, 64), jnp.float32)
     jax.clear_caches()
-    compiled = mpmd.jit(step, mpmd_mesh=mesh).lower([w, w], xs).compile()
+    rows = jax.P(None, "data")
+    compiled = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, rows)).lower([w, w], xs).compile()
     compiler = compiled._programs.compiler
     for distinct in compiler._distinct.values():
         distinct.on(distinct.program.mesh)  # waits for it
