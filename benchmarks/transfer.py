@@ -46,7 +46,7 @@ def run(repeats: int) -> None:
 
     import mpmd
     from mpmd.job import joining
-    from mpmd.run.routes import Route
+    from mpmd.run.routes import ValueRoute
 
     mpmd.initialize()
     job = joining.current()
@@ -64,7 +64,7 @@ def run(repeats: int) -> None:
 
     def ours(x, aval):
         # A program makes a route once for each of its edges; the number of the route's piece changes with every step.
-        route = routes.setdefault(aval.shape, Route(job, source, target, aval, 0, False, "benchmark"))
+        route = routes.setdefault(aval.shape, ValueRoute(job, source, target, aval, 0, False, "benchmark"))
         number = next(numbers)
         return route.carry(x, number)
 

@@ -19,7 +19,7 @@ from mpmd.job import joining
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
-    Call,
+    CallArguments,
     argument_names,
     broadcast,
     check_leaves,
@@ -189,7 +189,7 @@ class Jitted:
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         dynamic, fixed = args, ()
         positions, names = self._static
         if positions or names:
@@ -209,9 +209,9 @@ class Jitted:
         except (TypeError, ValueError) as e:
             fault = e
         if fault is not None:  # said again, with the argument's name
-            check_leaves(leaves, argument_names(self._fun, Call(len(args), fixed, leaves, tree, (), None)))
+            check_leaves(leaves, argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None)))
             raise fault
-        return Call(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
+        return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
     def _wishes(self, tree: Any, fixed: tuple[Any, ...], num_args: int) -> list[Any]:
         """The user's sharding of each leaf, or None."""
@@ -224,7 +224,7 @@ class Jitted:
             self._wished[key] = wishes + [None] * kwargs_tree.num_leaves
         return self._wished[key]
 
-    def _trace(self, call: Call) -> Traced:
+    def _trace(self, call: CallArguments) -> Traced:
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
         wishes = self._wishes(call.tree, call.fixed, call.num_args)

@@ -6,7 +6,7 @@ from typing import Any
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.job import clocks
 from mpmd.job.job import Job
-from mpmd.observe.records import Rows, joined
+from mpmd.observe.records import RecordedTimes, joined
 from mpmd.report.flops import flops_of
 from mpmd.report.profile import LoopFacts, Profile, steps_of
 
@@ -16,7 +16,7 @@ def profile_of(
     loops: tuple[LoopFacts, ...],
     job: Job | None,
     ranks: Sequence[int],
-    rows: Sequence[Rows],
+    rows: Sequence[RecordedTimes],
     result: Any,
 ) -> Profile:
     """The profile of some steps, the same in all of `ranks`, which call this together.
@@ -33,7 +33,7 @@ def profile_of(
         error = max(map(float, job.exchange("comparing clocks", repr(found.error), ranks).values()))
         shifted = [part.shifted(found.seconds).as_text() for part in parts]
         told = [job.exchange("gathering a timed step", text, ranks) for text in shifted]
-        parts = [Rows.of_text(text) for said in told for text in said.values()]
+        parts = [RecordedTimes.of_text(text) for said in told for text in said.values()]
     steps = steps_of(joined(parts), programs.mesh.num_groups)
     return Profile(programs.name, steps, programs.mesh.processes, loops, error, result)
 

@@ -28,11 +28,11 @@ from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.gathered import facts_of, profile_of
 from mpmd.job import joining
 from mpmd.job.wires import expected_wire
-from mpmd.observe.records import Rows
+from mpmd.observe.records import RecordedTimes
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import draft_of
-from mpmd.report.explain import Traffic, explain
+from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
@@ -345,10 +345,10 @@ class Compiled:
         limit = memory_limit(mesh, machine_of(mesh))
         if self._bound is None:
             wire = expected_wire(mesh.groups[0].devices.flat[0].platform)
-            traffic = Traffic.of_all(self._program, f"by jax.device_put in a process, between processes by {wire}")
+            traffic = StepTraffic.of_all(self._program, f"by jax.device_put in a process, between processes by {wire}")
         else:
             own = self._bound.bindings
-            traffic = Traffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
+            traffic = StepTraffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
         return explain(self._programs, self._program, traffic, notes, limit)
 
     @compat.api_boundary
@@ -407,7 +407,7 @@ class Compiled:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
         leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
         consumed, next_of = set(self._consumed), self._successors()
-        rows: list[Callable[[], Rows]] = []
+        rows: list[Callable[[], RecordedTimes]] = []
         result = None
         with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
             for number in range(steps + 1):
@@ -439,14 +439,14 @@ class Compiled:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
         if self._timed is None:
             zeros = self._inputs.zeros()
-            rows = Rows
+            rows = RecordedTimes
             for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
                 copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
                 _, rows = self._executor.timed(copies, 1)
             self._timed = self._profile_of([rows()], None)
         return self._timed.timeline()
 
-    def _profile_of(self, rows: Sequence[Rows], result: Any) -> Profile:
+    def _profile_of(self, rows: Sequence[RecordedTimes], result: Any) -> Profile:
         """The rows of all processes, put together."""
         executor = self._executor
         return profile_of(self._programs, self._loop_facts, executor.job, executor.ranks, rows, result)
@@ -492,7 +492,7 @@ class Compiled:
         placed = self._placed(leaves)
         return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
-    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Callable[[], Rows]]:
+    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
         """A call, and when everything of this process ran."""
         placed = self._placed(leaves)
         results, rows = self._executor.timed([*self._inputs.constants, *placed], number)

@@ -106,7 +106,7 @@ def test_what_is_on_different_devices_and_in_no_groups_keeps_jaxs_error(mesh, mo
     monkeypatch.setattr(reading, "meshes_in_use", lambda: [mesh])
     one, other = jax.device_put(np.ones(2), jax.devices()[0]), jax.device_put(np.ones(2), jax.devices()[1])
     with pytest.raises(ValueError, match="Received incompatible devices"):
-        one + other  # both in group 0
+        _ = one + other  # both in group 0
     np.testing.assert_allclose(optax.global_norm([put(VALUE, mesh, 0)]), np.linalg.norm(VALUE), rtol=1e-6)
 
 
@@ -115,7 +115,7 @@ def test_operators_meet_in_a_group_that_has_both_or_say_where_they_are(mesh):
     assert (x + there).sharding.device_set == set(mesh.groups[1].devices.flat)
     w = put(np.ones((4, 4), np.float32), mesh, 0)
     with pytest.raises(ValueError) as error:
-        w * there
+        _ = w * there
     assert str(error.value) == (
         "operands are in different groups: MpmdArray(float32[4,4], group 0 of 4, P()) and an array in group 1.\n"
         "  Compute with them in a step (mpmd.jit), or read them first: mpmd.device_get(x), float(x)."

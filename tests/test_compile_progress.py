@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mpmd.compile.progress import Progress
+from mpmd.compile.progress import CompileProgress
 from scheduler.waiting import waiting
 
 
@@ -26,7 +26,7 @@ def _wait_for(stream):
 
 def test_the_line_says_which_program_of_how_many_and_goes_away_with_the_last_one_even_if_that_fails():
     stream = Terminal()
-    progress = Progress(stream, patience_s=0.1)  # both programs are expected before anything is shown
+    progress = CompileProgress(stream, patience_s=0.1)  # both programs are expected before anything is shown
     for _ in range(2):
         progress.expect()
     with progress.compiling("step_stage0_F"):

@@ -314,7 +314,7 @@ def test_where_a_program_cannot_be_loaded_each_group_compiles_its_own(monkeypatc
 
     num_compiled, num_loaded, results = run()
     assert num_loaded > 0
-    monkeypatch.setattr(compat.Executable, "load_on", lambda *_: None)
+    monkeypatch.setattr(compat.LoadedProgram, "load_on", lambda *_: None)
     more_compiled, none_loaded, same = run()
     assert (more_compiled, none_loaded) == (num_compiled + num_loaded, 0)
     assert_same(same, results, 0)

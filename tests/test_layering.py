@@ -1,6 +1,7 @@
 """Which package and which room may import which, and private JAX and Orbax in one place each."""
 
 import ast
+import collections
 import copy
 import os
 import re
@@ -220,6 +221,15 @@ def test_what_orbax_does_not_document_is_touched_in_one_file():
     sources = [source for package in PACKAGES for source in _sources(package)]
     others = [source for source in sources if source.relative_to(ROOT).as_posix() != ORBAX_SHIM]
     assert [fault for source in others for fault in _violations(source, ("orbax.checkpoint._src",))] == []
+
+
+def test_a_class_name_has_one_meaning():
+    places = collections.defaultdict(list)
+    for source in (source for package in PACKAGES for source in _sources(package)):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(source.relative_to(ROOT).as_posix())
+    assert len(places) > 300 and {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -33,8 +33,8 @@ from mpmd._jax_compat.described import (
     is_described,
 )
 from mpmd._jax_compat.executables import (
-    Executable,
-    Program,
+    LoadedProgram,
+    XlaProgram,
     abstract,
     compile_program,
     load_stored,

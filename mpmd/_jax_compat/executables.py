@@ -24,7 +24,7 @@ _OTHER_JAX = (AttributeError, TypeError, ValueError, NotImplementedError, Assert
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class XlaProgram:
     """A program as it goes to XLA.
 
     Attributes:
@@ -62,7 +62,7 @@ class Program:
         return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
 
 
-class Executable:
+class LoadedProgram:
     """A compiled program and, on demand, the bytes from which it is loaded on other devices."""
 
     def __init__(self, compiled: jax.stages.Compiled, serialized: bytes | None = None):
@@ -114,7 +114,7 @@ def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     return compiled
 
 
-def compile_program(lowered: jax.stages.Lowered, program: Program) -> Executable:
+def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedProgram:
     """Compiles; with a compilation cache folder, the program is kept there however quickly it was compiled.
 
     By default JAX keeps what took a second or more. A step as one program does, each of its many programs may not.
@@ -127,20 +127,20 @@ def compile_program(lowered: jax.stages.Lowered, program: Program) -> Executable
         try:
             if program.folder is None:
                 folder = Folder.read_by_jax(program.mesh.devices.flat[0].client)
-                return Executable(compiled, folder and folder.executable(entry_key(lowered._lowering)))
+                return LoadedProgram(compiled, folder and folder.executable(entry_key(lowered._lowering)))
             known = program.fingerprint
             if known is not None and not _same(_described(program, _unloaded(compiled).xla_executable), compiled):
                 known = None
             # A CPU program that came out of the folder has lost its code when it is serialized again.
-            return Executable(compiled, program.folder.keep(known, entry_key(lowered._lowering), compiled, seconds))
+            return LoadedProgram(compiled, program.folder.keep(known, entry_key(lowered._lowering), compiled, seconds))
         except _OTHER_JAX:
-            return Executable(compiled)
+            return LoadedProgram(compiled)
 
 
-def load_stored(serialized: bytes, program: Program) -> Executable | None:
+def load_stored(serialized: bytes, program: XlaProgram) -> LoadedProgram | None:
     """An executable from `Program.stored`, as if it had been compiled; None where this JAX cannot."""
     try:
-        return Executable(_described(program, _loaded(serialized, program.mesh)[0]), serialized)
+        return LoadedProgram(_described(program, _loaded(serialized, program.mesh)[0]), serialized)
     except _OTHER_JAX:
         return None
 
@@ -156,7 +156,7 @@ def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
     return client.deserialize_executable(serialized, device_list, options), device_list
 
 
-def _described(program: Program, executable: Any) -> jax.stages.Compiled:
+def _described(program: XlaProgram, executable: Any) -> jax.stages.Compiled:
     """What JAX makes of an executable of XLA, from the program alone: without lowering it."""
     devices = xla_client.DeviceList(tuple(program.mesh.devices.flat))
     ins, outs = (

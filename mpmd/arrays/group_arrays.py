@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import groups_text
-from mpmd.arrays.sharding import Key, MpmdSharding, Part
+from mpmd.arrays.sharding import GroupPart, Key, MpmdSharding
 
 Arrays = Sequence[jax.Array] | Mapping[Any, jax.Array]
 
@@ -64,7 +64,7 @@ def _keys_text(keys: Mapping[Key, Any] | Sequence[Key]) -> str:
     return "the rows " + ", ".join(":".join(map(str, key)) for key in sorted(ranges))
 
 
-def _in_their_places(arrays: list[Any], local: list[Part], sharding: MpmdSharding) -> dict[Key, Any]:
+def _in_their_places(arrays: list[Any], local: list[GroupPart], sharding: MpmdSharding) -> dict[Key, Any]:
     """The array of each part: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
     found: dict[Key, Any] = {}
 
@@ -117,7 +117,7 @@ def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple
         raise ValueError(f"MpmdArray: the arrays do not fit {sharding!r}:\n" + "\n".join(f"  {f}" for f in faults))
 
 
-def _faults_of_array(array: Any, part: Part, dtype: Any) -> list[str]:
+def _faults_of_array(array: Any, part: GroupPart, dtype: Any) -> list[str]:
     where = _where(part)
     if not is_plain(array) or not hasattr(array, "addressable_shards"):
         return [f"{where}: a {type(array).__name__}, not a concrete jax.Array"]
@@ -131,6 +131,6 @@ def _faults_of_array(array: Any, part: Part, dtype: Any) -> list[str]:
     return faults
 
 
-def _where(part: Part) -> str:
+def _where(part: GroupPart) -> str:
     rows = f", rows {part.key[0]}:{part.key[1]}" if isinstance(part.key, tuple) else ""
     return f"group {part.group}{rows}"

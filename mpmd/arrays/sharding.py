@@ -26,7 +26,7 @@ Key = int | tuple[int, int]
 _FIELDS = ("mpmd_mesh", "mesh_ids", "spec", "memory_kind", "split", "split_axis")
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """What one group holds of an array as one `jax.Array`.
 
     Attributes:
@@ -206,7 +206,7 @@ class MpmdSharding(jax.sharding.Sharding):
         except ValueError as error:
             raise ValueError(f"{self!r}: {error}.") from None
 
-    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, shape: Sequence[int]) -> tuple[GroupPart, ...]:
         """What the groups hold of an array of this shape: one part for each group, or for each range of a split one.
 
         Raises:
@@ -214,7 +214,7 @@ class MpmdSharding(jax.sharding.Sharding):
         """
         return _parts(self, tuple(shape))
 
-    def local_parts(self, shape: Sequence[int]) -> list[Part]:
+    def local_parts(self, shape: Sequence[int]) -> list[GroupPart]:
         """Those of `parts` that are in a group of this process."""
         return [part for part in self.parts(shape) if part.group in self.mpmd_mesh.local_groups]
 
@@ -349,17 +349,17 @@ class MpmdSharding(jax.sharding.Sharding):
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def _parts(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[GroupPart, ...]:
     axis = sharding.split_axis
     if axis is None:
-        return tuple([Part(group, group, (0,) * len(shape), shape) for group in sharding.groups])
+        return tuple([GroupPart(group, group, (0,) * len(shape), shape) for group in sharding.groups])
     if axis >= len(shape):
         raise ValueError(f"{sharding!r} splits axis {axis}, but the array has {len(shape)} axes.")
     before, after = shape[:axis], shape[axis + 1 :]
     zeros = [0] * len(after)
     return tuple(
         [
-            Part((r.start, r.stop), r.group, (*[0] * axis, r.start, *zeros), (*before, r.stop - r.start, *after))
+            GroupPart((r.start, r.stop), r.group, (*[0] * axis, r.start, *zeros), (*before, r.stop - r.start, *after))
             for r in sharding.ranges(shape[axis])
         ]
     )
@@ -376,7 +376,7 @@ def _shards(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[PlacedShard
     return placed_shards(found, None if whole is None else list(whole.devices.flat))
 
 
-def _moved(index: tuple[slice, ...], part: Part, shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _moved(index: tuple[slice, ...], part: GroupPart, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """An index of a part, as one of the array: a slice of a whole axis is written as JAX writes it."""
     if part.shape == shape:
         return index

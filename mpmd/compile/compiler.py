@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
 from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
-from mpmd.compile.subprogram import Cut, Pattern, ReuseRule, num_equations
+from mpmd.compile.subprogram import Division, Pattern, ReuseRule, num_equations
 from mpmd.errors import StageError
 from mpmd.partition import equations
 
@@ -192,7 +192,7 @@ class Compiler:
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            program = compat.Program(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self._options)
+            program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self._options)
             self._distinct[key] = found = DistinctProgram(self._threads, program, family)
             return found, True
         if mesh in self._is_own and found.program.mesh not in self._is_own:
@@ -272,7 +272,7 @@ class Compiler:
                 return
         known.append((pattern, distinct))
 
-    def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Cut) -> Parts | None:
+    def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Division) -> Parts | None:
         """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
         program, arguments, results = whole.program, whole.jaxpr.invars, whole.jaxpr.outvars
         shardings = dict(zip((*arguments, *results), (*program.in_shardings, *program.out_shardings), strict=True))

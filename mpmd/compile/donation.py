@@ -5,7 +5,7 @@ from collections.abc import Set
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.partition.outline import Outline, Segment, Transfer
+from mpmd.partition.outline import Outline, OutlineTransfer, Segment
 
 
 def last_uses(outline: Outline) -> dict[tuple[compat.Var, int], int]:
@@ -14,7 +14,7 @@ def last_uses(outline: Outline) -> dict[tuple[compat.Var, int], int]:
     for position, item in enumerate(outline.items):
         if isinstance(item, Segment):
             last.update(((v, item.group), position) for v in item.reads)
-        elif isinstance(item, Transfer):
+        elif isinstance(item, OutlineTransfer):
             last[item.var, item.source] = position
             last.setdefault((item.var, item.target), position)
         else:
@@ -32,7 +32,7 @@ def donations(outline: Outline, mesh: MpmdMesh, donated_args: Set[int]) -> dict[
     kept = set(invars) - {arguments[i] for i in donated_args}
     # Where groups share devices, a transfer is an alias; between processes, what is sent stays until it is taken.
     if mesh.groups_share_devices or len({p for ps in mesh.processes for p in ps}) > 1:
-        kept |= {t.var for t in outline.items if isinstance(t, Transfer)}
+        kept |= {t.var for t in outline.items if isinstance(t, OutlineTransfer)}
         kept |= {v for v, groups in zip(invars, outline.inputs, strict=True) if len(groups) > 1}
     returned = {(v, g) for v, groups in outline.outputs if not isinstance(v, compat.Literal) for g in groups}
     last = last_uses(outline)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
-from mpmd.compile.progress import Progress
+from mpmd.compile.progress import CompileProgress
 from mpmd.partition import equations
 
 
@@ -32,7 +32,7 @@ class Threads:
         self.num_compiled = 0
         self.num_stored = 0
         self.num_loaded = 0
-        self._progress = Progress()
+        self._progress = CompileProgress()
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def close(self) -> None:
@@ -40,10 +40,10 @@ class Threads:
         self._pool.shutdown(wait=False)
         self._progress.close()
 
-    def compile(self, lowered: jax.stages.Lowered, program: compat.Program) -> Future:
+    def compile(self, lowered: jax.stages.Lowered, program: compat.XlaProgram) -> Future:
         """Compiles a program, in a thread."""
 
-        def work() -> compat.Executable:
+        def work() -> compat.LoadedProgram:
             with self._progress.compiling(program.name):
                 return compat.compile_program(lowered, program)
 
@@ -86,7 +86,7 @@ class DistinctProgram:
     """
 
     threads: Threads
-    program: compat.Program
+    program: compat.XlaProgram
     family: str
     parts: "Parts | None" = None
     loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is there
@@ -142,10 +142,10 @@ class DistinctProgram:
             return self.threads.submit(compat.load_stored, serialized, program)
         return self._compile(program)
 
-    def _compile(self, program: compat.Program) -> Future:
+    def _compile(self, program: compat.XlaProgram) -> Future:
         return self.threads.compile(self.lower(program.mesh), program)
 
-    def _program_on(self, mesh: Mesh) -> compat.Program:
+    def _program_on(self, mesh: Mesh) -> compat.XlaProgram:
         """The program on a mesh of its shape."""
         ins, outs = (
             tuple(None if s is None else on_mesh(mesh, s) for s in shardings)
@@ -153,7 +153,7 @@ class DistinctProgram:
         )
         return dataclasses.replace(self.program, mesh=mesh, in_shardings=ins, out_shardings=outs)
 
-    def _origin(self) -> compat.Executable:
+    def _origin(self) -> compat.LoadedProgram:
         """The program on the mesh that asked first; waits for it."""
         assert self._first is not None  # by start
         if self._first.result() is None:  # what is stored cannot be loaded

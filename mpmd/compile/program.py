@@ -10,7 +10,7 @@ from mpmd.compile.donation import last_uses
 from mpmd.compile.tasks import accumulators_of
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
-from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
 from scheduler import Call, Edge, Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 
 
@@ -98,7 +98,7 @@ class _Builder:
         for position, item in enumerate(self.outline.items):
             if isinstance(item, Segment):
                 touched = self._segment(item)
-            elif isinstance(item, Transfer):
+            elif isinstance(item, OutlineTransfer):
                 touched = self._transfer(item)
             else:
                 touched, lowered = self._loop(item)
@@ -138,7 +138,7 @@ class _Builder:
         self.alive |= {(v, item.group) for v in writes}
         return [(v, item.group) for v in (*reads, *writes)]
 
-    def _transfer(self, item: Transfer) -> list[tuple[Value, int]]:
+    def _transfer(self, item: OutlineTransfer) -> list[tuple[Value, int]]:
         value = self.value(item.var)
         self.groups[item.source].append(Send(value, item.target))
         self.groups[item.target].append(Recv(value, item.source))

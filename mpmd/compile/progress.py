@@ -8,7 +8,7 @@ from typing import Any
 from scheduler.waiting import Line
 
 
-class Progress:
+class CompileProgress:
     """A line on standard error, of `scheduler.waiting`.
 
     Args:

@@ -37,7 +37,7 @@ SEGMENTS = ReuseRule(16, independent=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Subprogram:
     """A part of a program, in the program's variables."""
 
     eqns: tuple[compat.JaxprEqn, ...]
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Division:
     """A program in pieces.
 
     Attributes:
@@ -54,7 +54,7 @@ class Cut:
       inner: the position of the one that is the program that was looked for.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Subprogram, ...]
     inner: int
 
     @property
@@ -98,7 +98,7 @@ class Pattern:
             above.append(functools.reduce(operator.or_, (above[i] | 1 << i for i in found), 0))
         return [bits.bit_count() for bits in above]
 
-    def cut(self, inner: "Pattern") -> Cut | None:
+    def cut(self, inner: "Pattern") -> Division | None:
         """This program as `inner` and what is around it.
 
         None where `inner` is not found; where something else reads a value from inside of it (but for keys and small
@@ -166,7 +166,7 @@ class Pattern:
             return []
         return list(zip(inner.jaxpr.eqns[i].outvars, self.jaxpr.eqns[j].outvars, strict=True))
 
-    def _around(self, inner: "Pattern", here: dict) -> Cut | None:
+    def _around(self, inner: "Pattern", here: dict) -> Division | None:
         """The pieces, once `inner` is found."""
         inside = {self.origin[w][0] for v, w in here.items() if v in inner.origin}
         if len(inside) != len(inner.kinds) or not here.keys() >= set(inner.jaxpr.invars):
@@ -198,8 +198,8 @@ class Pattern:
         if after and {v for e in before for v in e.outvars}.isdisjoint(reads):
             before, after = [], outside
         pieces = _pieces([before, [self.jaxpr.eqns[i] for i in sorted(inside)], after], self.jaxpr.outvars)
-        pieces[1] = Piece(pieces[1].eqns, reads, tuple(writes))
-        return Cut(tuple(p for p in pieces if p.eqns), 1 if before else 0)
+        pieces[1] = Subprogram(pieces[1].eqns, reads, tuple(writes))
+        return Division(tuple(p for p in pieces if p.eqns), 1 if before else 0)
 
 
 def _is_copied(eqn: compat.JaxprEqn) -> bool:
@@ -218,12 +218,12 @@ def _renamed(eqns: Sequence[compat.JaxprEqn], names: dict[compat.Var, compat.Var
     ]
 
 
-def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) -> list[Piece]:
+def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) -> list[Subprogram]:
     """Lists of equations as pieces: each reads what it does not make and writes what others need of it."""
     pieces = []
     for k, eqns in enumerate(parts):
         made = {v for e in eqns for v in equations.outputs(e)}
         later = [v for other in parts[k + 1 :] for e in other for v in equations.variables(e.invars)]
         writes = [v for v in (*later, *results) if v in made]
-        pieces.append(Piece(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(dict.fromkeys(writes))))
+        pieces.append(Subprogram(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(dict.fromkeys(writes))))
     return pieces

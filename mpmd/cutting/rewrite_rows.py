@@ -24,7 +24,7 @@ Cut = Sequence[Rows | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Join:
+class WholeStack:
     """A stacked value that an equation needs as a whole, from all groups that have rows of it.
 
     Attributes:
@@ -44,8 +44,8 @@ class Join:
 class Rewriter:
     """Writes a jaxpr anew, on pieces of the values that are cut."""
 
-    def __init__(self, spread: Spread, joins: list[Join] | None = None):
-        self.joins: list[Join] = [] if joins is None else joins
+    def __init__(self, spread: Spread, joins: list[WholeStack] | None = None):
+        self.joins: list[WholeStack] = [] if joins is None else joins
         self._spread = spread
         self._reader: compat.JaxprEqn | None = None
         self._eqns: list[compat.JaxprEqn] = []
@@ -281,7 +281,7 @@ class Rewriter:
         """A cut or a join that is still there as slices, or a concatenation."""
         if eqn.primitive is join_rows_p:
             (out,) = eqn.outvars
-            self.joins.append(Join(out.aval, self._readers.get(out)))
+            self.joins.append(WholeStack(out.aval, self._readers.get(out)))
         elif eqn.primitive is not split_rows_p:
             return [eqn]
         new = trace_equations(plain(eqn), *eqn.invars).named(eqn.outvars)

@@ -41,7 +41,7 @@ def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     fixed = _fixed(body.jaxpr)
     for pair in _pairs(body.jaxpr):
         if id(pair.backward) not in replaced:
-            replaced[id(pair.forward)], replaced[id(pair.backward)] = _Scan(pair, fixed).rewritten()
+            replaced[id(pair.forward)], replaced[id(pair.backward)] = _ScanPair(pair, fixed).rewritten()
     eqns = [replaced.get(id(e), e) for e in body.jaxpr.eqns]
     return compat.ClosedJaxpr(compat.new_jaxpr(body.jaxpr, eqns=eqns), body.consts)
 
@@ -82,7 +82,7 @@ def _scans(eqn: compat.JaxprEqn, operand: int) -> bool:
     return operand >= sum(compat.scan_sizes(eqn))
 
 
-class _Scan:
+class _ScanPair:
     """A pair of scans about to be rewritten."""
 
     def __init__(self, pair: Pair, fixed: set[compat.Var]):

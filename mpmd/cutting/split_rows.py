@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.pieces import Rows, cut, join_rows_p, split_rows_p
-from mpmd.cutting.rewrite_rows import Cut, Join, Rewriter
+from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
 from mpmd.ops.treduce import treduce_p
@@ -39,7 +39,7 @@ class SplitStep:
     trace: Trace
     ins: tuple[Rows | None, ...]
     outs: tuple[Rows | None, ...]
-    joins: tuple[Join, ...] = ()
+    joins: tuple[WholeStack, ...] = ()
 
     @functools.cached_property
     def in_positions(self) -> tuple[range, ...]:

@@ -82,20 +82,20 @@ class Sent(NamedTuple):
     at: float
 
 
-class Rows(NamedTuple):
+class RecordedTimes(NamedTuple):
     """What one process noted."""
 
     runs: tuple[Ran, ...] = ()
     moves: tuple[Moved, ...] = ()
     sends: tuple[Sent, ...] = ()
 
-    def shifted(self, seconds: float) -> "Rows":
+    def shifted(self, seconds: float) -> "RecordedTimes":
         """The same on another clock."""
 
         def later(rows: Sequence[Any], *times: str) -> tuple[Any, ...]:
             return tuple(row._replace(**{name: getattr(row, name) + seconds for name in times}) for row in rows)
 
-        return Rows(
+        return RecordedTimes(
             later(self.runs, "dispatched", "returned", "start", "end", "ready"),
             later(self.moves, "dispatched", "start", "end"),
             later(self.sends, "at"),
@@ -106,7 +106,7 @@ class Rows(NamedTuple):
         return base64.b85encode(zlib.compress(json.dumps(self).encode(), 1)).decode()
 
     @classmethod
-    def of_text(cls, text: str) -> "Rows":
+    def of_text(cls, text: str) -> "RecordedTimes":
         """The inverse of `as_text`."""
         runs, moves, sends = json.loads(zlib.decompress(base64.b85decode(text)))
         ran = (Ran(*row) for row in runs)
@@ -118,7 +118,7 @@ class Rows(NamedTuple):
         )
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[RecordedTimes]) -> RecordedTimes:
     """The rows of all processes in one, ordered by time.
 
     A transfer starts no sooner than its value was sent, and a value was sent no later than it came: threads note either
@@ -135,7 +135,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     came = {(m.step, m.way): m.end for m in moves}
     left = [s._replace(at=min(s.at, came.get((s.step, s.way), s.at))) for part in parts for s in part.sends]
     runs = [r for part in parts for r in part.runs]
-    return Rows(_by(runs, "start"), _by(moves, "start"), _by(left, "at"))
+    return RecordedTimes(_by(runs, "start"), _by(moves, "start"), _by(left, "at"))
 
 
 def _by(rows: Iterable, name: str) -> tuple:

@@ -7,7 +7,7 @@ from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 from mpmd.partition.flat_step import FlatStep
 from mpmd.partition.levels import END, Levels, Placed
-from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
 from mpmd.partition.pack_scalars import Readers, pack_scalars
 from mpmd.tracing.trace import Trace
 
@@ -26,7 +26,7 @@ def assemble(placed: Placed, levels: Levels) -> Outline:
         own[key] += eqns
     readers.update(packed.readers)
     sent = {(t.var, t.source) for t in packed.transfers}
-    items: list[Segment | Transfer | Loop] = [t for t in packed.transfers if t.level < 0]
+    items: list[Segment | OutlineTransfer | Loop] = [t for t in packed.transfers if t.level < 0]
     loops = {level: step.items[i] for i, level in levels.loops.items()}
     for level in sorted({level for level, _ in own} | {t.level for t in packed.transfers if t.level >= 0} | set(loops)):
         if level in loops:
@@ -63,14 +63,14 @@ def _readers(placed: Placed, levels: Levels) -> Readers:
     return readers
 
 
-def _transfers(step: FlatStep, levels: Levels, readers: Readers) -> list[Transfer]:
+def _transfers(step: FlatStep, levels: Levels, readers: Readers) -> list[OutlineTransfer]:
     """What is read in groups that do not make it, each variable once per group."""
     inputs = set(step.invars)
     found = []
     for v, g in readers:
         if g not in levels.made[v]:
             source = min(levels.made[v])
-            found.append(Transfer(v, source, g, -1 if v in inputs else levels.made[v][source]))
+            found.append(OutlineTransfer(v, source, g, -1 if v in inputs else levels.made[v][source]))
     order = {v: i for i, v in enumerate(levels.made)}
     return sorted(found, key=lambda t: (t.level, t.source, t.target, order[t.var]))
 
@@ -93,7 +93,7 @@ def _segment(
     return Segment(f"segment{level}.{group}", group, level, tuple(eqns), reads, writes)
 
 
-def _names(trace: Trace, items: Iterable[Segment | Transfer | Loop]) -> dict[compat.Var, str]:
+def _names(trace: Trace, items: Iterable[Segment | OutlineTransfer | Loop]) -> dict[compat.Var, str]:
     """Names of arguments, and of what segments and loops make; no two alike: values go by name in the program."""
     num_consts = len(trace.consts)
     names: dict[compat.Var, str] = {}

@@ -41,7 +41,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class OutlineTransfer:
     """A variable that goes from one group to another, after everything of its level."""
 
     var: compat.Var
@@ -98,7 +98,7 @@ class Outline:
     trace: Trace
     inputs: tuple[Groups, ...]
     outputs: tuple[tuple[compat.Var, Groups], ...]
-    items: tuple[Segment | Transfer | Loop, ...]
+    items: tuple[Segment | OutlineTransfer | Loop, ...]
     donors: tuple[int | None, ...]
     names: dict[compat.Var, str]
     committed: tuple[bool, ...]
@@ -114,7 +114,7 @@ class Outline:
         for item in self.items:
             if isinstance(item, Segment):
                 lines.append(f"{item.name} (group {item.group}): {len(item.eqns)} equations")
-            elif isinstance(item, Transfer):
+            elif isinstance(item, OutlineTransfer):
                 size = equations.nbytes(item.var.aval)
                 lines.append(f"  send {self.names[item.var]} ({size:,} B) from group {item.source} to {item.target}")
             else:

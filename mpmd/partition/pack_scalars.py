@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.partition.outline import Transfer
+from mpmd.partition.outline import OutlineTransfer
 from mpmd.tracing.new_equations import trace_equations
 
 # Per variable and group, the levels at which it is read there.
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
       sizes: per packed vector, how many scalars it holds.
     """
 
-    transfers: list[Transfer]
+    transfers: list[OutlineTransfer]
     last: dict[tuple[int, int], list[compat.JaxprEqn]]
     first: dict[tuple[int, int], list[compat.JaxprEqn]]
     readers: Readers
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 
 
 def pack_scalars(
-    transfers: list[Transfer], readers: Readers, segments: set[tuple[int, int]], loop_levels: set[int]
+    transfers: list[OutlineTransfer], readers: Readers, segments: set[tuple[int, int]], loop_levels: set[int]
 ) -> Packed:
     """Packs the scalars among transfers.
 
@@ -51,7 +51,7 @@ def pack_scalars(
       segments: (level, group) of every segment.
       loop_levels: the levels of the loops.
     """
-    together: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+    together: dict[tuple[int, int, int], list[OutlineTransfer]] = defaultdict(list)
     for t in transfers:
         until = min(readers[t.var, t.target])
         if t.level < 0 or not _is_packable(t.var.aval):
@@ -60,7 +60,7 @@ def pack_scalars(
             together[t.source, t.target, t.level].append(t)
     packed = Packed([], defaultdict(list), defaultdict(list), {}, {})
     vectors: dict[tuple, compat.Var] = {}
-    gone: set[Transfer] = set()
+    gone: set[OutlineTransfer] = set()
     for (source, target, level), members in together.items():
         if len(members) < 2:
             continue
@@ -78,12 +78,12 @@ def pack_scalars(
         assert at is not None
         packed.first[at, target] += _unpack(vector, values)
         packed.readers[vector, target] = {at}
-        packed.transfers.append(Transfer(vector, source, target, level))
+        packed.transfers.append(OutlineTransfer(vector, source, target, level))
     packed.transfers[:0] = [t for t in transfers if t not in gone]
     return packed
 
 
-def _unpack_level(t: Transfer, until: int, segments: set[tuple[int, int]], loop_levels: set[int]) -> int | None:
+def _unpack_level(t: OutlineTransfer, until: int, segments: set[tuple[int, int]], loop_levels: set[int]) -> int | None:
     """The level at which the target takes its scalars out: in its next segment, if no reader comes before that."""
     own = sorted(level for level, g in segments if g == t.target and t.level < level <= until)
     if own:

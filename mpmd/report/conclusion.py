@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpmd.compile.step import LoopProgram
 from mpmd.report.profile import Profile
-from mpmd.report.profile_texts import Part, loop_parts, stragglers
+from mpmd.report.profile_texts import TimeShare, loop_parts, stragglers
 from mpmd.report.units import in_seconds
 from scheduler.timing.simulate import simulate_orders
 
@@ -62,9 +62,9 @@ def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> Conclusion:
     losses = [(part, k) for k in indices for part in loop_parts(profile, k)[1:]]
     if indices:
         outside = seconds - sum(profile.timeline(k).makespan for k in indices)
-        losses.append((Part(outside, "before and after the loops"), indices[0]))
+        losses.append((TimeShare(outside, "before and after the loops"), indices[0]))
     whole = f"a step of {in_seconds(seconds)}"
-    part, index = max(losses, key=lambda one: one[0].seconds, default=(Part(0.0, ""), 0))
+    part, index = max(losses, key=lambda one: one[0].seconds, default=(TimeShare(0.0, ""), 0))
     if part.seconds < 0.01 * seconds:
         return Conclusion(busy, whole, "", "")
     cause = part.detail if part.name == "the rest" else f"{part.name}{part.detail and ': ' + part.detail}"
@@ -72,7 +72,7 @@ def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> Conclusion:
     return Conclusion(busy, whole, loss, _advice(profile, index, part, loops))
 
 
-def _advice(profile: Profile, index: int, part: Part, loops: Sequence[LoopProgram]) -> str:
+def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopProgram]) -> str:
     if part.name == "bubble of the schedule":
         return _more_microbatches(next(x for x in loops if x.loop.number == profile.loops[index].number))
     if part.name == "the rest" and max(spent.late for spent in profile.typical.spent) > part.seconds / 2:

@@ -2,7 +2,7 @@
 
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
-from mpmd.partition.outline import Loop, Outline, Segment, Transfer
+from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
 from mpmd.report.units import in_bytes
 
 _SHOWN = 8
@@ -12,7 +12,7 @@ _SMALL = 64  # elements; a smaller argument is worth no warning
 def crossing_lines(outline: Outline) -> list[str]:
     """A line for each of the largest values that cross outside of the loops, and a warning for each parameter."""
     transfers = sorted(
-        (i for i in outline.items if isinstance(i, Transfer)), key=lambda t: -equations.nbytes(t.var.aval)
+        (i for i in outline.items if isinstance(i, OutlineTransfer)), key=lambda t: -equations.nbytes(t.var.aval)
     )
     if not transfers:
         return []
@@ -59,7 +59,7 @@ def _made_of_arguments(outline: Outline) -> dict[compat.Var, compat.Var]:
     return found
 
 
-def _reason(outline: Outline, transfer: Transfer) -> str:
+def _reason(outline: Outline, transfer: OutlineTransfer) -> str:
     """Who reads a value that was sent: an equation of the user's, a stage, packed scalars or the caller."""
     if (num_scalars := outline.packed.get(transfer.var, 0)) > 0:
         return f"{num_scalars} scalars, packed"

@@ -19,7 +19,7 @@ from scheduler.optimize.cuts import Cut
 from scheduler.timing.simulate import simulate_orders
 
 
-class Traffic(NamedTuple):
+class StepTraffic(NamedTuple):
     """What one process (or all of them) does in a step.
 
     Attributes:
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
     transport: str
 
     @classmethod
-    def of_all(cls, program: Program, transport: str) -> "Traffic":
+    def of_all(cls, program: Program, transport: str) -> "StepTraffic":
         """What all groups do, by the program."""
         instructions = [i for group in program.groups for i in group]
         sent = [program.nbytes.get(i.value.name, 0) for i in instructions if isinstance(i, Send)]
@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
 def explain(
     programs: StepPrograms,
     program: Program,
-    traffic: Traffic,
+    traffic: StepTraffic,
     notes: Sequence[str] = (),
     limit: float | None = None,
 ) -> str:

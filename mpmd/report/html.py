@@ -10,7 +10,7 @@ from typing import Any
 from mpmd.compile.step import StepPrograms
 from mpmd.partition import equations
 from mpmd.report.conclusion import conclusion
-from mpmd.report.explain import Traffic, sent_by
+from mpmd.report.explain import StepTraffic, sent_by
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
 from mpmd.report.memory_chart import memory_chart, round_ticks
@@ -73,7 +73,7 @@ def _verdict(facts: Facts) -> Iterator[str]:
 
 def _cards(facts: Facts) -> Iterator[str]:
     mesh, program = facts.programs.mesh, facts.program
-    traffic = Traffic.of_all(program, "")
+    traffic = StepTraffic.of_all(program, "")
     shown = [
         (str(mesh.num_groups), f"groups of {mesh.groups[0].size} device{'s' * (mesh.groups[0].size > 1)}"),
         (str(len(program.placement)), "stages"),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpmd.observe.records import Moved, Ran, Rows
+from mpmd.observe.records import Moved, Ran, RecordedTimes
 from mpmd.report import profile_pictures, profile_texts
 from scheduler import Costs, Task, Timeline
 from scheduler.task import Orders
@@ -186,7 +186,7 @@ class Profile:
         return profile_pictures.to_chrome_trace(self)
 
 
-def steps_of(rows: Rows, num_groups: int) -> tuple[Step, ...]:
+def steps_of(rows: RecordedTimes, num_groups: int) -> tuple[Step, ...]:
     """The rows of all processes, step by step."""
     numbers = sorted({r.step for r in rows.runs})
     return tuple(

@@ -23,7 +23,7 @@ _DRAWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TimeShare:
     """A part of the time that a loop took, and where it comes from.
 
     Attributes:
@@ -105,7 +105,7 @@ def _group_table(profile: Profile) -> Iterator[str]:
     yield from (f"  {line}" for line in texts.table(rows, "<" * len(rows[0])))
 
 
-def loop_parts(profile: Profile, index: int = -1) -> list[Part]:
+def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
     """What the time of a loop is made of, each part by one simulation more than the one before."""
     facts = profile.loops[index]
     measured = statistics.median(profile.timeline(index, step).makespan for step in profile.steps)
@@ -118,11 +118,11 @@ def loop_parts(profile: Profile, index: int = -1) -> list[Part]:
     with_transfers = profile.simulated(costs, index).makespan
     bubble = f"{facts.schedule}, {facts.num_microbatches} microbatches"
     return [
-        Part(even, "work, if every group had the same and never waited"),
-        Part(with_bubble - even, "bubble of the schedule", bubble),
-        Part(with_stages - with_bubble, "uneven stages", _slowest_stage(costs, facts)),
-        Part(with_transfers - with_stages, "transfers that nothing hides", _slowest_link(profile)),
-        Part(measured - with_transfers, "the rest", _rest(profile)),
+        TimeShare(even, "work, if every group had the same and never waited"),
+        TimeShare(with_bubble - even, "bubble of the schedule", bubble),
+        TimeShare(with_stages - with_bubble, "uneven stages", _slowest_stage(costs, facts)),
+        TimeShare(with_transfers - with_stages, "transfers that nothing hides", _slowest_link(profile)),
+        TimeShare(measured - with_transfers, "the rest", _rest(profile)),
     ]
 
 

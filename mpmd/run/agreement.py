@@ -33,7 +33,7 @@ _MAX_SMALL_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Announcement:
     """What a process is about to run, as named texts that must be the same in all of them."""
 
     sections: dict[str, str]
@@ -50,7 +50,7 @@ class Plan:
         return {name: f"{zlib.crc32(text.encode()):08x}{len(text):x}" for name, text in self.sections.items()}
 
 
-def plan_of(programs: StepPrograms, program: Program) -> Plan:
+def plan_of(programs: StepPrograms, program: Program) -> Announcement:
     """The plan of a compiled step, from what the user wrote to what runs."""
     trace = programs.outline.trace
     mesh = programs.mesh
@@ -64,7 +64,7 @@ def plan_of(programs: StepPrograms, program: Program) -> Plan:
         for g, m in enumerate(mesh.groups)
     ]
     layouts = [f"{names[v]}: {programs.layouts[v]}" for v in trace.jaxpr.invars]
-    return Plan(
+    return Announcement(
         {
             "devices": "\n".join(devices),
             "arguments": "\n".join(lines),
@@ -86,7 +86,7 @@ def _value(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def agree(job: Job, plan: Plan, ranks: Sequence[int]) -> int:
+def agree(job: Job, plan: Announcement, ranks: Sequence[int]) -> int:
     """Makes sure that all of `ranks` are about to run the same. Returns a number for it, the same in all of them.
 
     Raises:

@@ -20,7 +20,7 @@ from mpmd.job.job import Job
 from mpmd.partition.graph import Place
 from mpmd.run import device_put
 from mpmd.run.pieces import pieces
-from mpmd.run.routes import Route
+from mpmd.run.routes import ValueRoute
 from mpmd.run.run_ahead import Flow, Limits
 from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
 
@@ -293,7 +293,7 @@ class _Transfers:
         for loop in programs.loops:
             self._vars.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
         self._ways: dict[tuple[str, int, int], _Way] = {}
-        self._routes: dict[tuple[int, int, Value], tuple[Route, Flow | None]] = {}
+        self._routes: dict[tuple[int, int, Value], tuple[ValueRoute, Flow | None]] = {}
 
     def send(self, group: int, instruction: Send) -> list[BoundInstruction]:
         """A value's way to another group; nothing where this process has no part in it."""
@@ -334,7 +334,7 @@ class _Transfers:
             return []
         # The user gets to hold such an array, and may delete it or donate it while it is on its way.
         keep = value in self._program.inputs_of(group) or value in self._program.outputs_of(group)
-        route = Route(self._job, way.source, way.target, way.aval, first, keep, text)
+        route = ValueRoute(self._job, way.source, way.target, way.aval, first, keep, text)
         flow = self._limits.flow(group, target, value)
         self._routes[group, target, value] = route, flow
         if group not in local or not route.share.sends:

@@ -14,7 +14,7 @@ from mpmd.arrays.mesh import Device
 from mpmd.job import joining
 from mpmd.job.job import Job
 from mpmd.job.wires import NUMBER_BITS
-from mpmd.run.routes import Route
+from mpmd.run.routes import ValueRoute
 
 
 @compat.api_boundary
@@ -97,7 +97,7 @@ def _exchanged(job: Job, leaves: Sequence[Any], base: int) -> list[Any]:
                 if rank in source.readers:
                     continue
                 mesh = Mesh(np.array([first_device[rank]]), ("device",))
-                route = Route(
+                route = ValueRoute(
                     job, source.sharding, NamedSharding(mesh, PartitionSpec()), source.aval, count, False,
                     f"device_get of {x!r:.60}",
                 )  # fmt: skip

@@ -21,7 +21,7 @@ from mpmd.job.job import Job
 from mpmd.job.notes import Note
 from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
-from mpmd.observe.records import Rows
+from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
 from mpmd.run.agreement import agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, bind
@@ -95,7 +95,7 @@ class Executor:
 
     def timed(
         self, arguments: Sequence[Mapping[int, jax.Array]], step: int
-    ) -> tuple[list[dict[int, jax.Array]], Callable[[], Rows]]:
+    ) -> tuple[list[dict[int, jax.Array]], Callable[[], RecordedTimes]]:
         """Runs the step once, as a call does, and notes when everything of this process ran.
 
         Args:

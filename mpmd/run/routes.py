@@ -16,7 +16,7 @@ from mpmd.job.wires import receive_piece
 from mpmd.run.pieces import Piece, shards_of, share
 
 
-class Route:
+class ValueRoute:
     """How one value goes between two shardings, as far as this process takes part.
 
     Args:

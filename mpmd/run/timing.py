@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from mpmd.arrays import keys
-from mpmd.observe.records import Moved, Ran, Rows, Sent, Way
+from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
 from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.run_ahead import after
 
@@ -53,7 +53,7 @@ class Recorder:
             for code, act, reads, writes, frees, number in instructions
         ]
 
-    def run(self, step: int, walk: Callable[[], None]) -> Callable[[], Rows]:
+    def run(self, step: int, walk: Callable[[], None]) -> Callable[[], RecordedTimes]:
         """Runs a step, and waits until all that it started is done.
 
         Args:
@@ -158,7 +158,9 @@ class Recorder:
                 latest.update((r, min(end, latest.get(r, math.inf))) for r in reads)
         return found
 
-    def _rows(self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float]) -> Rows:
+    def _rows(
+        self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float]
+    ) -> RecordedTimes:
         there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
         free: dict[int, float] = {}
         runs, moves, sends = [], [], []
@@ -189,7 +191,7 @@ class Recorder:
                 there[b.writes] = end, way
                 is_in_loop = value.microbatch is not None
                 moves.append(Moved(step, self._rank, way, nbytes, begun, start, end, is_in_loop))
-        return Rows(tuple(runs), tuple(moves), tuple(sends))
+        return RecordedTimes(tuple(runs), tuple(moves), tuple(sends))
 
 
 def _first_shard(x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from mpmd.errors import StageError
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CallArguments:
     """The arguments of one call, flat."""
 
     num_args: int
@@ -182,7 +182,7 @@ def broadcast(shardings: Any, tree: Any, what: str, skip: Collection[int] = (), 
     return flat
 
 
-def argument_names(fun: Callable, call: Call) -> list[str]:
+def argument_names(fun: Callable, call: CallArguments) -> list[str]:
     """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     positional = [p.name for p in _parameters(fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -269,7 +269,7 @@ def check_static(fixed: Iterable[tuple[Any, type, Any]]) -> None:
             ) from None
 
 
-def donated_leaves(call: Call, positions: Collection[int], names: Collection[str]) -> frozenset[int]:
+def donated_leaves(call: CallArguments, positions: Collection[int], names: Collection[str]) -> frozenset[int]:
     """Flat positions of donated arguments, given by place or by name."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     given = [i for i in range(call.num_args) if i not in call.static_positions]

@@ -13,7 +13,7 @@ import jax
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
-from mpmd.arrays.sharding import MpmdSharding, Part
+from mpmd.arrays.sharding import GroupPart, MpmdSharding
 from mpmd.job.job import Job
 from reshard.moving.local import LocalCarrier, Sink, open_sink
 from reshard.moving.plan import ReshardPlan
@@ -173,7 +173,7 @@ class _Execution:
         if isinstance(leaf.target, HostMemory):
             return array.parts.get(0)
         is_mpmd = isinstance(leaf.target, MpmdSharding)
-        held = leaf.target.parts(leaf.shape) if is_mpmd else [Part(0, 0, (), leaf.shape)]
+        held = leaf.target.parts(leaf.shape) if is_mpmd else [GroupPart(0, 0, (), leaf.shape)]
         arrays: dict[Any, jax.Array] = {}
         made: dict[Any, jax.Array] = {}
         for part, shards in zip(held, target.parts, strict=True):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpmd
 from mpmd.job import joining
 from mpmd.job.wires import NUMBER_BITS
-from mpmd.run.routes import Route
+from mpmd.run.routes import ValueRoute
 
 NUM_VALUES = 60
 DTYPES = ("float32", "bfloat16", "int32", "bool", "int4", "uint8", "float8_e4m3fn", "key<fry>", "key<rbg>")
@@ -90,7 +90,7 @@ def move(random, job) -> int:
         value = host_value(random, shape, dtype)
         aval = aval_of(value, dtype)
         source, target = shardings(random, aval.shape), shardings(random, aval.shape)
-        route = Route(job, source, target, aval, count, False, f"value {number}")
+        route = ValueRoute(job, source, target, aval, count, False, f"value {number}")
         count += route.share.num_pieces
         part = placed(value, aval, source)
         found = route.carry(part, base) if route.share.mine or route.share.targets else None
