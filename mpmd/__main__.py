@@ -27,8 +27,8 @@ from mpmd.report.replay import replay
 from mpmd.tuning.ranked import Tuning
 from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, tuned
 from scheduler import Costs
-from scheduler.exits import run_and_exit
-from scheduler.waiting import waiting
+from scheduler.base.exits import run_and_exit
+from scheduler.base.waiting import waiting
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 _CONSTANTS = {

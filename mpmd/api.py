@@ -32,8 +32,8 @@ from mpmd.tracing.arguments import (
 )
 from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
-from scheduler.collector import without_collection
-from scheduler.waiting import waiting
+from scheduler.base.collector import without_collection
+from scheduler.base.waiting import waiting
 
 _T = TypeVar("_T")
 _NUM_KEPT = 4096

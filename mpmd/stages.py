@@ -25,7 +25,6 @@ from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
-from mpmd.gathered import facts_of, profile_of
 from mpmd.job import joining
 from mpmd.job.wires import expected_wire
 from mpmd.observe.records import RecordedTimes
@@ -34,11 +33,12 @@ from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import draft_of
 from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
+from mpmd.report.gathered import facts_of, profile_of
 from mpmd.report.html import Facts, report_page
 from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
+from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
-from mpmd.report.texts import texts
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
@@ -47,8 +47,8 @@ from mpmd.tracing.arguments import Hint, broadcast, hint_of
 from mpmd.tracing.trace import Trace, trace_step
 from mpmd.users_frame import users_frame
 from scheduler import Program, Timeline
-from scheduler.collector import without_collection
-from scheduler.waiting import waiting
+from scheduler.base.collector import without_collection
+from scheduler.base.waiting import waiting
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:

@@ -28,14 +28,15 @@ from reshard.edits import tree_edits
 from reshard.edits.edited import edited
 from reshard.edits.mapped import exported, imported_from
 from reshard.edits.mapping import built_in, config_of, read_mapping
+from reshard.moving.progress import how_far
 from reshard.sizes import nbytes_of
 from reshard.storage.huggingface import missing_weights
 from reshard.storage.paths import compiled
 from reshard.storage.stored import Checkpoint, absolute, find, is_folder
 from reshard.storage.tensor_files import FILE_NBYTES
-from reshard.texts import counted, how_far, human
-from scheduler.exits import run_and_exit
-from scheduler.waiting import waiting
+from scheduler.base.exits import run_and_exit
+from scheduler.base.texts import counted, human
+from scheduler.base.waiting import waiting
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\

@@ -25,15 +25,14 @@ from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.moving.execute import execute
 from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
-from reshard.moving.progress import Progress, ProgressCallback, Stats
+from reshard.moving.progress import Progress, ProgressCallback, Stats, how_far
 from reshard.moving.remote import agree
 from reshard.moving.sources import delete
 from reshard.places import EveryHost, HostMemory, is_local
 from reshard.sizes import threshold_nbytes
-from reshard.texts import how_far
 from reshard.trees import broadcast, flatten, is_sharding
-from scheduler.collector import without_collection
-from scheduler.waiting import waiting
+from scheduler.base.collector import without_collection
+from scheduler.base.waiting import waiting
 
 _last_stats: Stats | None = None
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from scheduler import commands
+from scheduler.base.exits import run_and_exit
 from scheduler.errors import ScheduleError
-from scheduler.exits import run_and_exit
 from scheduler.schedules.catalogue import SCHEDULES
 
 _NAMES = ", ".join(SCHEDULES)

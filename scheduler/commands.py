@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scheduler.base.files import read_text
+from scheduler.base.texts import table
+from scheduler.base.waiting import waiting
 from scheduler.errors import ScheduleError
-from scheduler.files import read_text
 from scheduler.optimize.bounds import lower_bound
 from scheduler.optimize.search import investigate
 from scheduler.ordering import order_faults, raise_faults
@@ -20,12 +22,10 @@ from scheduler.schedules.catalogue import make, on_groups, split_costs
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.guide import write_documents
 from scheduler.schedules.list_scheduling import Problem
-from scheduler.texts import table
 from scheduler.timing.costs import Costs
 from scheduler.timing.pictures import critical_path_text, to_text
 from scheduler.timing.simulate import simulate
 from scheduler.timing.timeline import Timeline
-from scheduler.waiting import waiting
 
 
 def show(options: argparse.Namespace) -> int:

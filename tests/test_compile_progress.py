@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mpmd.compile.progress import CompileProgress
-from scheduler.waiting import waiting
+from scheduler.base.waiting import waiting
 
 
 class Terminal(io.StringIO):

@@ -1,1 +1,1 @@
-"""Groups of devices, and arrays that live in some of them. Imports no other room."""
+"""From devices, shapes and specs to groups of devices (`MpmdMesh`) and the arrays that they hold (`MpmdArray`)."""

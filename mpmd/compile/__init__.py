@@ -1,1 +1,1 @@
-"""One executable per distinct program, and the instructions of the step. Knows nothing of processes."""
+"""From a partitioned step to one executable per distinct program, and each group's instructions."""

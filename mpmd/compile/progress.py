@@ -5,11 +5,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from scheduler.waiting import Line
+from scheduler.base.waiting import Line
 
 
 class CompileProgress:
-    """A line on standard error, of `scheduler.waiting`.
+    """A line on standard error, of `scheduler.base.waiting`.
 
     Args:
       stream: where to, in place of standard error.

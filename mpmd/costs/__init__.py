@@ -1,1 +1,1 @@
-"""What the equations of a step cost: work, bytes, collectives, and the time that these take on a target."""
+"""From a step's equations and a target's data sheet to operations, bytes, collectives and their seconds."""

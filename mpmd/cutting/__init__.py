@@ -1,1 +1,1 @@
-"""Decides which of the places where a stage may end become stage ends, and cuts scans and stacked arrays there."""
+"""From a loop that may be cut in many places to one with the stages that its schedule asks for."""

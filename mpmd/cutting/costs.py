@@ -17,7 +17,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import works
 from mpmd.cutting.candidates import Candidates
-from mpmd.cutting.units import PlacedBody, Span, place_in_units
+from mpmd.cutting.placed_body import PlacedBody, Span, place_in_units
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition import equations
 from mpmd.partition.graph import Node

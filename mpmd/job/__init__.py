@@ -1,1 +1,1 @@
-"""Several processes as one job: how they find each other, watch each other and end together."""
+"""From the launcher's variables to a `Job`: processes that find each other, agree, watch and end together."""

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from scheduler import texts
+from scheduler.base import texts
 
 # A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
 SILENT_S = 20.0

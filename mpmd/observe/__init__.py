@@ -1,1 +1,1 @@
-"""What happened in a run, and why it took so long: needs no devices."""
+"""From the events of a running step to records and flight files, which need no devices to be read."""

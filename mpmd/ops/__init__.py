@@ -1,1 +1,1 @@
-"""What a user writes into a model and a step: where stages end, loops over microbatches, values across groups."""
+"""From what a user writes (stage ends, loops, reductions, values across groups) to primitives for the passes."""

@@ -1,1 +1,1 @@
-"""Pure passes that decide which stage and which group runs each equation. Nothing is compiled or run here."""
+"""From one flat jaxpr to an outline, the stage and group of each equation: pure passes that run nothing."""

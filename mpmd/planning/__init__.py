@@ -1,1 +1,1 @@
-"""What a step costs on accelerators that are not here: memory, communication and time, before a node is booked."""
+"""From a compiled step and a machine that is not here to memory, communication and time on it."""

@@ -6,8 +6,8 @@ from collections import defaultdict
 from mpmd.compile.step import StepPrograms
 from mpmd.planning.costs import StepCosts
 from mpmd.planning.simulation import SimulatedStep, timeline
-from mpmd.report.units import in_seconds
 from scheduler import Program, Schedule, ScheduleError, Send, Timeline
+from scheduler.base.texts import in_seconds
 from scheduler.timing.simulate import simulate_orders
 
 COLUMNS = 150  # of a terminal

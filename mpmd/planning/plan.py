@@ -15,8 +15,8 @@ from mpmd.partition.outline import Loop
 from mpmd.planning.advice import Saving, savings
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.picture import Picture, picture_of
+from mpmd.planning.plan_texts import fault_text, plan_text
 from mpmd.planning.simulation import SimulatedStep, simulate_program
-from mpmd.planning.texts import fault_text, plan_text
 from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import measured, temporaries_of

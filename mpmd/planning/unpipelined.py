@@ -8,7 +8,7 @@ from mpmd.costs.work import Work
 from mpmd.partition import equations
 from mpmd.report.memory import KINDS
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes, in_seconds
+from scheduler.base.texts import in_bytes, in_seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a compiled step is and costs, in words and numbers. Looks on; changes nothing."""
+"""From a compiled or measured step to words, numbers and pictures about it; changes nothing."""

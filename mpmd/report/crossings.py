@@ -3,7 +3,7 @@
 from mpmd import _jax_compat as compat
 from mpmd.partition import equations
 from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
-from mpmd.report.units import in_bytes
+from scheduler.base.texts import in_bytes
 
 _SHOWN = 8
 _SMALL = 64  # elements; a smaller argument is worth no warning

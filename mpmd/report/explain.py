@@ -13,8 +13,8 @@ from mpmd.report.loop_notes import loop_lines
 from mpmd.report.memory import measured
 from mpmd.report.repetition import repetition
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes, in_seconds
 from scheduler import Call, Program, Run, Send
+from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.optimize.cuts import Cut
 from scheduler.timing.simulate import simulate_orders
 

@@ -19,8 +19,8 @@ from mpmd.report.profile import Profile
 from mpmd.report.profile_texts import loop_parts, stragglers
 from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes, in_flops, in_seconds
 from scheduler import Program, Timeline
+from scheduler.base.texts import in_bytes, in_flops, in_seconds
 from scheduler.timing.pictures import colour
 from scheduler.timing.simulate import simulate_orders
 

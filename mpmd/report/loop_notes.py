@@ -13,8 +13,8 @@ from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
-from mpmd.report.units import in_bytes, in_flops
 from scheduler import Costs
+from scheduler.base.texts import in_bytes, in_flops
 from scheduler.timing.simulate import simulate_orders
 
 _SHOWN = 6

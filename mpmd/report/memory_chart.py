@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mpmd.report.memory import KINDS
-from mpmd.report.units import in_bytes
+from scheduler.base.texts import in_bytes
 
 
 def round_ticks(most: float, count: int) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mpmd.report.units import in_bytes, in_seconds
+from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.timing.pictures import colour, pattern_definitions, pattern_of
 
 if TYPE_CHECKING:

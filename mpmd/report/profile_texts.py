@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpmd.report.units import in_bytes, in_seconds
-from scheduler import Costs, texts
+from scheduler import Costs
+from scheduler.base import texts
+from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.timing.pictures import to_text
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import scheduler
-from mpmd.report.units import in_seconds
-from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value, texts
+from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value
+from scheduler.base import texts
+from scheduler.base.texts import in_seconds
 from scheduler.engine import run_until_blocked
 
 # Ranks wait this share of the time before anything is said of a slow one.

@@ -1,1 +1,1 @@
-"""Carries out the instructions of a step, and moves values between groups and processes."""
+"""From instructions and arrays to results: runs each group's list, moves values between groups and processes."""

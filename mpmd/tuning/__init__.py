@@ -1,1 +1,1 @@
-"""Finds the schedule, the number of microbatches and the cut with which a step is fastest and fits the memory."""
+"""From a step and its choices to the schedule, microbatches and cut that are fastest and fit the memory."""

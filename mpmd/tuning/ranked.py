@@ -5,10 +5,9 @@ import json
 from typing import Any
 
 from mpmd.planning.plan import Plan
-from mpmd.report.units import in_bytes, in_seconds
 from mpmd.tuning.predict import Prediction
 from scheduler import Schedule
-from scheduler.texts import table
+from scheduler.base.texts import in_bytes, in_seconds, table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
 from mpmd.tuning.ranked import Configuration, Tuning
 from scheduler import Costs, Schedule
+from scheduler.base.waiting import waiting
 from scheduler.optimize.units import Units
 from scheduler.schedules import catalogue
-from scheduler.waiting import waiting
 
 SCHEDULES = (
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",

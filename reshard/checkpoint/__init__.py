@@ -27,8 +27,8 @@ from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
 from reshard.storage.stored import Leaf, absolute
-from reshard.texts import a, human
-from scheduler.waiting import waiting
+from scheduler.base.texts import a, human
+from scheduler.base.waiting import waiting
 
 __all__ = ["Part", "Reads", "TensorFormat", "abstract", "restore", "save"]
 

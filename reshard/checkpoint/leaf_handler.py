@@ -45,7 +45,7 @@ from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
 from reshard.storage.arrays import ZarrArray
-from reshard.texts import type_text
+from scheduler.base.texts import type_text
 
 
 @dataclasses.dataclass

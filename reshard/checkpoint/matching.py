@@ -14,8 +14,8 @@ from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.reading import TreePath, key_dtype
 from reshard.checkpoint.requests import Request, index_text
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.texts import a, type_text
 from reshard.trees import broadcast, fault_of_sharding
+from scheduler.base.texts import a, type_text
 
 NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
 

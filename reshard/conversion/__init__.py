@@ -1,1 +1,1 @@
-"""Checkpoints as they are, what a layout would read of them, and others made of them."""
+"""From the arguments of `python -m reshard` to a table, a report of reads, or another checkpoint."""

@@ -28,8 +28,7 @@ from reshard.storage import event_loops
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
 from reshard.storage.tensor_files import TensorFiles
-from reshard.texts import counted, human
-from scheduler.texts import table
+from scheduler.base.texts import counted, human, table
 
 _WORKING = ".converting-"
 _MOST_CHUNKS = 1 << 22

@@ -25,7 +25,7 @@ from reshard.storage import checksums
 from reshard.storage.arrays import StoredArray
 from reshard.storage.paths import Path, dotted, show
 from reshard.storage.stored import Checkpoint, Leaf, all_of, open_array, reading_context, said
-from reshard.texts import bar, human
+from scheduler.base.texts import bar, human
 
 _WRITING = 4
 _READING = 4

@@ -5,8 +5,7 @@ from typing import Any
 
 from reshard.storage.paths import show
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.texts import counted, human
-from scheduler.texts import table
+from scheduler.base.texts import counted, human, table
 
 _CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that it touches."
 

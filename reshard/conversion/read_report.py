@@ -19,9 +19,8 @@ from reshard.conversion.layout_file import LayoutRule, TargetLayout
 from reshard.storage.paths import matches, show
 from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.texts import first_of, human
 from reshard.trees import fault_of_sharding
-from scheduler.texts import table
+from scheduler.base.texts import first_of, human, table
 
 
 @dataclasses.dataclass

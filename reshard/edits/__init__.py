@@ -1,1 +1,1 @@
-"""New trees of stored arrays: what each new array takes from which old ones, by hand or by a mapping file."""
+"""From a tree of stored arrays and a mapping to the tree of new arrays: what each takes from which old ones."""

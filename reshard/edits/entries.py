@@ -16,7 +16,7 @@ import numpy as np
 from mpmd.arrays.boxes import Box
 from reshard.storage.paths import show
 from reshard.storage.stored import Leaf
-from reshard.texts import type_text
+from scheduler.base.texts import type_text
 
 Axes = tuple[tuple[int, ...], ...]
 Range = tuple[int, int]

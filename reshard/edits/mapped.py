@@ -16,7 +16,7 @@ from reshard.edits.mapping import Mapping, MappingRule, config_of, read_mapping
 from reshard.edits.tree_edits import Change, Entries
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import Key, Path, dotted, matches, parts_of, show
-from reshard.texts import first_of
+from scheduler.base.texts import first_of
 
 
 def imported(

@@ -16,7 +16,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.entries import Entry, described
 from reshard.storage.paths import Key, Path, matches, parts_of, show, within
-from reshard.texts import first_of
+from scheduler.base.texts import first_of
 
 Entries = Sequence[Entry]
 Change = Callable[[Entries], list[Entry]]

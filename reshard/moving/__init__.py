@@ -1,1 +1,1 @@
-"""Moves shards from one layout to another, within a bound of memory."""
+"""From arrays in one layout to the same arrays in another, within a bound of memory."""

@@ -22,9 +22,8 @@ from reshard.moving.route import Places, Route, build
 from reshard.moving.shards import Layout, cuts, layout, unit_shape
 from reshard.places import HostMemory
 from reshard.sizes import threshold_nbytes
-from reshard.texts import counted, human, type_text
 from reshard.trees import broadcast, fault_of_sharding, flatten
-from scheduler.texts import table
+from scheduler.base.texts import counted, human, table, type_text
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
 _MAX_VARIANTS = 8

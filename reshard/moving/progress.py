@@ -2,10 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from reshard.moving.plan import ReshardPlan
-from reshard.texts import bar
+from scheduler.base.texts import bar
 
 
 @dataclasses.dataclass
@@ -81,3 +81,10 @@ class Meter:
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._start
+
+
+def how_far(reports: Sequence["Progress"], doing: str) -> tuple[str, float]:
+    """What `waiting` shows: the last report of a copy, and the share of its bytes that it has done."""
+    if not reports:
+        return doing, 0.0
+    return str(reports[-1]), reports[-1].bytes_done / max(1, reports[-1].bytes_total)

@@ -1,1 +1,1 @@
-"""Checkpoints as files: what is stored, under which paths, with which checksums."""
+"""From a checkpoint folder to the arrays in its files: paths, types, chunks and checksums."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from scheduler.files import parse_json
+from scheduler.base.files import parse_json
 
 FOLDER = "reshard_checksums"
 FILES = "crc32_of_process_{}.json"  # an older format had other sums, in files of other names; they are not looked at

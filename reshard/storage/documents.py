@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from mpmd.errors import ReshardError
-from scheduler.files import parse_json, read_text
+from scheduler.base.files import parse_json, read_text
 
 _MOST_NBYTES = 1 << 20
 _MOST_ENTRIES = 100_000

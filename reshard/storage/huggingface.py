@@ -22,8 +22,8 @@ from reshard.storage.arrays import Reads, StoredArray
 from reshard.storage.paths import Key, Path
 from reshard.storage.safetensors import Tensor
 from reshard.storage.stored import TENSORS_INDEX, Checkpoint, Leaf
-from reshard.texts import counted
-from scheduler.files import parse_json, read_text
+from scheduler.base.files import parse_json, read_text
+from scheduler.base.texts import counted
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -21,7 +21,7 @@ import numpy as np
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.places import aligned_empty
-from scheduler.files import parse_json
+from scheduler.base.files import parse_json
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),

@@ -25,7 +25,7 @@ from mpmd.errors import ReshardError
 from reshard.storage import event_loops
 from reshard.storage.arrays import Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, dotted, show
-from scheduler.files import parse_json, read_text
+from scheduler.base.files import parse_json, read_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}

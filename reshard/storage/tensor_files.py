@@ -19,7 +19,7 @@ from reshard.storage.huggingface import SINGLE, natural, open_folder, path_of
 from reshard.storage.paths import dotted, show
 from reshard.storage.safetensors import Tensor
 from reshard.storage.stored import TENSORS_INDEX, Leaf, is_folder
-from reshard.texts import first_of
+from scheduler.base.texts import first_of
 
 FILE_NBYTES = 5_000_000_000
 _METADATA = {"format": "pt"}  # without it `transformers` does not load a file

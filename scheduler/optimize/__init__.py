@@ -1,1 +1,1 @@
-"""Better orders than the built-in ones: search, bounds and exact answers."""
+"""From task times and a limit of memory to better orders: search, bounds and exact answers."""

@@ -1,1 +1,1 @@
-"""From a schedule to the instructions of each group, and proofs about them."""
+"""From a schedule to the instructions of each group, and proofs that they run."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.collector import without_collection
+from scheduler.base.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.ordering import LoopTasks, Numbers, coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
-from scheduler.collector import without_collection
+from scheduler.base.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.programs.task_units import Shape, Slot, TaskUnits

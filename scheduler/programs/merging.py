@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from heapq import heappop, heappush
 
-from scheduler.collector import without_collection
+from scheduler.base.collector import without_collection
 from scheduler.errors import ScheduleError
 from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Value
 from scheduler.programs.task_units import DURATION

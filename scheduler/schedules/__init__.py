@@ -1,1 +1,1 @@
-"""The orders of tasks: by rule, by list scheduling, by a repeated block, by hand."""
+"""From stages and microbatches to an order of tasks for each group: by rule, list, block or hand."""

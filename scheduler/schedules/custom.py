@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from scheduler.base.files import read_text
 from scheduler.errors import ScheduleError
-from scheduler.files import read_text
 from scheduler.ordering import order_faults, raise_faults
 from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
 

@@ -1,1 +1,1 @@
-"""Orders of tasks on a clock: how long they take, and pictures of that."""
+"""From an order of tasks and their times to a timeline: how long it takes, what waits, and pictures of it."""

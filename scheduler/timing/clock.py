@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from scheduler.collector import without_collection
+from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.ordering import chain_needs, find_cycle, paired

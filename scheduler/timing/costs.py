@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from scheduler.files import parse_json
+from scheduler.base.files import parse_json
 from scheduler.task import Kind, Task
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.collector import without_collection
+from scheduler.base.collector import without_collection
 from scheduler.task import Orders, Pairs, Schedule, check_schedule
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs

@@ -20,7 +20,7 @@ from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
 from reshard.edits.tree_edits import unstack
-from scheduler.waiting import CLEAR, waiting
+from scheduler.base.waiting import CLEAR, waiting
 
 
 def error_of(capsys, *arguments):

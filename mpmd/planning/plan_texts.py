@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from mpmd.costs.collectives import Collective
 from mpmd.planning.advice import Saving
 from mpmd.report.memory import KINDS
-from mpmd.report.units import in_bytes, in_seconds
-from scheduler.texts import table
+from scheduler.base.texts import in_bytes, in_seconds, table
 
 if TYPE_CHECKING:
     from mpmd.planning.plan import GroupPlan, LoopPlan, Plan

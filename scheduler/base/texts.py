@@ -1,0 +1,109 @@
+"""Numbers, types, bars and tables as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Lines of aligned columns.
+
+    Args:
+        rows: The cells of each line.
+        align: For each column ``<`` or ``>``.
+
+    Examples:
+        >>> table([("w", "7"), ("bias", "12")], "<>")
+        ['w      7', 'bias  12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def in_bytes(n: float) -> str:
+    """Bytes in decimal units.
+
+    Examples:
+      >>> in_bytes(7), in_bytes(131072), in_bytes(2.5e12)
+      ('7 B', '131 KB', '2,500 GB')
+    """
+    return f"{n:.0f} B" if abs(n) < 1000 else _in(n / 1000, "KB", "MB", "GB")
+
+
+def in_flops(n: float) -> str:
+    """Floating-point operations in decimal units.
+
+    Examples:
+      >>> in_flops(131072), in_flops(2.15e9), in_flops(2.5e16)
+      ('0.131 MFLOP', '2.15 GFLOP', '25,000 TFLOP')
+    """
+    return _in(n / 1e6, "MFLOP", "GFLOP", "TFLOP")
+
+
+def _in(n: float, *units: str) -> str:
+    """A number in the first unit that suits it; each is a thousand of the one before."""
+    for unit in units[:-1]:
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} {units[-1]}" if n < 1000 else f"{n:,.0f} {units[-1]}"
+
+
+def in_seconds(s: float) -> str:
+    """Seconds in the unit that suits them.
+
+    Examples:
+      >>> in_seconds(2.5), in_seconds(0.0125), in_seconds(15e-6)
+      ('2.5 s', '12.5 ms', '15 µs')
+    """
+    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+
+
+def human(nbytes: float) -> str:
+    """Bytes as a person reads them.
+
+    Examples:
+        >>> human(1536), human(7)
+        ('1.5 KiB', '7 B')
+    """
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log2(nbytes) // 10), 5)
+    return f"{nbytes / 1024**power:.1f} {'_KMGTP'[power]}iB"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words.
+
+    Examples:
+        >>> counted(1, "array"), counted(2, "array")
+        ('1 array', '2 arrays')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def type_text(shape: Sequence[int], dtype: Any) -> str:
+    """A type as messages show it: `float32[2,3]`."""
+    return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"
+
+
+def a(kind: type) -> str:
+    """`an int`, `a str`, for messages."""
+    return f"a{'n' if kind.__name__[0] in 'aeiou' else ''} {kind.__name__}"
+
+
+def first_of(lines: Sequence[object], indent: str = "  ") -> str:
+    """The first eight lines of a list, each on its own and indented, and how many more there are."""
+    more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return "\n".join(f"{indent}{line}" for line in [*lines[:8], *more])
+
+
+def bar(done: int, total: int) -> str:
+    """How far something is: a bar and a percentage."""
+    part = done / total if total else 1.0
+    return "█" * int(part * 30) + "·" * (30 - int(part * 30)) + f" {part:4.0%}"
