@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from reshard.moving.plan import ReshardPlan
 from scheduler.base.texts import bar
@@ -83,7 +84,7 @@ class Meter:
         return time.perf_counter() - self._start
 
 
-def how_far(reports: Sequence["Progress"], doing: str) -> tuple[str, float]:
+def how_far(reports: Sequence[Any], doing: str) -> tuple[str, float]:
     """What `waiting` shows: the last report of a copy, and the share of its bytes that it has done."""
     if not reports:
         return doing, 0.0
