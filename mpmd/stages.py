@@ -259,7 +259,7 @@ class Compiled:
         self._program = program
         self._donated = usable(programs, donated)
         self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
-        self._bound = None if programs.mesh.is_described else Executor(programs, program)
+        self._bound = None if programs.mesh.is_described else Executor(programs, program, split.whole)
         self._timed: Profile | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
@@ -502,10 +502,10 @@ class Compiled:
         """Per flat argument, its array in each group that reads it."""
         if len(self._executor.ranks) == 1:
             return self._inputs.place(leaves)
-        leaves, given = self._moved(leaves), []
         is_first = self._executor.prepare()
+        leaves, given = self._moved(leaves), []
         placed = self._inputs.place(leaves, given)
-        self._executor.compare(self._split.whole.in_names, given, is_first)
+        self._executor.compare(given, is_first)
         return placed
 
     def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:

@@ -5,6 +5,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -17,8 +19,12 @@ PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("mpmd", "reshard", "sched
 ENTRY = re.compile(
     r"^### (?P<title>[^\n]+)\n\n```python\n(?P<program>.*?)^```\n\n```text\n(?P<message>.*?)^```$", re.M | re.S
 )
-(PREAMBLE,) = re.findall(r"<!-- preamble -->\n+```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+PREAMBLE, OF_JOBS = re.findall(r"<!-- preamble[a-z ]* -->\n+```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 ENTRIES = {entry["title"]: entry for entry in ENTRY.finditer(PAGE.read_text())}
+(JOBS,) = (
+    [title for title in ENTRIES if f"\n### {title}\n" in section]
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.M) if OF_JOBS in section
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +45,35 @@ def message_of(program: str, names: dict, folder: Path) -> str:
     return re.sub(r"(\.py:\d+):\d+(-\d+)?", r"\1", text).rstrip() + "\n"
 
 
-@pytest.mark.parametrize("title", ENTRIES)
+def message_of_job(program: str, folder: Path) -> str:
+    """The same of a job of two processes: the error, as one of them prints it."""
+    (folder / "program.py").write_text(f"{OF_JOBS}\n\n{program}")
+    launched = [str(ROOT / "scripts/launch_multihost.sh"), "-n", "2", "--cpu-devices", "1", "--", sys.executable]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    run = subprocess.run(
+        [*launched, str(folder / "program.py")],
+        env=clean | {"PYTHONPATH": str(ROOT)}, text=True, capture_output=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    errors = re.findall(r"^\[(\d)\] (?:\w+\.)*(\w+Error: .*\n(?:\[\1\]   .*\n)*)", run.stderr, re.M)
+    assert errors, run.stderr
+    return re.sub(r"^\[\d\] ", "", errors[0][1], flags=re.M)
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.slow] * (title in JOBS)) for title in ENTRIES]
+)
 def test_a_mistake_gets_the_message_that_the_page_prints(title, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    entry = ENTRIES[title]
-    message = message_of(entry["program"], prepared, tmp_path)
+    program, is_job = ENTRIES[title]["program"], title in JOBS
+    message = message_of_job(program, tmp_path) if is_job else message_of(program, prepared, tmp_path)
     if os.environ.get("MPMD_UPDATE_GOLDEN"):
         page = PAGE.read_text()
-        old = f"```python\n{entry['program']}```\n\n```text\n{entry['message']}```"
+        old = f"```python\n{program}```\n\n```text\n{ENTRIES[title]['message']}```"
         assert page.count(old) == 1, title
-        PAGE.write_text(page.replace(old, f"```python\n{entry['program']}```\n\n```text\n{message}```"))
+        PAGE.write_text(page.replace(old, f"```python\n{program}```\n\n```text\n{message}```"))
     else:
-        assert message == entry["message"]
+        assert message == ENTRIES[title]["message"]
 
 
 def test_the_page_has_no_mistake_that_is_not_made():

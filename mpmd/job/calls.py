@@ -148,6 +148,7 @@ class Calls:
         ranks = tuple(range(num_ranks))
         self._streams = {ranks: Stream(ranks, rank, store)}
         self._found: Disagreement | None = None
+        self._cause: Exception | None = None
         self._is_raised = self._is_over = False
         self._num_waiting = self._held_nbytes = 0
         self._wake = threading.Event()
@@ -189,7 +190,7 @@ class Calls:
             if not self._is_raised:
                 time.sleep(_HEARD_S)
             self._is_raised = True
-            raise ScheduleError(self._found.text)
+            raise ScheduleError(self._found.text) from self._cause
 
     @property
     def have_differed(self) -> bool:
@@ -251,9 +252,15 @@ class Calls:
             self._wake.wait(delay if is_hurried else PUBLISH_S * max(1.0, ranks / 64))
             self._wake.clear()
             self._held_nbytes = 0
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store is gone: the judge sees that
+            try:
                 for stream in streams:
                     self._found = self._found or stream.turn()
+            except jax.errors.JaxRuntimeError:
+                pass  # the store is gone: the judge sees that
+            except Exception as e:  # a fault of this thread, for which nobody is to wait
+                self._cause = e
+                why = f"could not compare its calls with those of the others: {type(e).__name__}: {e}"
+                self._found = Disagreement(self._rank, f"rank {self._rank} {why}")
             with self._turned:
                 self._turned.notify_all()
         end = time.monotonic() + _UNHEARD_S

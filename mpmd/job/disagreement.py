@@ -32,36 +32,60 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     Args:
       said: per rank, the plain data of its note.
     """
-    where = f" in step {max(step for _, _, step, _ in said.values())}"
-    if len(parts := _parted({r: (did, program) for r, (did, program, *_) in said.items()})) > 1:
-        dids = [said[ranks[0]][0] for ranks in parts]
-        more = [f"{_ranks(ranks)} {did}" for ranks, did in zip(parts[1:], dids[1:], strict=True)]
-        if len(set(dids)) == 1:
-            more = [f"{_ranks(ranks)} {dids[0]} as another program" for ranks in parts[1:]]
-        return Disagreement(parts[1][0], f"{', '.join(more)} where {_ranks(parts[0])} {dids[0]},{where}\n{_SAME_CALLS}")
-    did = next(iter(said.values()))[0]
-    names = dict.fromkeys(name for *_, values in said.values() for name in values)
-    values = {n: {r: given[n] for r, (*_, given) in said.items() if given.get(n) is not None} for n in names}
-    unlike = {n: parts for n in names if len(parts := _parted(values[n])) > 1}
-    if not unlike:
+    said = dict(sorted(said.items()))
+    parts = _parted({r: (did, program) for r, (did, program, *_) in said.items()})
+    dids = [said[ranks[0]][0] for ranks in parts]
+    where = f"in step {max(step for _, _, step, *_ in said.values())}"
+    is_one_step = len(set(dids)) == 1
+    if len(parts) == 1:
+        found, rule = _other_values({r: values for r, (*_, values, _) in said.items()}), _SAME_VALUES
+    else:
+        found, rule = _other_types({r: types for r, (*_, types) in said.items()}) if is_one_step else [], _SAME_CALLS
+        if not found:
+            more = " as another program" * is_one_step
+            others = [f"{_ranks(ranks)} {did}{more}" for ranks, did in zip(parts[1:], dids[1:], strict=True)]
+            line = f"{', '.join(others)} where {_ranks(parts[0])} {dids[0]}, {where}"
+            return Disagreement(parts[1][0], f"{line}\n{rule}")
+    if not found:
         return None
-    alike: dict[str, list[str]] = {}
-    for name, parts in unlike.items():
-        alike.setdefault(" and ".join(map(_ranks, parts[1:])) + "|" + _ranks(parts[0]), []).append(name)
-    lines = []
-    for ranks, names in alike.items():
-        odd, _, most = ranks.partition("|")
+    (rank, head), *rest = found[:_MAX_SHOWN]
+    head = f"{head} {where} ({dids[0].removeprefix('called ')})"
+    return Disagreement(rank, "\n".join([head, *(f"  {line}" for _, line in rest), rule]))
+
+
+def _other_values(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[int, str]]:
+    """The arguments of which some ranks gave other values, in lines; with each, one of these ranks."""
+    names = dict.fromkeys(name for given in values.values() for name in given)
+    told = {n: {r: given[n] for r, given in values.items() if given.get(n) is not None} for n in names}
+    alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for name, of_ranks in told.items():
+        if len(parts := _parted(of_ranks)) > 1:
+            alike.setdefault(tuple(map(tuple, parts)), []).append(name)
+    found = []
+    for (most, *others), names in alike.items():
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-        lines.append(f"{odd} gave other values of {', '.join(names[:_MAX_SHOWN])}{more} than {most}")
-    head, *rest = lines[:_MAX_SHOWN]
-    text = "\n".join([f"{head}{where} ({did.removeprefix('called ')})", *(f"  {line}" for line in rest), _SAME_VALUES])
-    return Disagreement(next(iter(unlike.values()))[1][0], text)
+        odd, named = " and ".join(map(_ranks, others)), ", ".join(names[:_MAX_SHOWN])
+        found.append((others[0][0], f"{odd} gave other values of {named}{more} than {_ranks(most)}"))
+    return found
+
+
+def _other_types(types: Mapping[int, Mapping[str, str]]) -> list[tuple[int, str]]:
+    """The arguments that some ranks gave in another shape or dtype, a line each; with each, one of these ranks."""
+    found = []
+    for name in dict.fromkeys(name for given in types.values() for name in given):
+        ways = {r: f"as {given[name]}" if name in given else "not at all" for r, given in types.items()}
+        most, *others = _parted(ways)
+        if others:
+            (first, *rest), way = [*others, most], ways[others[0][0]]
+            told = [f"{_ranks(ranks)} {ways[ranks[0]]}" for ranks in rest]
+            found.append((first[0], f"{_ranks(first)} gave {name} {way}, {', '.join(told)}"))
+    return found
 
 
 def _parted(said: Mapping[int, Hashable]) -> list[list[int]]:
     """The ranks that said the same, together; the most first."""
     parts: dict[Hashable, list[int]] = {}
-    for rank, what in sorted(said.items()):
+    for rank, what in said.items():
         parts.setdefault(what, []).append(rank)
     return sorted(parts.values(), key=lambda ranks: (-len(ranks), ranks))
 

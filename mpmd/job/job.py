@@ -56,17 +56,20 @@ class Job:
         store.key_value_set(f"mpmd/devices/{self.rank}", wires.hardware() if compat.has_cross_host_put() else "")
         atexit.register(self.watchdog.finish, self.calls)
 
-    def exchange(self, what: str, text: str, ranks: Sequence[int], about: str = "") -> dict[int, str]:
+    def exchange(
+        self, what: str, text: str, ranks: Sequence[int], about: str = "", call: Note | None = None
+    ) -> dict[int, str]:
         """What each of `ranks` says here; returns when all have said it. Calls come in the same order in all of them.
 
         Args:
           what: what it is for, the same in all ranks.
           about: more of that, for the report when a rank does not come.
+          call: the user's call that it is done for, where that says more to who came to something else.
           text: what this rank says.
           ranks: those that take part, this one among them.
         """
         ranks = tuple(sorted(ranks))
-        self.calls.note(ranks, Note(f"came to {what}", step=self.activity.step))
+        self.calls.note(ranks, call or Note(f"came to {what}", step=self.activity.step))
         count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
         folder = f"mpmd/exchange/{zlib.crc32(repr(ranks).encode()):08x}/"
         self.store.key_value_set(f"{folder}{count}/{self.rank}", text, allow_overwrite=True)
@@ -98,11 +101,11 @@ class Job:
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
 
-    def new_number(self, ranks: Sequence[int], what: str, about: str = "") -> int:
+    def new_number(self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None) -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
         lowest = min(ranks)
         mine = str(self.store.key_value_increment("mpmd/numbers", 1)) if self.rank == lowest else ""
-        return int(self.exchange(what, mine, ranks, about)[lowest])
+        return int(self.exchange(what, mine, ranks, about, call)[lowest])
 
     @property
     def wire(self) -> wires.Wire:

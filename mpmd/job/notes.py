@@ -20,7 +20,7 @@ class Note:
       did: what the rank did, in words: `called train`.
       program: a number of what was called, the same in all ranks.
       step: the number of the step on this rank, as the watchdog counts.
-      names: of all arguments.
+      names, types: of all arguments.
       values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
         them any more.
     """
@@ -29,6 +29,7 @@ class Note:
     program: int = 0
     step: int = 0
     names: Sequence[str] = ()
+    types: Sequence[Any] = ()
     values: Sequence[tuple[int, Any]] = ()
 
     def nbytes(self) -> int:
@@ -60,7 +61,12 @@ class Note:
 
     def to_json(self) -> list[Any]:
         """Plain data, for the key-value store: what `disagreement` takes."""
-        return [self.did, self.program, self.step, {self.names[i]: digest for i, digest in self.digests.items()}]
+        types = dict(zip(self.names, map(_type_text, self.types), strict=False))
+        return [self.did, self.program, self.step, {self.names[i]: d for i, d in self.digests.items()}, types]
+
+
+def _type_text(aval: Any) -> str:
+    return aval.str_short() + " (weak type)" * getattr(aval, "weak_type", False)
 
 
 def _digest(x: Any, before: int) -> int | None:

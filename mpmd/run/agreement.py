@@ -23,6 +23,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.job import Job
+from mpmd.job.notes import Note
 from scheduler import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -86,13 +87,16 @@ def _value(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def agree(job: Job, plan: Announcement, ranks: Sequence[int]) -> int:
+def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int:
     """Makes sure that all of `ranks` are about to run the same. Returns a number for it, the same in all of them.
 
+    Args:
+      call: the call for which they agree.
+
     Raises:
-      ScheduleError: the plans differ; it says in what, and where. In every process.
+      ScheduleError: the plans or earlier calls differ; it says in what, and where. In every process.
     """
-    number = job.new_number(ranks, "the first call of a step", f" with {plan.short}")
+    number = job.new_number(ranks, "the first call of a step", f" with {plan.short}", call)
     said = job.exchange("comparing plans", json.dumps(plan.hashes), ranks)
     hashes = {rank: json.loads(text) for rank, text in said.items()}
     first = min(ranks)
@@ -100,6 +104,7 @@ def agree(job: Job, plan: Announcement, ranks: Sequence[int]) -> int:
     different = {rank: names for rank, names in different.items() if names}
     if not different:
         return number
+    job.calls.settle(ranks)  # these may be the plans of different steps, since an earlier call differs
     name = next(n for n in plan.sections if any(n in names for names in different.values()))
     texts = job.exchange("saying how plans differ", plan.sections[name][:1_000_000], ranks)
     rank = next(r for r, names in different.items() if name in names)

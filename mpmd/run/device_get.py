@@ -75,7 +75,7 @@ def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
             raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
     ranks = range(job.num_ranks)
     job.calls.settle()
-    base = job.new_number(ranks, "mpmd.device_get, which every process must call") << NUMBER_BITS
+    base = job.new_number(ranks, "mpmd.device_get", ", which every process must call") << NUMBER_BITS
     with job.as_a_whole():
         arriving = _exchanged(job, leaves, base)
     values = [x if isinstance(x, MpmdArray) else x if keys.is_key(x.dtype) else np.asarray(x) for x in arriving]

@@ -28,6 +28,7 @@ from mpmd.run.bindings import MOVE, RECV, RUN, SEND, bind
 from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
+from mpmd.tracing.trace import Trace
 from scheduler import Program
 
 # A code, what to call, slots that are read, written and freed, and its number: see `BoundInstruction`.
@@ -37,6 +38,9 @@ Instruction = tuple[int, Any, Any, Any, tuple[int, ...], int]
 class Executor:
     """Runs this process's part of a checked program.
 
+    Args:
+      whole: the step as the user calls it.
+
     Attributes:
       bindings: what it runs.
       ranks: the processes of all groups.
@@ -44,7 +48,7 @@ class Executor:
       flight: when it began each of its last instructions.
     """
 
-    def __init__(self, programs: StepPrograms, program: Program):
+    def __init__(self, programs: StepPrograms, program: Program, whole: Trace):
         self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
         job = joining.current() if len(self.ranks) > 1 else None
         self._job = job if job is not None and job.rank in self.ranks else None
@@ -64,7 +68,7 @@ class Executor:
         self._num_steps = 0
         self._next_piece: int | None = None
         self._programs = programs
-        self._did = f"called {programs.name}"
+        self._arguments = whole.in_names, [v.aval for v in whole.arguments]
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
@@ -120,15 +124,20 @@ class Executor:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
         if self._job is None or self._next_piece is not None:
             return False
-        self._next_piece = agree(self._job, plan_of(self._programs, self.program), self.ranks) << wires.NUMBER_BITS
+        plan = plan_of(self._programs, self.program)
+        self._next_piece = agree(self._job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
         warm_up(self._job, self._programs.mesh, self.ranks)
         return True
 
-    def compare(self, names: Sequence[str], given: Sequence[tuple[int, Any]], is_first: bool) -> None:
+    def _note(self, number: int, values: Sequence[tuple[int, Any]] = ()) -> Note:
+        """Of the next call; `number` is 0 before the processes have agreed on the program."""
+        assert self._job is not None
+        return Note(f"called {self._programs.name}", number, self._job.activity.step + 1, *self._arguments, values)
+
+    def compare(self, given: Sequence[tuple[int, Any]], is_first: bool) -> None:
         """Has the next call compared with those of the other processes: a first call now, others while they run.
 
         Args:
-          names: of all arguments.
           given: by position, those that this process gives as arrays of its own.
           is_first: as `prepare` has said.
 
@@ -137,8 +146,8 @@ class Executor:
         """
         if self._job is None or self._next_piece is None:
             return
-        number, step = self._next_piece >> wires.NUMBER_BITS, self._job.activity.step + 1
-        self._job.calls.note(self.ranks, Note(self._did, number, step, names, values_to_compare(given, is_first)))
+        number = self._next_piece >> wires.NUMBER_BITS
+        self._job.calls.note(self.ranks, self._note(number, values_to_compare(given, is_first)))
         if is_first:
             self._job.calls.settle(self.ranks)
 

@@ -1,7 +1,9 @@
 """The calls of all ranks are compared: the steps, their order, and what they are given from the host."""
 
 import copy
+import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 
 import mpmd
-from mpmd.job.calls import MAX_AHEAD, Stream
+from mpmd import _jax_compat as compat
+from mpmd.errors import ScheduleError
+from mpmd.job.activity import Activity
+from mpmd.job.calls import MAX_AHEAD, Calls, Stream
 from mpmd.job.disagreement import disagreement
 from mpmd.job.notes import Note
 from mpmd.run.agreement import values_to_compare
@@ -59,11 +64,12 @@ def called(step, args, kwargs, number=0):
     """The note of a call, made of what `mpmd.jit` reads of its arguments."""
     jitted = STEPS.get(step, DONATING)
     call = jitted._read(args, kwargs)
-    program = PROGRAMS.setdefault((id(jitted), call.key), len(PROGRAMS))
+    program = PROGRAMS.setdefault((id(jitted), call.key), len(PROGRAMS) + 1)
     leaves = zip(call.leaves, call.types, strict=True)
     given = [(i, x if isinstance(x, jax.Array) else np.array(x, t[1])) for i, (x, t) in enumerate(leaves)]
     names = argument_names(jitted._fun, call)
-    return Note(f"called {jitted.__name__}", program, number, names, values_to_compare(given, False))
+    types = [compat.shaped_array(x) for x in call.leaves]
+    return Note(f"called {jitted.__name__}", program, number, names, types, values_to_compare(given, False))
 
 
 def arguments(number):
@@ -156,16 +162,29 @@ VALUES = {
     "complex": (edit(wave=np.conj), "more['wave']"),
     "in a list": (edit(list=lambda xs: [xs[0], xs[1] + 1]), "more['list'][1]"),
 }
+# Per way, the edit of the arguments, and per argument its types in rank 1 and in the others.
+OTHER_TYPES = {
+    "other dtype": (edit(x=lambda x: x.astype(np.float16)), {"x": ("as float16[16,8]", "as float32[16,8]")}),
+    "other shapes": (
+        edit(x=lambda x: x[:8], y=lambda y: y[:8]),
+        {"x": ("as float32[8,8]", "as float32[16,8]"), "y": ("as int32[8,8]", "as int32[16,8]")},
+    ),
+    "a scalar with an axis": (
+        edit(count=lambda n: np.array([n])), {"more['count']": ("as int32[1]", "as int32[] (weak type)")}
+    ),
+    "other names in a dict": (
+        renamed,
+        {"more['wave']": ("not at all", "as complex64[8]"), "more['other']": ("as complex64[8]", "not at all")},
+    ),
+    "one leaf less": (edit(wave=lambda x: None), {"more['wave']": ("not at all", "as complex64[8]")}),
+    "a number of numpy for one of Python": (  # of another strength in promotions
+        edit(lr=np.float32), {"lr": ("as float32[]", "as float32[] (weak type)")}
+    ),
+}  # fmt: skip
 OTHER_PROGRAM = {
-    "other dtype": edit(x=lambda x: x.astype(np.float16)),
-    "other shape": edit(x=lambda x: x[:8]),
-    "a scalar with an axis": edit(count=lambda n: np.array([n])),
-    "other names in a dict": renamed,
     "a tuple for a list": edit(list=tuple),
-    "one leaf less": edit(wave=lambda x: None),
     "a static value": edit(mode=lambda mode: "test"),
     "a static value that is equal": edit(mode=lambda mode: 1.0),
-    "a number of numpy for one of Python": edit(lr=np.float32),  # of another strength in promotions
 }
 TRAIN, EVALUATE, GET = "train", "evaluate", Note("came to mpmd.device_get")
 # Per way, what rank 1 does from call 3 on, where the others train, and what is said of it.
@@ -175,7 +194,7 @@ ORDERS = {
     "two steps in another order": ([EVALUATE, TRAIN], "called evaluate"),
     "a device_get of its own": ([GET, TRAIN], "came to mpmd.device_get"),
     "a reshard of its own": ([Note("came to a reshard")], "came to a reshard"),
-    "the first call of another step": ([Note("came to the first call of a step")], "came to the first call of a step"),
+    "the first call of another step": ([Note("called other")], "called other"),
     "a step that donates": (["donating"], "called train as another program"),
     "the end of the program": ([Note("came to the end of its program")], "came to the end of its program"),
 }
@@ -239,12 +258,44 @@ def test_a_rank_that_gives_other_values_is_told_so_with_the_argument(way):
     assert found.text == f"rank 1 gave other values of {named} than ranks 0 and 2 in step 4 (train)\n{SAME_VALUES}"
 
 
+@pytest.mark.parametrize("way", OTHER_TYPES)
+@pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
+def test_a_rank_that_gives_other_shapes_or_dtypes_is_told_so_with_the_argument(way, is_first):
+    """Also where no program for them is there yet: that rank comes to a first call, the others to a later one."""
+    change, types = OTHER_TYPES[way]
+    others = list(calls(1, change))
+    if is_first:
+        others[FIRST_UNLIKE] = dataclasses.replace(others[FIRST_UNLIKE], program=0, values=())
+    number, found = told(alike(), others, alike())
+    assert found is not None and (number, found.rank) == (FIRST_UNLIKE, 1)
+    head, *rest = [f"rank 1 gave {name} {there}, ranks 0 and 2 {here}" for name, (there, here) in types.items()]
+    assert found.text == "\n".join([f"{head} in step 4 (train)", *(f"  {line}" for line in rest), SAME_CALLS])
+
+
 @pytest.mark.parametrize("way", OTHER_PROGRAM)
 def test_a_rank_whose_arguments_make_another_program_is_told_so(way):
     number, found = told(alike(), calls(1, OTHER_PROGRAM[way]), alike())
     assert found is not None and (number, found.rank) == (FIRST_UNLIKE, 1)
     where = "where ranks 0 and 2 called train, in step 4"
     assert found.text == f"rank 1 called train as another program {where}\n{SAME_CALLS}"
+
+
+class BrokenStore(Store):
+    def key_value_dir_get(self, folder):
+        raise KeyError(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_the_thread_that_compares_ends_all_waiting_at_once(rank):
+    ended = []
+    calls = Calls(rank, 2, BrokenStore(), Activity(rank), lambda *verdict: ended.append(verdict))
+    calls.note((0, 1), Note("called train"))
+    start = time.monotonic()
+    for wait in (calls.settle, lambda: calls.note((0, 1), Note("called train"))):
+        with pytest.raises(ScheduleError, match=f"^rank {rank} could not compare its calls .*: KeyError: 'mpmd/calls/"):
+            wait()
+    assert time.monotonic() - start < 5 and not ended
+    calls.stop(5)
 
 
 @pytest.mark.parametrize("way", ORDERS)
@@ -272,7 +323,7 @@ def test_a_rank_that_is_late_is_not_told_anything_and_one_that_differs_is_when_i
 
 def test_all_parts_into_which_ranks_fall_are_named():
     def note(*values):
-        return ["called train", 3, 5, dict(zip("abc", values, strict=True))]
+        return ["called train", 3, 5, dict(zip("abc", values, strict=True)), {}]
 
     found = disagreement({0: note(1, 7, 0), 1: note(1, 7, 1), 2: note(2, 7, 2), 3: note(1, 8, None)})
     assert found is not None and found.rank == 2
