@@ -4,11 +4,11 @@ import dataclasses
 from collections import defaultdict
 
 from mpmd.compile.step import StepPrograms
+from mpmd.costs.simulation import SimulatedStep
 from mpmd.planning.costs import StepCosts
-from mpmd.planning.simulation import SimulatedStep, timeline
 from scheduler import Program, Schedule, ScheduleError, Send, Timeline
 from scheduler.base.texts import in_seconds
-from scheduler.timing.simulate import simulate_orders
+from scheduler.timing.simulate import simulate_orders, timeline_of
 
 COLUMNS = 150  # of a terminal
 
@@ -38,9 +38,10 @@ class Picture:
 
 def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, costs: StepCosts) -> Picture | None:
     """The picture of the longest loop of a step; None if there is no loop."""
-    whole = timeline(step, program.placement)
-    if whole is None:
+    if not programs.loops:
         return None
+    longest = max((p.loop.number for p in programs.loops), key=step.seconds_of)
+    whole = timeline_of(step.runs(longest), program.placement, "planned")
     microbatches = 1 + max(task.microbatch for order in whole.orders for task in order)
     schedules = [loop.loop.schedule for loop in programs.loops]
     schedule = next((s for s in schedules if s.placement == whole.placement), None)

@@ -9,6 +9,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective
 from mpmd.costs.machine import Machine
+from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import Work
 from mpmd.partition import equations
 from mpmd.partition.outline import Loop
@@ -16,12 +17,11 @@ from mpmd.planning.advice import Saving, savings
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.picture import Picture, picture_of
 from mpmd.planning.plan_texts import fault_text, plan_text
-from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import measured, temporaries_of
 from mpmd.report.roles import Roles
-from scheduler import Costs, Program, Run, check
+from scheduler import Costs, Program, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +215,8 @@ def plan_step(
 
 def _loop_plan(loop: Loop, step: SimulatedStep) -> LoopPlan:
     info = loop.partition.info
-    runs = [e for es in step.events for e in es if isinstance(e.instruction, Run) and e.instruction.loop == loop.number]
-    seconds = max((e.end for e in runs), default=0.0) - min((e.start for e in runs), default=0.0)
     even = None if info.choice is None else info.choice.even
+    seconds = step.seconds_of(loop.number)
     return LoopPlan(loop.number, str(info.schedule), info.num_microbatches, info.cuts, even, seconds)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from mpmd.observe.records import Moved, Ran, RecordedTimes
 from mpmd.report import profile_pictures, profile_texts
-from scheduler import Costs, Task, Timeline
+from scheduler import Costs, Timeline
 from scheduler.task import Orders
-from scheduler.timing.simulate import simulate_orders
+from scheduler.timing.simulate import simulate_orders, timeline_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Profile:
         facts = self.loops[loop]
         step = self.typical if step is None else step
         runs = [r for group in step.by_group for r in group if r.tasks and r.loop == facts.number]
-        return timeline_of(runs, facts.placement)
+        return timeline_of(((r.group, r.tasks, r.start, r.end) for r in runs), facts.placement, "measured")
 
     def costs(self, loop: int = -1) -> Costs:
         """What a loop took, over all steps: medians by stage and kind of task, means of transfers by pair of groups."""
@@ -198,40 +198,3 @@ def steps_of(rows: RecordedTimes, num_groups: int) -> tuple[Step, ...]:
         )
         for n in numbers
     )
-
-
-def timeline_of(runs: Sequence[Ran], placement: Sequence[int]) -> Timeline:
-    """Tasks that ran as a `scheduler.Timeline` of one run for each group."""
-    first = min((r.start for r in runs), default=0.0)
-    num_groups = max(placement) + 1
-    orders: list[list[Task]] = [[] for _ in range(num_groups)]
-    starts: list[list[float]] = [[] for _ in range(num_groups)]
-    ends: list[list[float]] = [[] for _ in range(num_groups)]
-    fused = set()
-    for r in sorted(runs, key=lambda r: r.start):
-        share = (r.end - r.start) / len(r.tasks)
-        for k, task in enumerate(r.tasks):
-            orders[r.group].append(task)
-            starts[r.group].append(r.start - first + k * share)
-            ends[r.group].append(r.start - first + (k + 1) * share)
-        if len(r.tasks) == 2:
-            fused.add((r.tasks[0], r.tasks[1]))
-    durations = [(task, (r.end - r.start) / len(r.tasks)) for r in runs for task in r.tasks]
-    held = [_peak(order) for order in orders]
-    return Timeline(
-        tuple(map(tuple, orders)), tuple(starts), tuple(ends), tuple(placement), Costs.measured(durations),
-        tuple(held), tuple(map(float, held)), frozenset(fused), "measured",
-    )  # fmt: skip
-
-
-def _peak(order: Sequence[Task]) -> int:
-    """The most activations held at once: from F to the backward that frees them."""
-    live: set[tuple[int, int]] = set()
-    peak = 0
-    for task in order:
-        if task.kind == "F":
-            live.add((task.stage, task.microbatch))
-        elif task.kind in "BW":
-            live.discard((task.stage, task.microbatch))
-        peak = max(peak, len(live))
-    return peak

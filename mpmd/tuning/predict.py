@@ -10,13 +10,13 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import edge_name
 from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
+from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import works_of_program
 from mpmd.partition import equations
 from mpmd.partition.graph import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import residuals_of
 from mpmd.planning.costs import StepCosts
-from mpmd.planning.simulation import SimulatedStep, simulate_program
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.roles import Roles
 from scheduler import Call, Costs, Run

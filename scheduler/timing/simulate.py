@@ -1,11 +1,11 @@
-"""Runs a schedule on a clock."""
+"""Makes timelines: of a schedule on a clock, and of tasks that ran."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scheduler.base.collector import without_collection
-from scheduler.task import Orders, Pairs, Schedule, check_schedule
+from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
 from scheduler.timing.timeline import Timeline
@@ -55,13 +55,42 @@ def simulate_orders(
     return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name)
 
 
+def timeline_of(
+    runs: Iterable[tuple[int, Sequence[Task], float, float]], placement: Sequence[int], name: str
+) -> Timeline:
+    """The timeline of what ran, from the first start on; its costs are the median durations.
+
+    Args:
+        runs: For each run, its group, its tasks (two of a fused pair take half of it each), its start and its end.
+        placement: For each stage, its group.
+        name: What the timeline is called.
+
+    Raises:
+        ValueError: Nothing ran.
+    """
+    runs = sorted(runs, key=lambda run: run[2])
+    rows: list[list[tuple[Task, float, float]]] = [[] for _ in range(max(placement) + 1)]
+    for group, tasks, start, end in runs:
+        share, start = (end - start) / len(tasks), start - runs[0][2]
+        rows[group] += [(task, start + k * share, start + (k + 1) * share) for k, task in enumerate(tasks)]
+    costs = Costs.measured((task, (end - start) / len(tasks)) for _, tasks, start, end in runs for task in tasks)
+    orders = tuple(tuple(task for task, _, _ in row) for row in rows)
+    starts, ends = (tuple(tuple(times[k] for _, *times in row) for row in rows) for k in range(2))
+    has_forward = {task.stage for order in orders for task in order if task.kind == "F"}  # the others hold nothing
+    held, nbytes = _memory([[t for t in order if t.stage in has_forward] for order in orders], len(placement), Costs())
+    fused = frozenset((tasks[0], tasks[1]) for _, tasks, _, _ in runs if len(tasks) == 2)
+    return Timeline(orders, starts, ends, tuple(placement), costs, held, nbytes, fused, name)
+
+
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
     seconds = costs.seconds(len(placement))
     seconds["B"] = [one + other for one, other in zip(seconds["I"], seconds["W"], strict=True)]
     return Clock(placement, num_microbatches, seconds, costs.transfers_between(placement))
 
 
-def _memory(orders: Orders, num_stages: int, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _memory(
+    orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The most activations and the most bytes that each group holds. They follow from its order alone."""
     added = costs.memory(num_stages)
     added["B"] = [-nbytes for nbytes in added["F"]]

@@ -3,7 +3,7 @@
 import pytest
 
 import scheduler
-from mpmd.planning.simulation import simulate_program
+from mpmd.costs.simulation import simulate_program
 from scheduler import Call, Program, Recv, Run, Send, Task, Value
 
 X, Y, Z = Value("x"), Value("y"), Value("z")

@@ -1,0 +1,110 @@
+"""A whole step on a clock: every run, call and transfer of its program, with the time that each takes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from scheduler import Call, Program, Recv, Run, Send, Task, Value
+from scheduler.engine import blocked, run_until_blocked
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A run or a call of a group, from `start` to `end`; it waited `waited` seconds for values of other groups."""
+
+    group: int
+    instruction: Run | Call
+    start: float
+    end: float
+    waited: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedStep:
+    """When everything of a step runs.
+
+    Attributes:
+      events: of each group, in order.
+      seconds: from the start of the step to the end of its last event.
+      busy: of each group, seconds in which it computes.
+      exposed: of each group, seconds in which it waits for a value that is under way already.
+    """
+
+    events: tuple[tuple[Event, ...], ...]
+    seconds: float
+    busy: tuple[float, ...]
+    exposed: tuple[float, ...]
+
+    @property
+    def idle_fraction(self) -> float:
+        """The part of the devices' time in which they do not compute."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+
+    def runs(self, loop: int) -> list[tuple[int, tuple[Task, ...], float, float]]:
+        """What ran of a loop, as `timeline_of` takes it: group, tasks, start and end."""
+        events = (e for es in self.events for e in es)
+        found = [(e, e.instruction) for e in events if isinstance(e.instruction, Run)]
+        return [(e.group, run.tasks, e.start, e.end) for e, run in found if run.loop == loop]
+
+    def seconds_of(self, loop: int) -> float:
+        """From the start of a loop's first task to the end of its last one."""
+        runs = self.runs(loop)
+        return max((end for *_, end in runs), default=0.0) - min((start for _, _, start, _ in runs), default=0.0)
+
+
+def simulate_program(
+    program: Program,
+    duration: Callable[[int, Any], float],
+    transfer: Callable[[int, int, str], float],
+) -> SimulatedStep:
+    """Runs a program on a clock.
+
+    Each group does its instructions in order. A send starts when its value is there, takes nothing of the group's time,
+    and waits for the sends before it between the same two groups. What reads a received value waits until it is there.
+
+    Args:
+      duration: seconds of a `Run` or `Call` of a group.
+      transfer: seconds of a value (its name) from one group to another.
+    """
+    groups = program.groups
+    position, clock, exposed = [0] * len(groups), [0.0] * len(groups), [0.0] * len(groups)
+    ready: list[dict[Value, float]] = [{} for _ in groups]  # when a value is there
+    sent: list[dict[Value, float]] = [{} for _ in groups]  # when a received value left its sender
+    on_the_way: dict[tuple[Value, int, int], tuple[float, float]] = {}
+    link_free: dict[tuple[int, int], float] = {}
+    events: list[list[Event]] = [[] for _ in groups]
+
+    def run(g: int, i: Run | Call) -> None:
+        there = max((ready[g].get(v, 0.0) for v in i.reads), default=0.0)
+        start = max(clock[g], there)
+        left = max((sent[g].get(v, 0.0) for v in i.reads if ready[g].get(v, 0.0) > clock[g]), default=start)
+        exposed[g] += max(0.0, start - max(clock[g], left))
+        end = start + duration(g, i)
+        events[g].append(Event(g, i, start, end, start - clock[g]))
+        clock[g] = end
+        ready[g].update(dict.fromkeys(i.writes, end))
+
+    def advance(g: int, happened: Callable[[tuple[Value, int, int]], None]) -> tuple[Value, int, int] | None:
+        """Does what group `g` can do; returns the transfer that it waits for, or None at its end."""
+        while position[g] < len(groups[g]):
+            i = groups[g][position[g]]
+            if isinstance(i, Send):
+                key = i.value, g, i.to_group
+                start = max(ready[g].get(i.value, 0.0), link_free.get(key[1:], 0.0))
+                link_free[key[1:]] = end = start + transfer(g, i.to_group, i.value.name)
+                on_the_way[key] = start, end
+                happened(key)
+            elif isinstance(i, Recv):
+                key = i.value, i.from_group, g
+                if key not in on_the_way:
+                    return key
+                sent[g][i.value], ready[g][i.value] = on_the_way.pop(key)
+            elif isinstance(i, (Run, Call)):
+                run(g, i)
+            position[g] += 1
+        return None
+
+    run_until_blocked(len(groups), advance)
+    assert not blocked(position, groups), "the program was not checked"
+    busy = tuple(sum(e.end - e.start for e in group) for group in events)
+    return SimulatedStep(tuple(map(tuple, events)), max(clock, default=0.0), busy, tuple(exposed))
