@@ -10,7 +10,7 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
 from mpmd.report.gathered import facts_of, profile_of
 from mpmd.report.html import Facts, report_page
+from mpmd.report.loop_notes import gathered_gradients
 from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
@@ -238,13 +239,22 @@ class Lowered:
                 self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks
             )
             try:
-                if (repeated := repetition(programs)) is not None and jax.process_index() == 0:
-                    warnings.warn(f"{self._name}: {repeated}", stacklevel=users_frame())
+                if jax.process_index() == 0:
+                    for text in self._warnings(programs):
+                        warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
                     return Compiled(programs, program, self._donated, self._split)
             finally:
                 programs.compiler.close()
+
+    def _warnings(self, programs: StepPrograms) -> Iterator[str]:
+        """What costs so much that it is said without being asked; `explain()` says it, too."""
+        if (repeated := repetition(programs)) is not None:
+            yield repeated
+        for loop in self._outline.loops:
+            if (gathered := gathered_gradients(loop)) is not None:
+                yield gathered
 
 
 class Compiled:

@@ -1,4 +1,6 @@
-"""Work in a loop that needs the gradients of all stages: the warning, and the two loops that it advises."""
+"""Work in a loop that needs the gradients of all stages: its warning, and the two loops that the page advises."""
+
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,19 @@ def finite(ws, x):
     return [jnp.where(jnp.isfinite(norm(grads)), g, 0) for g in grads]
 
 
+def projected(ws, x):
+    """Of two losses, the sum of their gradients without what one takes back of the other."""
+
+    def losses(ws):
+        y = mpmd.mark_stage_end(jnp.tanh(x @ ws[0])) @ ws[1]
+        return jnp.stack([(y**2).mean(), jnp.abs(y).mean()])
+
+    _, back = jax.vjp(losses, ws)
+    (a,), (b,) = back(jnp.array([1.0, 0.0])), back(jnp.array([0.0, 1.0]))
+    overlap = sum(jnp.vdot(p, q) for p, q in zip(a, b, strict=True)) / norm(a) ** 2
+    return [p + q - jnp.minimum(overlap, 0.0) * p for p, q in zip(a, b, strict=True)]
+
+
 def per_stage(ws, x):
     return [g / jnp.maximum(norm([g]), 1.0) for g in jax.grad(model)(ws, x)]
 
@@ -61,24 +76,39 @@ def arguments():
 
 
 def compiled(step, arguments):
+    """The step, and the warnings of its compilation, which `explain()` repeats."""
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
-    found = mpmd.jit(step, mpmd_mesh=mesh).lower(*arguments).compile()
-    return found, [line for line in found.explain().splitlines() if "whole gradients" in line]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = mpmd.jit(step, mpmd_mesh=mesh).lower(*arguments).compile()
+    said = [str(w.message).removeprefix("step: ") for w in caught if w.filename == __file__]
+    assert all(f"warning: {text}" in found.explain() for text in said)
+    assert found.explain().count("whole gradients") == len(said) == len(caught)
+    return found, said
 
 
 @pytest.mark.parametrize(
-    ("fun", "schedule", "nbytes"),
+    ("fun", "schedule", "nbytes", "line"),
     [
-        (clipped, "1f1b", "576 B"),
-        (clipped, "zb-h1", "576 B"),
-        (finite, "1f1b", "576 B"),
-        (per_example, "1f1b", "1.15 KB"),
+        (clipped, "1f1b", "576 B", "div reads it"),
+        (clipped, "zb-h1", "576 B", "div reads it"),
+        (finite, "1f1b", "576 B", "select_n reads it"),
+        (per_example, "1f1b", "1.15 KB", "dot_general reads it"),
+        (projected, "1f1b", "1.15 KB", "mul reads it"),
     ],
 )
-def test_explain_warns_of_gradients_that_go_to_one_stage_in_each_microbatch(arguments, fun, schedule, nbytes):
+def test_whole_gradients_that_go_to_one_stage_in_each_microbatch_are_warned_of(arguments, fun, schedule, nbytes, line):
     _, (warning,) = compiled(one_loop(fun, schedule), arguments)
-    assert warning.startswith(f"warning: in each microbatch {nbytes} of whole gradients go to stage 0: ")
-    assert "test_gathered_gradients.py" in warning
+    first, *_ = warning.splitlines()
+    start = f"in each microbatch {nbytes} of whole gradients go to stage 0: {line} at {__file__}:"
+    assert first.startswith(start) and fun.__name__ in first
+
+
+def test_gradients_of_the_shape_of_activations_are_told_from_them(arguments):
+    ws, _ = arguments
+    square = ws, jnp.ones((MICROBATCHES, W, W))
+    assert len(compiled(one_loop(clipped, "1f1b"), square)[1]) == 1
+    assert not compiled(one_loop(per_stage, "1f1b"), square)[1]
 
 
 def test_two_loops_clip_each_microbatch_alike_and_send_no_whole_gradient(arguments):

@@ -28,6 +28,7 @@ TESTED_HERE = (
     "inside-a-group",
     "numerics",
     "planning",
+    "splitting",
     "stages",
     "tutorial",
 )
@@ -62,6 +63,7 @@ def test_the_reference_has_each_public_name_once():
     ("name", "num_examples", "printed"),
     [
         ("numerics", 1, ["float32 ", "\nrounding\n"]),
+        ("splitting", 1, ["as one loop under jax.jit"]),
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",

@@ -137,9 +137,14 @@ def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
 
 
 def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack that it has when it is inlined into `outer`."""
-    stack = outer.source_info.name_stack + eqn.source_info.name_stack
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    """`eqn` with the name stack that it has when it is inlined into `outer`.
+
+    What stands in a function of JAX (`jnp.where`), which is traced once for all its callers, takes the caller's line.
+    """
+    info, call = eqn.source_info, outer.source_info
+    traceback = info.traceback if source_info_util.user_frame(info.traceback) else call.traceback
+    stack = call.name_stack + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:

@@ -34,7 +34,8 @@ def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[st
     loop = program.loop
     yield from _balance(program, bubble)
     yield from _crossings(loop)
-    yield from _gathered_gradients(loop)
+    if (gathered := gathered_gradients(loop)) is not None:
+        yield f"warning: {gathered}"
     yield from _repeats(loop)
     yield from _unsplit(loop)
     yield from _sums_over_groups(loop, roles)
@@ -140,27 +141,30 @@ def _crossings(loop: Loop) -> Iterator[str]:
         yield f"    … and {len(ranked) - _SHOWN} more, of at most {in_bytes(sizes[ranked[_SHOWN]])}"
 
 
-def _gathered_gradients(loop: Loop) -> Iterator[str]:
-    """Whole gradients that go to another group in each microbatch, where work in the loop needs those of all stages."""
+def gathered_gradients(loop: Loop) -> str | None:
+    """Says which whole gradients go to another group in each microbatch, for work that needs those of all stages.
+
+    These are the large values of the backward pass that cross, and of which no other gradient is made.
+    """
     tasks = loop.partition.tasks
-    parameters: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # per stage, the shapes that it reads
-    for t in tasks:
-        parameters[t.place.stage] |= {v.aval.shape for v in t.operands if equations.size(v.aval) > _SMALL}
-    activations = {v.aval.shape for t in tasks if t.place.kind == "F" for v in t.writes}
     makers = {v: t.place for t in tasks if t.place.kind != "F" for v in t.writes}
+    needed: set[compat.Var] = set()
+    for eqn in (e for t in reversed(tasks) for e in reversed(t.eqns)):
+        differentiates = compat.is_transposed(eqn) and not equations.is_view(eqn)
+        if differentiates or eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(equations.variables(eqn.invars))
     sent: dict[compat.Var, TaskBody] = {}
     for t in tasks:
         for v in t.reads:
-            if v not in makers or loop.group(makers[v]) == loop.group(t.place) or v.aval.shape in activations:
-                continue
-            if not parameters[makers[v].stage].isdisjoint((v.aval.shape, v.aval.shape[1:])):  # for each example, too
+            crosses = v in makers and loop.group(makers[v]) != loop.group(t.place)
+            if crosses and v not in needed and equations.size(v.aval) > _SMALL:
                 sent.setdefault(v, t)
     if not sent:
-        return
+        return None
     total = sum(equations.nbytes(v.aval) for v in sent)
     largest = max(sent, key=lambda v: equations.nbytes(v.aval))
-    yield (
-        f"warning: in each microbatch {in_bytes(total)} of whole gradients go to stage {sent[largest].place.stage}:"
+    return (
+        f"in each microbatch {in_bytes(total)} of whole gradients go to stage {sent[largest].place.stage}:"
         f" {_read(sent[largest], largest)}.\n"
         "  It needs the gradients of several stages, so it runs in one of them, which sums them too.\n"
         "  If it multiplies a gradient by a number (clipping, dropping what is not finite), write two loops: the first"
@@ -175,8 +179,13 @@ def _made(task: TaskBody, v: compat.Var) -> str:
 
 
 def _read(task: TaskBody, v: compat.Var) -> str:
-    eqn = next((e for e in task.eqns if v in e.invars), None)
-    return "summed there" if eqn is None else f"{eqn.primitive.name} reads it{_at(eqn)}"
+    viewed = {v}
+    for eqn in task.eqns:
+        if not viewed.isdisjoint(equations.variables(eqn.invars)):
+            if not equations.is_view(eqn):
+                return f"{eqn.primitive.name} reads it{_at(eqn)}"
+            viewed.update(eqn.outvars)
+    return "summed there"
 
 
 def _at(eqn: compat.JaxprEqn) -> str:
