@@ -8,16 +8,14 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import Device
-
-if TYPE_CHECKING:
-    from mpmd.job.job import Job
+from mpmd.job.activity import Activity
 
 # Pieces of all steps of a program are numbered from its own number, shifted so far.
 NUMBER_BITS = 44
@@ -52,8 +50,23 @@ class Wire(Protocol):
         ...
 
 
+class Member(Protocol):
+    """What a wire asks of a `Job`."""
+
+    rank: int
+    num_ranks: int
+    address: str
+    store: Any
+    activity: Activity
+
+    @property
+    def wire(self) -> Wire: ...
+
+    def find(self, key: str, what: str, rank: int) -> str: ...
+
+
 def receive_piece(
-    job: "Job", number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device, text: str
+    job: Member, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device, text: str
 ) -> jax.Array:
     """Receives a piece over the job's wire; the watchdog expects it from now on, under the name `text`."""
     data = job.wire.receive(number, shape, dtype, source, target)
@@ -61,7 +74,7 @@ def receive_piece(
     return data
 
 
-def wire_class(job: "Job") -> "type[PutWire] | type[PullWire]":
+def wire_class(job: Member) -> "type[PutWire] | type[PullWire]":
     """The fastest wire that the job's devices have; the same in every process."""
     if not compat.has_cross_host_put():
         return PullWire
@@ -97,7 +110,7 @@ class PullWire:
     name = "jax.experimental.transfer"
     is_ordered = False
 
-    def __init__(self, job: "Job"):
+    def __init__(self, job: Member):
         self._job = job
         self._server = compat.start_transfer_server(job.address)
         self._connections: dict[int, Any] = {}
@@ -137,7 +150,7 @@ class PutWire:
     name = "cross-host jax.device_put"
     is_ordered = True
 
-    def __init__(self, job: "Job"):
+    def __init__(self, job: Member):
         self._job = job
         self._connected: set[tuple[Device, Device]] = set()
         self._is_interrupted = False

@@ -8,15 +8,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from scheduler.base.files import parse_json
 from scheduler.task import Kind, Task
 
-if TYPE_CHECKING:
-    from scheduler.timing.timeline import Timeline
-
 PerStage = float | tuple[float, ...]
+
+
+class Timed(Protocol):
+    """A run that knows how long each of its tasks took: a `Timeline`."""
+
+    @property
+    def durations(self) -> Iterable[tuple[Task, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Costs:
         return seconds
 
     @classmethod
-    def measured(cls, durations: Timeline | Iterable[tuple[Task, float]], **others: Any) -> Costs:
+    def measured(cls, durations: Timed | Iterable[tuple[Task, float]], **others: Any) -> Costs:
         """Costs from the times of a real run: the median for each kind and stage.
 
         Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
@@ -149,8 +153,7 @@ class Costs:
             ((1.2,), (1.5,), (1.5,))
         """
         seconds: dict[tuple[int, str], list[float]] = {}
-        pairs: Any = getattr(durations, "durations", durations)
-        for task, duration in pairs:
+        for task, duration in durations if isinstance(durations, Iterable) else durations.durations:
             seconds.setdefault((task.stage, task.kind), []).append(duration)
         if not seconds:
             raise ValueError("Costs.measured: received no durations; expected pairs of Task and seconds.")
