@@ -32,21 +32,23 @@ PRIVATE_JAX = (
 
 
 ORBAX_SHIM = "reshard/_orbax_compat.py"
-# A room is a folder of a package. It imports these rooms of its package, and modules below all rooms.
+# A room is a folder of a package. It imports these rooms of its package, and modules below all rooms. The rooms stand
+# in the order of the flow: none imports a room that comes after it.
 ROOMS = {
     "mpmd/arrays": (),
     "mpmd/ops": ("arrays",),
     "mpmd/tracing": ("arrays", "ops"),
-    "mpmd/partition": ("arrays", "ops", "tracing"),
-    "mpmd/costs": ("arrays", "ops", "tracing", "partition"),
-    "mpmd/compile": ("arrays", "tracing", "partition"),
+    "mpmd/graphs": ("ops", "tracing"),
+    "mpmd/costs": ("arrays", "ops", "tracing", "graphs"),
+    "mpmd/cutting": ("arrays", "ops", "tracing", "graphs", "costs"),
+    "mpmd/partition": ("arrays", "ops", "tracing", "graphs"),
+    "mpmd/compile": ("arrays", "tracing", "graphs", "partition"),
     "mpmd/observe": (),
     "mpmd/job": ("arrays", "observe"),
-    "mpmd/report": ("arrays", "partition", "costs", "compile", "observe", "job"),
-    "mpmd/planning": ("arrays", "partition", "costs", "compile", "report"),
-    "mpmd/cutting": ("arrays", "ops", "tracing", "partition", "costs"),
-    "mpmd/tuning": ("arrays", "partition", "costs", "compile", "report", "planning", "cutting"),
-    "mpmd/run": ("arrays", "tracing", "cutting", "partition", "compile", "observe", "job"),
+    "mpmd/run": ("arrays", "tracing", "graphs", "cutting", "compile", "observe", "job"),
+    "mpmd/report": ("arrays", "graphs", "partition", "costs", "compile", "observe", "job"),
+    "mpmd/planning": ("arrays", "graphs", "partition", "costs", "compile", "report"),
+    "mpmd/tuning": ("arrays", "graphs", "partition", "costs", "compile", "report", "planning", "cutting"),
     "reshard/storage": (),
     "reshard/moving": (),
     "reshard/edits": ("storage",),
@@ -132,6 +134,12 @@ def test_a_package_imports_only_the_packages_below_it():
 def test_each_folder_is_a_room_of_the_table():
     folders = {f"{package}/{p.name}" for package in PACKAGES for p in (ROOT / package).iterdir() if any(p.glob("*.py"))}
     assert folders - {JAX_SHIM} == set(ROOMS)
+
+
+def test_no_room_may_import_one_that_comes_later_in_the_flow():
+    rooms = [tuple(room.split("/")) for room in ROOMS]
+    imported = [(k, (package, m)) for k, (package, name) in enumerate(rooms) for m in ROOMS[f"{package}/{name}"]]
+    assert [(rooms[k], other) for k, other in imported if other not in rooms[:k]] == []
 
 
 @pytest.mark.parametrize("room", ROOMS)

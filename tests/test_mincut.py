@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpmd.partition.minimum_cut import Cost, Labelling, cheapest_labels, cost_of, minimum_cut
+from mpmd.graphs.minimum_cut import Cost, Labelling, cheapest_labels, cost_of, minimum_cut
 
 
 def capacity(side, edges):

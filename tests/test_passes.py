@@ -9,13 +9,13 @@ import pytest
 
 import mpmd
 import scheduler
+from mpmd.graphs.body import Body, drop_unused, hoist
+from mpmd.graphs.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.partition.accumulators import reduce_outputs
 from mpmd.partition.flat_step import FlatStep
 from mpmd.partition.floating import place_floating, sink_residuals
-from mpmd.partition.graph import Body, drop_unused, hoist
 from mpmd.partition.levels import as_early_as_possible, as_late_as_possible
 from mpmd.partition.loop import place_equations
-from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.partition.place_segments import hold_loop_arguments, pin_by_operands, place_by_demand
 from mpmd.partition.split_backward import split_backward
 from mpmd.tracing.inline import inline

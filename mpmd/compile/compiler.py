@@ -17,7 +17,7 @@ from mpmd.arrays.layouts import memory_kind
 from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.compile.subprogram import Division, Pattern, ReuseRule, num_equations
 from mpmd.errors import StageError
-from mpmd.partition import equations
+from mpmd.graphs import equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

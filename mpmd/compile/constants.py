@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
-from mpmd.partition.sharded_axes import CHECKPOINTS
+from mpmd.graphs import equations
+from mpmd.graphs.sharded_axes import CHECKPOINTS
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
 from mpmd.compile.progress import CompileProgress
-from mpmd.partition import equations
+from mpmd.graphs import equations
 
 
 class Threads:

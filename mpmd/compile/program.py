@@ -8,8 +8,8 @@ import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.compile.donation import last_uses
 from mpmd.compile.tasks import accumulators_of
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
 from scheduler import Call, Edge, Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 

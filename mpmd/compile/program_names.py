@@ -6,7 +6,7 @@ mark at the stage's end has the name "decoder". Equal programs are compiled once
 
 from collections import Counter
 
-from mpmd.partition.graph import Place
+from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 
 

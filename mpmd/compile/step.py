@@ -24,7 +24,7 @@ from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
 from mpmd.compile.subprogram import SEGMENTS, TASKS
 from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
-from mpmd.partition.graph import Place
+from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop, Outline, Segment
 from scheduler import Call, Run, Task

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 
 
 class ReuseRule(NamedTuple):

@@ -1,8 +1,8 @@
 """The tasks of a loop as programs: which there are, what each computes, and which accumulators a group has."""
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.loop import LoopPartition, TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.tracing.new_equations import trace_equations, trace_operation

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 
 
 @dataclasses.dataclass(frozen=True)

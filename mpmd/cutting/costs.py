@@ -18,9 +18,9 @@ from mpmd.costs.machine import Machine
 from mpmd.costs.work import works
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.placed_body import PlacedBody, Span, place_in_units
+from mpmd.graphs import equations
+from mpmd.graphs.body import Node
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.partition import equations
-from mpmd.partition.graph import Node
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler.optimize.units import Units

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import Candidates, Marked, marks_in
+from mpmd.graphs.backward_stages import backward_stages, find_backward
+from mpmd.graphs.body import Body, Node, Place, hoist
+from mpmd.graphs.marks import Marks, forget_marks
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
-from mpmd.partition.backward_stages import backward_stages, find_backward
-from mpmd.partition.graph import Body, Node, Place, hoist
-from mpmd.partition.marks import Marks, forget_marks
 from mpmd.tracing.new_equations import Atom
 
 

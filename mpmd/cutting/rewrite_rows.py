@@ -15,9 +15,9 @@ from mpmd.cutting.axis_rules import Factor, piece_params
 from mpmd.cutting.pieces import Rows, join_eqn, join_rows_p, plain, split_eqn, split_rows_p, with_rows
 from mpmd.cutting.split_scans import chain
 from mpmd.cutting.spread import Opened, Spread
+from mpmd.graphs.equations import live_equations
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
-from mpmd.partition.equations import live_equations
 from mpmd.tracing.new_equations import Atom, copy_equations, trace_equations
 
 Cut = Sequence[Rows | None]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.spread import fresh_body
+from mpmd.graphs import equations
+from mpmd.graphs.minimum_cut import minimum_cut
 from mpmd.ops.stage_end import mark_p
-from mpmd.partition import equations
-from mpmd.partition.minimum_cut import minimum_cut
 from mpmd.tracing.new_equations import Atom, equations_on
 
 

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs.body import Body, Node, Place
 from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
 from mpmd.ops.treduce import LoopInfo
-from mpmd.partition.graph import Body, Node, Place
 from mpmd.partition.joint_outputs import Joins
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation

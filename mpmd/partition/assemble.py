@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.partition.flat_step import FlatStep
 from mpmd.partition.levels import END, Levels, Placed
 from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
+from mpmd.graphs import equations
+from mpmd.graphs.equations import live_equations
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.partition import equations
-from mpmd.partition.equations import live_equations
 from mpmd.partition.pins import Groups, Pins
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom, Equations, equations_on, trace_equations

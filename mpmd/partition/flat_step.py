@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
+from mpmd.graphs import equations
+from mpmd.graphs.sharded_axes import ShardedAxes
 from mpmd.ops.cross_group import place_p
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
-from mpmd.partition import equations
 from mpmd.partition.loop import partition_loop
 from mpmd.partition.outline import Groups, Loop
-from mpmd.partition.sharded_axes import ShardedAxes
 from mpmd.tracing.new_equations import Atom, copy_equations
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace

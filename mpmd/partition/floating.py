@@ -7,8 +7,8 @@ import dataclasses
 from collections import defaultdict
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
-from mpmd.partition.graph import Body, Node, Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Body, Node, Place
 
 
 def place_floating(body: Body, num_stages: int) -> Body:

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
-from mpmd.partition.graph import Body, Node
-from mpmd.partition.marks import Marks
-from mpmd.partition.minimum_cut import Cost, Labelling, cheapest_labels
+from mpmd.graphs import equations
+from mpmd.graphs.body import Body, Node
+from mpmd.graphs.marks import Marks
+from mpmd.graphs.minimum_cut import Cost, Labelling, cheapest_labels
 from mpmd.tracing.new_equations import Atom
 
 Parameters = frozenset[compat.Var]

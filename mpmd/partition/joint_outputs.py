@@ -14,9 +14,9 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
+from mpmd.graphs import equations
+from mpmd.graphs.body import Body, Node, Place
 from mpmd.ops.reductions import Operation
-from mpmd.partition import equations
-from mpmd.partition.graph import Body, Node, Place
 from mpmd.tracing.new_equations import Atom
 
 # The most elements of a part that is kept for all microbatches.

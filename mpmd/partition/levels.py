@@ -4,7 +4,7 @@ import dataclasses
 from collections import defaultdict
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.partition.flat_step import FlatStep
 from mpmd.partition.outline import Groups, Loop
 from mpmd.partition.pins import runs_once

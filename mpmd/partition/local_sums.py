@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
+from mpmd.graphs.sharded_axes import Axes, Dims, ShardedAxes, dims_of, merged
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.partition.sharded_axes import Axes, Dims, ShardedAxes, dims_of, merged
 from mpmd.tracing.new_equations import Atom
 
 # --- sums over rows -------------------------------------------------------------------------------

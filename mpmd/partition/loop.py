@@ -22,17 +22,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
+from mpmd.graphs.backward_stages import backward_stages, find_backward
+from mpmd.graphs.body import Body, Node, Place, drop_unused, hoist
+from mpmd.graphs.equations import live_equations
+from mpmd.graphs.marks import Marks, check_marks_are_used, forget_marks
+from mpmd.graphs.sharded_axes import ShardedAxes
 from mpmd.ops.treduce import LoopInfo
-from mpmd.partition import equations
 from mpmd.partition.accumulators import Accumulator, reduce_outputs
-from mpmd.partition.backward_stages import backward_stages, find_backward
-from mpmd.partition.equations import live_equations
 from mpmd.partition.floating import place_floating, sink_residuals
 from mpmd.partition.forward_stages import forward_stages
-from mpmd.partition.graph import Body, Node, Place, drop_unused, hoist
-from mpmd.partition.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.partition.partial_sums import sum_once
-from mpmd.partition.sharded_axes import ShardedAxes
 from mpmd.partition.split_backward import split_backward
 from mpmd.tracing.new_equations import Atom
 

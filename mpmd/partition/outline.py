@@ -14,8 +14,8 @@ import dataclasses
 from collections import defaultdict
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.loop import LoopPartition
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule

@@ -24,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
+from mpmd.graphs import equations
+from mpmd.graphs.body import Body, Node
+from mpmd.graphs.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
 from mpmd.ops.reductions import Add, Mean, result_types
-from mpmd.partition import equations
 from mpmd.partition.accumulators import Accumulator
-from mpmd.partition.graph import Body, Node
 from mpmd.partition.local_sums import Local, local_sum
-from mpmd.partition.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom, trace_equations
 

@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
+from mpmd.graphs.minimum_cut import Cost, Labelling, cheapest_labels
 from mpmd.ops.cross_group import SMALL, across_p, place_p
-from mpmd.partition import equations
-from mpmd.partition.minimum_cut import Cost, Labelling, cheapest_labels
 from mpmd.partition.stage_text import WEIGHT, Groups, StageGroups
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.graphs import equations
 from mpmd.ops.cross_group import place_p
-from mpmd.partition import equations
 from mpmd.partition.assemble import assemble
 from mpmd.partition.control_flow import pinned_parts
 from mpmd.partition.flat_step import Asked, FlatStep, Item

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
+from mpmd.graphs.body import Body, Place
 from mpmd.partition.accumulators import Accumulator
-from mpmd.partition.graph import Body, Place
 
 
 def split_backward(body: Body, accumulators: Sequence[Accumulator]) -> tuple[Body, list[Accumulator]]:

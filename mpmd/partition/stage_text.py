@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
 from mpmd.ops.stage_end import mark_p
-from mpmd.partition import equations
 from mpmd.tracing.trace import Trace
 
 Groups = frozenset[int]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from mpmd import _jax_compat as compat
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import StepPrograms
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop
 from mpmd.report.memory import Sizes, peaks
 from scheduler import Call, Program, Recv, Run, Value

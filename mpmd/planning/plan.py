@@ -11,7 +11,7 @@ from mpmd.costs.collectives import Collective
 from mpmd.costs.machine import Machine
 from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import Work
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.partition.outline import Loop
 from mpmd.planning.advice import Saving, savings
 from mpmd.planning.costs import StepCosts, TaskCost

@@ -5,7 +5,7 @@ import dataclasses
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import Work
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.report.memory import KINDS
 from mpmd.report.roles import Roles
 from scheduler.base.texts import in_bytes, in_seconds

@@ -1,7 +1,7 @@
 """Lists the values that cross between groups outside of the loops, with the reason and the user's line."""
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
 from scheduler.base.texts import in_bytes
 

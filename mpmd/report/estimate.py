@@ -17,10 +17,10 @@ from mpmd.compile.donation import donations
 from mpmd.compile.executable import nbytes_on_a_device
 from mpmd.compile.program import step_program
 from mpmd.compile.tasks import task_bodies
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
+from mpmd.graphs.sharded_axes import RULES, dims_of
 from mpmd.partition.outline import Loop, Outline, Segment
-from mpmd.partition.sharded_axes import RULES, dims_of
 from mpmd.report.memory import Sizes, peaks
 from mpmd.report.roles import Roles
 from scheduler import Call, Program, Run

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mpmd.compile.step import LoopProgram, StepPrograms
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.loop_notes import loop_lines

@@ -8,7 +8,7 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
-from mpmd.partition.graph import Place
+from mpmd.graphs.body import Place
 from scheduler import Program, Run
 
 

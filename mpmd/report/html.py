@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from mpmd.compile.step import StepPrograms
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.report.conclusion import conclusion
 from mpmd.report.explain import StepTraffic, sent_by
 from mpmd.report.flops import cost_per_step, flops_of

@@ -7,8 +7,8 @@ from typing import Any
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import LoopProgram
 from mpmd.costs.work import work_of_equation
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mpmd import _jax_compat as compat
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.partition.outline import Outline, Segment
 
 

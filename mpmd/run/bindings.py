@@ -16,8 +16,8 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.graphs.body import Place
 from mpmd.job.job import Job
-from mpmd.partition.graph import Place
 from mpmd.run import device_put
 from mpmd.run.pieces import pieces
 from mpmd.run.routes import ValueRoute

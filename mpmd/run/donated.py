@@ -11,7 +11,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.compile.donation import buffer_type
 from mpmd.compile.step import StepPrograms
-from mpmd.partition import equations
+from mpmd.graphs import equations
 from mpmd.users_frame import users_frame
 
 

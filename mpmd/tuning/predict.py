@@ -12,8 +12,8 @@ from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
 from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import works_of_program
-from mpmd.partition import equations
-from mpmd.partition.graph import Place
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import residuals_of
 from mpmd.planning.costs import StepCosts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
-from mpmd.partition.graph import Body, Node
-from mpmd.partition.marks import Marks
+from mpmd.graphs.body import Body, Node
+from mpmd.graphs.marks import Marks
 
 
 def find_backward(body: Body, marks: Marks) -> set[Node]:

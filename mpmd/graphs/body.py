@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
 from mpmd.ops.stage_end import mark_p
-from mpmd.partition import equations
 from mpmd.tracing.new_equations import Atom, equations_on
 
 

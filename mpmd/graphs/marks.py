@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
+from mpmd.graphs.body import Body, Node
 from mpmd.ops.stage_end import boundaries
 from mpmd.ops.treduce import LoopInfo
-from mpmd.partition.graph import Body, Node
 from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
 
