@@ -14,6 +14,7 @@ import mpmd
 WIDTH = 64
 WEIGHTS = [np.ones((WIDTH, WIDTH), np.float32)] * 2
 MICROBATCHES, ROWS = np.ones((4, WIDTH, WIDTH), np.float32), np.ones((512, WIDTH), np.float32)
+WITH_LABELS = (MICROBATCHES, MICROBATCHES)
 TWO, THREE = {"stage": 2, "data": 2}, {"stage": 2, "data": 2, "model": 2}
 ONE_DEVICE = {"stage": 2, "data": 1}
 ROWS_DIVIDED, COLUMNS_DIVIDED = (None, P(None, "data")), ([P(None, "data")] * 2, None)
@@ -43,14 +44,18 @@ def said(axes, kind, in_shardings=None, product=plain, batch=MICROBATCHES):
     """The warnings of a step of two layers while it is compiled, and the lines of `explain()` on the same."""
     mesh = mpmd.MpmdMesh(jax.make_mesh(tuple(axes.values()), tuple(axes), (kind,) * len(axes)), "stage")
 
-    def loss(ws, x):
+    def loss(ws, m):
+        x, label = m if isinstance(m, tuple) else (m, 0)
         x = mpmd.mark_stage_end(jnp.tanh(product(ws[0], x)))
-        return jnp.mean(jnp.tanh(product(ws[1], x)) ** 2)
+        predicted = jnp.tanh(product(ws[1], x))
+        return jnp.mean((predicted - label) ** 2), predicted
 
     def step(ws, xs):
-        if xs.ndim == 2:
+        if not isinstance(xs, tuple) and xs.ndim == 2:
             return loss(ws, xs)
-        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule="1f1b")
+        grad = jax.value_and_grad(loss, has_aux=True)
+        reduced = (mpmd.Add, mpmd.Concat), mpmd.Add
+        return mpmd.treduce(lambda m: grad(ws, m), xs, schedule="1f1b", operation=reduced)
 
     lowered = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=in_shardings).lower(WEIGHTS, batch)
     with warnings.catch_warnings(record=True) as caught:
@@ -69,6 +74,10 @@ WRITE = (
 @pytest.mark.parametrize(
     ("kind", "axes", "in_shardings", "batch", "who", "axis", "spec"),
     [
+        (  # divided along the microbatches, of which each device takes the whole one after the other
+            AxisType.Auto, TWO, (None, P("data")), WITH_LABELS,
+            "the 2 devices of each group", "axis 'data'", "P(None, 'data')",
+        ),
         (AxisType.Auto, TWO, None, MICROBATCHES, "the 2 devices of each group", "axis 'data'", "P(None, 'data')"),
         (AxisType.Explicit, TWO, None, ROWS, "the 2 devices of each group", "axis 'data'", "P('data')"),
         (
@@ -93,6 +102,7 @@ def test_devices_that_compute_the_same_are_told_once_and_in_explain(kind, axes, 
     ("kind", "axes", "in_shardings", "product", "batch"),
     [
         (AxisType.Auto, TWO, ROWS_DIVIDED, plain, MICROBATCHES),
+        (AxisType.Auto, TWO, ROWS_DIVIDED, plain, WITH_LABELS),
         (AxisType.Auto, TWO, ([P("data")] * 2, P(None, "data")), plain, MICROBATCHES),  # FSDP
         (AxisType.Auto, TWO, COLUMNS_DIVIDED, plain, ROWS),
         (AxisType.Auto, TWO, None, constrained, ROWS),

@@ -1,9 +1,8 @@
 """Finds the mesh axes inside of the groups over which no heavy work is divided: their devices all compute the same."""
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -50,7 +49,7 @@ def _repeated(programs: StepPrograms) -> list[str]:
     axes: dict[DistinctProgram, set[str]] = {}
     for executable, count in _called(programs):
         times[executable.compiled] += count
-        axes[executable.compiled] = _axes_at_edges(executable)
+        axes[executable.compiled] = set(_axes_at_edges(executable))
     if all(found.issuperset(unnamed) for found in axes.values()):
         return []
     products = {program: count * work_of(program.jaxpr).products for program, count in times.items()}
@@ -72,10 +71,39 @@ def _called(programs: StepPrograms) -> Iterator[tuple[Executable, int]]:
             yield executable, 1
 
 
-def _axes_at_edges(executable: Executable) -> set[str]:
-    """The mesh axes along which an argument or result is divided."""
-    edges = itertools.chain(executable.in_shardings, executable.out_shardings)
-    return {axis for sharding in edges for axis in _axes_of(sharding)}
+def _axes_at_edges(executable: Executable) -> Iterator[str]:
+    """The mesh axes along which an argument or result is divided.
+
+    A batch that is divided along its microbatches counts for nothing: each device gets the whole of a microbatch.
+    """
+    jaxpr = executable.compiled.jaxpr
+    picked = _picked(jaxpr)
+    shardings = *executable.in_shardings, *executable.out_shardings
+    for v, sharding in zip((*jaxpr.invars, *jaxpr.outvars), shardings, strict=True):
+        yield from _axes_of(sharding, picked.get(v, frozenset()) if isinstance(v, compat.Var) else frozenset())
+
+
+def _picked(jaxpr: compat.Jaxpr) -> dict[compat.Var, frozenset[int]]:
+    """Per argument and result, the array axes along which a program does no more than read or write some positions."""
+    found = {v: frozenset(range(len(v.aval.shape))) for v in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for position, v in enumerate(eqn.invars):
+            if isinstance(v, compat.Var) and v in found:
+                found[v] &= _picked_by(eqn) if position == 0 else frozenset()
+        if eqn.primitive.name == "dynamic_update_slice":
+            found[eqn.outvars[0]] = _picked_by(eqn)
+    return found
+
+
+def _picked_by(eqn: compat.JaxprEqn) -> frozenset[int]:
+    """The array axes of its first operand along which an equation reads or writes some positions."""
+    if eqn.primitive.name == "dynamic_update_slice":
+        sizes = eqn.invars[1].aval.shape
+    else:
+        sizes = eqn.params["slice_sizes"] if eqn.primitive.name in ("dynamic_slice", "gather") else ()
+    return frozenset(
+        i for i, (some, size) in enumerate(zip(sizes, eqn.invars[0].aval.shape, strict=False)) if some < size
+    )
 
 
 def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
@@ -91,9 +119,10 @@ def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
             yield from _axes_inside(inner)
 
 
-def _axes_of(sharding: Any) -> Iterator[str]:
+def _axes_of(sharding: Any, without: Collection[int] = ()) -> Iterator[str]:
+    """The mesh axes that a sharding names, but for some axes of the array."""
     if isinstance(sharding, NamedSharding):
         yield from sharding.spec.unreduced  # each device holds a sum over its own rows
-        for entry in sharding.spec.partitions:
-            if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
+        for i, entry in enumerate(sharding.spec.partitions):
+            if entry is not None and entry is not PartitionSpec.UNCONSTRAINED and i not in without:
                 yield from (entry,) if isinstance(entry, str) else entry

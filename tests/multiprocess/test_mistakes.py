@@ -4,8 +4,8 @@ import jobs
 import pytest
 
 
-def ended(what: str, processes: int = 2) -> list[jobs.Ended]:
-    with jobs.Job("mistakes.py", what, processes=processes, hang_timeout_s=20) as job:
+def ended(what: str, processes: int = 2, devices: int = 1) -> list[jobs.Ended]:
+    with jobs.Job("mistakes.py", what, processes=processes, devices=devices, hang_timeout_s=20) as job:
         return job.wait(limit_s=120)
 
 
@@ -58,11 +58,13 @@ def test_a_difference_is_told_without_the_rank_that_does_not_come_to_the_call():
 
 
 @pytest.mark.slow
-def test_a_process_without_devices_of_the_mesh_is_told_so():
-    first, second, spare = ended("spare", processes=3)
+def test_a_process_without_devices_of_the_mesh_is_told_so_and_work_done_twice_is_told_by_rank_0():
+    first, second, spare = ended("spare", processes=3, devices=2)
     assert (first.status, second.status, spare.status) == (0, 0, 0)
     assert "mpmd: process 2 has none of the mesh's devices, which are those of 0, 1" in spare.err
     assert "none of the mesh's devices" not in first.err + second.err
+    assert first.err.count("step: the 2 devices of each group compute the same") == 1
+    assert "compute the same" not in second.err + spare.err
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 mistakes.py WHAT
 """
 
+import math
 import os
 import sys
 
@@ -19,7 +20,8 @@ def main(what: str) -> None:
         jax.config.update("jax_num_cpu_devices", 2)
     else:
         mpmd.initialize()
-    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    size = (2, 1 if what == "alone" else jax.local_device_count())
+    mesh = mpmd.MpmdMesh(jax.make_mesh(size, ("stage", "data"), devices=jax.devices()[: math.prod(size)]), "stage")
 
     @mpmd.jit(mpmd_mesh=mesh)
     def step(ws, tied, xs):
@@ -32,7 +34,7 @@ def main(what: str) -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, (ws, tied), grads)
 
     rank = int(os.environ["MPMD_PROCESS_ID"])
-    ws, tied, xs = [np.eye(4, dtype=np.float32)] * 2, np.eye(4, dtype=np.float32), np.ones((2, 3, 4), np.float32)
+    ws, tied, xs = [np.eye(64, dtype=np.float32)] * 2, np.eye(64, dtype=np.float32), np.ones((2, 64, 64), np.float32)
     if what == "values":
         tied = tied * (1 + rank)  # used by both
         xs = xs * (1 + rank)  # used by rank 0 alone
