@@ -105,7 +105,9 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Of a `scan`, how many of its operands are constants, and how many values it carries."""
+    """Of a `scan`, how many of its operands are constants, and how many values it carries. Of the body of a `while`."""
+    if "body_nconsts" in eqn.params:
+        return eqn.params["body_nconsts"], len(eqn.outvars)
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
@@ -113,7 +115,9 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
-    """The parameters of a `scan` with another body."""
+    """The parameters of a `scan` (or of a `while`, but for its condition) with another body."""
+    if "body_nconsts" in eqn.params:
+        return {**eqn.params, "body_jaxpr": body, "body_nconsts": num_consts}
     num_in, num_out = len(body.jaxpr.invars), len(body.jaxpr.outvars)
     if "num_carry" in eqn.params:
         sizes: dict[str, Any] = {"num_consts": num_consts, "num_carry": num_carry}

@@ -324,27 +324,19 @@ def _treduce(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
     rewriter.on_pieces(eqn, ins[:-1], outs, jaxpr=_closed(body), info=info)
 
 
-def _scan(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
-    (jaxpr,) = opened.inner
-    m, n = compat.scan_sizes(eqn)
-    ins = rewriter.of(jaxpr.invars)
-    carry, stacks = ins[m : m + n], rewriter.of(jaxpr.outvars[n:])
-    body = rewriter.inside(jaxpr, ins, [*carry, *stacks])
+def _scan_or_while(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
+    loop = opened.loop
+    assert loop is not None
+    body, n, m = opened.inner[0], len(loop.consts), len(loop.carry)
+    ins, stacks = rewriter.of(body.invars), rewriter.of(body.outvars[m:])
+    carry, of_test = ins[n : n + m], rewriter.of([x.inner for x in loop.test_consts])
+    new = _closed(rewriter.inside(body, ins, [*carry, *stacks]))
+    params = compat.scan_params(eqn, new, _count(ins[:n]), _count(carry))
+    if loop.test is not None:
+        condition = _closed(rewriter.inside(loop.test, [*of_test, *carry], [None]))
+        params |= {"cond_jaxpr": condition, "cond_nconsts": _count(of_test)}
     above = lambda rows: [None if r is None else r.on(r.axis + 1) for r in rows]  # noqa: E731
-    params = compat.scan_params(eqn, _closed(body), _count(ins[:m]), _count(carry))
-    rewriter.on_pieces(eqn, [*ins[: m + n], *above(ins[m + n :])], [*carry, *above(stacks)], **params)
-
-
-def _while(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
-    test, body = opened.inner
-    m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    of_test, of_body, carry = (rewriter.of(v) for v in (test.invars[:m], body.invars[:n], body.invars[n:]))
-    rewriter.on_pieces(
-        eqn, [*of_test, *of_body, *carry], carry,
-        cond_jaxpr=_closed(rewriter.inside(test, [*of_test, *carry], [None])),
-        body_jaxpr=_closed(rewriter.inside(body, [*of_body, *carry], carry)),
-        cond_nconsts=_count(of_test), body_nconsts=_count(of_body),
-    )  # fmt: skip
+    rewriter.on_pieces(eqn, [*of_test, *ins[: n + m], *above(ins[n + m :])], [*carry, *above(stacks)], **params)
 
 
 def _cond(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
@@ -364,8 +356,8 @@ def _checkpoint(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> Non
 
 _INSIDE = {
     "treduce": _treduce,
-    "scan": _scan,
-    "while": _while,
+    "scan": _scan_or_while,
+    "while": _scan_or_while,
     "cond": _cond,
     **dict.fromkeys(("checkpoint", "remat", "remat2"), _checkpoint),
 }

@@ -5,15 +5,16 @@ minimum cut through the body finds the fewest bytes from which the rest can be m
 into the backward scan. Parameters cost nothing there, matrix products and random numbers do not move.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
-from mpmd.cutting.spread import fresh_body
 from mpmd.graphs import equations
 from mpmd.graphs.minimum_cut import minimum_cut
+from mpmd.graphs.open_loops import OpenLoop, Operand, Stack
 from mpmd.ops.stage_end import mark_p
 from mpmd.tracing.new_equations import Atom, equations_on
 
@@ -22,7 +23,7 @@ class Pair(NamedTuple):
     """A scan over layers and the scan of its backward.
 
     Attributes:
-      residuals: of the stacked outputs that nothing but the backward reads: their number, and which operand of the
+      residuals: of the stacked outputs that nothing but the backward reads: their number, and which row of the
         backward they are.
     """
 
@@ -68,18 +69,20 @@ def _pairs(jaxpr: compat.Jaxpr) -> Iterator[Pair]:
             continue
         found: dict[int, tuple[compat.JaxprEqn, dict[int, int]]] = {}
         for j, v in enumerate(eqn.outvars[compat.scan_sizes(eqn)[1] :]):
-            if len(readers[v]) == 1 and (reader := readers[v][0])[0] is not None and _scans(*reader):
-                found.setdefault(id(reader[0]), (reader[0], {}))[1][j] = reader[1]
+            if len(readers[v]) == 1 and (row := _row(*readers[v][0])) is not None:
+                backward = readers[v][0][0]
+                found.setdefault(id(backward), (backward, {}))[1][j] = row
         for backward, residuals in found.values():
             yield Pair(eqn, backward, residuals)
             break
 
 
-def _scans(eqn: compat.JaxprEqn, operand: int) -> bool:
-    """Whether an equation of the backward pass scans over its operand."""
-    if eqn.primitive.name != "scan" or not compat.is_transposed(eqn):
-        return False
-    return operand >= sum(compat.scan_sizes(eqn))
+def _row(eqn: compat.JaxprEqn | None, operand: int) -> int | None:
+    """Which of the arrays over which an equation of the backward pass scans an operand is, if it is one."""
+    if eqn is None or eqn.primitive.name != "scan" or not compat.is_transposed(eqn):
+        return None
+    row = operand - sum(compat.scan_sizes(eqn))
+    return row if row >= 0 else None
 
 
 class _ScanPair:
@@ -87,18 +90,12 @@ class _ScanPair:
 
     def __init__(self, pair: Pair, fixed: set[compat.Var]):
         self.pair, self.fixed = pair, fixed
-        forward = pair.forward
-        self.num_consts, self.num_carry = compat.scan_sizes(forward)
-        self.length = forward.params["length"]
-        self.jaxpr = fresh_body(forward.params["jaxpr"])
-        self.operand: dict[compat.Var, Atom] = {}  # of the scan, per variable of its body; carries are left out
-        first = self.num_consts + self.num_carry
-        for i, (v, atom) in enumerate(zip(self.jaxpr.invars, forward.invars, strict=True)):
-            if not self.num_consts <= i < first:
-                self.operand[v] = atom
-        self.consts = set(self.jaxpr.invars[: self.num_consts])
-        stacks = self.jaxpr.outvars[self.num_carry :]
-        self.wanted = {j: stacks[j] for j in pair.residuals if not isinstance(stacks[j], compat.Literal)}
+        self.loop = OpenLoop.of(pair.forward)
+        self.length = pair.forward.params["length"]
+        self.operand = {x.inner: x.outer for x in (*self.loop.consts, *self.loop.rows)}
+        self.consts = {x.inner for x in self.loop.consts}
+        stacks = [s.inner for s in self.loop.stacks]
+        self.wanted = {j: v for j in pair.residuals if not isinstance(v := stacks[j], compat.Literal)}
 
     def rewritten(self) -> tuple[compat.JaxprEqn, compat.JaxprEqn]:
         """The two scans; as they were, if nothing less can be kept."""
@@ -106,10 +103,11 @@ class _ScanPair:
         kept = self._kept(wanted)
         if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
             return self.pair.forward, self.pair.backward
-        stacked = [v for v in kept if v not in self.operand]
-        stacks = [compat.Var(compat.stacked_aval(v.aval, self.length)) for v in stacked]
-        again = compat.make_jaxpr(kept, wanted, _between(self.jaxpr.eqns, kept, wanted), "again")
-        return self._forward(stacked, stacks), self._backward(kept, dict(zip(stacked, stacks, strict=True)), again)
+        stacked = {v: compat.Var(compat.stacked_aval(v.aval, self.length)) for v in kept if v not in self.operand}
+        stacks = [x for j, x in enumerate(self.loop.stacks) if j not in self.wanted]
+        forward = dataclasses.replace(self.loop, stacks=[*stacks, *map(Stack, stacked, stacked.values())])
+        again = compat.make_jaxpr(kept, wanted, _between(self.loop.eqns, kept, wanted), "again")
+        return forward.closed(), self._backward(kept, stacked, again)
 
     def _cost(self, v: compat.Var) -> int:
         """Bytes that have to be kept of a microbatch for the backward to read the value."""
@@ -122,7 +120,7 @@ class _ScanPair:
 
     def _kept(self, wanted: Sequence[compat.Var]) -> list[compat.Var]:
         """The values from which the wanted ones can be made, with the fewest bytes."""
-        jaxpr = self.jaxpr
+        jaxpr = self.loop.body
         values = [*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
         number = {v: 2 + 2 * i for i, v in enumerate(values)}  # its making; the next number is its being read
         costs = {v: self._cost(v) for v in values}
@@ -141,39 +139,28 @@ class _ScanPair:
         before = minimum_cut(2 + 2 * len(values), edges, source, sink)
         return [v for v in values if number[v] in before and number[v] + 1 not in before]
 
-    def _forward(self, stacked: Sequence[compat.Var], stacks: Sequence[compat.Var]) -> compat.JaxprEqn:
-        eqn, n = self.pair.forward, self.num_carry
-        others = [j for j in range(len(eqn.outvars) - n) if j not in self.wanted]
-        outs = [*self.jaxpr.outvars[:n], *(self.jaxpr.outvars[n + j] for j in others), *stacked]
-        jaxpr = compat.new_jaxpr(self.jaxpr, outvars=outs, eqns=equations.live_equations(self.jaxpr.eqns, outs))
-        outvars = [*eqn.outvars[:n], *(eqn.outvars[n + j] for j in others), *stacks]
-        params = compat.scan_params(eqn, compat.ClosedJaxpr(jaxpr, ()), self.num_consts, n)
-        return eqn.replace(outvars=outvars, params=params)
-
     def _backward(
-        self, kept: Sequence[compat.Var], stacks: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
+        self, kept: Sequence[compat.Var], stacked: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
     ) -> compat.JaxprEqn:
-        eqn = self.pair.backward
-        jaxpr = fresh_body(eqn.params["jaxpr"])
-        m, num_carry = compat.scan_sizes(eqn)
-        own = {v: compat.Var(v.aval) for v in kept}
-        prelude = equations_on(again, [own[v] for v in kept])
+        loop = OpenLoop.of(self.pair.backward)
+        own = {v: Operand(stacked[v] if v in stacked else self.operand[v], compat.Var(v.aval)) for v in kept}
+        prelude = equations_on(again, [x.inner for x in own.values()])
         made = dict(zip(again.jaxpr.outvars, prelude.outs, strict=True))
-        gone: dict[int, Any] = {self.pair.residuals[j]: made[v] for j, v in self.wanted.items()}
-        inner = [gone.get(i, v) for i, v in enumerate(jaxpr.invars)]
-        rest = equations_on(compat.ClosedJaxpr(jaxpr, ()), inner)
-        consts = [v for v in kept if v in self.consts]
-        scanned = [v for v in kept if v not in self.consts]
-        keep = [i for i in range(len(inner)) if i not in gone]
-        outer: list[Atom] = [eqn.invars[i] for i in keep]
-        invars: list[compat.Var] = [jaxpr.invars[i] for i in keep]
-        outer[m:m] = [self.operand[v] for v in consts]
-        invars[m:m] = [own[v] for v in consts]
-        outer += [stacks[v] if v in stacks else self.operand[v] for v in scanned]
-        invars += [own[v] for v in scanned]
-        body = compat.new_jaxpr(jaxpr, invars=invars, outvars=rest.outs, eqns=[*prelude.eqns, *rest.eqns])
-        params = compat.scan_params(eqn, compat.ClosedJaxpr(body, ()), m + len(consts), num_carry)
-        return eqn.replace(invars=outer, params=params)
+        gone: dict[Atom, Atom] = {loop.rows[self.pair.residuals[j]].inner: made[v] for j, v in self.wanted.items()}
+        body = loop.body
+        rest = equations_on(compat.ClosedJaxpr(body, ()), [compat.renamed(v, gone) for v in body.invars])
+        num_carry = len(loop.carry)
+        return dataclasses.replace(
+            loop,
+            consts=[*loop.consts, *(x for v, x in own.items() if v in self.consts)],
+            carry=[c._replace(after=x) for c, x in zip(loop.carry, rest.outs[:num_carry], strict=True)],
+            rows=[
+                *(x for x in loop.rows if x.inner not in gone),
+                *(x for v, x in own.items() if v not in self.consts),
+            ],
+            stacks=[s._replace(inner=x) for s, x in zip(loop.stacks, rest.outs[num_carry:], strict=True)],
+            eqns=[*prelude.eqns, *rest.eqns],
+        ).closed()
 
 
 def _between(

@@ -5,9 +5,10 @@ constants are read by all. A carry that only sums (the gradient of a constant of
 by each piece for itself; the sums are added afterwards. So no such gradient crosses a stage end.
 """
 
+import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
+from mpmd.graphs.open_loops import Carry, OpenLoop
 from mpmd.ops.stage_end import MarkId, mark_p, without
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
@@ -125,11 +127,11 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
       marks: the stage ends behind its first pieces, in the order of the forward pass.
       kind: what the marks are: `forward` ones stand behind the piece that they end, `backward` ones ahead of it.
     """
-    scan = _Scan(eqn)
-    eqns: list[compat.JaxprEqn] = [split_eqn(eqn, x, rows) for x in scan.xs] if len(rows.ranges) > 1 else []
-    xs = [e.outvars for e in eqns] or [[x] for x in scan.xs]
-    sums = scan.sums() if len(rows.ranges) > 1 else frozenset()
-    carry, parts = list(scan.init), defaultdict(list)
+    loop, several = OpenLoop.of(eqn), len(rows.ranges) > 1
+    eqns = [split_eqn(eqn, x.outer, rows) for x in loop.rows] if several else []
+    xs = [e.outvars for e in eqns] or [[x.outer] for x in loop.rows]
+    sums = {i for i, c in enumerate(loop.carry) if several and _is_sum(loop, c)}
+    carry, parts = [c.first for c in loop.carry], defaultdict(list)
     ys: dict[int, list[compat.Var]] = {}
     last = len(rows.ranges) - 1
     for n in range(last + 1):
@@ -137,9 +139,10 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
             carry = _mark(eqns, eqn, marks[last - n], kind, carry, sums)
         if n:
             carry = [_zeros(eqns, eqn, v) if i in sums else v for i, v in enumerate(carry)]
-        k = last - n if scan.is_reversed else n
+        k = last - n if eqn.params["reverse"] else n
         start, stop = rows.ranges[k]
-        piece, carry, ys[k] = scan.piece([x[k] for x in xs], carry, stop - start)
+        piece = _piece(loop, [x[k] for x in xs], carry, stop - start)
+        carry, ys[k] = list[Atom](piece.outvars[: len(carry)]), piece.outvars[len(carry) :]
         eqns.append(piece)
         for i in sums:
             parts[i].append(carry[i])
@@ -147,59 +150,42 @@ def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: st
             carry = _mark(eqns, eqn, marks[n], kind, carry, sums)
     for i in sums:
         carry[i] = _sum(eqns, eqn, parts[i])
-    renamed = [*zip(carry, scan.results, strict=True), *zip(ys[0] if last == 0 else (), scan.stacks, strict=False)]
-    names = {v: r for v, r in renamed if not isinstance(r, compat.DropVar)}
+    renamed = [*zip(carry, loop.carry, strict=True), *zip(ys[0] if last == 0 else (), loop.stacks, strict=False)]
+    names = {v: x[-1] for v, x in renamed if not isinstance(x[-1], compat.DropVar)}
     eqns = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
     eqns = [e.replace(invars=[compat.renamed(v, names) for v in e.invars]) for e in eqns]
-    for j, v in enumerate(scan.stacks if last else ()):
-        if not isinstance(v, compat.DropVar):
-            eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, v))
+    for j, stack in enumerate(loop.stacks if last else ()):
+        if not isinstance(stack.outer, compat.DropVar):
+            eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, stack.outer))
     return eqns
 
 
-class _Scan:
-    """The parts of a `scan` equation."""
-
-    def __init__(self, eqn: compat.JaxprEqn):
-        self.eqn = eqn
-        self.num_consts, self.num_carry = compat.scan_sizes(eqn)
-        self.is_reversed = eqn.params["reverse"]
-        end = self.num_consts + self.num_carry
-        self.consts = eqn.invars[: self.num_consts]
-        self.init = eqn.invars[self.num_consts : end]
-        self.xs = eqn.invars[end:]
-        self.results = eqn.outvars[: self.num_carry]
-        self.stacks = eqn.outvars[self.num_carry :]
-
-    def piece(
-        self, xs: Sequence[Atom], carry: Sequence[Atom], length: int
-    ) -> tuple[compat.JaxprEqn, list[Atom], list[compat.Var]]:
-        """A scan over some of the iterations, its last carry and its stacked outputs."""
-        carried: list[Any] = [compat.Var(v.aval) for v in self.results]
-        stacked = [compat.Var(Rows(0, (0, length)).avals(v.aval)[0]) for v in self.stacks]
-        unroll = self.eqn.params["unroll"]
-        params = {**self.eqn.params, "length": length, "unroll": min(unroll, length) if length else unroll}
-        invars = [*self.consts, *carry, *xs]
-        return self.eqn.replace(invars=invars, outvars=[*carried, *stacked], params=params), carried, stacked
-
-    def sums(self) -> frozenset[int]:
-        """The carries that are only added to: what is added does not depend on them."""
-        jaxpr = self.eqn.params["jaxpr"].jaxpr
-        ins = jaxpr.invars[self.num_consts : self.num_consts + self.num_carry]
-        outs = jaxpr.outvars[: self.num_carry]
-        return frozenset(
-            i for i, (v, out) in enumerate(zip(ins, outs, strict=True)) if v is not out and _only_summed(jaxpr, v, out)
-        )
+def _piece(loop: OpenLoop, xs: Sequence[Atom], carry: Sequence[Atom], length: int) -> compat.JaxprEqn:
+    """A scan over some of the iterations."""
+    unroll = loop.eqn.params["unroll"]
+    params = {**loop.eqn.params, "length": length, "unroll": min(unroll, length) if length else unroll}
+    part = Rows(0, (0, length))
+    return dataclasses.replace(
+        loop,
+        eqn=loop.eqn.replace(params=params),
+        carry=[c._replace(first=x, last=compat.Var(c.last.aval)) for c, x in zip(loop.carry, carry, strict=True)],
+        rows=[r._replace(outer=x) for r, x in zip(loop.rows, xs, strict=True)],
+        stacks=[s._replace(outer=compat.Var(part.avals(s.outer.aval)[0])) for s in loop.stacks],
+    ).closed()
 
 
-def _only_summed(jaxpr: compat.Jaxpr, v: compat.Var, out: Atom) -> bool:
-    """Whether `v` is read once, by a chain of gradient sums that ends in `out`, each of which is read once."""
+def _is_sum(loop: OpenLoop, carry: Carry) -> bool:
+    """Whether a carry is only added to: it is read once, by a chain of gradient sums, each of which is read once."""
+    v, out = carry.before, carry.after
+    if v is out:
+        return False
+    outs = [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]
     while v is not out:
-        readers = [e for e in jaxpr.eqns for x in e.invars if x is v]
-        if len(readers) != 1 or readers[0].primitive.name != "add_any" or any(v is o for o in jaxpr.outvars):
+        readers = [e for e in loop.eqns for x in e.invars if x is v]
+        if len(readers) != 1 or readers[0].primitive.name != "add_any" or any(v is o for o in outs):
             return False
         (v,) = readers[0].outvars
-    return sum(o is out for o in jaxpr.outvars) == 1 and not any(x is out for e in jaxpr.eqns for x in e.invars)
+    return sum(o is out for o in outs) == 1 and not any(x is out for e in loop.eqns for x in e.invars)
 
 
 def _zeros(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, v: Atom) -> Atom:
@@ -226,7 +212,7 @@ def _mark(
     mark: Mark,
     kind: str,
     carry: Sequence[Any],
-    sums: frozenset[int],
+    sums: Collection[int],
 ) -> list[Any]:
     """The carries behind a mark; sums do not cross it."""
     crossing = [i for i, v in enumerate(carry) if i not in sums and not isinstance(v, compat.Literal)]

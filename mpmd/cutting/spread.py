@@ -13,11 +13,11 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.axis_rules import Factor, factors
 from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
 from mpmd.cutting.sliced_stacks import sliced_stacks
+from mpmd.graphs.open_loops import OpenLoop, fresh_body
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
-from mpmd.tracing.inline import inline
-from mpmd.tracing.new_equations import Atom, equations_on
+from mpmd.tracing.new_equations import Atom
 
 
 class Link(NamedTuple):
@@ -35,6 +35,7 @@ class Opened:
 
     inner: tuple[compat.Jaxpr, ...]
     links: tuple[Link, ...]
+    loop: OpenLoop | None = None  # of a `scan` or `while`
 
 
 class Spread:
@@ -165,14 +166,6 @@ class Spread:
 # --- what is inside of equations ------------------------------------------------------------------
 
 
-def fresh_body(closed: compat.ClosedJaxpr) -> compat.Jaxpr:
-    """An inner jaxpr, flat, with variables of its own; its constants are literals."""
-    invars = [compat.Var(v.aval) for v in closed.jaxpr.invars]
-    flat = compat.ClosedJaxpr(inline(closed.jaxpr, in_loop=True), closed.consts)
-    eqns, outs = equations_on(flat, invars)
-    return compat.make_jaxpr(invars, outs, eqns, "rows").jaxpr
-
-
 def _open_loop(eqn: compat.JaxprEqn) -> Opened:
     """A microbatch loop: what it reads is cut as in its body, and what it gives, by how that is reduced."""
     jaxpr: compat.Jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
@@ -197,27 +190,14 @@ def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int 
     )
 
 
-def _open_scan(eqn: compat.JaxprEqn) -> Opened:
-    jaxpr = fresh_body(eqn.params["jaxpr"])
-    num_consts, num_carry = compat.scan_sizes(eqn)
-    start, below = num_consts + num_carry, _around(0)
-    links = _alike(eqn.invars[:start], jaxpr.invars[:start])
-    links += _alike(eqn.outvars[:num_carry], jaxpr.outvars[:num_carry])
-    links += _alike(jaxpr.invars[num_consts:start], jaxpr.outvars[:num_carry])
-    links += _alike(jaxpr.outvars[:num_carry], eqn.outvars[:num_carry])
-    links += _alike(jaxpr.invars[start:], eqn.invars[start:], *below)
-    links += _alike(jaxpr.outvars[num_carry:], eqn.outvars[num_carry:], *below)
-    return Opened((jaxpr,), tuple(links))
-
-
-def _open_while(eqn: compat.JaxprEqn) -> Opened:
-    test, body = (fresh_body(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
-    m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = eqn.invars[m + n :]
-    links = [*_alike(eqn.invars[:m], test.invars[:m]), *_alike(eqn.invars[m : m + n], body.invars[:n])]
-    for v, a, b, c, out in zip(carry, test.invars[m:], body.invars[n:], body.outvars, eqn.outvars, strict=True):
-        links += [Link(v, a), Link(v, b), Link(b, c), Link(v, out)]
-    return Opened((test, body), tuple(links))
+def _open_scan_or_while(eqn: compat.JaxprEqn) -> Opened:
+    loop = OpenLoop.of(eqn)
+    links = [Link(*x) for x in (*loop.test_consts, *loop.consts)]
+    for c in loop.carry:
+        links += [Link(c.first, c.before), Link(c.last, c.after), Link(c.before, c.after), Link(c.after, c.last)]
+    links += [Link(x.inner, x.outer, *_around(0)) for x in (*loop.rows, *loop.stacks)]
+    inner = (loop.body,) if loop.test is None else (loop.body, loop.test)
+    return Opened(inner, tuple(links), loop)
 
 
 def _open_cond(eqn: compat.JaxprEqn) -> Opened:
@@ -237,8 +217,8 @@ def _open_calls(eqn: compat.JaxprEqn, operands: Sequence[Atom], called: Sequence
 
 _LINKS: dict[str, Callable[[compat.JaxprEqn], Opened]] = {
     "treduce": _open_loop,
-    "scan": _open_scan,
-    "while": _open_while,
+    "scan": _open_scan_or_while,
+    "while": _open_scan_or_while,
     "cond": _open_cond,
     **dict.fromkeys(("checkpoint", "remat", "remat2"), _open_checkpoint),
 }

@@ -11,6 +11,7 @@ body) that concerns it, and what is sent is the predicate and what the branches 
   large of another group. A short `scan` whose iterations do cross groups is unrolled.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -21,10 +22,10 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.graphs import equations
 from mpmd.graphs.equations import live_equations
+from mpmd.graphs.open_loops import OpenLoop, flat_on
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.partition.pins import Groups, Pins
-from mpmd.tracing.inline import inline
-from mpmd.tracing.new_equations import Atom, Equations, equations_on, trace_equations
+from mpmd.tracing.new_equations import Atom, trace_equations
 
 _UNROLLED = 32  # the longest scan that is unrolled
 _Pinned = tuple[compat.JaxprEqn, Groups | None]
@@ -69,11 +70,6 @@ def _groups_of(atoms: Sequence[Atom], pins: Pins) -> set[Groups]:
     }
 
 
-def _body_on(closed: compat.ClosedJaxpr, operands: Sequence[Atom]) -> Equations:
-    """An inner jaxpr, flat, on given operands."""
-    return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts), operands)
-
-
 # --- cond -----------------------------------------------------------------------------------------
 
 _Part = tuple[int, Groups | None]  # how many transfers come before it, and the groups that run it
@@ -83,7 +79,7 @@ class _Branch:
     """One branch of a `cond`: its equations, and the part that each of their results belongs to."""
 
     def __init__(self, closed: compat.ClosedJaxpr, operands: Sequence[Atom], pins: Pins):
-        body = _body_on(closed, operands)
+        body = flat_on(closed, operands)
         self.outs = body.outs
         pinned = [(e, pin) for eqn in live_equations(body.eqns, body.outs) for e, pin in pinned_parts(eqn, pins, {})]
         self.eqns = [e for e, _ in pinned]
@@ -205,92 +201,71 @@ def _part_of_cond(
 
 
 class _Carried:
-    """The body of a `scan` or `while`: which carries and results depend on which carries, and where they are."""
+    """The iterations of a loop: which carries and results depend on which carries, and where they are."""
 
-    def __init__(
-        self,
-        body: Equations,
-        ins: Sequence[tuple[compat.Var, Atom]],
-        carry: Sequence[compat.Var],
-        inits: Sequence[Atom],
-        pins: Pins,
-    ):
-        self.body = body
-        self.position = {v: i for i, v in enumerate(carry)}
-        self.producer = {v: e for e in body.eqns for v in e.outvars}
-        pins.of.update((v, self._of(outer, pins)) for v, outer in [*ins, *zip(carry, inits, strict=True)])
+    def __init__(self, loop: OpenLoop, pins: Pins):
+        self.next = {c.before: c.after for c in loop.carry}
+        self.producer = {v: e for e in loop.eqns for v in e.outvars}
+        self.pins = pins
+        outer = [*loop.consts, *loop.rows, *((c.first, c.before) for c in loop.carry)]
+        pins.of.update((v, self.groups(x)) for x, v in outer)
         # Each round finds the place of another carry, until none is found: their number falls.
-        for _ in range(len(carry) + 1):
-            for eqn in body.eqns:
+        for _ in range(len(loop.carry) + 1):
+            for eqn in loop.eqns:
                 pins.bind(eqn, pins.pin(eqn))
-            found = {v: g for v, out in zip(carry, body.outs, strict=False) if (g := self._of(out, pins)) is not None}
-            new = {v: g for v, g in found.items() if pins.of[v] is None}
-            if not new:
+            new = {v: self.groups(x) for v, x in self.next.items() if pins.of[v] is None}
+            if not any(groups is not None for groups in new.values()):
                 break
             pins.of.update(new)
-        self.of = {v: self._of(v, pins) for v in [*carry, *(v for e in body.eqns for v in e.outvars)]}
-        self.outs = [self._of(out, pins) for out in body.outs]
-        self.ins = {v: pins.of[v] for v, _ in ins}
 
-    @staticmethod
-    def _of(v: Atom, pins: Pins) -> Groups | None:
-        return None if isinstance(v, compat.Literal) else pins.of.get(v)
+    def groups(self, v: Atom) -> Groups | None:
+        """Where a value is."""
+        return None if isinstance(v, compat.Literal) else self.pins.of.get(v)
 
     def closure(self, atoms: Iterable[Atom]) -> set[compat.Var]:
         """All that these values depend on, over all iterations."""
         needed: set[compat.Var] = set()
         stack = equations.variables(atoms)
         while stack:
-            v = stack.pop()
-            if v in needed:
-                continue
-            needed.add(v)
-            if v in self.position:
-                stack += equations.variables([self.body.outs[self.position[v]]])
-            elif v in self.producer:
-                stack += equations.variables(self.producer[v].invars)
+            if (v := stack.pop()) not in needed:
+                needed.add(v)
+                reads = [self.next[v]] if v in self.next else self.producer[v].invars if v in self.producer else []
+                stack += equations.variables(reads)
         return needed
 
     def crosses(self, needed: Iterable[compat.Var], groups: Groups | None) -> bool:
         """Whether these values are in other groups too."""
-        places = [self.ins.get(v, self.of.get(v)) for v in needed if equations.size(v.aval) > 1]
+        places = [self.groups(v) for v in needed if equations.size(v.aval) > 1]
         return any(p is not None and (groups is None or not groups <= p) for p in places)
 
 
-def _parts_by_group(eqn: compat.JaxprEqn, outs: Iterable[Groups | None]) -> dict[Groups | None, list[int]]:
-    """Per groups, the results of a loop that somebody reads."""
-    found: dict[Groups | None, list[int]] = defaultdict(list)
-    for j, (v, groups) in enumerate(zip(eqn.outvars, outs, strict=True)):
+def _cut_loop(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
+    loop = OpenLoop.of(eqn)
+    carried = _Carried(loop, pins)
+    control: set[compat.Var] = set()
+    if loop.test is not None:
+        if any(equations.size(c.inner.aval) > 1 for c in loop.test_consts):
+            return None
+        control = carried.closure(equations.free_variables(loop.test.eqns, loop.test.outvars))
+    results: dict[Groups | None, dict[compat.Var, Atom]] = defaultdict(dict)  # that somebody reads
+    for v, x in [*((c.last, c.after) for c in loop.carry), *((s.outer, s.inner) for s in loop.stacks)]:
         if not isinstance(v, compat.DropVar):
-            found[groups].append(j)
-    return found
-
-
-def _cut_scan(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
-    n, m = compat.scan_sizes(eqn)
-    closed = eqn.params["jaxpr"]
-    ins: list = [compat.Var(v.aval) for v in closed.jaxpr.invars]
-    carried = _Carried(
-        _body_on(closed, ins),
-        [(v, x) for i, (v, x) in enumerate(zip(ins, eqn.invars, strict=True)) if not n <= i < n + m],
-        ins[n : n + m], eqn.invars[n : n + m], pins,
-    )  # fmt: skip
+            results[carried.groups(x)][v] = x
     found = []
-    for groups, results in _parts_by_group(eqn, carried.outs).items():
-        needed = carried.closure([carried.body.outs[j] for j in results])
+    for groups, own in results.items():
+        needed = carried.closure(own.values()) | control
         if carried.crosses(needed, groups):
-            return _unrolled(eqn, pins, donor_of) if eqn.params["length"] <= _UNROLLED else None
-        kept = [i for i, v in enumerate(ins) if v in needed or (n <= i < n + m and i - n in results)]
-        carries = [i - n for i in kept if n <= i < n + m]
-        outs = [*carries, *(j for j in results if j >= m)]
-        made = [carried.body.outs[j] for j in outs]
-        body = compat.make_jaxpr([ins[i] for i in kept], made, live_equations(carried.body.eqns, made), "body")
-        new = eqn.replace(
-            invars=[eqn.invars[i] for i in kept],
-            outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in outs],
-            params=compat.scan_params(eqn, compat.with_new_vars(body), sum(i < n for i in kept), len(carries)),
+            is_short = eqn.primitive.name == "scan" and eqn.params["length"] <= _UNROLLED
+            return _unrolled(eqn, pins, donor_of) if is_short else None
+        carry = [c for c in loop.carry if c.before in needed or c.last in own]
+        part = dataclasses.replace(
+            loop,
+            consts=[c for c in loop.consts if c.inner in needed],
+            carry=[c if c.last in own else c._replace(last=compat.DropVar(c.last.aval)) for c in carry],
+            rows=[r for r in loop.rows if r.inner in needed],
+            stacks=[s for s in loop.stacks if s.outer in own],
         )
-        found.append((new, groups))
+        found.append((part.closed(), groups))
     for new, groups in found:
         pins.bind(new, groups)
     return found
@@ -315,7 +290,7 @@ def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
             eqns, (row,) = trace_equations(lambda x, at=at: jax.lax.index_in_dim(x, at, 0, keepdims=False), x)
             add(eqns)
             slices.append(row)
-        body = _body_on(params["jaxpr"], [*consts, *carry, *slices])
+        body = flat_on(params["jaxpr"], [*consts, *carry, *slices])
         add(body.eqns)
         carry = body.outs[:m]
         for rows, y in zip(stacked, body.outs[m:], strict=True):
@@ -327,47 +302,4 @@ def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
     return found
 
 
-def _cut_while(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned] | None:
-    params = eqn.params
-    a, b = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, inits = eqn.invars[:a], eqn.invars[a : a + b], eqn.invars[a + b :]
-    ins: list = [compat.Var(v.aval) for v in params["body_jaxpr"].jaxpr.invars]
-    consts, carry = ins[:b], ins[b:]
-    carried = _Carried(
-        _body_on(params["body_jaxpr"], ins), list(zip(consts, body_consts, strict=True)), carry, inits, pins
-    )
-    test_ins = [compat.Var(v.aval) for v in params["cond_jaxpr"].jaxpr.invars[:a]]
-    test = _body_on(params["cond_jaxpr"], [*test_ins, *carry])
-    read = equations.variables([*(v for e in test.eqns for v in e.invars), *test.outs])
-    control = carried.closure([v for v in carry if v in read])
-    large = [v for v in equations.variables(cond_consts) if equations.size(v.aval) > 1]
-    found = []
-    for groups, results in _parts_by_group(eqn, carried.outs).items():
-        needed = carried.closure([carried.body.outs[j] for j in results]) | control
-        if large or carried.crosses(needed, groups):
-            return None
-        kept = [j for j in range(len(carry)) if carry[j] in needed or j in results]
-        used = [i for i in range(b) if consts[i] in needed]
-        outs = [carried.body.outs[j] for j in kept]
-        mine = [carry[j] for j in kept]
-        body = compat.make_jaxpr(
-            [*(consts[i] for i in used), *mine], outs, live_equations(carried.body.eqns, outs), "body"
-        )
-        condition = compat.make_jaxpr([*test_ins, *mine], test.outs, test.eqns, "condition")
-        new = eqn.replace(
-            invars=[*cond_consts, *(body_consts[i] for i in used), *(inits[j] for j in kept)],
-            outvars=[eqn.outvars[j] if j in results else compat.DropVar(eqn.outvars[j].aval) for j in kept],
-            params={
-                **params,
-                "body_jaxpr": compat.with_new_vars(body),
-                "cond_jaxpr": compat.with_new_vars(condition),
-                "body_nconsts": len(used),
-            },
-        )
-        found.append((new, groups))
-    for new, groups in found:
-        pins.bind(new, groups)
-    return found
-
-
-_CUTS = {"cond": _cut_cond, "scan": _cut_scan, "while": _cut_while}
+_CUTS = {"cond": _cut_cond, "scan": _cut_loop, "while": _cut_loop}

@@ -12,6 +12,7 @@ from scanned_models import WIDTH, batches, scanned_loss, scanned_params
 
 import mpmd
 import scheduler
+from mpmd.partition.outline import OutlineTransfer
 
 LAYERS = 12
 
@@ -66,7 +67,7 @@ def assert_trains_alike(optimizer, schedule, *, steps=3, rtol=2e-4, **options):
 def crossing_bytes(compiled):
     """What crosses between groups outside of the loops, in bytes per value."""
     outline = compiled._programs.outline
-    return [v.var.aval.size for v in outline.items if type(v).__name__ == "Transfer"]
+    return [v.var.aval.size for v in outline.items if isinstance(v, OutlineTransfer)]
 
 
 @pytest.fixture(scope="module")

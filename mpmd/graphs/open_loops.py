@@ -1,0 +1,106 @@
+"""Loops of JAX (`scan` and `while`) with each of their parts by itself: opened, changed, and closed again.
+
+How JAX orders the operands, results and parameters of such an equation is known here alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpmd import _jax_compat as compat
+from mpmd.graphs.equations import live_equations
+from mpmd.ops.stage_end import mark_p
+from mpmd.tracing.inline import inline
+from mpmd.tracing.new_equations import Atom, Equations, equations_on
+
+
+class Operand(NamedTuple):
+    """What iterations read: a constant, or an array of which each reads one row."""
+
+    outer: Atom
+    inner: compat.Var
+
+
+class Carry(NamedTuple):
+    """What iterations hand on: ahead of the loop, at the begin and at the end of an iteration, after the loop."""
+
+    first: Atom
+    before: compat.Var
+    after: Atom
+    last: compat.Var
+
+
+class Stack(NamedTuple):
+    """A value of each iteration, and the result in which all of them stand."""
+
+    inner: Atom
+    outer: compat.Var
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenLoop:
+    """A `scan` or `while`: what it reads, carries and stacks, and the equations of an iteration.
+
+    Attributes:
+      eqn: the loop as it was; it says what no part says (the length, the user's line).
+      test: of a `while`, the condition, on `test_consts` and the carries of the loop as it was.
+    """
+
+    eqn: compat.JaxprEqn
+    consts: Sequence[Operand]
+    carry: Sequence[Carry]
+    rows: Sequence[Operand]
+    stacks: Sequence[Stack]
+    eqns: Sequence[compat.JaxprEqn]
+    test_consts: Sequence[Operand] = ()
+    test: compat.Jaxpr | None = None
+
+    @classmethod
+    def of(cls, eqn: compat.JaxprEqn) -> "OpenLoop":
+        """An equation, opened; the variables of its iterations are new."""
+        first, (n, m) = eqn.params.get("cond_nconsts", 0), compat.scan_sizes(eqn)
+        body = fresh_body(eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"])
+        operands = [Operand(*x) for x in zip(eqn.invars[first:], body.invars, strict=True)]
+        outs = list(zip(body.outvars, eqn.outvars, strict=True))
+        carry = [Carry(*x, *out) for x, out in zip(operands[n : n + m], outs[:m], strict=True)]
+        loop = cls(eqn, operands[:n], carry, operands[n + m :], [Stack(*out) for out in outs[m:]], body.eqns)
+        if eqn.primitive.name == "scan":
+            return loop
+        test = fresh_body(eqn.params["cond_jaxpr"], [c.before for c in carry])
+        return dataclasses.replace(loop, test=test, test_consts=list(map(Operand, eqn.invars[:first], test.invars)))
+
+    @property
+    def body(self) -> compat.Jaxpr:
+        """An iteration: of constants, carries and rows; it gives carries and what is stacked."""
+        ins = [*(x.inner for x in self.consts), *(c.before for c in self.carry), *(x.inner for x in self.rows)]
+        outs = [*(c.after for c in self.carry), *(s.inner for s in self.stacks)]
+        return compat.make_jaxpr(ins, outs, live_equations(self.eqns, outs, (mark_p,)), "body").jaxpr
+
+    def closed(self) -> compat.JaxprEqn:
+        """The equation of these parts."""
+        operands = [*self.test_consts, *self.consts, *self.carry, *self.rows]
+        params = compat.scan_params(self.eqn, _own(self.body), len(self.consts), len(self.carry))
+        if self.test is not None:
+            ins = [*(x.inner for x in self.test_consts), *(c.before for c in self.carry)]
+            params["cond_jaxpr"] = _own(compat.new_jaxpr(self.test, invars=ins))
+        outvars = [x[-1] for x in (*self.carry, *self.stacks)]
+        return self.eqn.replace(invars=[x[0] for x in operands], outvars=outvars, params=params)
+
+
+def _own(jaxpr: compat.Jaxpr) -> compat.ClosedJaxpr:
+    return compat.with_new_vars(compat.ClosedJaxpr(jaxpr, ()))
+
+
+def fresh_body(closed: compat.ClosedJaxpr, last: Sequence[compat.Var] = ()) -> compat.Jaxpr:
+    """An inner jaxpr, flat, with variables of its own, but for those that it shall have for its last arguments; its
+    constants are literals.
+    """
+    own = closed.jaxpr.invars[: len(closed.jaxpr.invars) - len(last)]
+    invars = [*(compat.Var(v.aval) for v in own), *last]
+    eqns, outs = flat_on(closed, invars)
+    return compat.make_jaxpr(invars, outs, eqns, "rows").jaxpr
+
+
+def flat_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
+    """The equations of an inner jaxpr, flat, on these operands."""
+    return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr, in_loop=True), closed.consts), atoms)
