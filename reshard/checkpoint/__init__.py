@@ -79,11 +79,8 @@ def save(
         {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
     """
     number = next(saves)
-    try:
+    with meetings.together("save"):
         _save(absolute(path), tree, number, use_zarr3, timeout_s, tensors, use_compression)
-    except Exception as error:
-        meetings.tell(error)
-        raise
 
 
 def _save(

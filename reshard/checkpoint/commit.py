@@ -105,7 +105,7 @@ class Working:
         if not self._is_shared:
             return
         try:
-            meetings.meet(f"{self._key}/{where}:{self.target}", jax.process_count(), timeout_s * 1000)
+            meetings.meet(f"{self._key}/{where}:{self.target}", timeout_s * 1000)
         except (TimeoutError, jax.errors.JaxRuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise TimeoutError(

@@ -8,8 +8,6 @@ stored as the same kind: whoever reads the checkpoint sees arrays, and no groups
 import asyncio
 import dataclasses
 import functools
-import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +35,9 @@ from reshard._orbax_compat import (
     replica_slices,
     tensorstore_utils,
 )
+from reshard.checkpoint import orbax_calls
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.failures import known_failure
-from reshard.checkpoint.meeting import end_orbaxs_barriers_too, meetings
 from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
@@ -100,7 +98,6 @@ class MpmdLeaves(ArrayHandler):
             await asyncio.gather(written, sums)
         except Exception as error:  # storage has many
             known = known_failure(error, infos[0].parent_dir)
-            meetings.tell(known or error)
             if known is not None:
                 raise known from error
             raise
@@ -251,8 +248,7 @@ def register() -> None:
     handler = _beside(before)
     registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
     _let_standard_handler_describe()
-    _let_failed_save_end()
-    end_orbaxs_barriers_too()
+    orbax_calls.register()
     _let_v1_know()
     if hasattr(asyncio_utils, "_run_sync_via_new_loop"):
         asyncio_utils._run_sync_via_new_loop = event_loops.run
@@ -309,25 +305,3 @@ def _let_standard_handler_describe() -> None:
         return restore(self, directory, _described(item), args)
 
     handler.restore = restore_described
-
-
-def _let_failed_save_end() -> None:
-    """A process whose save failed tells its caller and the other processes, instead of first meeting them.
-
-    The thread that finishes a save of `CheckpointManager` does so even after an error. The others wait elsewhere, for
-    what this process has not written: all would stand there for the 20 minutes of Orbax's time limit.
-    """
-    kind = optional("MultihostSynchronizedValue", "orbax.checkpoint._src.futures.synchronization")
-    meet = getattr(kind, "set", None)
-    if meet is None:
-        return
-
-    @functools.wraps(meet)
-    def meet_unless_failed(self: Any, value: Any) -> None:
-        is_main = threading.current_thread() is threading.main_thread()  # where a user's error may be in hand
-        if is_main or (error := sys.exc_info()[1]) is None:
-            meet(self, value)
-        else:
-            meetings.tell(known_failure(error, "the checkpoint") or error)
-
-    kind.set = meet_unless_failed

@@ -1,134 +1,209 @@
 """Where the processes of a save wait for each other; the waiting ends in all of them as soon as one cannot save.
 
 A process that fails tells the others through the key-value store of `jax.distributed` and leaves. The others find it
-where they wait next, raise the same error, and leave too. Failures are numbered, so that what each process raises once
-is over for all, and the next save begins anew.
+where they wait next, raise the same error, and leave too. Each call (a save, say) has a number, which every process
+counts alike; what is told of one call is never heard in another, so the next save begins anew.
 """
 
+import contextlib
 import errno
-import functools
+import itertools
 import json
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
-from reshard._orbax_compat import multihost
 
 # Those who wait look this often whether somebody has failed.
 _SLICE_MS = 500
-_TOLD, _HEARD = "told", "heard"
-_MARK = "_mpmd_failure"
+_MARK = "_mpmd_said"
+# How many calls those ranks have made together.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_lock = threading.Lock()
+
+
+class SharedCall:
+    """One call that all of `ranks` make together, and the threads that go on with it after it has returned.
+
+    It gets its number where it first waits for the others, or fails: one that does neither counts nowhere.
+    """
+
+    def __init__(self, what: str, ranks: tuple[int, ...]):
+        self.what, self.ranks = what, ranks
+        self._folder = ""
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def folder(self) -> str:
+        """Of the store, the same in all processes."""
+        with _lock:
+            if not self._folder:
+                number = next(_numbers[self.ranks])
+                self._folder = f"reshard/call/{zlib.crc32(repr(self.ranks).encode()):08x}/{number}"
+            return self._folder
+
+    def place(self, key: str) -> str:
+        """Where the processes that come with this key meet; they may come with one key several times."""
+        folder = self.folder
+        with _lock:
+            self._counts[key] += 1
+            return f"{folder}/{key}/{self._counts[key]}"
 
 
 class Meetings:
     """The meetings of this process with the others; every process comes to the same ones in the same order."""
 
     def __init__(self):
-        self._num_failures = 0
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._here = threading.local()
 
-    def meet(self, key: str, num: int, timeout_ms: int) -> None:
-        """Returns when `num` processes have come.
+    @property
+    def call(self) -> SharedCall | None:
+        """The one that this thread is in."""
+        return getattr(self._here, "call", None)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this thread goes on with a call that has returned."""
+        return getattr(self._here, "is_behind", False)
+
+    @contextlib.contextmanager
+    def together(self, what: str, ranks: set[int] | None = None) -> Iterator[None]:
+        """Around a call of all `ranks`: what one raises, the others raise where they wait. Within one: a part of it."""
+        if self.call is not None or jax.process_count() == 1:
+            yield
+            return
+        self._here.call = SharedCall(what, _in_order(ranks))
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
+        finally:
+            self._here.call = None
+
+    @contextlib.contextmanager
+    def behind(self, call: SharedCall | None) -> Iterator[None]:
+        """Around what a thread does after `call` has returned.
+
+        What fails there is told to such threads only. Their callers hear of it when they wait for them, or call next:
+        each of them then, and not one of them in the middle of what the others go on with.
+        """
+        self._here.call, self._here.is_behind = call, call is not None
+        try:
+            yield
+        finally:
+            self._here.call, self._here.is_behind = None, False
+
+    def meet(self, key: str, timeout_ms: int, ranks: set[int] | None = None) -> None:
+        """Returns when all of `ranks` have come: in all of them, or in none.
 
         Raises:
             OSError: one of them cannot save; as `tell` was told.
             TimeoutError: one has not come in time; the others are told so.
         """
-        with self._lock:
-            self._counts[key] += 1
-            folder = f"reshard/meeting/{self._num_failures}/{key}/{self._counts[key]}"
-        store, end = compat.distributed_client(), time.monotonic() + timeout_ms / 1000
-        assert store is not None
-        self.raise_if_told()
-        if store.key_value_increment(f"{folder}/come", 1) == num:
-            store.key_value_set(f"{folder}/all", "")
+        call, num = self.call, len(_in_order(ranks))
+        if call is None or call.ranks != _in_order(ranks):
+            call = _outside.setdefault(_in_order(ranks), SharedCall("barrier", _in_order(ranks)))
+        place, store, end = call.place(key), _store(), time.monotonic() + timeout_ms / 1000
+        self._raise_if_told(call)
+        if store.key_value_increment(f"{place}/come", 1) == num:
+            store.key_value_set(f"{place}/all", "")
             return
         while True:
             left_ms = max(1, round(1000 * (end - time.monotonic())))
-            try:
-                store.blocking_key_value_get(f"{folder}/all", min(_SLICE_MS, left_ms))
+            if _get(f"{place}/all", min(_SLICE_MS, left_ms)) is not None:
                 return
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE" not in str(error):
-                    raise
-            self.raise_if_told()
-            if time.monotonic() > end:
-                come = store.key_value_try_get(f"{folder}/come")
-                late = TimeoutError(f"only {come} of {num} processes have come")
-                self.tell(late)
-                raise late
+            try:
+                self._raise_if_told(call)
+                if time.monotonic() > end:
+                    late = TimeoutError(f"only {_get(f'{place}/come')} of {num} processes have come")
+                    self.tell(late)
+                    raise late
+            except Exception:
+                if _get(f"{place}/all") is not None:  # all came meanwhile, and the others go on
+                    return
+                raise
 
     def tell(self, error: BaseException) -> None:
-        """Makes the others raise this error of a save, where they wait for this process; nothing if they know it."""
-        if jax.process_count() == 1 or _marked(error) is not None:
-            return
-        setattr(error, _MARK, _TOLD)
-        store = compat.distributed_client()
-        assert store is not None
-        with self._lock:
-            number, self._num_failures = self._num_failures, self._num_failures + 1
-            self._counts.clear()
-        said = {"rank": jax.process_index(), "kind": type(error).__name__, "text": str(error)}
-        if isinstance(error, OSError) and error.errno is not None:
-            said |= {"code": error.errno, "text": error.strerror, "path": error.filename}
-        try:
-            store.key_value_set(_told(number), json.dumps(said))
-        except jax.errors.JaxRuntimeError as e:
-            if "ALREADY_EXISTS" not in str(e):  # another has failed before, which is told then
-                raise
+        """Makes the others raise this error, where they wait in this call; nothing if they know of one."""
+        if self.call is not None and heard(error) is None:
+            _set(f"{self.call.folder}/failed/{int(self.is_behind)}", said_of(error, self.call.what))
 
-    def raise_if_told(self) -> None:
-        """Raises what another process has told."""
-        with self._lock:
-            number = self._num_failures
-        store = compat.distributed_client()
-        assert store is not None
-        try:
-            said = json.loads(store.key_value_try_get(_told(number)))
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" not in str(error):
-                raise
-            return
-        with self._lock:
-            if self._num_failures == number:  # else another thread has raised it
-                self._num_failures, _ = number + 1, self._counts.clear()
-        raise _as_told(said)
+    def _raise_if_told(self, call: SharedCall) -> None:
+        for is_behind in range(1 + self.is_behind):
+            if (said := _get(f"{call.folder}/failed/{is_behind}")) is not None:
+                raise as_told(said)
 
 
-def _told(number: int) -> str:
-    return f"reshard/failure/{number}"
+# Where Orbax waits in none of the calls that are known here.
+_outside: dict[tuple[int, ...], SharedCall] = {}
 
 
-def _as_told(said: dict[str, Any]) -> Exception:
-    text = f"{said['text']} (so process {said['rank']} says)"
+def _in_order(ranks: set[int] | None) -> tuple[int, ...]:
+    return tuple(sorted(ranks or range(jax.process_count())))
+
+
+def _store() -> Any:
+    store = compat.distributed_client()
+    assert store is not None
+    return store
+
+
+def _get(key: str, wait_ms: int = 0) -> str | None:
+    try:
+        return _store().blocking_key_value_get(key, wait_ms) if wait_ms else _store().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error) or "DEADLINE" in str(error):
+            return None
+        raise
+
+
+def _set(key: str, text: str) -> None:
+    try:
+        _store().key_value_set(key, text)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):  # else another has failed before, which is told then
+            raise
+
+
+def said_of(error: BaseException, what: str = "save") -> str:
+    """An error as text, for other threads and processes."""
+    if (found := heard(error)) is not None:
+        return getattr(found, _MARK)
+    said = {"rank": jax.process_index(), "what": what, "kind": type(error).__name__, "text": str(error)}
+    if isinstance(error, OSError) and error.errno is not None:
+        said |= {"code": error.errno, "text": error.strerror, "path": error.filename}
+    return json.dumps(said)
+
+
+def as_told(text: str) -> Exception:
+    """The error of which `said_of` told."""
+    said = json.loads(text)
+    is_own = said["rank"] == jax.process_index()
+    told = said["text"] if is_own else f"{said['text']} (so process {said['rank']} says)"
     error: Exception
     if "code" in said:
-        error = OSError(said["code"], text, said["path"])
+        error = OSError(said["code"], told, said["path"])
     elif said["kind"] == "TimeoutError":
-        error = TimeoutError(text)
+        error = TimeoutError(told)
     elif said["kind"] == "ReshardError":
-        error = ReshardError(text)
+        error = ReshardError(told)
     else:
-        error = OSError(errno.EIO, f"save: {said['kind']}: {text}")
-    setattr(error, _MARK, _HEARD)
+        error = OSError(errno.EIO, f"{said['what']}: {said['kind']}: {told}")
+    if not is_own:
+        setattr(error, _MARK, text)
     return error
 
 
-def heard(error: BaseException) -> BaseException | None:
+def heard(error: BaseException | None) -> BaseException | None:
     """The error of another process that this one was told, if that is the cause."""
-    found = _marked(error)
-    return found if found is not None and getattr(found, _MARK) == _HEARD else None
-
-
-def _marked(error: BaseException | None) -> BaseException | None:
     # Not by `__context__`: that of a second save in an `except` is the error of the first one.
     while error is not None and not hasattr(error, _MARK):
         error = error.__cause__
@@ -136,24 +211,3 @@ def _marked(error: BaseException | None) -> BaseException | None:
 
 
 meetings = Meetings()
-
-
-def end_orbaxs_barriers_too() -> None:
-    """Makes Orbax wait in these meetings instead of at barriers of `jax.distributed`, which nothing can end early."""
-    if not (hasattr(multihost, "get_barrier_sync_fn") and hasattr(multihost, "should_skip_process_sync")):
-        return  # another release: the others wait until Orbax's time limit
-    plain = multihost.get_barrier_sync_fn
-
-    @functools.wraps(plain)
-    def get_barrier_sync_fn(*, processes: set[int] | None = None) -> Callable[..., None]:
-        barrier = plain(processes=processes)  # checks `processes`
-        if multihost.should_skip_process_sync(processes):
-            return barrier
-        ranks = sorted(processes or range(jax.process_count()))
-
-        def meet(*, key: str, timeout_ms: int) -> None:
-            meetings.meet(f"{zlib.crc32(repr(ranks).encode()):08x}/{key}", len(ranks), timeout_ms)
-
-        return meet
-
-    multihost.get_barrier_sync_fn = get_barrier_sync_fn

@@ -96,8 +96,9 @@ def manager(path: str, groups: int, steps: int, scale: int = 1, restore: bool = 
 
 
 @scenario
-def save_where_one_cannot(path: str, other: str, how: str) -> Any:
-    """What each process is told, and in how many seconds; then all save elsewhere."""
+def save_where_one_cannot(path: str, other: str, how: str, unable: int) -> Any:
+    """What each process is told, and in how many seconds; then the disk is mended, and all save there and elsewhere."""
+    import subprocess
     import time
 
     import orbax.checkpoint as ocp
@@ -107,22 +108,63 @@ def save_where_one_cannot(path: str, other: str, how: str) -> Any:
     from reshard.checkpoint import TensorFormat, save
 
     tree = place_all(random_values(1, 1), shardings_for(mesh_of(2)))
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=how == "manager")
+    manager = ocp.CheckpointManager(path, options=options) if "manager" in how else None
+
+    def save_in(folder: str) -> None:
+        if manager is None:
+            save(f"{folder}/state", tree, tensors=TensorFormat() if how == "tensors" else None, timeout_s=100)
+        elif folder == path:
+            assert manager.save(1, args=ocp.args.StandardSave(tree))
+            manager.wait_until_finished()
+        else:
+            manager.close()
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(f"{folder}/state", tree)
+
     found = {}
-    for name, folder in (("first", path), ("again", path), ("other", other)):
+    for name, folder in (("first", path), ("again", path), ("mended", path), ("other", other)):
+        if name == "mended" and jax.process_index() == unable:
+            subprocess.run(["mount", "-o", "remount,rw,bind", path], check=True)
         begun = time.monotonic()
         try:
-            if how == "manager":
-                checkpoints = ocp.CheckpointManager(folder)
-                checkpoints.save(1, args=ocp.args.StandardSave(tree))
-                checkpoints.wait_until_finished()
-            else:
-                save(f"{folder}/state", tree, tensors=TensorFormat() if how == "tensors" else None, timeout_s=100)
+            save_in(folder)
             found[name] = ["saved"]
         except (OSError, ReshardError) as error:
             found[name] = [type(error).__name__, str(error)]
         found[name].append(time.monotonic() - begun)
     found["left"] = sorted(os.listdir(path))
     return found
+
+
+@scenario
+def copy_where_one_cannot(path: str) -> Any:
+    """Process 1 has no memory for the copy of the first step, when process 0 has copied; the second step is saved."""
+    import time
+
+    import orbax.checkpoint as ocp
+    from layouts import mesh_of, place_all, shardings_for
+
+    from reshard.checkpoint import leaf_handler
+
+    plain = leaf_handler.start_copies
+
+    def start_copies(*arguments: Any) -> Any:
+        leaf_handler.start_copies = plain
+        time.sleep(1)
+        raise MemoryError("no memory")
+
+    if jax.process_index() == 1:
+        leaf_handler.start_copies = start_copies
+    tree = place_all(random_values(1, 1), shardings_for(mesh_of(2)))
+    found = []
+    with ocp.CheckpointManager(path) as checkpoints:
+        for step in (1, 2):
+            try:
+                found.append(checkpoints.save(step, args=ocp.args.StandardSave(tree)))
+            except (OSError, MemoryError) as error:
+                found.append(str(error))
+        return [*found, checkpoints.all_steps()]
 
 
 @scenario

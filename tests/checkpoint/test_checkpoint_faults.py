@@ -443,16 +443,21 @@ def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_
 @pytest.mark.parametrize(
     "how, unable",
     [
-        ("orbax", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("orbax", 0), ("tensors", 1), ("manager", 1)]),
+        ("manager", 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *(("orbax", 0), ("orbax", 1), ("tensors", 1)),
+                *(("manager", 1), ("manager, waiting", 0), ("manager, waiting", 1)),
+            ]
+        ),
     ],
 )
 def test_a_save_that_one_process_cannot_do_is_told_to_all_at_once_and_the_next_one_works(tmp_path, how, unable):
     bad, good = tmp_path / "bad", tmp_path / "good"
     bad.mkdir()
-    workers = start(
-        "save_where_one_cannot", 2, prefixes={unable: [*READ_ONLY, str(bad)]}, path=str(bad), other=str(good), how=how
-    )
+    arguments = {"path": str(bad), "other": str(good), "how": how, "unable": unable}
+    workers = start("save_where_one_cannot", 2, prefixes={unable: [*READ_ONLY, str(bad)]}, **arguments)
     text = "save: the file system is read-only; nothing was saved, and what was saved before is untouched"
     for rank, (status, out, err) in enumerate(finish(workers)):
         assert status == 0, err[-3000:]
@@ -462,8 +467,15 @@ def test_a_save_that_one_process_cannot_do_is_told_to_all_at_once_and_the_next_o
             by = "" if rank == unable else f" (so process {unable} says)"
             assert kind == "OSError" and message.startswith(f"[Errno {errno.EROFS}] {text}{by}: '{bad}/")
             assert seconds < 30  # others wait for 100 s for one that does not come
-        assert found["other"][0] == "saved"
-        assert how == "manager" or found["left"] == []
+        assert (found["mended"][0], found["other"][0]) == ("saved", "saved"), found
+        assert found["left"] == ["1" if "manager" in how else "state"]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_in_one_process_before_it_returns_is_told_to_the_others_threads_too(tmp_path):
+    found = run("copy_where_one_cannot", 2, path=str(tmp_path))
+    told = "[Errno 5] save: MemoryError: no memory (so process 1 says)"
+    assert found == [[told, True, [2]], ["no memory", True, [2]]]
 
 
 INTERRUPTED = """
