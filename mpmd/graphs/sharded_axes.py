@@ -4,12 +4,13 @@ What is not found counts as not sharded. Nothing computed depends on it: only wh
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom
@@ -52,14 +53,48 @@ class ShardedAxes:
         """Records what is known of a variable from outside."""
         self._record(v, dims_of(spec, len(v.aval.shape)))
 
+    def say_alike(self, v: compat.Var, other: Atom) -> None:
+        """Records that a variable is sharded like another one of its shape."""
+        if v.aval.shape == other.aval.shape:
+            self._record(v, self.of(other))
+
+    def items(self) -> Iterable[tuple[compat.Var, Dims]]:
+        """All variables of which anything is recorded."""
+        return ((v, self.of(v)) for v in self._found)
+
+    def nbytes(self, v: Atom) -> int:
+        """Bytes of a value on each device."""
+        return equations.nbytes(v.aval) // math.prod(self.sizes[n] for axes in self.of(v) for n in axes)
+
     def read(self, eqns: Iterable[compat.JaxprEqn]) -> "ShardedAxes":
         """Follows the equations, in order."""
-        for eqn in eqns:
+        for eqn in eqns if self.sizes else ():
             ins = [self.of(v) for v in eqn.invars]
             if any(any(d) for d in ins) or eqn.primitive.name in _SAYS:
                 for v, dims in zip(eqn.outvars, self.results(eqn, ins), strict=True):
                     self._record(v, dims)
         return self
+
+    def read_both_ways(self, eqns: Sequence[compat.JaxprEqn], batches: Iterable[compat.Var]) -> None:
+        """As `read`, and slices of batches of which nothing is known are sharded like what is made of them: XLA gives
+        an argument without a sharding that of its readers.
+        """
+        self.read(eqns)
+        slices = set(batches)
+        for eqn in eqns:
+            if eqn.primitive.name in _SLICES and not slices.isdisjoint(equations.variables(eqn.invars[:1])):
+                slices.update(eqn.outvars)
+        for eqn in reversed(eqns if self.sizes else ()):
+            dims = list(self.of(eqn.outvars[0])) if eqn.outvars else []
+            for x in slices.intersection(equations.variables(eqn.invars)) if any(dims) else ():
+                if eqn.primitive.name == "squeeze":
+                    for axis in sorted(eqn.params["dimensions"]):
+                        dims.insert(axis, ())
+                elif eqn.primitive.name not in _SLICES and x.aval.shape != eqn.outvars[0].aval.shape:
+                    continue
+                if not any(self.of(x)):
+                    self._record(x, tuple(dims))
+        self.read(eqns)
 
     def inside(self, jaxpr: compat.Jaxpr, ins: Sequence[Dims]) -> "ShardedAxes":
         """The same for an inner jaxpr, whose operands are sharded like `ins`."""
@@ -84,6 +119,17 @@ class ShardedAxes:
             ins[first:last] = new
             inner = self.inside(body, ins)
         return inner
+
+    def within(self, eqn: compat.JaxprEqn) -> Iterator[tuple[compat.Jaxpr, "ShardedAxes"]]:
+        """The jaxprs in an equation, each with how its values are sharded."""
+        if eqn.primitive.name == "scan":
+            body = inline(eqn.params["jaxpr"].jaxpr)
+            yield body, self.inside_scan(eqn, body)
+        elif (called := inner_jaxpr(eqn)) is not None:
+            yield called, self.inside(called, [self.of(v) for v in eqn.invars])
+        else:  # the branches of `cond`, say; the body of `shard_map` is that of one device
+            for jaxpr in compat.jaxprs_in(eqn.params):
+                yield jaxpr, ShardedAxes(self.mesh).read(jaxpr.eqns)
 
     def _record(self, v: compat.Var, dims: Dims) -> None:
         """Keeps the axes that divide the array, each once."""
@@ -233,6 +279,7 @@ RULES = {
         _without("axes"),
     ),
 }  # fmt: skip
+_SLICES = ("squeeze", "dynamic_slice", "convert_element_type")
 _SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", *CHECKPOINTS)
 
 

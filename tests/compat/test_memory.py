@@ -229,6 +229,20 @@ def test_memory_is_measured_and_estimated(case, schedule):
         assert found[0]["activations"] > found[3]["activations"]
 
 
+def test_parameters_and_rows_that_are_divided_along_one_axis_are_estimated():
+    mesh = make_mesh(4, AxisType.Auto, ("data",))
+    step, arguments = _wide_step(pipelined(scheduler.OneFOneB(4), mesh), 32, ("data", None))
+    state, batch = arguments(256)
+    divided = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "data") if x.ndim else P(), state)
+    jitted = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), donate_argnums=0, in_shardings=(divided, None))
+    lowered = jitted.lower(state, batch)
+    guessed, found = lowered.estimate(), lowered.compile().memory_analysis()
+    for group in range(4):
+        assert found[group]["parameters"] == 2 * 32 * 2 * 32 * 4 // 2
+        for kind in ("parameters", "state", "data", "gradients", "activations"):
+            assert guessed[group][kind] == pytest.approx(found[group][kind], rel=0.25, abs=256), (kind, guessed, found)
+
+
 def test_an_estimate_compiles_nothing_and_counts_host_memory_apart():
     compiles = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
