@@ -70,7 +70,7 @@ def import_and_export(arguments: dict[str, Any]) -> dict[str, Any]:
     from reshard.edits.edited import edited
     from reshard.edits.mapped import imported
     from reshard.edits.mapping import config_of, read_mapping
-    from reshard.storage.stored import find
+    from reshard.storage.finder import find
 
     folder, stages = Path(arguments["folder"]), arguments["layout"] == "stages"
     checkpoint = edited(find(folder), imported(read_mapping("llama", None), config_of(folder)))

@@ -23,17 +23,17 @@ from reshard.conversion.convert import convert, plan_conversion
 from reshard.conversion.copying import CopyProgress, Stopped
 from reshard.conversion.layout_file import read_layout
 from reshard.conversion.read_report import plan_reading
-from reshard.conversion.tensor_target import TensorTarget
 from reshard.edits import tree_edits
 from reshard.edits.edited import edited
 from reshard.edits.mapped import exported, imported_from
 from reshard.edits.mapping import built_in, config_of, read_mapping
 from reshard.moving.progress import how_far
 from reshard.sizes import nbytes_of
-from reshard.storage.huggingface import missing_weights
+from reshard.storage.finder import find
+from reshard.storage.huggingface import is_folder, missing_weights
 from reshard.storage.paths import compiled
-from reshard.storage.stored import Checkpoint, absolute, find, is_folder
-from reshard.storage.tensor_files import FILE_NBYTES
+from reshard.storage.stored import Checkpoint, absolute
+from reshard.storage.tensor_files import FILE_NBYTES, TensorTarget
 from scheduler.base.exits import run_and_exit
 from scheduler.base.texts import counted, human
 from scheduler.base.waiting import waiting

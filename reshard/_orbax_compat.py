@@ -12,7 +12,7 @@ try:
     from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
     from orbax.checkpoint._src.multihost import multihost
-    from orbax.checkpoint._src.serialization import jax_array_handlers, limits, replica_slices, tensorstore_utils
+    from orbax.checkpoint._src.serialization import jax_array_handlers, replica_slices, tensorstore_utils
     from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
     from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
 except ImportError as error:
@@ -42,7 +42,6 @@ __all__ = [
     "asyncio_utils",
     "future",
     "jax_array_handlers",
-    "limits",
     "multihost",
     "optional",
     "replica_slices",

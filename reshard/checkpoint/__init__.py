@@ -18,15 +18,15 @@ from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.commit import Working, saves
 from reshard.checkpoint.failures import failure_of
-from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, tree_path, wants_of
+from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
 from reshard.checkpoint.meeting import meetings
-from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, open_checkpoint, read_parts
-from reshard.checkpoint.requests import Request
+from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
 from reshard.checkpoint.tensor_reading import as_wanted
 from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
-from reshard.storage.stored import Leaf, absolute
+from reshard.storage.finder import find_by_path
+from reshard.storage.stored import absolute
 from scheduler.base.texts import a, human
 from scheduler.base.waiting import waiting
 
@@ -156,14 +156,10 @@ def restore(
         FileNotFoundError: there is no finished checkpoint at `path`.
         ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
     """
-    wants, treedef = wants_of(like, shardings)
-    checkpoint = as_wanted(open_checkpoint(path), mapping, wants)
+    requests, treedef = requests_of(like, shardings)
+    checkpoint = as_wanted(find_by_path(path), mapping, requests)
     stored = leaves_by_name(checkpoint)
-    check_fit(wants, checkpoint.folder, stored, partial)
-    requests: dict[Leaf, list[Request]] = {}
-    for want in wants:
-        leaf = stored[want.source]
-        requests.setdefault(leaf, []).append(want.request(leaf))
+    check_fit(requests, checkpoint.folder, stored, partial)
     limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
     reads = Reads() if reads is None else reads
 
@@ -172,9 +168,8 @@ def restore(
         return f"restore: {human(done)} of {human(whole)} read of {checkpoint.folder}", min(1.0, done / max(1, whole))
 
     with waiting(far):
-        found_of = read_parts(checkpoint, requests, reads, limit)
-    parts = {leaf.names: iter(found) for leaf, found in found_of.items()}
-    return jax.tree.unflatten(treedef, [want.value(next(parts[want.source])) for want in wants])
+        found = read_parts(checkpoint, [(stored[request.source], request) for request in requests], reads, limit)
+    return jax.tree.unflatten(treedef, [request.value(x) for request, x in zip(requests, found, strict=True)])
 
 
 def _how_much_is_written(folder: Any, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:

@@ -42,7 +42,7 @@ from reshard.checkpoint.reading import key_dtype, read_array
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
-from reshard.storage.arrays import ZarrArray
+from reshard.storage.arrays import ByteLimit, ZarrArray
 from scheduler.base.texts import type_text
 
 
@@ -127,7 +127,11 @@ class MpmdLeaves(ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        requests = {i: request for i, arg in enumerate(args) if (request := _request(arg)) is not None}
+        requests = {
+            i: _request(info.name, arg)
+            for i, (info, arg) in enumerate(zip(infos, args, strict=True))
+            if isinstance(getattr(arg, "sharding", None), MpmdSharding)
+        }
         theirs = [i for i in range(len(args)) if i not in requests]
         results: dict[int, Any] = {}
         if theirs:
@@ -136,14 +140,17 @@ class MpmdLeaves(ArrayHandler):
         if requests:
             folder = infos[0].parent_dir
             extras, sums = await asyncio.gather(asyncio.to_thread(stored.extras, folder), checksums.read(folder))
+            limit = ByteLimit(getattr(infos[0].byte_limiter, "max_bytes", None))
             reads = [
-                self._read(infos[i], request, extras.get(infos[i].name), sums.get(infos[i].name, ()))
+                self._read(infos[i], request, extras.get(request.name), sums.get(request.name, ()), limit)
                 for i, request in requests.items()
             ]
             results |= zip(requests, await stored.all_of(reads), strict=True)
         return [results[i] for i in range(len(args))]
 
-    async def _read(self, info: Any, request: Request, extra: str | None, sums: Sequence[tuple[Box, int]]) -> Any:
+    async def _read(
+        self, info: Any, request: Request, extra: str | None, sums: Sequence[tuple[Box, int]], limit: ByteLimit
+    ) -> Any:
         await info.await_path_creation()
 
         async def opened() -> ZarrArray:
@@ -161,16 +168,13 @@ class MpmdLeaves(ArrayHandler):
                 ) from error
 
         where = f"{info.parent_dir / info.name}"
-        (value,) = await read_array(opened, info.name, where, [request], key_dtype(extra), sums, info.byte_limiter)
+        (value,) = await read_array(opened, where, [request], key_dtype(extra), sums, limit)
         return value
 
 
-def _request(arg: Any) -> Request | None:
-    sharding = getattr(arg, "sharding", None)
-    if not isinstance(sharding, MpmdSharding):
-        return None
+def _request(name: str, arg: Any) -> Request:
     shape = arg.shape if arg.global_shape is None else arg.global_shape
-    return Request(None if shape is None else tuple(shape), arg.dtype, sharding, strict=arg.strict)
+    return Request(name, None if shape is None else tuple(shape), arg.dtype, arg.sharding, strict=arg.strict)
 
 
 def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> Any:

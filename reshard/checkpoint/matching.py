@@ -11,12 +11,13 @@ import orbax.checkpoint as ocp
 from mpmd.arrays import keys
 from mpmd.errors import ReshardError
 from reshard.checkpoint.abstract import abstract
-from reshard.checkpoint.reading import TreePath, key_dtype
-from reshard.checkpoint.requests import Request, index_text
+from reshard.checkpoint.reading import key_dtype
+from reshard.checkpoint.requests import Request
 from reshard.storage.stored import Checkpoint, Leaf
 from reshard.trees import broadcast, fault_of_sharding
 from scheduler.base.texts import a, type_text
 
+Stored = Mapping[tuple[str, ...], Leaf]
 NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
 
 
@@ -45,46 +46,7 @@ class Part:
         return tuple(self.like.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Want:
-    """One leaf of `like`.
-
-    Attributes:
-        name: where it is in `like`.
-        source: the stored leaf that it stands for.
-        leaf: a description of an array, or a Python value of the type that is wanted.
-        index: the part of the stored array, ints and slices; () is all of it.
-        sharding: where it goes; None is a numpy array.
-    """
-
-    name: str
-    source: TreePath
-    leaf: Any
-    index: tuple[int | slice, ...]
-    sharding: Any
-
-    @property
-    def is_array(self) -> bool:
-        return hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype")
-
-    @property
-    def expected(self) -> str:
-        what = type_text(self.leaf.shape, self.leaf.dtype) if self.is_array else a(type(self.leaf))
-        return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
-
-    def request(self, stored: Leaf) -> Request:
-        """What to read for it. A number is read as an array and converted by `value`."""
-        if not self.is_array:
-            return Request((), stored.dtype, None)
-        shape, _ = type_of(stored)
-        return Request(tuple(self.leaf.shape), self.leaf.dtype, self.sharding, resolved(self.index, shape))
-
-    def value(self, found: Any) -> Any:
-        """The leaf, of what was read for its request."""
-        return found if self.is_array or isinstance(self.leaf, str) else type(self.leaf)(found.item())
-
-
-def tree_path(keys: Any) -> TreePath:
+def tree_path(keys: Any) -> tuple[str, ...]:
     """The keys of a leaf as strings, the way a checkpoint names them."""
     return tuple(map(str, ocp.utils.tuple_path_from_keypath(keys)))
 
@@ -95,7 +57,7 @@ def type_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
     return keys.shape_of_data(leaf.shape, dtype), dtype
 
 
-def leaves_by_name(checkpoint: Checkpoint) -> dict[TreePath, Leaf]:
+def leaves_by_name(checkpoint: Checkpoint) -> dict[tuple[str, ...], Leaf]:
     """The stored arrays, numbers and texts; empty containers are none of a tree's leaves."""
     return {leaf.names: leaf for leaf in checkpoint.leaves if leaf.is_array or leaf.value_type == "string"}
 
@@ -104,15 +66,15 @@ def _text(leaf: Leaf) -> str:
     return type_text(*type_of(leaf)) if leaf.is_array else "a string"
 
 
-def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
-    """The leaves of `like`, each with the place that it goes to, and the structure of the tree.
+def requests_of(like: Any, shardings: Any) -> tuple[list[Request], Any]:
+    """A request for each leaf of `like`, and the structure of the tree.
 
     Raises:
         ReshardError: the structure of `shardings` is not that of `like`.
     """
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     places = [None] * len(with_paths) if shardings is None else broadcast(shardings, like, "restore: shardings")
-    wants: list[Want] = []
+    requests: list[Request] = []
     for (where, given), place in zip(with_paths, places, strict=True):
         path = tree_path(where)
         leaf, source, index = given, path, ()
@@ -120,62 +82,59 @@ def wants_of(like: Any, shardings: Any) -> tuple[list[Want], Any]:
             leaf, source = given.like, tuple(given.of.split("/"))
             index = given.index if isinstance(given.index, tuple) else (given.index,)
         sharding = place if place is not None else getattr(abstract(leaf), "sharding", None)
-        wants.append(Want("/".join(path), source, leaf, index, sharding))
-    return wants, treedef
+        kind, shape, dtype = type(leaf), (), None
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            kind, shape, dtype = None, tuple(leaf.shape), leaf.dtype
+        sharding = sharding if kind is None else None
+        requests.append(Request("/".join(path), shape, dtype, sharding, index, source=source, kind=kind))
+    return requests, treedef
 
 
-def check_fit(wants: Sequence[Want], folder: Any, stored: Mapping[TreePath, Leaf], partial: bool) -> None:
+def check_fit(requests: Sequence[Request], folder: Any, stored: Stored, partial: bool) -> None:
     """Raises one ReshardError that names every leaf which is not as it was expected."""
-    faults = [f"{want.name or 'the tree'}: {fault}" for want in wants if (fault := _fault(want, stored)) is not None]
-    known = {want.source for want in wants}
+    faults = [f"{want.name or 'the tree'}: {fault}" for want in requests if (fault := _fault(want, stored)) is not None]
+    known = {want.source for want in requests}
     extra = [] if partial else [leaf for leaf in stored.values() if leaf.names not in known]
     faults += [f"{'/'.join(leaf.names)}: expected nothing, but the checkpoint has {_text(leaf)}" for leaf in extra]
     if faults:
         lines = [f"restore: the checkpoint at {folder} is not what was expected:"]
         lines += [f"  {fault}" for fault in faults]
-        if (renamed := _renamed(wants, stored, extra)) is not None:
+        if (renamed := _renamed(requests, stored, extra)) is not None:
             want, leaf = renamed
-            old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({tuple(want.leaf.shape)}, '{want.leaf.dtype}')"
+            old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({want.shape}, '{want.dtype}')"
             lines.append(f"  If {old} was renamed, put Part('{old}', (), {like}) for {want.name} into `like`.")
         if extra:
             lines.append("  To restore some of its leaves alone, give partial=True.")
         raise ReshardError("\n".join(lines))
 
 
-def _renamed(wants: Sequence[Want], stored: Mapping[TreePath, Leaf], extra: Sequence[Leaf]) -> tuple[Want, Leaf] | None:
+def _renamed(requests: Sequence[Request], stored: Stored, extra: Sequence[Leaf]) -> tuple[Request, Leaf] | None:
     """The first array that is not there, and one of its type that nobody asked for."""
-    missing = [want for want in wants if want.is_array and want.name and want.source not in stored]
+    missing = [want for want in requests if want.kind is None and want.name and want.source not in stored]
     pairs = ((want, leaf) for want in missing for leaf in extra if leaf.is_array)
-    return next((p for p in pairs if type_of(p[1]) == (tuple(p[0].leaf.shape), p[0].leaf.dtype)), None)
+    return next((p for p in pairs if type_of(p[1]) == (p[0].shape, p[0].dtype)), None)
 
 
-def resolved(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """The index with both ends of every slice, and no negative number, for an array of this shape."""
-    return tuple(
-        slice(*i.indices(n)[:2]) if isinstance(i, slice) else int(i) % n for i, n in zip(index, shape, strict=False)
-    )
-
-
-def _fault(want: Want, stored: Mapping[TreePath, Leaf]) -> str | None:
-    if not want.is_array and type(want.leaf) not in (*NUMBERS, str):
-        return f"{a(type(want.leaf))} in `like` describes no array, number or string"
+def _fault(want: Request, stored: Stored) -> str | None:
+    if want.kind not in (None, *NUMBERS, str):
+        return f"{a(want.kind)} in `like` describes no array, number or string"
     leaf = stored.get(want.source)
+    fault = f"expected {want.expected}, but the checkpoint has {_text(leaf) if leaf else 'nothing there'}"
     if leaf is None:
-        return f"expected {want.expected}, but the checkpoint has nothing there"
-    if not leaf.is_array or not want.is_array:
-        fits = _value_fits(want.leaf, leaf)
-        return None if fits else f"expected {want.expected}, but the checkpoint has {_text(leaf)}"
-    shape, (stored_shape, stored_dtype) = tuple(want.leaf.shape), type_of(leaf)
-    if part_shape(want.index, stored_shape) != shape or stored_dtype != want.leaf.dtype:
-        return f"expected {want.expected}, but the checkpoint has {_text(leaf)}"
-    return None if want.sharding is None else fault_of_sharding(want.sharding, shape)
+        return fault
+    if not leaf.is_array or want.kind is not None:
+        return None if _value_fits(want.kind, leaf) else fault
+    stored_shape, stored_dtype = type_of(leaf)
+    if part_shape(want.index, stored_shape) != want.shape or stored_dtype != want.dtype:
+        return fault
+    return None if want.sharding is None else fault_of_sharding(want.sharding, want.shape or ())
 
 
-def _value_fits(value: Any, leaf: Leaf) -> bool:
-    if isinstance(value, str) or not leaf.is_array:
-        return isinstance(value, str) and not leaf.is_array
+def _value_fits(kind: type | None, leaf: Leaf) -> bool:
+    if kind is str or not leaf.is_array:
+        return kind is str and not leaf.is_array
     shape, dtype = type_of(leaf)
-    return shape == () and jax.dtypes.issubdtype(dtype, NUMBERS[type(value)])
+    return kind is not None and shape == () and jax.dtypes.issubdtype(dtype, NUMBERS[kind])
 
 
 def part_shape(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int, ...] | None:

@@ -1,22 +1,21 @@
-"""Opens a checkpoint to restore it, and reads the parts of its arrays that the devices of this process need."""
+"""Reads the parts of stored arrays that the devices of this process need."""
 
 import asyncio
 import functools
+import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard._orbax_compat import RANDOM_KEY_IMPL, limits
+from reshard._orbax_compat import RANDOM_KEY_IMPL
 from reshard.checkpoint.requests import LocalRequest, Request, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
-from reshard.storage.arrays import Reads, StoredArray
-from reshard.storage.huggingface import missing_weights
+from reshard.storage.arrays import ByteLimit, Reads, StoredArray
 from reshard.storage.paths import dotted
 from reshard.storage.read_plan import Read, plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
@@ -24,101 +23,51 @@ from reshard.storage.stored import Checkpoint, Leaf
 IN_FLIGHT_NBYTES = 256 << 20
 _INDEX_NBYTES = 100 << 20
 
-TreePath = tuple[str, ...]
-
-
-def open_checkpoint(path: Any) -> Checkpoint:
-    """Opens the tree at `path`, or the one item of a step of a `CheckpointManager`. Reads no values.
-
-    Raises:
-        FileNotFoundError: there is no finished checkpoint at `path`; says what is there.
-        ReshardError: its description cannot be read.
-    """
-    given = stored.absolute(path)
-    if stored.is_folder(given):
-        return stored.find(given)
-    folder = _find_item(given)
-    try:
-        return stored.open_tree(folder)
-    except (ReshardError, OSError) as error:
-        raise ReshardError(f"the checkpoint at {folder} is damaged: {stored.said(error)}") from error
-
-
-def _find_item(folder: Any) -> Any:
-    if stored.UNFINISHED in folder.name:
-        raise FileNotFoundError(f"{folder} is what an unfinished save has left; it is not a checkpoint.")
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {folder}.{_hint_beside(folder)}")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is a file; a checkpoint is a folder.")
-    if not ocp.utils.is_checkpoint_finalized(folder):
-        raise FileNotFoundError(f"the checkpoint at {folder} is unfinished: its save was interrupted.")
-    if (folder / stored.METADATA).exists():
-        return folder
-    items = sorted(entry.name for entry in folder.iterdir() if (entry / stored.METADATA).exists())
-    if len(items) == 1 and (folder / stored.CHECKPOINT_METADATA).exists():
-        return folder / items[0]
-    steps = stored.steps(folder)
-    if items:
-        hint = f"it has checkpoints in it, {', '.join(items)}; give the path of one of them"
-    elif steps:
-        known = ", ".join(map(str, sorted(steps)))
-        hint = f"it is a CheckpointManager's folder with steps {known}; give {steps[max(steps)]}"
-    elif (missing := missing_weights(folder)) is not None:
-        raise FileNotFoundError(missing)
-    else:
-        hint = f"it has no file {stored.METADATA}"
-    raise FileNotFoundError(f"{folder} is not a checkpoint: {hint}.")
-
-
-def _hint_beside(folder: Any) -> str:
-    if not folder.parent.is_dir():
-        return ""
-    if left := sorted(p.name for p in folder.parent.glob(f"{folder.name}{stored.UNFINISHED}*")):
-        return f"\n  A save that was not finished has left {', '.join(left)} beside it."
-    steps = sorted(stored.steps(folder.parent))
-    return f"\n  {folder.parent} has the steps {', '.join(map(str, steps))}." if steps else ""
-
 
 def read_parts(
-    checkpoint: Checkpoint, requests: Mapping[Leaf, Sequence[Request]], reads: Reads, in_flight_nbytes: int
-) -> dict[Leaf, list[Any]]:
+    checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int
+) -> list[Any]:
     """Reads parts of stored arrays.
 
     Args:
-        checkpoint: what `open_checkpoint` gave.
-        requests: for each leaf that is wanted, its parts.
+        checkpoint: what has them.
+        wanted: requests, each with its leaf.
         reads: counts what is read.
         in_flight_nbytes: how much is read at a time.
 
     Returns:
-        For each of them the list of its parts; the text of a leaf that is text is each of its parts.
+        What is read for each request; the text of a leaf that is text.
 
     Raises:
         ReshardError: something cannot be read; names the array.
     """
+    by_leaf: dict[Leaf, list[int]] = {}
+    for i, (leaf, _) in enumerate(wanted):
+        by_leaf.setdefault(leaf, []).append(i)
 
     async def read() -> list[list[Any]]:
         sums = await checksums.read(checkpoint.folder)
-        context, limiter = stored.reading_context(0, _INDEX_NBYTES), limits.get_byte_limiter(in_flight_nbytes)
+        context, limit = stored.reading_context(0, _INDEX_NBYTES), ByteLimit(in_flight_nbytes)
 
-        async def values_of(leaf: Leaf, asked: Sequence[Request]) -> list[Any]:
+        async def values_of(leaf: Leaf, asked: Sequence[int]) -> list[Any]:
             if not leaf.is_array:
                 return [checkpoint.text(leaf.path)] * len(asked)
-            name = dotted(leaf.path)
+            name, keys = dotted(leaf.path), key_dtype(leaf.extra)
             opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
-            where = f"{checkpoint.folder / name}"
-            keys, known = key_dtype(leaf.extra), sums.get(name, ())
-            return await read_array(opened, name, where, asked, keys, known, limiter, reads.expect)
+            requests = [wanted[i][1].completed(leaf.shape, leaf.dtype, keys) for i in asked]
+            where, known = f"{checkpoint.folder / name}", sums.get(name, ())
+            return await read_array(opened, where, requests, keys, known, limit, reads.expect)
 
-        return await stored.all_of([values_of(leaf, asked) for leaf, asked in requests.items()])
+        return await stored.all_of([values_of(leaf, asked) for leaf, asked in by_leaf.items()])
 
     try:
-        return dict(zip(requests, event_loops.run(read()), strict=True))
+        found = event_loops.run(read())
     except ReshardError:
         raise
     except Exception as error:  # whatever a damaged file makes its reader raise
         raise ReshardError(f"the checkpoint at {checkpoint.folder} cannot be read: {stored.said(error)}") from error
+    values = dict(zip(itertools.chain(*by_leaf.values()), itertools.chain(*found), strict=True))
+    return [values[i] for i in range(len(wanted))]
 
 
 def key_dtype(extra: str | None) -> Any:
@@ -132,31 +81,29 @@ def key_dtype(extra: str | None) -> Any:
 
 async def read_array(
     open_array: Callable[[], Awaitable[StoredArray]],
-    name: str,
     where: str,
     requests: Sequence[Request],
     keys: Any,
     sums: Sequence[tuple[Box, int]],
-    limiter: Any,
+    limit: ByteLimit,
     expect: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Any]:
     """Reads the parts of one stored array that this process's devices want.
 
     Args:
         open_array: opens it; not called if this process wants nothing of it, and at most once.
-        name: what messages about the request call it.
         where: its path, for messages about what is stored.
         requests: the parts, and where each goes.
         keys: the dtype of the typed keys whose data it is; None for other arrays.
         sums: the checksums of its boxes.
-        limiter: bounds the bytes of reads in flight.
+        limit: bounds the bytes of reads in flight.
         expect: told how many bytes will be read, as soon as this is known.
     """
     array = None
     if any(request.shape is None or request.dtype is None for request in requests):
         array = await open_array()
         requests = [request.completed(array.shape, array.dtype, keys) for request in requests]
-    targets = [LocalRequest(name, request, keys) for request in requests]
+    targets = [LocalRequest(request, keys) for request in requests]
     if not any(target.boxes for target in targets):
         return [target.finish() for target in targets]
     array = array or await open_array()
@@ -164,8 +111,7 @@ async def read_array(
         target.check(array.shape)
 
     async def read(box: Box, wanted: Sequence[Box]) -> None:
-        nbytes = box.nbytes(array.dtype.itemsize)
-        async with limits.reserved_bytes(limiter, _reservable(limiter, nbytes)):
+        async with limit.held(box.nbytes(array.dtype.itemsize)):
             data = await _read_box(array, box, where)
             puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
             bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
@@ -176,7 +122,7 @@ async def read_array(
                 )
 
     boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-    most = (_most(limiter) or IN_FLIGHT_NBYTES) // array.dtype.itemsize
+    most = (limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
     reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
     expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
     await stored.all_of([read(one.box, one.wanted) for one in reads])
@@ -188,17 +134,6 @@ def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]
     for read in reads:
         box = checksums.rounded_out(read.box, sums)
         yield Read(box, read.wanted) if box.size <= most else read
-
-
-def _reservable(limiter: Any, nbytes: int) -> int:
-    """A limiter refuses to wait for more than it has; a larger read goes alone."""
-    most = _most(limiter)
-    return nbytes if most is None else min(nbytes, most - 1)
-
-
-def _most(limiter: Any) -> int | None:
-    """The bytes that may be in flight; None without a limit."""
-    return getattr(limiter, "max_bytes", None)
 
 
 async def _read_box(array: StoredArray, box: Box, where: str) -> np.ndarray:

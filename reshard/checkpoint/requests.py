@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import is_local
+from scheduler.base.texts import a, type_text
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -42,87 +43,101 @@ def index_text(index: Index) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A part of a stored array, and where it goes.
+    """A stored array, or a part of one, and where it goes.
 
     Attributes:
+        name: what messages call it.
         shape: of the part; for typed keys without the axes of the key data. None: that of the stored array.
         dtype: what to cast to; None: as stored.
         sharding: an `MpmdSharding`, a JAX sharding, or None for a numpy array.
         index: the part of the stored array, ints and slices of its leading axes; () is all of it.
         strict: whether the shapes must agree; otherwise the end is cut off or filled with zeros.
+        source: the names of the stored leaf.
+        kind: the Python type that it becomes; None for an array.
     """
 
+    name: str
     shape: Shape | None
     dtype: Any
     sharding: Any
     index: Index = ()
     strict: bool = True
+    source: tuple[str, ...] = ()
+    kind: type | None = None
+
+    @property
+    def expected(self) -> str:
+        what = type_text(self.shape or (), self.dtype) if self.kind is None else a(self.kind)
+        return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
 
     def completed(self, shape: Shape, dtype: Any, key_dtype: Any) -> "Request":
-        """With what it left to the stored array."""
+        """With what it left to the stored array, and with both ends of every slice and no negative number."""
         if key_dtype is not None:
             shape, dtype = keys.shape_of_data(shape, key_dtype), key_dtype
+        index = [
+            slice(*i.indices(n)[:2]) if isinstance(i, slice) else int(i) % n
+            for i, n in zip(self.index, shape, strict=False)
+        ]
         return dataclasses.replace(
             self,
             shape=tuple(shape) if self.shape is None else self.shape,
             dtype=dtype if self.dtype is None else self.dtype,
+            index=tuple(index),
         )
 
-
-class _LocalArray(NamedTuple):
-    """One `jax.Array` to make, and where it begins in what is asked for."""
-
-    sharding: Any
-    offset: Shape
-    shape: Shape
+    def value(self, found: Any) -> Any:
+        """The leaf, of what was read for it."""
+        return found if self.kind in (None, str) else self.kind(found.item())
 
 
 class LocalRequest:
-    """One request, as this process sees it: the box of each of its devices, and the shards made so far.
+    """What this process makes for a request: the box of each of its devices, and the shards made so far.
 
     Boxes count in the data that is stored, which for typed keys has the key data's axes behind those of the array.
 
     Attributes:
-        boxes: by (`_LocalArray`, device), the box that is wanted there; groups on the same mesh share their arrays.
+        boxes: the box that is wanted, by device and array to make (its sharding, and where it begins in what is
+            asked for); groups on the same mesh share their arrays.
     """
 
-    def __init__(self, name: str, request: Request, key_dtype: Any):
+    def __init__(self, request: Request, key_dtype: Any):
         assert request.shape is not None
-        self.name, self.request, self.key_dtype = name, request, key_dtype
+        self.request, self.key_dtype = request, key_dtype
         self.shape, self.sharding = request.shape, request.sharding
         self.dtype = None if keys.is_key(request.dtype) or key_dtype is not None else request.dtype
         if keys.is_key(request.dtype):
             if key_dtype is None:
-                raise ReshardError(f"{name}: expected {request.dtype}, but the checkpoint has no typed keys there.")
+                raise ReshardError(
+                    f"{request.name}: expected {request.dtype}, but the checkpoint has no typed keys there."
+                )
             self.shape = keys.data_shape(request.shape, key_dtype)
             self.sharding = keys.data_sharding(request.sharding, request.shape, key_dtype)
-        self.boxes: dict[Any, Box] = {}
-        for _, part in self._parts():
-            for device, box in device_boxes(part.sharding, part.shape).items():
-                if is_local(device):
-                    self.boxes[part, device] = box.shifted(part.offset)
-        if self.sharding is None:
-            self.boxes[None] = Box.whole(self.shape)
+        sharding = self.sharding
+        self._arrays: dict[Any, tuple[Any, Shape, Shape]] = {}
+        if isinstance(sharding, MpmdSharding):
+            parts = sharding.local_parts(self.shape)
+            self._arrays = {p.key: (sharding.group_sharding(p.group), p.offset, p.shape) for p in parts}
+        elif sharding is not None:
+            self._arrays = {0: (sharding, (0,) * len(self.shape), self.shape)}
+        self.boxes: dict[Any, Box] = {None: Box.whole(self.shape)} if sharding is None else {}
+        for array in self._arrays.values():
+            placed, offset, shape = array
+            boxes = device_boxes(placed, shape).items()
+            self.boxes |= {(array, device): box.shifted(offset) for device, box in boxes if is_local(device)}
         self._made: dict[Any, Any] = {}
-
-    def _parts(self) -> list[tuple[Any, "_LocalArray"]]:
-        """The arrays to make, by the key that they have in an `MpmdArray`."""
-        if isinstance(self.sharding, MpmdSharding):
-            parts = self.sharding.local_parts(self.shape)
-            return [(p.key, _LocalArray(self.sharding.group_sharding(p.group), p.offset, p.shape)) for p in parts]
-        return [] if self.sharding is None else [(0, _LocalArray(self.sharding, (0,) * len(self.shape), self.shape))]
 
     def check(self, stored: Sequence[int]) -> None:
         """Raises a ReshardError if what is stored has another shape."""
-        whole, stored = in_storage(Box.whole(self.shape), self.request.index), tuple(stored)
+        index, stored = self.request.index, tuple(stored)
+        whole = in_storage(Box.whole(self.shape), index)
         fits = len(whole.stop) == len(stored)
-        if fits and self.request.index:
+        if fits and index:
             fits = whole in Box.whole(stored)
         elif fits and self.request.strict:
             fits = whole.stop == stored
         if not fits:
-            part = index_text(self.request.index) if self.request.index else ""
-            raise ReshardError(f"{self.name}{part}: expected shape {self.shape}, but the checkpoint has {stored}.")
+            part = self.request.name + (index_text(index) if index else "")
+            raise ReshardError(f"{part}: expected shape {self.shape}, but the checkpoint has {stored}.")
 
     def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray) -> None:
         """Brings what has been read to the devices that want it."""
@@ -133,12 +148,12 @@ class LocalRequest:
             view = data[place.relative_to(box).slices].reshape(part.shape)
             if self.dtype is not None and view.dtype != self.dtype:
                 view = view.astype(self.dtype)
+            is_all = view.size == data.size  # else it would keep in memory what it is cut from
             if key is None:
-                self._made[key] = view if view.size == data.size else view.copy()
+                self._made[key] = view if is_all else view.copy()
             else:
-                part_of, device = key
-                there = SingleDeviceSharding(device, memory_kind=part_of.sharding.memory_kind)
-                is_all = view.size == data.size  # else it would keep in memory what it is cut from
+                (placed, *_), device = key
+                there = SingleDeviceSharding(device, memory_kind=placed.memory_kind)
                 self._made[key] = jax.device_put(view, there, may_alias=None if is_all else False)
 
     def finish(self) -> Any:
@@ -146,14 +161,13 @@ class LocalRequest:
         if self.sharding is None:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
-        arrays: dict[Any, jax.Array] = {}
-        made: dict[_LocalArray, jax.Array] = {}
-        for key, part in self._parts():
-            if part not in made:
-                shards = [x for (where, _), x in self._made.items() if where == part]
-                array = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
-                made[part] = keys.from_data(array, self.key_dtype)
-            arrays[key] = made[part]
+        made: dict[Any, jax.Array] = {}
+        for array in self._arrays.values():
+            if array not in made:
+                shards = [x for (where, _), x in self._made.items() if where == array]
+                data = jax.make_array_from_single_device_arrays(array[2], array[0], shards)
+                made[array] = keys.from_data(data, self.key_dtype)
+        arrays = {key: made[array] for key, array in self._arrays.items()}
         if not isinstance(self.sharding, MpmdSharding):
             return arrays[0]
         shape, dtype, sharding = self.request.shape, self.request.dtype, self.request.sharding

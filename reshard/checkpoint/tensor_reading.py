@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from reshard.checkpoint.matching import Want
+from reshard.checkpoint.requests import Request
 from reshard.edits.edited import edited
 from reshard.edits.entries import Entry
 from reshard.edits.mapped import imported_from
@@ -20,7 +20,7 @@ from reshard.storage.paths import Key, compiled, dotted, show
 from reshard.storage.stored import Checkpoint
 
 
-def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, wants: Sequence[Want]) -> Checkpoint:
+def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requests: Sequence[Request]) -> Checkpoint:
     """The checkpoint through a mapping. Entries that `mapping` stacks stay apart where the wanted tree has them so.
 
     Of a Hugging Face folder floating-point arrays are cast to what is wanted; without a mapping its tensors are also
@@ -28,7 +28,7 @@ def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, want
     """
     if mapping is None and not isinstance(checkpoint, TensorFolder):
         return checkpoint
-    wanted = {want.source: want for want in wants}
+    wanted = {request.source: request for request in requests}
 
     def change(entries: Entries) -> list[Entry]:
         if mapping is not None:
@@ -51,9 +51,9 @@ def _is_apart(node: str, wanted: Any) -> bool:
     return False
 
 
-def _cast(entry: Entry, want: Want | None) -> Entry:
-    if want is None or not want.is_array or entry.dtype is None:
+def _cast(entry: Entry, request: Request | None) -> Entry:
+    if request is None or request.dtype is None or entry.dtype is None:
         return entry
-    if jnp.issubdtype(entry.dtype, jnp.floating) and jnp.issubdtype(want.leaf.dtype, jnp.floating):
-        return dataclasses.replace(entry, dtype=np.dtype(want.leaf.dtype))
+    if jnp.issubdtype(entry.dtype, jnp.floating) and jnp.issubdtype(request.dtype, jnp.floating):
+        return dataclasses.replace(entry, dtype=np.dtype(request.dtype))
     return entry

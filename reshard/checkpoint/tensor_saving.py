@@ -24,7 +24,7 @@ from reshard.edits.tree_edits import cast
 from reshard.sizes import nbytes_of
 from reshard.storage.paths import Key, Path, dotted, show
 from reshard.storage.stored import Leaf
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorWriter, plan_folder
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorTarget, TensorWriter, plan_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int,
         raise ReshardError(f"save: files_of is {beside}, which is no folder.")
     arrays = dict(_arrays(tree))
     entries = _entries(arrays, how, beside)
-    files = plan_folder(entries, nbytes_of(how.file_size), beside)
+    files = plan_folder(entries, TensorTarget(beside, nbytes_of(how.file_size)))
     folder = File(working.folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, files, arrays, entries, written)
     working.wait_for_all("written", timeout_s)
     if jax.process_index() == 0:
-        files.finish(folder, beside)
+        files.finish(folder)
 
 
 def _arrays(tree: Any) -> Iterator[tuple[Path, Any]]:

@@ -5,6 +5,7 @@ before a byte is written if they cannot be. The target is written beside its pla
 there by one rename.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -19,15 +20,16 @@ import numpy as np
 
 from mpmd.errors import ReshardError
 from reshard.conversion import copying
-from reshard.conversion.copying import Copier, CopyPlan, CopyProgress, CopyStats
-from reshard.conversion.tensor_target import TensorTarget, plan_tensors, write_tensors
+from reshard.conversion.copying import Copier, CopyPlan, CopyProgress, CopyStats, Written
 from reshard.edits import tree_edits
 from reshard.edits.entries import Entry, described
 from reshard.edits.tree_edits import Change
 from reshard.storage import event_loops
-from reshard.storage.paths import matches, show
-from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, find, said
-from reshard.storage.tensor_files import TensorFiles
+from reshard.storage.finder import find
+from reshard.storage.huggingface import path_of
+from reshard.storage.paths import dotted, matches, show
+from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, all_of, said
+from reshard.storage.tensor_files import TensorFiles, TensorTarget, TensorWriter, plan_folder
 from scheduler.base.texts import counted, human, table
 
 _WORKING = ".converting-"
@@ -45,7 +47,6 @@ class Conversion:
     zarr3: bool
     notes: tuple[str, ...]
     tensors: TensorFiles | None = None
-    beside: File | None = None
 
     @property
     def nbytes(self) -> int:
@@ -133,21 +134,27 @@ def plan_conversion(
         entries = tree_edits.cast(pattern, dtype)(entries)
     for pattern, sizes in chunks:
         entries = tree_edits.rechunk(pattern, sizes)(entries)
+
+    def keeps_chunks(entry: Entry) -> bool:
+        return any(matches(pattern, entry.path) for pattern, _ in chunks)
+
     files, of_tree = None, []
     if tensors is None:
         entries, of_tree = tree_edits.checked_paths(entries)
     else:
-        entries, files = plan_tensors(entries, tensors, keep=[pattern for pattern, _ in chunks])
+        entries = [entry for entry in entries if entry.value_type not in EMPTY_TYPES]
+        files = plan_folder(entries, tensors)
+        entries = [
+            dataclasses.replace(e, path=path_of(dotted(e.path)), chunk=e.chunk if keeps_chunks(e) else e.shape)
+            for e in entries
+        ]
     _check_size({part.leaf.path: part.leaf for entry in entries for part in entry.origins}.values())
-    entries = copying.with_writable_chunks(
-        entries, threshold, keep=lambda e: any(matches(pattern, e.path) for pattern, _ in chunks)
-    )
+    entries = copying.with_writable_chunks(entries, threshold, keeps_chunks)
     entries.sort(key=lambda e: [(int(k.name) if k.sequence else 0, k.name) for k in e.path])
     if checkpoint.other_items:
         notes.append(f"only the tree is converted, not {', '.join(checkpoint.other_items)}")
     plan = copying.plan_copy(entries, threshold)
-    beside = tensors.beside if tensors is not None else None
-    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree), files, beside)
+    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree), files)
 
 
 def _check_size(leaves: Iterable[Leaf]) -> None:
@@ -222,23 +229,33 @@ def convert(
 
 def _write(conversion: Conversion, working: File, copier: Copier) -> None:
     if conversion.tensors is not None:
-        return write_tensors(working, conversion.tensors, copier, conversion.beside)
+        return _write_tensors(working, conversion.tensors, copier)
     from reshard.conversion import orbax_writer
 
-    async def fill(targets: dict[Any, Any]) -> None:
+    async def fill(targets: dict[int, Any]) -> None:
         await copier.copy(functools.partial(orbax_writer.write_boxes, targets))
 
     def value(entry: Entry) -> Any:
         if entry.is_array:
-            assert entry.dtype is not None
-            kind = orbax_writer.ARRAYS[entry.value_type]
-            return kind(id(entry), entry.shape, entry.dtype, entry.chunk, entry.extra)
+            return orbax_writer.ARRAYS[entry.value_type](entry)
         if entry.value_type == "string":
             return conversion.source.text(entry.origins[0].leaf.path)
         return EMPTY_TYPES[entry.value_type]
 
     tree = tree_edits.nested(conversion.entries, value)
     return orbax_writer.write(working, tree, fill, zarr3=conversion.zarr3)
+
+
+def _write_tensors(folder: File, files: TensorFiles, copier: Copier) -> None:
+    """Makes a Hugging Face folder. Its index is written last."""
+    folder.mkdir()
+    with TensorWriter(folder, files) as writer:
+
+        async def write(written: Sequence[Written]) -> None:
+            await all_of([asyncio.to_thread(writer.write, dotted(e.path), box, data) for e, box, data in written])
+
+        event_loops.run(copier.copy(write))
+    files.finish(folder)
 
 
 def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:

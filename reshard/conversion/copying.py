@@ -6,25 +6,23 @@ tensorstore makes of it take (`_WRITING` bytes a byte), what reading takes (a ch
 cut out of it, and what checking a cast takes), and decoded source chunks that are kept for the next target chunks.
 """
 
-import asyncio
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard.edits.edited import copy_cast
-from reshard.edits.entries import Entry, Origin
+from reshard.edits.edited import EditedArray, SourceReader
+from reshard.edits.entries import Entry
 from reshard.storage import checksums
-from reshard.storage.arrays import StoredArray
-from reshard.storage.paths import Path, dotted, show
-from reshard.storage.stored import Checkpoint, Leaf, all_of, open_array, reading_context, said
+from reshard.storage.arrays import ByteLimit, Reads
+from reshard.storage.paths import dotted, show
+from reshard.storage.stored import Checkpoint, Leaf, all_of, open_array, read_array, reading_context
 from scheduler.base.texts import bar, human
 
 _WRITING = 4
@@ -33,28 +31,16 @@ _READING = 4
 _LARGEST_BATCH = 256 << 20
 _LARGEST_CHUNK = 64 << 20
 _LARGEST_CACHE = 1 << 30
+_MOST_IN_BATCH = 1024
 
+T = TypeVar("T")
+# A chunk of a new array, or the part of it within the array.
+TargetChunk = tuple[Entry, Box]
 Written = tuple[Entry, Box, np.ndarray]
 
 
 class Stopped(Exception):
     """The copy was asked to stop, and did so between two batches."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetChunk:
-    """One target chunk, or the part of it within the array."""
-
-    entry: Entry
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.nbytes(self.entry.itemsize)
-
-    def pieces(self) -> Iterator[Origin]:
-        """What it takes of which array."""
-        return self.entry.parts(self.box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +53,19 @@ class CopyPlan:
     reading_nbytes: int
     chunks: tuple[TargetChunk, ...]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+    def batches(self) -> Iterator[list[TargetChunk]]:
+        """The chunks that are written in one commit."""
+        batch: list[TargetChunk] = []
+        left = self.batch_nbytes
+        for chunk in self.chunks:
+            nbytes = _nbytes([chunk])
+            if batch and (nbytes > left or len(batch) == _MOST_IN_BATCH):
+                yield batch
+                batch, left = [], self.batch_nbytes
+            batch.append(chunk)
+            left -= nbytes
+        if batch:
+            yield batch
 
 
 @dataclasses.dataclass
@@ -107,19 +103,19 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     Raises:
         ReshardError: even one chunk at a time takes more; says which and how much is needed.
     """
-    chunks = [chunk for entry in entries if entry.is_array for chunk in _chunks(entry)]
+    chunks = [(e, box) for e in entries if e.is_array for box in Box.whole(e.shape).grid(e.chunk)]
     if not chunks:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
     chunks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
-    largest = max(chunks, key=lambda chunk: chunk.nbytes)
-    most_elements = max(chunk.box.size for chunk in chunks)
+    largest, box = max(chunks, key=lambda chunk: _nbytes([chunk]))
+    largest_nbytes, most_elements = _nbytes([(largest, box)]), max(box.size for _, box in chunks)
 
     def read_nbytes(leaf: Leaf) -> int:
         """What has to be read at once; of plain files no more than is written."""
         return min(leaf.chunk_nbytes, most_elements * leaf.itemsize) if leaf.files else leaf.chunk_nbytes
 
     widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=read_nbytes)
-    least = _WRITING * largest.nbytes + _READING * read_nbytes(widest)
+    least = _WRITING * largest_nbytes + _READING * read_nbytes(widest)
     # A cache that is full to the last byte keeps nothing: its entries are a little larger than their data.
     shared = math.ceil(1.125 * _shared_nbytes(chunks))
     if threshold is None:
@@ -128,26 +124,26 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
         raise ReshardError(
             f"--threshold {human(threshold)} is too little: chunks are read and written whole.\n"
             f"  {show(widest.path)} is stored in chunks of {human(widest.chunk_nbytes)} {list(widest.chunk)}, "
-            f"{show(largest.entry.path)} is to be written in chunks of {human(largest.nbytes)} "
-            f"{list(largest.box.shape)}.\n"
+            f"{show(largest.path)} is to be written in chunks of {human(largest_nbytes)} {list(box.shape)}.\n"
             f"  Give at least --threshold {least}" + (f" ({human(least)})" if least >= 1024 else "") + "."
         )
     cache = shared if shared <= threshold - least and shared <= max(_LARGEST_CACHE, threshold // 2) else 0
     rest = threshold - least - cache
-    batch = max(largest.nbytes, min(_LARGEST_BATCH, largest.nbytes + rest // 2 // _WRITING))
+    batch = max(largest_nbytes, min(_LARGEST_BATCH, largest_nbytes + rest // 2 // _WRITING))
     reading = threshold - cache - _WRITING * batch
     return CopyPlan(threshold, cache, batch, reading, tuple(chunks))
 
 
-def _chunks(entry: Entry) -> Iterator[TargetChunk]:
-    return (TargetChunk(entry, box) for box in Box.whole(entry.shape).grid(entry.chunk))
+def _nbytes(chunks: Iterable[TargetChunk]) -> int:
+    return sum(box.nbytes(entry.itemsize) for entry, box in chunks)
 
 
 def _source_order(order: Mapping[int, int]) -> Callable[[TargetChunk], Any]:
     def key(chunk: TargetChunk) -> Any:
-        first = next(chunk.pieces())
+        entry, box = chunk
+        first = next(entry.parts(box))
         leaf = first.leaf
-        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, chunk.box.start
+        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, box.start
 
     return key
 
@@ -155,35 +151,14 @@ def _source_order(order: Mapping[int, int]) -> Callable[[TargetChunk], Any]:
 def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
     """Bytes of the largest set of source chunks that one chunk reads and the next one reads again."""
     largest, previous = 0, set[tuple[int, Box]]()
-    for chunk in chunks:
-        cells = [(piece.leaf, piece.leaf.cells(piece.source)) for piece in chunk.pieces() if not piece.leaf.files]
+    for entry, target in chunks:
+        cells = [(part.leaf, part.leaf.cells(part.source)) for part in entry.parts(target) if not part.leaf.files]
         read = {(id(leaf), box) for leaf, box in cells}
         if read & previous:
             nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box in cells)
             largest = max(largest, nbytes)
         previous = read
     return largest
-
-
-class _ByteBudget:
-    """Bytes that may be taken at once; a taker waits until enough is given back."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.free = self.total = nbytes
-        self.peak = 0
-        self._changed = asyncio.Condition()
-
-    async def take(self, nbytes: int) -> None:
-        assert nbytes <= self.total, f"{nbytes} bytes of {self.total} can never be had"
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.free >= nbytes)
-            self.free -= nbytes
-            self.peak = max(self.peak, self.total - self.free)
-
-    async def give(self, nbytes: int) -> None:
-        async with self._changed:
-            self.free += nbytes
-            self._changed.notify_all()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +192,9 @@ class Copier:
     async def copy(self, write: Callable[[list[Written]], Awaitable[None]]) -> None:
         """Hands all data to `write`, in batches: what belongs in which box of which entry."""
 
-        async def batch(chunks: list[TargetChunk]) -> None:
-            data = await self._gather(chunks)
-            await write([(chunk.entry, chunk.box, one) for chunk, one in zip(chunks, data, strict=True)])
-            self.stats.bytes_written += sum(chunk.nbytes for chunk in chunks)
+        async def batch(written: list[Written]) -> None:
+            await write(written)
+            self.stats.bytes_written += sum(data.nbytes for *_, data in written)
 
         await self._run("copying", batch)
 
@@ -231,24 +205,19 @@ class Copier:
             ReshardError: a box is not what was written there; says which.
         """
         sums = await checksums.read(self.source.folder)
-        leaves = {id(p.leaf): p.leaf for chunk in self.plan.chunks for p in chunk.entry.origins}.values()
-        boxes = [(leaf, box, total) for leaf in leaves for box, total in sums.get(dotted(leaf.path), ())]
-        context, start, done = self._context(), time.monotonic(), 0
-        nbytes = sum(box.nbytes(leaf.itemsize) for leaf, box, _ in boxes)
-        for leaf, box, expected in boxes:
-            if self.should_stop():
-                raise Stopped
-            self.progress(CopyProgress("checking", done, nbytes, time.monotonic() - start))
+        leaves = {id(p.leaf): p.leaf for entry, _ in self.plan.chunks for p in entry.origins}.values()
+        boxes = [(leaf, *one) for leaf in leaves for one in sums.get(dotted(leaf.path), ())]
+        context = self._context()
+        for leaf, box, expected in self._steps("checking", boxes, lambda one: one[1].nbytes(one[0].itemsize)):
             array = await open_array(self.source, leaf.path, context)
             found = 0
-            for part in _in_order(box, leaf, self.plan.reading_nbytes // _READING):
-                found = checksums.checksum(await _read(self.source, leaf.path, array, part), found)
+            for part in _in_order(box, leaf, self._slab_nbytes):
+                found = checksums.checksum(await read_array(self.source, leaf.path, array, part), found)
             if found != expected:
                 raise ReshardError(
                     f"{self.source.folder}: {show(leaf.path)}{list(box.start)} to {list(box.stop)} is damaged:"
                     " it is not what was written there (its checksum differs)."
                 )
-            done += box.nbytes(leaf.itemsize)
 
     async def compare(self, written: Checkpoint) -> None:
         """Compares what was written, bit by bit, with what it should be.
@@ -259,89 +228,59 @@ class Copier:
         context = self._context()
         arrays = {}
 
-        async def batch(chunks: list[TargetChunk]) -> None:
-            for chunk, expected in zip(chunks, await self._gather(chunks), strict=True):
-                entry = chunk.entry
-                if id(entry) not in arrays:
-                    arrays[id(entry)] = await open_array(written, entry.path, context)
-                found = await _read(written, entry.path, arrays[id(entry)], chunk.box)
+        async def batch(read: list[Written]) -> None:
+            for entry, box, expected in read:
+                if entry.path not in arrays:
+                    arrays[entry.path] = await open_array(written, entry.path, context)
+                found = await read_array(written, entry.path, arrays[entry.path], box)
                 if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
                     raise ReshardError(
-                        f"{written.folder}: {show(entry.path)}{list(chunk.box.start)} to {list(chunk.box.stop)} "
+                        f"{written.folder}: {show(entry.path)}{list(box.start)} to {list(box.stop)} "
                         "is not what was written; the storage cannot be trusted."
                     )
 
         await self._run("reading", batch)
 
-    async def _run(self, doing: str, batch: Callable[[list[TargetChunk]], Any]) -> None:
-        self._budget = _ByteBudget(self.plan.reading_nbytes)
-        self._reader = self._context()
-        self._sources: dict[int, StoredArray] = {}
-        start, done = time.monotonic(), 0
-        for chunks in _batches(self.plan):
+    async def _run(self, doing: str, batch: Callable[[list[Written]], Awaitable[None]]) -> None:
+        limit, reads, plan = ByteLimit(self.plan.reading_nbytes), Reads(), self.plan
+        sources = SourceReader(self.source, self._context(), reads, self._slab_nbytes, limit, _READING)
+        for chunks in self._steps(doing, list(plan.batches()), _nbytes):
+            await batch(await _gather(chunks, sources))
+            peak = plan.cache_nbytes + _WRITING * _nbytes(chunks) + limit.peak
+            self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
+            limit.peak = 0
+        self.stats.bytes_read += reads.nbytes
+        assert self.stats.peak_nbytes <= plan.threshold, "the copy took more memory than it was given"
+
+    def _steps(self, doing: str, steps: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[T]:
+        """Asks before each step whether to go on, and tells how far it is."""
+        start, done, total = time.monotonic(), 0, sum(map(nbytes_of, steps))
+        for step in steps:
             if self.should_stop():
                 raise Stopped
-            self.progress(CopyProgress(doing, done, self.plan.nbytes, time.monotonic() - start))
-            await batch(chunks)
-            done += sum(chunk.nbytes for chunk in chunks)
-            writing = _WRITING * sum(chunk.nbytes for chunk in chunks)
-            peak = self.plan.cache_nbytes + writing + self._budget.peak
-            self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
-            self._budget.peak = 0
-        assert self.stats.peak_nbytes <= self.plan.threshold, "the copy took more memory than it was given"
-        self.progress(CopyProgress(doing, done, self.plan.nbytes, time.monotonic() - start))
+            self.progress(CopyProgress(doing, done, total, time.monotonic() - start))
+            yield step
+            done += nbytes_of(step)
+        if steps:
+            self.progress(CopyProgress(doing, done, total, time.monotonic() - start))
+
+    @property
+    def _slab_nbytes(self) -> int:
+        return self.plan.reading_nbytes // _READING
 
     def _context(self) -> ts.Context:
         return reading_context(self.plan.cache_nbytes)
 
-    async def _gather(self, chunks: list[TargetChunk]) -> list[np.ndarray]:
-        """The data of each chunk, in the dtype of its target."""
-        buffers = [np.empty(chunk.box.shape, chunk.entry.dtype) for chunk in chunks]
-        await all_of([self._fill(chunk, buffer) for chunk, buffer in zip(chunks, buffers, strict=True)])
-        return buffers
 
-    async def _fill(self, chunk: TargetChunk, buffer: np.ndarray) -> None:
-        for piece in chunk.pieces():
-            leaf, whole = piece.leaf, piece.leaf.cells(piece.source)
-            if _READING * whole.nbytes(leaf.itemsize) <= self.plan.reading_nbytes:
-                parts = iter([piece])
-            else:
-                cells = whole.grid(leaf.chunk)
-                parts = itertools.chain.from_iterable(piece.taking(cell) for cell in cells)
-            for part in parts:
-                cost = _READING * leaf.cells(part.source).nbytes(leaf.itemsize)
-                await self._budget.take(cost)
-                try:
-                    data = await _read(self.source, leaf.path, await self._open(leaf), part.source)
-                    self.stats.bytes_read += data.nbytes
-                    view = buffer[(*part.target.relative_to(chunk.box).slices, ...)]
-                    await asyncio.to_thread(copy_cast, part.arranged(data), view, show(chunk.entry.path))
-                    del data
-                finally:
-                    await self._budget.give(cost)
-
-    async def _open(self, leaf: Leaf) -> StoredArray:
-        if id(leaf) not in self._sources:
-            self._sources[id(leaf)] = await open_array(self.source, leaf.path, self._reader)
-        return self._sources[id(leaf)]
-
-
-async def _read(checkpoint: Checkpoint, path: Path, array: StoredArray, box: Box) -> np.ndarray:
-    try:
-        return await array.read(box)
-    except (ValueError, OSError) as error:
-        raise ReshardError(
-            f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
-            f"the data is damaged or missing: {said(error)}"
-        ) from None
+async def _gather(chunks: Sequence[TargetChunk], sources: SourceReader) -> list[Written]:
+    """The data of each chunk, in the dtype of its entry."""
+    data = await all_of([EditedArray(entry, sources).read(box) for entry, box in chunks])
+    return [(*chunk, one) for chunk, one in zip(chunks, data, strict=True)]
 
 
 def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:
     """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
-
-    def cost(part: Box) -> int:
-        return leaf.cells(part).nbytes(leaf.itemsize)
-
+    cost = leaf.cells_nbytes
     if cost(box) <= nbytes or axis == len(leaf.shape):
         yield box
         return
@@ -355,19 +294,6 @@ def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]
             for i in range(start, layer.stop[axis]):
                 yield from _in_order(box.with_range(axis, i, i + 1), leaf, nbytes, axis + 1)
         start = layer.stop[axis]
-
-
-def _batches(plan: CopyPlan) -> Iterator[list[TargetChunk]]:
-    batch: list[TargetChunk] = []
-    nbytes = 0
-    for chunk in plan.chunks:
-        if batch and (nbytes + chunk.nbytes > plan.batch_nbytes or len(batch) == 1024):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(chunk)
-        nbytes += chunk.nbytes
-    if batch:
-        yield batch
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

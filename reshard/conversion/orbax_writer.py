@@ -19,6 +19,7 @@ import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from reshard._orbax_compat import ArrayMetadata, Store
+from reshard.edits.entries import Entry
 from reshard.storage.stored import all_of
 
 # Small nodes, so that a commit that adds a few chunks does not write the index of all chunks again.
@@ -27,17 +28,10 @@ _INDEX_NODE_NBYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Array:
-    """A leaf to be filled; `extra` is JSON that Orbax keeps beside it."""
+    """A leaf to be filled."""
 
-    name: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    extra: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return 0  # what Orbax would count as held in memory
+    entry: Entry
+    nbytes = 0  # what Orbax would count as held in memory
 
 
 class _JaxArray(Array): ...
@@ -51,11 +45,11 @@ class _Scalar(Array): ...
 
 ARRAYS: dict[str, type[Array]] = {"jax.Array": _JaxArray, "np.ndarray": _NumpyArray, "scalar": _Scalar}
 
-Fill = Callable[[dict[Any, ts.TensorStore]], Awaitable[None]]
+Fill = Callable[[dict[int, ts.TensorStore]], Awaitable[None]]
 
 
-async def write_boxes(targets: dict[Any, ts.TensorStore], written: Iterable[tuple[Any, Box, np.ndarray]]) -> None:
-    """Writes boxes of arrays, given by the `id` of what names them, in one commit."""
+async def write_boxes(targets: dict[int, ts.TensorStore], written: Iterable[tuple[Entry, Box, np.ndarray]]) -> None:
+    """Writes boxes of entries in one commit."""
     transaction = ts.Transaction()
     writes = []
     for entry, box, data in written:
@@ -72,7 +66,7 @@ def write(folder: File, tree: Any, fill: Fill, *, zarr3: bool) -> None:
         folder: the checkpoint; it must not exist. While it is written it is beside its place under Orbax's name for
             unfinished ones.
         tree: dicts and lists; arrays of a type from `ARRAYS`.
-        fill: gets all arrays by `Array.name`, open for writing, and fills them.
+        fill: gets all arrays by the `id` of their entry, open for writing, and fills them.
         zarr3: whether to write zarr version 3 instead of 2; both go into OCDBT.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array)]
@@ -94,9 +88,9 @@ class _Gathering:
     def __init__(self, num_kinds: int, fill: Fill) -> None:
         self.missing = num_kinds
         self.fill = fill
-        self.arrays: dict[Any, ts.TensorStore] = {}
+        self.arrays: dict[int, ts.TensorStore] = {}
 
-    async def add(self, arrays: dict[Any, ts.TensorStore]) -> None:
+    async def add(self, arrays: dict[int, ts.TensorStore]) -> None:
         self.arrays |= arrays
         self.missing -= 1
         if not self.missing:
@@ -125,36 +119,39 @@ class _Handler(ocp.type_handlers.TypeHandler):
     ) -> Sequence[Any]:
         for info in infos:
             await info.await_path_creation()
-        opened = await asyncio.gather(*map(_create, values, infos))
+        entries = [value.entry for value in values]
+        opened = await asyncio.gather(*map(_create, entries, infos))
         if self._name == "jax.Array":
-            described = [_described(value, info) for value, info in zip(values, infos, strict=True)]
+            described = list(map(_described, entries, infos))
             await self._array_metadata_store.write(infos[0].parent_dir, described, process_index=0)
-        await self._gathering.add({value.name: array for value, array in zip(values, opened, strict=True)})
+        await self._gathering.add(dict(zip(map(id, entries), opened, strict=True)))
         return []
 
 
-async def _create(value: Array, info: Any) -> ts.TensorStore:
+async def _create(entry: Entry, info: Any) -> ts.TensorStore:
+    assert entry.dtype is not None
     # The whole array as one chunk, as Orbax writes what lies on one device; then our chunks in place of that one.
     spec = ocp.type_handlers.get_json_tspec_write(
-        info, use_ocdbt=True, global_shape=value.shape, local_shape=value.shape, dtype=value.dtype, process_index=0
+        info, use_ocdbt=True, global_shape=entry.shape, local_shape=entry.shape, dtype=entry.dtype, process_index=0
     )
     if info.use_zarr3:
-        spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] = value.chunk
-        spec["metadata"]["codecs"][0]["configuration"]["chunk_shape"] = value.chunk
+        spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] = entry.chunk
+        spec["metadata"]["codecs"][0]["configuration"]["chunk_shape"] = entry.chunk
     else:
-        spec["metadata"]["chunks"] = value.chunk
+        spec["metadata"]["chunks"] = entry.chunk
     spec["kvstore"]["config"]["max_decoded_node_bytes"] = _INDEX_NODE_NBYTES
     return await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
 
 
-def _described(value: Array, info: Any) -> ArrayMetadata:
+def _described(entry: Entry, info: Any) -> ArrayMetadata:
+    assert entry.dtype is not None
     return ArrayMetadata(
         param_name=info.name,
-        shape=value.shape,
-        dtype=value.dtype,
-        write_shape=value.chunk,
-        chunk_shape=value.chunk,
-        ext_metadata=json.loads(value.extra) if value.extra else None,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        write_shape=entry.chunk,
+        chunk_shape=entry.chunk,
+        ext_metadata=json.loads(entry.extra) if entry.extra else None,
         use_ocdbt=True,
         use_zarr3=info.use_zarr3,
     )

@@ -2,33 +2,30 @@
 
 import asyncio
 import dataclasses
+import functools
+from collections.abc import Iterable
 from collections.abc import Mapping as Map
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard.edits.entries import Entry
+from reshard.edits.entries import Entry, Origin
 from reshard.edits.tree_edits import Change
 from reshard.places import aligned_empty
-from reshard.storage.arrays import Reads, StoredArray
+from reshard.storage.arrays import ByteLimit, Reads, StoredArray
 from reshard.storage.huggingface import natural
 from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint
+from reshard.storage.stored import Checkpoint, open_array, read_array
 
 _SLAB_NBYTES = 2 << 20
 
 
-def edited(checkpoint: Checkpoint, change: Change) -> Checkpoint:
+def edited(checkpoint: Checkpoint, change: Change) -> "Edited":
     """The checkpoint as a change makes it; its leaves are read through it."""
-    entries = [_with_files(entry) for entry in change([Entry.of(leaf) for leaf in checkpoint.leaves])]
-    entries.sort(key=lambda e: natural(e.path))
-    fields: dict[str, Any] = {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(Checkpoint)}
-    by_path = {entry.path: entry for entry in entries}
-    fields["leaves"] = tuple(entries)
-    return Edited(**fields, stored=checkpoint, entries=by_path)
+    entries = change([Entry.of(leaf) for leaf in checkpoint.leaves])
+    return Edited.of(checkpoint, sorted(map(_with_files, entries), key=lambda e: natural(e.path)))
 
 
 def _with_files(entry: Entry) -> Entry:
@@ -38,15 +35,23 @@ def _with_files(entry: Entry) -> Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edited(Checkpoint):
-    """A checkpoint whose leaves are made of those of another one.
+    """A checkpoint whose leaves, all of them entries, are made of those of another one.
 
     Attributes:
         stored: the other one.
-        entries: what each leaf is made of, by path.
     """
 
+    leaves: tuple[Entry, ...]
     stored: Checkpoint
-    entries: Map[Path, Entry]
+
+    @classmethod
+    def of(cls, stored: Checkpoint, entries: Iterable[Entry]) -> "Edited":
+        fields = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Checkpoint)}
+        return cls(**fields | {"leaves": tuple(entries), "stored": stored})
+
+    @functools.cached_property
+    def _by_path(self) -> Map[Path, Entry]:
+        return {entry.path: entry for entry in self.leaves}
 
     @property
     def format(self) -> str:
@@ -60,31 +65,61 @@ class Edited(Checkpoint):
         return self.stored.stored_nbytes()
 
     async def array(self, path: Path, context: ts.Context, reads: Reads) -> StoredArray:
-        return EditedArray(self.stored, self.entries[path], context, reads)
+        return EditedArray(self._by_path[path], SourceReader(self.stored, context, reads))
 
     def text(self, path: Path) -> str:
-        return self.stored.text(self.entries[path].origins[0].leaf.path)
+        return self.stored.text(self._by_path[path].origins[0].leaf.path)
+
+
+class SourceReader:
+    """The arrays of a checkpoint that others are made of; each is opened once.
+
+    Args:
+        checkpoint, context, reads: as for `open_array`.
+        slab_nbytes: of a larger part so much is read at a time, or a chunk.
+        limit: bounds what reading takes at once, `copies` times the bytes of the chunks that are read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        context: ts.Context,
+        reads: Reads,
+        slab_nbytes: int = _SLAB_NBYTES,
+        limit: ByteLimit | None = None,
+        copies: int = 1,
+    ):
+        self.slab_nbytes, self._copies = slab_nbytes, copies
+        self._checkpoint, self._context, self._reads = checkpoint, context, reads
+        self._limit = limit or ByteLimit()
+        self._opened: dict[Path, StoredArray] = {}
+
+    async def copy(self, piece: Origin, view: np.ndarray, name: str) -> None:
+        """Reads what a piece takes of its array into the place where it belongs."""
+        leaf = piece.leaf
+        async with self._limit.held(self._copies * leaf.cells_nbytes(piece.source)):
+            if leaf.path not in self._opened:
+                self._opened[leaf.path] = await open_array(self._checkpoint, leaf.path, self._context, self._reads)
+            found = await read_array(self._checkpoint, leaf.path, self._opened[leaf.path], piece.source)
+            await asyncio.to_thread(copy_cast, piece.arranged(found), view, name)
+            del found
 
 
 class EditedArray:
     """An array that is put together from stored ones when a box of it is read."""
 
-    def __init__(self, stored: Checkpoint, entry: Entry, context: ts.Context, reads: Reads):
+    def __init__(self, entry: Entry, sources: SourceReader):
         assert entry.dtype is not None
-        self.shape, self.dtype = entry.shape, entry.dtype
-        self.chunk = entry.read_chunk
-        self._stored, self._entry, self._context, self._reads = stored, entry, context, reads
+        self.shape, self.dtype, self.chunk = entry.shape, entry.dtype, entry.read_chunk
+        self._entry, self._sources = entry, sources
 
     async def read(self, box: Box) -> np.ndarray:
         data = aligned_empty(box.shape, self.dtype)
         for part in self._entry.parts(box):
-            array = await self._stored.array(part.leaf.path, self._context, self._reads)
-            # In slabs, so that what is read on the way to its place takes little memory.
-            for cell, _ in part.source.split_sized(max(1, _SLAB_NBYTES // part.leaf.itemsize)):
-                for piece in part.taking(cell):
+            for slab in part.leaf.slabs(part.source, self._sources.slab_nbytes):
+                for piece in part.taking(slab):
                     view = data[(*piece.target.relative_to(box).slices, ...)]
-                    found = await array.read(piece.source)
-                    await asyncio.to_thread(copy_cast, piece.arranged(found), view, show(self._entry.path))
+                    await self._sources.copy(piece, view, show(self._entry.path))
         return data
 
 

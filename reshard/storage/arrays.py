@@ -1,9 +1,12 @@
-"""An array in files, as everything that reads one sees it."""
+"""An array in files, as everything that reads one sees it, and how much is read at a time."""
 
+import asyncio
 import collections
+import contextlib
 import math
 import mmap
 import threading
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +63,37 @@ class Reads:
     def expect(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes_expected += nbytes
+
+
+class ByteLimit:
+    """Bytes that may be held at once (None: any). Who wants more waits; what is larger than all goes alone.
+
+    Attributes:
+        peak: the most that were held.
+    """
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.peak = self._held = 0
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def held(self, nbytes: int) -> AsyncIterator[None]:
+        """Holds so many bytes in an `async with` block, as soon as they are free."""
+        if (most := self.nbytes) is None:
+            yield
+            return
+        nbytes = min(nbytes, most)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._held + nbytes <= most)
+            self._held += nbytes
+            self.peak = max(self.peak, self._held)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()
 
 
 class ZarrArray:

@@ -21,12 +21,13 @@ from reshard.storage import safetensors
 from reshard.storage.arrays import Reads, StoredArray
 from reshard.storage.paths import Key, Path
 from reshard.storage.safetensors import Tensor
-from reshard.storage.stored import TENSORS_INDEX, Checkpoint, Leaf
+from reshard.storage.stored import METADATA, UNFINISHED, Checkpoint, Leaf
 from scheduler.base.files import parse_json, read_text
 from scheduler.base.texts import counted
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
+TENSORS_INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 _SUGGESTED_CHUNK_NBYTES = 8 << 20
 _MOST_FILES = 100_000
@@ -88,6 +89,15 @@ def path_of(name: str) -> Path:
 def natural(path: Path) -> list[tuple[int, str]]:
     """What sorts paths as people do: layer 10 after layer 9."""
     return [(int(k.name) if re.fullmatch("[0-9]{1,9}", k.name) else -1, k.name) for k in path]
+
+
+def is_folder(path: File) -> bool:
+    """Whether it is a Hugging Face folder, or one safetensors file."""
+    if path.suffix == ".safetensors":
+        return path.is_file()
+    if not path.is_dir() or (path / METADATA).exists() or UNFINISHED in path.name:
+        return False
+    return (path / TENSORS_INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def open_folder(path: File) -> TensorFolder:

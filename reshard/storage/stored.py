@@ -1,4 +1,4 @@
-"""Finds an Orbax checkpoint (also by step and item) and reads what is in it: tree, shapes, dtypes and chunks.
+"""What is in a checkpoint, and an Orbax checkpoint as one: tree, shapes, dtypes and chunks.
 
 Read from what lies on disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and
 without touching a byte of the arrays: an inspection of a terabyte takes as long as that of a megabyte.
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Iterator
 from pathlib import Path as File
 from typing import Any
 from urllib.parse import quote
@@ -30,10 +30,7 @@ from scheduler.base.files import parse_json, read_text
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
 METADATA = "_METADATA"
-TENSORS_INDEX = "model.safetensors.index.json"
-CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
-_STEP = re.compile(r"(?:.*_)?(\d+)")
 _OPEN_AT_ONCE = 256
 _INDEX_NBYTES = 8 << 20
 _LONGEST_NAME = 4096
@@ -89,6 +86,18 @@ class Leaf:
     def cells(self, box: Box) -> Box:
         """The part of the array that its chunks make of a box: what is really read when the box is wanted."""
         return box.aligned(self.read_chunk) & Box.whole(self.shape)
+
+    def cells_nbytes(self, box: Box) -> int:
+        return self.cells(box).nbytes(self.itemsize)
+
+    def slabs(self, box: Box, nbytes: int) -> Iterator[Box]:
+        """The box in parts that are read within so many bytes each, or chunk by chunk."""
+        if self.cells_nbytes(box) <= nbytes:
+            yield box
+        elif self.files:
+            yield from (part for part, _ in box.split_sized(max(1, nbytes // self.itemsize)))
+        else:
+            yield from self.cells(box).grid(self.chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,113 +171,6 @@ class Checkpoint:
 def absolute(path: Any) -> File:
     """The path of a folder: absolute, unless it is in a store of objects (`gs://…`); its methods are the same."""
     return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
-
-
-def find(folder: str | File, step: int | None = None, item: str | None = None) -> Checkpoint:
-    """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
-
-    Args:
-        folder: what was given to `save`, or to the manager.
-        step: which step, if it is a manager's folder.
-        item: which of a step's items, if there are several trees.
-
-    Raises:
-        ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
-    """
-    path = absolute(folder)
-    if is_folder(path):
-        from reshard.storage.huggingface import open_folder
-
-        if step is not None or item is not None:
-            raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
-        return open_folder(path)
-    if not path.is_dir():
-        what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
-        raise ReshardError(f"{path} {what}.")
-    try:
-        return _find(path, step, item)
-    except OSError as error:
-        raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
-
-
-def is_folder(path: File) -> bool:
-    """Whether it is a Hugging Face folder, or one safetensors file."""
-    if path.suffix == ".safetensors":
-        return path.is_file()
-    if not path.is_dir() or (path / METADATA).exists() or UNFINISHED in path.name:
-        return False
-    return (path / TENSORS_INDEX).exists() or any(path.glob("*.safetensors"))
-
-
-def _find(folder: File, step: int | None, item: str | None) -> Checkpoint:
-    if UNFINISHED in folder.name:
-        raise ReshardError(f"{folder} is unfinished: its name says that Orbax was still writing when it ended.")
-    is_tree, items = (folder / METADATA).is_file(), _items(folder)
-    if is_tree or items:
-        if step is not None:
-            raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
-        named = None if is_tree else _STEP.fullmatch(folder.name)
-        return _open_step(folder, item, int(named[1]) if named else None)
-    found = steps(folder)
-    if not found:
-        from reshard.storage.huggingface import missing_weights
-
-        raise ReshardError(
-            missing_weights(folder)
-            or f"{folder} is not an Orbax checkpoint: it has no {METADATA}, no items that have one, and no steps.\n"
-            f"  It holds {_listing(folder)}."
-        )
-    if step is None:
-        step = max(found)
-    if step not in found:
-        raise ReshardError(f"{folder} has no step {step}; it has {', '.join(map(str, sorted(found)))}.")
-    return _open_step(found[step], item, step)
-
-
-def _listing(folder: File) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    return shown or "nothing"
-
-
-def _items(folder: File) -> tuple[str, ...]:
-    """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
-    is_step = (folder / CHECKPOINT_METADATA).is_file()
-    return tuple(
-        sorted(
-            entry.name
-            for entry in folder.iterdir()
-            if (entry / METADATA).is_file() and (is_step or not (entry / CHECKPOINT_METADATA).is_file())
-        )
-    )
-
-
-def steps(folder: File) -> dict[int, File]:
-    """The steps in a `CheckpointManager`'s folder, by their names."""
-    found = {}
-    for entry in folder.iterdir():
-        named = _STEP.fullmatch(entry.name)
-        if named and entry.is_dir() and ((entry / METADATA).is_file() or _items(entry)):
-            found[int(named[1])] = entry
-    return found
-
-
-def _open_step(folder: File, item: str | None, step: int | None) -> Checkpoint:
-    if (folder / METADATA).is_file():
-        if item is not None:
-            raise ReshardError(f"{folder} is one tree: it has no items, so not {item!r} either.")
-        return open_tree(folder, None, step, ())
-    items = _items(folder)
-    if item is None:
-        first, *more = items
-        if more and "default" not in items:
-            raise ReshardError(f"{folder} has {len(items)} trees; say which with --item: {', '.join(items)}.")
-        item = "default" if more else first
-    if item not in items:
-        raise ReshardError(f"{folder} has no item {item!r}; it has {', '.join(items)}.")
-    folder_names = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    others = tuple(sorted(name for name in folder_names if name != item and not name.startswith(("_", "."))))
-    return open_tree(folder / item, item, step, others)
 
 
 def open_tree(
@@ -364,6 +266,21 @@ async def open_array(
         return await checkpoint.array(path, context, reads or Reads())
     except (ValueError, OSError) as error:
         raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
+
+
+async def read_array(checkpoint: Checkpoint, path: Path, array: StoredArray, box: Box) -> np.ndarray:
+    """A box of an array that `open_array` gave.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    try:
+        return await array.read(box)
+    except (ValueError, OSError) as error:
+        raise ReshardError(
+            f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
+            f"the data is damaged or missing: {said(error)}"
+        ) from None
 
 
 async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:

@@ -15,10 +15,10 @@ import numpy as np
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.storage import safetensors
-from reshard.storage.huggingface import SINGLE, natural, open_folder, path_of
+from reshard.storage.huggingface import SINGLE, TENSORS_INDEX, is_folder, natural, open_folder, path_of
 from reshard.storage.paths import dotted, show
 from reshard.storage.safetensors import Tensor
-from reshard.storage.stored import TENSORS_INDEX, Leaf, is_folder
+from reshard.storage.stored import Leaf
 from scheduler.base.texts import first_of
 
 FILE_NBYTES = 5_000_000_000
@@ -31,20 +31,34 @@ Described = tuple[str, np.dtype, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorTarget:
+    """How to make a folder.
+
+    Attributes:
+        beside: a folder whose other files, such as config.json, are copied; tensors are divided among files as there.
+        file_nbytes: how large a file may be.
+    """
+
+    beside: File | None = None
+    file_nbytes: int = FILE_NBYTES
+
+
+@dataclasses.dataclass(frozen=True)
 class TensorFiles:
-    """Which tensor goes where: for each file its first bytes and its tensors."""
+    """Which tensor goes where: for each file its first bytes and its tensors. `beside` is that of `TensorTarget`."""
 
     files: Mapping[str, tuple[bytes, tuple[Tensor, ...]]]
+    beside: File | None = None
 
-    def finish(self, folder: File, beside: File | None) -> None:
+    def finish(self, folder: File) -> None:
         """Adds what says that the folder is complete: the other files of a folder, then the index.
 
         Raises:
             OSError: something cannot be written.
         """
-        if beside is not None:
-            for name in other_files(beside):
-                shutil.copyfile(beside / name, folder / name)
+        if self.beside is not None:
+            for name in other_files(self.beside):
+                shutil.copyfile(self.beside / name, folder / name)
         if len(self.files) > 1:
             where = {tensor.name: file for file, (_, tensors) in self.files.items() for tensor in tensors}
             all_tensors = [tensor for _, tensors in self.files.values() for tensor in tensors]
@@ -87,8 +101,8 @@ class TensorWriter:
                 os.close(descriptor)
 
 
-def plan_folder(arrays: Iterable[Leaf], file_nbytes: int, beside: File | None) -> TensorFiles:
-    """Divides the tensors that arrays become among files, as in the folder `beside` if it has the same.
+def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
+    """Divides the tensors that arrays become among files.
 
     Raises:
         ReshardError: some cannot be tensors; lists them.
@@ -110,7 +124,8 @@ def plan_folder(arrays: Iterable[Leaf], file_nbytes: int, beside: File | None) -
         raise ReshardError(f"safetensors hold arrays of numbers alone; leave the others out:\n{first_of(faults)}")
     if not found:
         raise ReshardError("nothing is left: there is no array to write.")
-    return plan_files(found.values(), file_nbytes, None if beside is None else file_of_each_tensor(beside))
+    like = None if target.beside is None else file_of_each_tensor(target.beside)
+    return dataclasses.replace(plan_files(found.values(), target.file_nbytes, like), beside=target.beside)
 
 
 def plan_files(

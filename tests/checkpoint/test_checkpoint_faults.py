@@ -89,7 +89,8 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path):
     )
     (tmp_path / "empty").mkdir()
     assert message_of(FileNotFoundError, tmp_path / "empty") == (
-        f"{tmp_path / 'empty'} is not a checkpoint: it has no file _METADATA."
+        f"{tmp_path / 'empty'} is not a checkpoint: it has no _METADATA, no items that have one, and no steps.\n"
+        "  It holds nothing."
     )
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         for step in (5, 10):

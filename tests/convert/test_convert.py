@@ -20,7 +20,7 @@ from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
 from reshard.edits.tree_edits import stack, unstack
-from reshard.storage import stored
+from reshard.storage import finder
 from reshard.storage.paths import show
 
 
@@ -133,7 +133,7 @@ def test_a_list_that_has_lost_items_becomes_a_dict_and_says_so(tmp_path, capsys)
 def test_chunks_are_those_asked_for(tmp_path, zarr3):
     source = save(tmp_path / "source", {"w": np.arange(70.0).reshape(7, 10), "b": np.ones(4)})
     target = converted(tmp_path, source, "--chunk", "w=2,-1", *(["--format", "zarr3"] if zarr3 else []))
-    checkpoint = stored.find(target)
+    checkpoint = finder.find(target)
     assert checkpoint.zarr3 == zarr3
     assert {show(leaf.path): leaf.chunk for leaf in checkpoint.leaves} == {"w": (2, 10), "b": (4,)}
     assert_same(restore(target), restore(source))
@@ -204,12 +204,12 @@ def test_by_default_each_source_chunk_is_read_from_disk_once(tmp_path):
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
     w = jax.device_put(np.random.default_rng(0).random((16, 64, 512), np.float32), sharding)
     source = save(tmp_path / "source", {"layers": {"w": w}})
-    assert stored.find(source).leaves[0].chunk == (16, 64, 64)
+    assert finder.find(source).leaves[0].chunk == (16, 64, 64)
     whole_layers = [("layers/*/w", (-1, -1))]  # each takes a part of all eight chunks
     conversion = plan_conversion(source, tmp_path / "target", [unstack("layers")], chunks=whole_layers)
     before = read_from_disk()
     convert(conversion)
-    assert read_from_disk() - before < 1.3 * stored.find(source).stored_nbytes()
+    assert read_from_disk() - before < 1.3 * finder.find(source).stored_nbytes()
     assert_same(restore(tmp_path / "target"), {"layers": [{"w": layer} for layer in np.asarray(w)]})
 
 
@@ -345,7 +345,7 @@ def test_any_chunks_become_any_others_in_the_least_memory_that_will_do(tmp_path_
     least = int(re.search(r"at least --threshold (\d+)", str(refused.value))[1])
     second = plan_conversion(tmp_path / "first", tmp_path / "second", changes, chunks=[("w/*", after)], threshold=least)
     assert convert(second, verify=True).copied.peak_nbytes <= least
-    assert {leaf.chunk for leaf in stored.find(tmp_path / "second").leaves} == {after}
+    assert {leaf.chunk for leaf in finder.find(tmp_path / "second").leaves} == {after}
     assert_same(restore(tmp_path / "second"), {"w": list(w)})
 
 

@@ -63,9 +63,7 @@ def test_a_killed_conversion_leaves_no_target_and_what_it_leaves_says_what_it_is
     assert left.name.startswith(f"target.converting-{process.pid}")
     assert ".orbax-checkpoint-tmp" in left.name
     assert main(["inspect", str(left)]) == 1
-    assert capsys.readouterr().err == (
-        f"error: {left} is unfinished: its name says that Orbax was still writing when it ended.\n"
-    )
+    assert capsys.readouterr().err == (f"error: {left} is what an unfinished save has left; it is not a checkpoint.\n")
     assert main(["convert", str(large), str(target)]) == 0
     assert capsys.readouterr().err == f"note: {left} is what a conversion that was killed has left; delete it\n"
     assert_same(restore(target), restore(large))

@@ -108,11 +108,11 @@ def error_of(capsys, *arguments):
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
-    assert error_of(capsys, tmp_path / "no") == f"error: {tmp_path / 'no'} does not exist.\n"
+    assert error_of(capsys, tmp_path / "no") == f"error: there is no checkpoint at {tmp_path / 'no'}.\n"
     (tmp_path / "file").write_text("hello")
-    assert error_of(capsys, tmp_path / "file") == f"error: {tmp_path / 'file'} is a file, not a checkpoint folder.\n"
+    assert error_of(capsys, tmp_path / "file") == f"error: {tmp_path / 'file'} is a file; a checkpoint is a folder.\n"
     assert error_of(capsys, tmp_path) == (
-        f"error: {tmp_path} is not an Orbax checkpoint: it has no _METADATA, no items that have one, and no steps.\n"
+        f"error: {tmp_path} is not a checkpoint: it has no _METADATA, no items that have one, and no steps.\n"
         "  It holds file.\n"
     )
 
@@ -121,8 +121,7 @@ def test_several_checkpoints_in_a_folder_are_not_taken_for_one(tmp_path, capsys)
     for name in ("a", "b"):
         save(tmp_path / name, {"w": np.zeros(2)})
     assert error_of(capsys, tmp_path) == (
-        f"error: {tmp_path} is not an Orbax checkpoint: it has no _METADATA, no items that have one, and no steps.\n"
-        "  It holds a, b.\n"
+        f"error: {tmp_path} is not a checkpoint: it has checkpoints in it, a, b; give the path of one of them.\n"
     )
 
 
@@ -132,7 +131,7 @@ def test_an_unfinished_checkpoint_is_never_taken_for_one(tmp_path, capsys):
     (tmp_path / "run" / "12").rename(unfinished)
     assert inspected(capsys, tmp_path / "run", "--json")[1].startswith('{"folder": ' + f'"{tmp_path / "run" / "3"}')
     assert error_of(capsys, unfinished) == (
-        f"error: {unfinished} is unfinished: its name says that Orbax was still writing when it ended.\n"
+        f"error: {unfinished} is what an unfinished save has left; it is not a checkpoint.\n"
     )
     source = save(tmp_path / "source", {"w": np.zeros(2)})
     (source / "manifest.ocdbt").unlink()

@@ -15,7 +15,7 @@ from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.conversion.layout_file import parse_layout, read_layout
 from reshard.conversion.read_report import plan_reading
-from reshard.storage import stored
+from reshard.storage import finder
 from reshard.storage.paths import Key
 from reshard.storage.stored import Checkpoint, Leaf
 
@@ -195,7 +195,7 @@ def test_what_is_read_is_what_jax_would_want_of_a_real_mesh(tmp_path):
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
     w = jax.device_put(np.zeros((8, 8), np.float32), sharding)
-    checkpoint = stored.find(save(tmp_path / "source", {"w": w}))
+    checkpoint = finder.find(save(tmp_path / "source", {"w": w}))
     assert checkpoint.leaves[0].chunk == (2, 4)
     layout = parse_layout(
         {"mesh": {"axes": {"x": 4, "y": 2}, "devices_per_process": 1}, "rules": [{"path": "w", "spec": ["x", "y"]}]}

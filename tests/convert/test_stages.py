@@ -13,7 +13,7 @@ from mpmd.arrays.sharding import MpmdSharding
 from reshard import checkpoint
 from reshard.__main__ import main
 from reshard.conversion import copying
-from reshard.storage import stored
+from reshard.storage import finder, stored
 
 
 def test_a_stack_of_somebody_else_is_cut_and_its_layers_restore_into_their_stages(tmp_path):
@@ -35,7 +35,7 @@ def test_what_stages_have_saved_is_stacked_like_any_checkpoint(tmp_path):
     shardings = [{"w": MpmdSharding(mesh, i // 2, PartitionSpec("data"))} for i in range(4)]
     state = reshard.spmd_to_mpmd_reshard(mesh, layers, shardings)
     checkpoint.save(tmp_path / "stages", {"layers": state})
-    assert [leaf.shape for leaf in stored.find(tmp_path / "stages").leaves] == [(8, 6)] * 4
+    assert [leaf.shape for leaf in finder.find(tmp_path / "stages").leaves] == [(8, 6)] * 4
     assert main(["convert", str(tmp_path / "stages"), str(tmp_path / "stacked"), "--stack", "layers", "--verify"]) == 0
     like = {"layers": {"w": jax.ShapeDtypeStruct((4, 8, 6), np.float32)}}
     restored = checkpoint.restore(tmp_path / "stacked", like)

@@ -173,7 +173,7 @@ def test_half_an_export_looks_like_none(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     # what a save that was killed has left is not taken for a model
     left = shutil.copytree(folder, tmp_path / "out.orbax-checkpoint-tmp-1")
-    assert "is unfinished" in said(capsys, "inspect", left)
+    assert "an unfinished save" in said(capsys, "inspect", left)
     # the index comes last
     written = []
     monkeypatch.setattr(os, "fsync", lambda fd: (written.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))[1])

@@ -123,7 +123,7 @@ def test_files_of_the_package_are_read_and_its_reader_reads_ours(tmp_path):
     tensors["scalar"] = torch.tensor(3.0)
     (tmp_path / "theirs").mkdir()
     safetensors.save_file(tensors, tmp_path / "theirs/model.safetensors", metadata={"format": "pt"})
-    leaves = reshard.storage.stored.find(tmp_path / "theirs").leaves
+    leaves = reshard.storage.finder.find(tmp_path / "theirs").leaves
     like = {leaf.path[0].name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}
     found = reshard.restore(tmp_path / "theirs", like)
     reshard.save(tmp_path / "ours", found, tensors=TensorFormat())

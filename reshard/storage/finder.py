@@ -1,0 +1,151 @@
+"""Finds a checkpoint: a folder that Orbax wrote, a step or item of a `CheckpointManager`, or a Hugging Face folder."""
+
+import re
+from pathlib import Path as File
+from typing import Any
+
+from mpmd.errors import ReshardError
+from reshard.storage.huggingface import is_folder, missing_weights, open_folder
+from reshard.storage.stored import METADATA, UNFINISHED, Checkpoint, absolute, open_tree, said
+
+_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+
+
+class MissingCheckpoint(ReshardError, FileNotFoundError):
+    """There is no checkpoint, or no finished one."""
+
+
+def find(folder: str | File, step: int | None = None, item: str | None = None) -> Checkpoint:
+    """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
+
+    Args:
+        folder: what was given to `save`, or to the manager.
+        step: which step, if it is a manager's folder.
+        item: which of a step's items, if there are several trees.
+
+    Raises:
+        ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
+    """
+    path = absolute(folder)
+    if is_folder(path):
+        if step is not None or item is not None:
+            raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
+        return open_folder(path)
+    try:
+        return open_tree(*_find(path, step, item, by_path=False))
+    except ReshardError:
+        raise
+    except OSError as error:
+        raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+
+
+def find_by_path(folder: str | File) -> Checkpoint:
+    """Opens the checkpoint that a path names, without a choice of steps.
+
+    Raises:
+        MissingCheckpoint: there is no finished checkpoint; says what is there.
+        ReshardError: its metadata cannot be read.
+    """
+    path = absolute(folder)
+    if is_folder(path):
+        return open_folder(path)
+    found = _find(path, None, None, by_path=True)
+    try:
+        return open_tree(*found)
+    except (ReshardError, OSError) as error:
+        raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
+
+
+def _find(folder: Any, step: int | None, item: str | None, by_path: bool) -> tuple[Any, Any, Any, tuple[str, ...]]:
+    """The folder of a tree, the item and the step that it is, and the other items of the step."""
+    if not folder.exists():
+        raise MissingCheckpoint(f"there is no checkpoint at {folder}.{_hint_beside(folder)}")
+    if not folder.is_dir():
+        raise MissingCheckpoint(f"{folder} is a file; a checkpoint is a folder.")
+    if UNFINISHED in folder.name or (by_path and not _is_finished(folder)):
+        raise MissingCheckpoint(f"{folder} is what an unfinished save has left; it is not a checkpoint.")
+    is_tree, items = (folder / METADATA).is_file(), _items(folder)
+    if is_tree or items:
+        if step is not None:
+            raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
+        named = None if is_tree else _STEP.fullmatch(folder.name)
+        return _step(folder, item, int(named[1]) if named else None, by_path)
+    found = steps(folder)
+    if not found:
+        raise MissingCheckpoint(missing_weights(folder) or f"{folder} is not a checkpoint: {_what_it_is(folder)}")
+    if step is None:
+        if by_path:
+            known = ", ".join(map(str, sorted(found)))
+            hint = f"it is a CheckpointManager's folder with steps {known}; give {found[max(found)]}"
+            raise MissingCheckpoint(f"{folder} is not a checkpoint: {hint}.")
+        step = max(found)
+    if step not in found:
+        raise ReshardError(f"{folder} has no step {step}; it has {', '.join(map(str, sorted(found)))}.")
+    return _step(found[step], item, step, by_path)
+
+
+def _is_finished(folder: Any) -> bool:
+    """Whether Orbax says so: in a store of objects, which has no rename, by a file."""
+    import orbax.checkpoint as ocp  # a second, which `python -m reshard inspect` does not need
+
+    return ocp.utils.is_checkpoint_finalized(folder)
+
+
+def _hint_beside(folder: Any) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    if left := sorted(p.name for p in folder.parent.glob(f"{folder.name}{UNFINISHED}*")):
+        return f"\n  A save that was not finished has left {', '.join(left)} beside it."
+    found = sorted(steps(folder.parent))
+    return f"\n  {folder.parent} has the steps {', '.join(map(str, found))}." if found else ""
+
+
+def _what_it_is(folder: Any) -> str:
+    """A folder without a tree, items and steps."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if inside := [name for name in names if (folder / name / METADATA).exists()]:
+        return f"it has checkpoints in it, {', '.join(inside)}; give the path of one of them."
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return f"it has no {METADATA}, no items that have one, and no steps.\n  It holds {shown or 'nothing'}."
+
+
+def _items(folder: Any) -> tuple[str, ...]:
+    """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
+    is_step = (folder / _CHECKPOINT_METADATA).is_file()
+    return tuple(
+        sorted(
+            entry.name
+            for entry in folder.iterdir()
+            if (entry / METADATA).is_file() and (is_step or not (entry / _CHECKPOINT_METADATA).is_file())
+        )
+    )
+
+
+def steps(folder: Any) -> dict[int, Any]:
+    """The steps in a `CheckpointManager`'s folder, by their names."""
+    found = {}
+    for entry in folder.iterdir():
+        named = _STEP.fullmatch(entry.name)
+        if named and entry.is_dir() and ((entry / METADATA).is_file() or _items(entry)):
+            found[int(named[1])] = entry
+    return found
+
+
+def _step(folder: Any, item: str | None, step: int | None, by_path: bool) -> tuple[Any, Any, Any, tuple[str, ...]]:
+    if (folder / METADATA).is_file():
+        if item is not None:
+            raise ReshardError(f"{folder} is one tree: it has no items, so not {item!r} either.")
+        return folder, None, step, ()
+    items = _items(folder)
+    if item is None:
+        first, *more = items
+        if more and "default" not in items:
+            how = "give the path of one of them" if by_path else "say which with --item"
+            raise MissingCheckpoint(f"{folder} has {len(items)} trees; {how}: {', '.join(items)}.")
+        item = "default" if more else first
+    if item not in items:
+        raise ReshardError(f"{folder} has no item {item!r}; it has {', '.join(items)}.")
+    folder_names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    others = tuple(sorted(name for name in folder_names if name != item and not name.startswith(("_", "."))))
+    return folder / item, item, step, others
