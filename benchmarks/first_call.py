@@ -9,6 +9,8 @@
 - A multilayer perceptron with Adam, in 4 stages, against plain `jax.jit`. It compiles little, so all else counts.
 - A vision transformer in Flax NNX with 8 blocks, whose dropouts take keys from one `nnx.Rngs`, as a pipeline of 8 or 4
   stages, against plain `jax.jit`. The stages differ in the numbers that go into the keys. (`pip install flax`)
+- The state of this transformer (its parameters and Adam's moments), made in the groups of 8 or 4 stages, against plain
+  `jax.jit`.
 - An encoder and a decoder in Flax Linen with 4 blocks each, dropout and relative positions, in the same way. There are
   two kinds of stages.
 - The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
@@ -43,6 +45,8 @@ RATIOS = (
     ("gpt-4-stages", "gpt-jit", 1.5),
     ("vit-8-stages", "vit-jit", 1.4),
     ("vit-4-stages", "vit-jit", 1.4),
+    ("init-8-stages", "init-jit", 1.4),
+    ("init-4-stages", "init-jit", 1.4),
     ("t5-8-stages", "t5-jit", 1.4),
     ("t5-4-stages", "t5-jit", 1.4),
     ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
@@ -212,22 +216,18 @@ def _gpt(num_stages: int) -> tuple[float, float, str]:
     return _measured(step, state, tokens)
 
 
-def _vit(num_stages: int) -> tuple[float, float, str]:
-    """A narrow vision transformer with dropout. 0 stages mean plain `jax.jit`."""
+def _vit_model(num_stages: int, rngs: Any) -> Any:
+    """A narrow vision transformer with dropout; 0 stages: without marks."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
     from flax import nnx
 
     import mpmd
-    import scheduler
 
     width, depth, rate = 64, 8, 0.1
-    per_stage = depth // (num_stages or depth)
+    per_stage = depth // (num_stages or 1)
 
     class Block(nnx.Module):
-        def __init__(self, rngs):
+        def __init__(self):
             self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
             self.attention = nnx.MultiHeadAttention(4, width, dropout_rate=rate, decode=False, rngs=rngs)
             self.up = nnx.Linear(width, 4 * width, rngs=rngs)
@@ -240,10 +240,10 @@ def _vit(num_stages: int) -> tuple[float, float, str]:
             return x + self.drop(self.down(h), rngs=rngs)
 
     class ViT(nnx.Module):
-        def __init__(self, rngs):
+        def __init__(self):
             self.patches = nnx.Conv(3, width, (8, 8), (8, 8), rngs=rngs)
-            self.positions = nnx.Param(0.02 * rngs.params.normal((16, width)))
-            self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
+            self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (16, width)))
+            self.blocks = nnx.List([Block() for _ in range(depth)])
             self.norm = nnx.LayerNorm(width, rngs=rngs)
             self.head = nnx.Linear(width, 10, rngs=rngs)
             self.drop = nnx.Dropout(rate)
@@ -257,7 +257,21 @@ def _vit(num_stages: int) -> tuple[float, float, str]:
                     x = mpmd.mark_stage_end(x)
             return self.head(self.norm(x).mean(axis=1))
 
-    graph, params, rest = nnx.split(ViT(nnx.Rngs(0)), nnx.Param, ...)
+    return ViT()
+
+
+def _vit(num_stages: int) -> tuple[float, float, str]:
+    """Its training step. 0 stages mean plain `jax.jit`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import mpmd
+    import scheduler
+
+    graph, params, rest = nnx.split(_vit_model(num_stages, nnx.Rngs(0)), nnx.Param, ...)
     optimizer = optax.adamw(1e-3)
 
     def loss(params, images, labels, key):
@@ -268,7 +282,7 @@ def _vit(num_stages: int) -> tuple[float, float, str]:
         value, grads = mpmd.treduce(
             lambda microbatch: jax.value_and_grad(loss)(params, *microbatch),
             (*batch, jax.random.split(key, 8)),
-            schedule=scheduler.OneFOneB(num_stages or depth),
+            schedule=scheduler.OneFOneB(num_stages or 8),
             operation=mpmd.Mean,
         )
         updates, state = optimizer.update(grads, state, params)
@@ -278,6 +292,35 @@ def _vit(num_stages: int) -> tuple[float, float, str]:
     batch = jnp.asarray(rng.normal(size=(8, 4, 32, 32, 3)), jnp.float32), jnp.asarray(rng.integers(0, 10, (8, 4)))
     arguments = params, optimizer.init(params), batch, jax.random.key(0)
     return _measured(mpmd.jit(step, mpmd_mesh=_mesh(num_stages)) if num_stages else jax.jit(step), *arguments)
+
+
+def _init(num_stages: int) -> tuple[float, float, str]:
+    """The vision transformer's parameters and Adam's state, made in the groups of their stages. 0: plain `jax.jit`."""
+    import jax
+    import optax
+    from flax import nnx
+    from jax.sharding import PartitionSpec
+
+    import mpmd
+
+    def init(key):
+        params = nnx.state(_vit_model(0, nnx.Rngs(key)), nnx.Param)
+        return params, optax.adamw(1e-3).init(params)
+
+    if not num_stages:
+        return _measured(jax.jit(init), jax.random.key(0))
+    mesh = _mesh(num_stages)
+
+    def layout(path, _):
+        names = [getattr(k, "key", getattr(k, "name", None)) for k in path]
+        if "blocks" in names:
+            group = names[names.index("blocks") + 1] * num_stages // 8
+        else:
+            group = num_stages - 1 if {"norm", "head"}.intersection(names) else 0
+        return mpmd.MpmdSharding(mesh, group, PartitionSpec())
+
+    layouts = jax.tree_util.tree_map_with_path(layout, jax.eval_shape(init, jax.random.key(0)))
+    return _measured(mpmd.jit(init, mpmd_mesh=mesh, out_shardings=layouts), jax.random.key(0))
 
 
 def _t5(num_stages: int) -> tuple[float, float, str]:
@@ -366,6 +409,9 @@ CASES: dict[str, Callable[[], tuple[float, float, str]]] = {
     "vit-jit": lambda: _vit(0),
     "vit-8-stages": lambda: _vit(8),
     "vit-4-stages": lambda: _vit(4),
+    "init-jit": lambda: _init(0),
+    "init-8-stages": lambda: _init(8),
+    "init-4-stages": lambda: _init(4),
     "t5-jit": lambda: _t5(0),
     "t5-8-stages": lambda: _t5(8),
     "t5-4-stages": lambda: _t5(4),

@@ -324,6 +324,28 @@ def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypat
         assert_same(host(found), host(mpmd.jit(step, mpmd_mesh=mesh)(ws, batch)), rtol=0)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_without_a_loop_too_equal_layers_are_one_program(axis_type):
+    def init(key):
+        keys = [jax.random.fold_in(key, i) for i in range(3)]
+        layers = [{n: jax.random.uniform(jax.random.fold_in(k, j), (8, 8)) for j, n in enumerate("abc")} for k in keys]
+        return [*layers[:-1], layers[-1] | {"head": jax.random.uniform(keys[0], (8, 2))}]
+
+    def noisy(layers, key):
+        return jax.tree.map(jnp.add, layers, init(key))
+
+    mesh, key = mpmd.MpmdMesh(make_mesh(3, axis_type), "stage"), jax.random.key(0)
+    layout = [mpmd.MpmdSharding(mesh, i, jax.P()) for i in range(3)]
+    initialise = mpmd.jit(init, mpmd_mesh=mesh, out_shardings=layout).lower(key).compile()
+    assert re.search(r": (\d+) compiled", initialise.explain())[1] == "2"  # a layer, and the head around it
+    found, expected = initialise(key), jax.jit(init)(key)
+    assert_same(host(found), host(expected), rtol=0)
+    step = mpmd.jit(noisy, mpmd_mesh=mesh, donate_argnums=0)
+    for _ in range(2):
+        found, expected = step(found, key), jax.jit(noisy)(expected, key)
+    assert_same(host(found), host(expected), rtol=0)
+
+
 def test_a_constant_of_which_floats_are_made_stays():
     def scaled(i, x):
         return jnp.sin(x) / (1.0 + jax.lax.convert_element_type(jnp.int32(i), jnp.float32)) + jnp.cos(x)

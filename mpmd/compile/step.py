@@ -18,7 +18,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Compiler, Executable
-from mpmd.compile.constants import with_constants
+from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.donation import donations
 from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
@@ -71,6 +71,7 @@ class StepPrograms:
     """Everything that a step runs.
 
     Attributes:
+      constants: per segment, the first arguments of its executable, in which other segments differ that run it too.
       donated: per segment, the variables whose memory its executable takes over.
       layouts: spec and memory kind of each variable.
       name: of the user's function.
@@ -80,6 +81,7 @@ class StepPrograms:
     mesh: MpmdMesh
     compiler: Compiler
     segments: dict[str, Executable]
+    constants: dict[str, tuple[np.generic, ...]]
     donated: dict[str, frozenset[compat.Var]]
     loops: tuple[LoopProgram, ...]
     layouts: dict[compat.Var, Layout]
@@ -156,16 +158,33 @@ def _programs_of(
 ) -> StepPrograms:
     segments: dict[str, Executable] = {}
     loops: list[LoopProgram] = []
+    bodies = _segment_bodies(outline, mesh)
     for item in outline.items:
         if isinstance(item, Segment):
-            segments[item.name] = step.segment(item, donated[item.name])
+            segments[item.name] = step.segment(item, bodies[item.name], donated[item.name])
         elif isinstance(item, Loop):
             step.compiler.start()
             loops.append(step.loop(item))
     step.compiler.start()
     layouts = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **step.layouts.found}
     layouts |= {v: layouts.get(first, REPLICATED) for v, first in first_of.items()}
-    return StepPrograms(outline, mesh, step.compiler, segments, donated, tuple(loops), layouts, name)
+    constants = {name: body.constants for name, body in bodies.items()}
+    return StepPrograms(outline, mesh, step.compiler, segments, constants, donated, tuple(loops), layouts, name)
+
+
+def _segment_bodies(outline: Outline, mesh: MpmdMesh) -> dict[str, WithConstants]:
+    """What each segment computes. Without a loop, segments are stages (or make their state), which differ in numbers.
+
+    Around a loop they are an optimizer's, whose numbers are the same; to look for others would take its time in vain.
+    """
+    segments = [item for item in outline.items if isinstance(item, Segment)]
+    closed = [compat.make_jaxpr(item.reads, item.writes, item.eqns, item.name) for item in segments]
+    if outline.loops:
+        found = [WithConstants(c, ()) for c in closed]
+    else:
+        with compat.use_abstract_mesh(mesh.groups[0].abstract_mesh):
+            found = with_constants(closed)
+    return {item.name: body for item, body in zip(segments, found, strict=True)}
 
 
 class _Layouts:
@@ -236,17 +255,16 @@ class _StepCompiler:
         self._segment_names = segment_names(name, outline)
         self._zeros_of: dict[Hashable, compat.ClosedJaxpr] = {}
 
-    def segment(self, item: Segment, donated: Set[compat.Var]) -> Executable:
-        mesh = self._mesh.groups[item.group]
-        closed = compat.make_jaxpr(item.reads, item.writes, item.eqns, item.name)
+    def segment(self, item: Segment, body: WithConstants, donated: Set[compat.Var]) -> Executable:
+        mesh, skip = self._mesh.groups[item.group], len(body.constants)
         executable = self.compiler.compile(
-            self._segment_names[item.name], item.name.split(".")[0], closed, mesh,
-            [self.layouts.known(v, mesh) for v in item.reads],
+            self._segment_names[item.name], item.name.split(".")[0], body.closed, mesh,
+            [*[None] * skip, *(self.layouts.known(v, mesh) for v in item.reads)],
             [self.layouts.asked(v, mesh) for v in item.writes],
-            [i for i, v in enumerate(item.reads) if v in donated],
+            [i for i, v in enumerate(item.reads, skip) if v in donated],
             reuse=SEGMENTS,
         )  # fmt: skip
-        self.layouts.record(item.reads, executable.in_shardings)
+        self.layouts.record(item.reads, executable.in_shardings[skip:])
         self.layouts.record(item.writes, executable.out_shardings)
         return executable
 

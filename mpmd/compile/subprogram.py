@@ -24,7 +24,8 @@ class ReuseRule(NamedTuple):
 
     Attributes:
       at_least: equations that the other one must have, to be worth a further call.
-      independent: whether the two must have no value in common.
+      independent: whether the two must have no value in common that floats are rounded with: arrays of integers and
+        keys may be.
     """
 
     at_least: int
@@ -59,10 +60,10 @@ class Division:
 
     @property
     def is_independent(self) -> bool:
-        """Whether the inner program has no value in common with what is around it."""
+        """Whether the inner program has no number in common with what is around it, and no floats."""
         inner = self.pieces[self.inner]
         others = {v for piece in self.pieces if piece is not inner for v in (*piece.reads, *piece.writes)}
-        return others.isdisjoint((*inner.reads, *inner.writes))
+        return not any(_is_rounded_with(v) for v in others.intersection((*inner.reads, *inner.writes)))
 
 
 def num_equations(jaxpr: compat.Jaxpr) -> int:
@@ -200,6 +201,14 @@ class Pattern:
         pieces = _pieces([before, [self.jaxpr.eqns[i] for i in sorted(inside)], after], self.jaxpr.outvars)
         pieces[1] = Subprogram(pieces[1].eqns, reads, tuple(writes))
         return Division(tuple(p for p in pieces if p.eqns), 1 if before else 0)
+
+
+def _is_rounded_with(v: compat.Var) -> bool:
+    """Whether floats may be computed of it: a number or floats, unlike a key or indices."""
+    dtype: Any = v.aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return equations.size(v.aval) == 1 or jax.dtypes.issubdtype(dtype, np.inexact)
 
 
 def _is_copied(eqn: compat.JaxprEqn) -> bool:

@@ -226,7 +226,9 @@ class _Calls:
         text = f"{instruction.name} in group {group}"
         frees = tuple(set(slots[2]) - set(slots[1]))
         act = self._programs.named[instruction.name]
-        return BoundInstruction(RUN, act, slots[0], slots[1], group, text, frees=frees, donates=slots[2])
+        constants = self._programs.constants.get(instruction.name, ())  # zeros have none
+        reads = (*(self._slots.of_constant(group, c) for c in constants), *slots[0])
+        return BoundInstruction(RUN, act, reads, slots[1], group, text, frees=frees, donates=slots[2])
 
     def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
         """A task, or a pair of tasks."""
