@@ -4,23 +4,23 @@ Operations are counted in the equations. What a layer holds follows from the arr
 with their gradients and their part of the optimizer's state, and the values that its backward reads of its forward.
 """
 
-import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.layouts import Layout, fit
+from mpmd.arrays.layouts import Layout
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import works
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.placed_body import PlacedBody, Span, place_in_units
 from mpmd.graphs import equations
-from mpmd.graphs.body import Node
-from mpmd.ops.reductions import explicit_sharding
+from mpmd.graphs.body import Body, Node
+from mpmd.graphs.sharded_axes import ShardedAxes
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler.optimize.units import Units
@@ -45,7 +45,7 @@ def unit_costs(
       layouts: of arguments of the step, where they are known.
     """
     placed = place_in_units(eqn, candidates)
-    sizes = _Sizes(trace, mesh, layouts)
+    sizes = _Sizes(trace, eqn, placed.body, mesh, layouts)
     forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)
     parameters = _Parameters(placed, sizes)
     held, shared = parameters.held()
@@ -78,36 +78,24 @@ def _seconds(placed: PlacedBody, machine: Machine, num_devices: int) -> list[tup
 class _Sizes:
     """Bytes on each device of a group."""
 
-    def __init__(self, trace: Trace, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]):
-        self.trace, self.mesh, self._layouts = trace, mesh, layouts
+    def __init__(
+        self, trace: Trace, eqn: compat.JaxprEqn, body: Body, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
+    ):
+        self.trace = trace
         self._root: dict[compat.Var, compat.Var] = {}
-        for eqn in trace.jaxpr.eqns:  # casts of parameters before the loop
-            read = equations.variables(eqn.invars)
-            if len(read) == 1 and len(eqn.outvars) == 1 and read[0].aval.shape == eqn.outvars[0].aval.shape:
-                self._root[eqn.outvars[0]] = self.root(read[0])
+        before = list(itertools.takewhile(lambda e: e is not eqn, trace.jaxpr.eqns))
+        for e in before:  # casts of parameters
+            read = equations.variables(e.invars)
+            if len(read) == 1 and len(e.outvars) == 1 and read[0].aval.shape == e.outvars[0].aval.shape:
+                self._root[e.outvars[0]] = self.root(read[0])
+        sharded = ShardedAxes(mesh.groups[0])
+        for v, (spec, _) in layouts.items():
+            sharded.say(v, spec)
+        self.nbytes = sharded.read([*before, *(node.eqn for node in body.nodes)]).nbytes
 
     def root(self, v: compat.Var) -> compat.Var:
         """The argument of the step that `v` is a cast of, or `v` itself."""
         return self._root.get(v, v)
-
-    def nbytes(self, v: compat.Var) -> float:
-        """Bytes of a value on each device, by its type on Explicit axes or by its argument's layout."""
-        whole = equations.nbytes(v.aval)
-        shape = getattr(v.aval, "shape", ())
-        if (sharding := explicit_sharding(v.aval)) is not None:
-            part = sharding.shard_shape(shape)
-        elif (layout := self._layouts.get(self.root(v))) is not None:
-            part = fit(layout, self.mesh.groups[0], shape).shard_shape(shape)
-        else:
-            return float(whole)
-        return whole * functools.reduce(
-            lambda a, pair: a * pair[0] / max(1, pair[1]), zip(part, shape, strict=True), 1.0
-        )
-
-    def data_share(self, operands: Iterable[compat.Var]) -> float:
-        """The part of a batch that each device has: what values made of it are taken to have too."""
-        shares = [self.nbytes(v) / equations.nbytes(v.aval) for v in operands if equations.nbytes(v.aval)]
-        return min(shares, default=1.0)
 
 
 class _Parameters:
@@ -208,7 +196,6 @@ class _Parameters:
 def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
     """Bytes that each unit keeps of a microbatch for its backward."""
     body = placed.body
-    share = sizes.data_share(_data(placed))
     found = [0.0] * placed.num_units
     kept: set[compat.Var] = set()
     for node in body.nodes:
@@ -217,7 +204,7 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
                 continue
             kept.add(v)
             span = placed.spans[source.place.stage]
-            nbytes = sizes.nbytes(v) if explicit_sharding(v.aval) is not None else equations.nbytes(v.aval) * share
+            nbytes = sizes.nbytes(v)
             is_stacked = span.scan is not None and source.eqn.outvars.index(v) >= compat.scan_sizes(source.eqn)[1]
             if is_stacked:
                 for unit in range(span.first, span.last + 1):
@@ -239,16 +226,9 @@ def _read(placed: PlacedBody, node: Node) -> Iterator[tuple[int, compat.Var, Nod
             yield i, v, source
 
 
-def _data(placed: PlacedBody) -> list[compat.Var]:
-    """The operands of which each microbatch takes its part."""
-    slices = [n for n in placed.body.nodes if n.per_microbatch and n.eqn.primitive.name == "dynamic_slice"]
-    return [v for n in slices for v in n.inputs[:1] if v in placed.body.operands]
-
-
 def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
     """Bytes that cross behind each unit in the forward pass, if a stage ends there."""
     body = placed.body
-    share = sizes.data_share(_data(placed))
     found = [0.0] * placed.num_units
     until: dict[compat.Var, int] = {}  # the last unit that reads a value of another span
     for node in body.nodes:
@@ -262,12 +242,11 @@ def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
             until[v] = max(until.get(v, 0), span.first if is_carried else span.last)
         if is_layers:
             carried = node.eqn.outvars[:num_carry]
-            nbytes = sum(equations.nbytes(v.aval) for v in carried) * share
             for unit in range(span.first, span.last):
-                found[unit] += nbytes
+                found[unit] += sum(map(sizes.nbytes, carried))
     for v, reader in until.items():
         source = body.source_in_loop(v)
         assert source is not None and source.place is not None
         for unit in range(placed.spans[source.place.stage].last, reader):
-            found[unit] += equations.nbytes(v.aval) * share
+            found[unit] += sizes.nbytes(v)
     return tuple(found)
