@@ -181,8 +181,8 @@ class _Outputs:
             for step in [*chain[:first], *(s for s in chain[first:] if s.commutes and commute)]:
                 v = self._append(place, step.apply, v)
             later = tuple(s for s in chain[first:] if not (s.commutes and commute))
-            if not later and parts and parts[-1].place == place and not parts[-1].steps:
-                parts[-1] = _Summand(self._append(place, operator.add, parts[-1].value, v), place, ())
+            if parts and parts[-1].place == place and parts[-1].steps == later:
+                parts[-1] = _Summand(self._append(place, operator.add, parts[-1].value, v), place, later)
             else:
                 parts.append(_Summand(v, place, later))
         return parts

@@ -98,7 +98,8 @@ class Pins:
         if self.state.intersection(operands):
             self.state.update(eqn.outvars)
         made = self.grown.intersection(operands)
-        if not runs_once(eqn) and (equations.grows(eqn) or (equations.is_view(eqn) and made)):
+        moves = self._after_loop or not runs_once(eqn)  # after a loop: a part of a gradient, a product of small factors
+        if moves and (equations.grows(eqn) or (equations.is_view(eqn) and made)):
             self.grown.update(eqn.outvars)
 
     def _stays(self, eqn: compat.JaxprEqn, pin: Groups | None) -> bool:

@@ -4,7 +4,7 @@ First by operands (`pins.py`), then by who wants the result. The rules are in `o
 """
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,9 +54,11 @@ def outline_step(
 def hold_loop_arguments(step: FlatStep) -> FlatStep:
     """An argument that loops read is where they read it: directly, or through equations that keep its size (casts).
 
-    What else is made of it runs there, and only results cross.
+    What else is made of it runs there, and only results cross. An argument of which heavy equations make smaller
+    values for several groups (a network that generates weights) is in one group.
     """
     wanted: dict[compat.Var, set[int]] = defaultdict(set)
+    made: dict[compat.Var, Counter[int]] = defaultdict(Counter)  # elements for each group
     after: set[compat.Var] = set()
     before: list[compat.JaxprEqn] = []
     for item in step.items:
@@ -74,9 +76,17 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
             groups = set(eqn.params["groups"])
         elif runs_once(eqn) and groups:
             groups = {min(groups)}  # it runs once, and its result is sent
+        size = sum(equations.size(o.aval) for o in eqn.outvars)
         for v in equations.variables(eqn.invars):
-            if equations.size(v.aval) < 2 * sum(equations.size(o.aval) for o in eqn.outvars):
+            if equations.size(v.aval) < 2 * size:
                 wanted[v] |= groups
+                made[v] += sum((made[o] for o in eqn.outvars), Counter())
+            elif runs_once(eqn):
+                made[v].update(dict.fromkeys(groups, size))
+    for v, groups in made.items():
+        home = min(groups, default=0)
+        if not wanted[v] and groups.total() - groups[home] < (len(groups) - 1) * equations.size(v.aval):
+            wanted[v].add(home)
     held = [
         frozenset(wanted[v]) if given is None and wanted[v] and equations.size(v.aval) > 1 else given
         for v, given in zip(step.invars, step.in_groups, strict=True)
@@ -206,7 +216,7 @@ def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, grown: bool) 
     if eqn.effects:
         return frozenset([min(pin & here or pin)])
     if here and not pin & here and grown:
-        return here
+        return frozenset([min(here)]) if runs_once(eqn) else here
     return pin & here or frozenset([min(pin)])
 
 

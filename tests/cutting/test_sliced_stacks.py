@@ -80,6 +80,15 @@ def generated(params):
     return up, up, params["down"]
 
 
+def generated_one_by_one(params):
+    up = [(z @ params["make"]).reshape(WIDTH, WIDTH) for z in params["z"]]
+    return up, up, params["down"]
+
+
+# A row of generated weights goes to each stage and its gradient back; so may 3 numbers that make it, and a scalar.
+ROWS_AND_BACK = 6 * 4 * (WIDTH * WIDTH + 4)
+
+
 def sends(compiled):
     """Bytes that cross once a step, and in each microbatch of four."""
     sent = [i.value for instructions in compiled.program.groups for i in instructions if isinstance(i, scheduler.Send)]
@@ -93,7 +102,9 @@ def sends(compiled):
     [
         (derived, AxisType.Auto, 2, scheduler.OneFOneB(4), 128),
         (derived, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), 128),
-        (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), 1 << 20),
+        (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        (generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
+        (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
     ],
 )
 def test_rows_of_what_is_made_of_whole_stacks_are_made_where_they_are_read(
