@@ -3,6 +3,7 @@
 import ast
 import collections
 import copy
+import functools
 import os
 import re
 import subprocess
@@ -95,12 +96,15 @@ def _within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
+@functools.cache
+def _names(text: str, package: str) -> frozenset[str]:
+    tree = ast.parse(text)
+    return frozenset(_imported(tree, package)) | {_dotted(x) for x in ast.walk(tree) if isinstance(x, ast.Attribute)}
+
+
 def _reached(text: str, package: str, forbidden: tuple[str, ...]) -> list[str]:
     """The forbidden names that a text imports, or reaches as attributes: `jax._src` needs just `import jax`."""
-    tree = ast.parse(text)
-    names = set(_imported(tree, package))
-    names |= {_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return sorted(name for name in names if any(_within(name, prefix) for prefix in forbidden))
+    return sorted(name for name in _names(text, package) if any(_within(name, prefix) for prefix in forbidden))
 
 
 def _violations(source: Path, forbidden: tuple[str, ...]) -> list[str]:

@@ -9,9 +9,21 @@ import pytest
 
 from mpmd.job import exits
 
-PROGRAM = """
-import atexit, sys, threading
+# Importing takes a second: one process imports, and a fork of it for each of `ENDS` runs the program.
+IMPORTED = """
+import atexit, os, sys, threading
 from mpmd.job import exits
+folder, *ends = sys.argv[1:]
+for number, end in enumerate(ends):
+    if os.fork() == 0:
+        for name, fd in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_CREAT | os.O_WRONLY), fd)
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+else:
+    os._exit(0)
+"""
+PROGRAM = """
 exits.note_exits()
 atexit.register(lambda: print(exits.exit_status()))
 try:
@@ -21,25 +33,35 @@ except SystemExit as e:
 thread = threading.Thread(target=lambda: sys.exit(8))
 thread.start()
 thread.join()
+exec(end)
 """
+# The last line of a program: its status, the status that is noted, and how what it writes to stderr begins.
+ENDS = {
+    "": (0, 0, ""),
+    "sys.exit()": (0, 0, ""),
+    "sys.exit(3)": (3, 3, ""),
+    "sys.exit(-1)": (255, 255, ""),
+    "sys.exit('no data')": (1, 1, "no data\n"),
+    "sys.exit((1, 2))": (1, 1, "(1, 2)\n"),
+    "import argparse; argparse.ArgumentParser(usage='u').parse_args(['x'])": (2, 2, "usage: u\n-c: error: "),
+}
 
 
-@pytest.mark.parametrize(
-    ("last", "status", "noted", "err"),
-    [
-        ("", 0, 0, ""),
-        ("sys.exit()", 0, 0, ""),
-        ("sys.exit(3)", 3, 3, ""),
-        ("sys.exit(-1)", 255, 255, ""),
-        ("sys.exit('no data')", 1, 1, "no data\n"),
-        ("sys.exit((1, 2))", 1, 1, "(1, 2)\n"),
-        ("import argparse; argparse.ArgumentParser(usage='u').parse_args(['x'])", 2, 2, "usage: u\n-c: error: "),
-    ],
-)
-def test_the_status_that_ends_the_program_is_known_at_its_end(last, status, noted, err):
-    done = subprocess.run([sys.executable, "-c", PROGRAM + last], text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout) == (status, f"{noted}\n")
-    assert done.stderr.startswith(err) and bool(done.stderr) == bool(err)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """For each of `ENDS`, the status and what was written to stdout and to stderr."""
+    folder = tmp_path_factory.mktemp("ended")
+    command = [sys.executable, "-c", IMPORTED + PROGRAM, str(folder), *ENDS]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=True)
+    written = [[(folder / f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(ENDS))]
+    return dict(zip(ENDS, [(int(s), *w) for s, w in zip(done.stdout.split(), written, strict=True)], strict=True))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_status_that_ends_the_program_is_known_at_its_end(end, ended):
+    (status, noted, begins), (found, out, err) = ENDS[end], ended[end]
+    assert (found, out) == (status, f"{noted}\n")
+    assert err.startswith(begins) and bool(err) == bool(begins)
 
 
 def test_stacks_of_threads_that_run_can_be_taken_again_and_again():

@@ -128,7 +128,7 @@ def test_options_that_do_not_fit_are_refused_with_what_to_change(options, fault,
 
 def test_the_script_trains_and_agrees_with_plain_jit(tmp_path):
     plot = tmp_path / "loss.svg"
-    run = run_example("--check-against-jit", "--plot", str(plot))
+    run = run_example("--layers", "4", "--check-against-jit", "--plot", str(plot))
     assert run.returncode == 0, run.stderr
     assert "in 4 stages on 4 groups of 1 cpu device(s); 1f1b, 4 microbatches" in run.stderr
     assert "step 6/6" in run.stderr
