@@ -12,7 +12,7 @@ try:
     from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
     from orbax.checkpoint._src.multihost import multihost
-    from orbax.checkpoint._src.serialization import jax_array_handlers, replica_slices, tensorstore_utils
+    from orbax.checkpoint._src.serialization import jax_array_handlers, replica_slices
     from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
     from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
 except ImportError as error:
@@ -45,5 +45,4 @@ __all__ = [
     "multihost",
     "optional",
     "replica_slices",
-    "tensorstore_utils",
 ]

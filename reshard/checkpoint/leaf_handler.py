@@ -33,16 +33,16 @@ from reshard._orbax_compat import (
     jax_array_handlers,
     optional,
     replica_slices,
-    tensorstore_utils,
 )
 from reshard.checkpoint import orbax_calls
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.failures import known_failure
-from reshard.checkpoint.reading import key_dtype, read_array
+from reshard.checkpoint.reading import read_requests
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
-from reshard.storage.arrays import ByteLimit, ZarrArray
+from reshard.storage.arrays import Reads
+from reshard.storage.paths import Key
 from scheduler.base.texts import type_text
 
 
@@ -127,49 +127,36 @@ class MpmdLeaves(ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        requests = {
-            i: _request(info.name, arg)
-            for i, (info, arg) in enumerate(zip(infos, args, strict=True))
-            if isinstance(getattr(arg, "sharding", None), MpmdSharding)
-        }
-        theirs = [i for i in range(len(args)) if i not in requests]
+        ours = [i for i, arg in enumerate(args) if isinstance(getattr(arg, "sharding", None), MpmdSharding)]
+        theirs = [i for i in range(len(args)) if i not in set(ours)]
         results: dict[int, Any] = {}
         if theirs:
             found = await super().deserialize([infos[i] for i in theirs], [args[i] for i in theirs])
             results = dict(zip(theirs, found, strict=True))
-        if requests:
-            folder = infos[0].parent_dir
-            extras, sums = await asyncio.gather(asyncio.to_thread(stored.extras, folder), checksums.read(folder))
-            limit = ByteLimit(getattr(infos[0].byte_limiter, "max_bytes", None))
-            reads = [
-                self._read(infos[i], request, extras.get(request.name), sums.get(request.name, ()), limit)
-                for i, request in requests.items()
-            ]
-            results |= zip(requests, await stored.all_of(reads), strict=True)
+        if ours:
+            found = await self._read([infos[i] for i in ours], [args[i] for i in ours])
+            results |= zip(ours, found, strict=True)
         return [results[i] for i in range(len(args))]
 
-    async def _read(
-        self, info: Any, request: Request, extra: str | None, sums: Sequence[tuple[Box, int]], limit: ByteLimit
-    ) -> Any:
-        await info.await_path_creation()
-
-        async def opened() -> ZarrArray:
-            spec = tensorstore_utils.build_array_read_spec(
-                info,
-                use_ocdbt=info.is_ocdbt_checkpoint,
-                metadata_key=self._metadata_key,
-                raise_array_data_missing_error=info.raise_array_data_missing_error,
-            ).json
-            try:
-                return ZarrArray(await ts.open(ts.Spec(spec), open=True, context=info.ts_context))
-            except ValueError as error:
-                raise ReshardError(
-                    f"{where}: the checkpoint is damaged, this array cannot be opened: {stored.said(error)}"
-                ) from error
-
-        where = f"{info.parent_dir / info.name}"
-        (value,) = await read_array(opened, where, [request], key_dtype(extra), sums, limit)
-        return value
+    async def _read(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        info = infos[0]
+        await asyncio.gather(*(info.await_path_creation() for info in infos))
+        extras = await asyncio.to_thread(stored.extras, info.parent_dir)
+        here = stored.Checkpoint(
+            info.parent_dir,
+            item=None,
+            step=None,
+            ocdbt=bool(info.is_ocdbt_checkpoint),
+            zarr3=bool(info.use_zarr3),
+            fill_missing=not info.raise_array_data_missing_error,
+            leaves=(),
+            metadata_key=self._metadata_key,
+        )
+        wanted = [
+            (stored.Leaf((Key(info.name),), "jax.Array", extra=extras.get(info.name)), _request(info.name, arg))
+            for info, arg in zip(infos, args, strict=True)
+        ]
+        return await read_requests(here, wanted, Reads(), getattr(info.byte_limiter, "max_bytes", None))
 
 
 def _request(name: str, arg: Any) -> Request:

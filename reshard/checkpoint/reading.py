@@ -27,13 +27,25 @@ _INDEX_NBYTES = 100 << 20
 def read_parts(
     checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int
 ) -> list[Any]:
+    """As `read_requests`, from outside of an event loop, whatever the error is."""
+    try:
+        return event_loops.run(read_requests(checkpoint, wanted, reads, in_flight_nbytes))
+    except ReshardError:
+        raise
+    except Exception as error:  # whatever a damaged file makes its reader raise
+        raise ReshardError(f"the checkpoint at {checkpoint.folder} cannot be read: {stored.said(error)}") from error
+
+
+async def read_requests(
+    checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int | None
+) -> list[Any]:
     """Reads parts of stored arrays.
 
     Args:
         checkpoint: what has them.
-        wanted: requests, each with its leaf.
+        wanted: requests, each with its leaf. Of a leaf whose dtype is not known, the shape is not known either.
         reads: counts what is read.
-        in_flight_nbytes: how much is read at a time.
+        in_flight_nbytes: how much is read at a time; None is no limit.
 
     Returns:
         What is read for each request; the text of a leaf that is text.
@@ -44,28 +56,18 @@ def read_parts(
     by_leaf: dict[Leaf, list[int]] = {}
     for i, (leaf, _) in enumerate(wanted):
         by_leaf.setdefault(leaf, []).append(i)
+    sums = await checksums.read(checkpoint.folder)
+    context, limit = stored.reading_context(0, _INDEX_NBYTES), ByteLimit(in_flight_nbytes)
 
-    async def read() -> list[list[Any]]:
-        sums = await checksums.read(checkpoint.folder)
-        context, limit = stored.reading_context(0, _INDEX_NBYTES), ByteLimit(in_flight_nbytes)
+    async def values_of(leaf: Leaf, asked: Sequence[int]) -> list[Any]:
+        if not leaf.is_array:
+            return [checkpoint.text(leaf.path)] * len(asked)
+        opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
+        requests, known = [wanted[i][1] for i in asked], sums.get(dotted(leaf.path), ())
+        where = f"{checkpoint.folder / dotted(leaf.path)}"
+        return await _read_leaf(leaf, opened, where, requests, known, limit, reads.expect)
 
-        async def values_of(leaf: Leaf, asked: Sequence[int]) -> list[Any]:
-            if not leaf.is_array:
-                return [checkpoint.text(leaf.path)] * len(asked)
-            name, keys = dotted(leaf.path), key_dtype(leaf.extra)
-            opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
-            requests = [wanted[i][1].completed(leaf.shape, leaf.dtype, keys) for i in asked]
-            where, known = f"{checkpoint.folder / name}", sums.get(name, ())
-            return await read_array(opened, where, requests, keys, known, limit, reads.expect)
-
-        return await stored.all_of([values_of(leaf, asked) for leaf, asked in by_leaf.items()])
-
-    try:
-        found = event_loops.run(read())
-    except ReshardError:
-        raise
-    except Exception as error:  # whatever a damaged file makes its reader raise
-        raise ReshardError(f"the checkpoint at {checkpoint.folder} cannot be read: {stored.said(error)}") from error
+    found = await stored.all_of([values_of(leaf, asked) for leaf, asked in by_leaf.items()])
     values = dict(zip(itertools.chain(*by_leaf.values()), itertools.chain(*found), strict=True))
     return [values[i] for i in range(len(wanted))]
 
@@ -79,31 +81,31 @@ def key_dtype(extra: str | None) -> Any:
         raise ReshardError(f"the checkpoint has typed keys of the implementation {impl!r}, unknown to JAX.") from None
 
 
-async def read_array(
+async def _read_leaf(
+    leaf: Leaf,
     open_array: Callable[[], Awaitable[StoredArray]],
     where: str,
     requests: Sequence[Request],
-    keys: Any,
     sums: Sequence[tuple[Box, int]],
     limit: ByteLimit,
-    expect: Callable[[int], None] = lambda nbytes: None,
+    expect: Callable[[int], None],
 ) -> list[Any]:
     """Reads the parts of one stored array that this process's devices want.
 
     Args:
+        leaf: the array.
         open_array: opens it; not called if this process wants nothing of it, and at most once.
         where: its path, for messages about what is stored.
         requests: the parts, and where each goes.
-        keys: the dtype of the typed keys whose data it is; None for other arrays.
         sums: the checksums of its boxes.
         limit: bounds the bytes of reads in flight.
         expect: told how many bytes will be read, as soon as this is known.
     """
-    array = None
-    if any(request.shape is None or request.dtype is None for request in requests):
+    keys, array, shape, dtype = key_dtype(leaf.extra), None, leaf.shape, leaf.dtype
+    if dtype is None and any(request.shape is None or request.dtype is None for request in requests):
         array = await open_array()
-        requests = [request.completed(array.shape, array.dtype, keys) for request in requests]
-    targets = [LocalRequest(request, keys) for request in requests]
+        shape, dtype = array.shape, array.dtype
+    targets = [LocalRequest(request.completed(shape, dtype, keys), keys) for request in requests]
     if not any(target.boxes for target in targets):
         return [target.finish() for target in targets]
     array = array or await open_array()

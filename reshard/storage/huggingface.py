@@ -124,7 +124,7 @@ def open_folder(path: File) -> TensorFolder:
             tensors[where] = file, tensor
             leaves.append(_leaf(where, tensor, name))
     leaves.sort(key=lambda leaf: natural(leaf.path))
-    return TensorFolder(path, None, None, False, False, False, tuple(leaves), (), tensors)
+    return TensorFolder(path, None, None, False, False, False, tuple(leaves), tensors=tensors)
 
 
 def missing_weights(folder: File) -> str | None:

@@ -112,6 +112,7 @@ class Checkpoint:
     fill_missing: bool
     leaves: tuple[Leaf, ...]
     other_items: tuple[str, ...] = ()
+    metadata_key: str | None = None  # the name of the arrays' headers, where it is not zarr's own
 
     @property
     def format(self) -> str:
@@ -142,7 +143,8 @@ class Checkpoint:
             store: Any = {"driver": "ocdbt", "base": root, "path": name, "cache_pool": "cache_pool#index"}
         else:
             store = root + quote(name)
-        return {
+        named = {} if self.metadata_key is None else {"metadata_key": self.metadata_key}
+        return named | {
             "driver": "zarr3" if self.zarr3 else "zarr",
             "kvstore": store,
             "fill_missing_data_reads": self.fill_missing,
