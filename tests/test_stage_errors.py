@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from programs.program import Tools, assert_same, host, pipelined, plain_loop
 
 import mpmd
 import scheduler
+from mpmd.ops.microbatches import doubt_of
 
 MARK_ONLY = Tools(mark=mpmd.mark_stage_end, reduce=None, reduce_i=None)
 
@@ -603,3 +605,51 @@ def test_a_leaf_that_is_no_array_is_refused_by_its_path():
     with pytest.raises(TypeError, match=r"mpmd.jit: params\['name'\] is of type str, 'mlp', not an array") as caught:
         step({"w": jnp.ones(2), "name": "mlp"}, jnp.ones(2))
     assert "static_argnames" in str(caught.value)
+
+
+INT, FLOAT, NO = np.int32, np.float32, ()
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "is_row"),
+    [
+        ({"x": ((16,), FLOAT), "y": (NO, INT)}, True),
+        ({"x": ((16,), FLOAT), "y": (NO, FLOAT)}, True),
+        ({"x": ((16,), FLOAT), "z": ((3,), FLOAT), "y": (NO, FLOAT)}, True),
+        ({"image": ((8, 8, 3), FLOAT), "label": (NO, INT)}, True),
+        ({"tokens": ((16,), INT), "mask": ((16,), FLOAT), "label": (NO, INT)}, True),
+        ({"x": ((16,), FLOAT)}, False),
+        ({"step": (NO, INT)}, False),
+        ({"x": ((16,), FLOAT), "y": ((3,), FLOAT)}, False),
+        ({"tokens": ((8, 16), INT), "scale": (NO, FLOAT)}, False),
+        ({"tokens": ((8, 1), INT), "cache": ((8, 16, 4), FLOAT), "length": (NO, INT)}, False),
+        ({"x": ((8,), FLOAT), "y": ((8,), FLOAT), "weight": (NO, FLOAT)}, False),
+        ({"x": ((8,), FLOAT), "raw_key": ((2,), np.uint32), "key": (NO, jax.random.key(0).dtype)}, False),
+    ],
+)
+def test_a_scalar_beside_arrays_is_a_label_unless_it_may_be_the_weight_or_key_of_a_microbatch(microbatch, is_row):
+    assert (doubt_of(list(microbatch), list(microbatch.values())) is not None) == is_row
+
+
+@pytest.mark.parametrize(("rows", "numbers", "is_told"), [(32, np, True), (32, jnp, False), (4, np, False)])
+def test_rows_that_are_taken_for_microbatches_are_told_at_the_users_line(rows, numbers, is_told):
+    """Not where a pipeline needs as many, or where the step numbers them."""
+
+    def step(w, batch):
+        def loss(row):
+            return jnp.sum((mpmd.mark_stage_end(row["x"] @ w) - row["y"]) ** 2)
+
+        return mpmd.treduce(loss, {"x": batch, "y": numbers.arange(rows)}, schedule="gpipe")  # here
+
+    batch = jnp.ones((rows, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered = mpmd.jit(step, mpmd_mesh=shared_device(2)).lower(jnp.ones((8, 4)), batch)
+    lowered.compile()
+    text = (
+        f"treduce at {_here(step)} ({step.__qualname__}): each of the 32 microbatches is xs['x'] float32[8], xs['y']"
+        " int32[], without an axis of rows that they share. So each row of the batch may have become a microbatch:"
+        " reshape the batch to (microbatches, rows, ...)."
+    )
+    assert [_without_columns(str(w.message)) for w in caught] == [text] * is_told
+    assert all(w.filename == __file__ for w in caught)

@@ -4,6 +4,7 @@ What comes after sees stage ends only, as if the user had written `mark_stage_en
 """
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +19,13 @@ from mpmd.cutting.choose import choose, one_cut
 from mpmd.cutting.scan_residuals import keep_less
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
+from mpmd.graphs.equations import variables
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.ops.treduce import LoopInfo, treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.trace import Trace
+from mpmd.users_frame import users_frame
 from scheduler import Schedule
 from scheduler.optimize.cuts import Cut
 from scheduler.schedules import catalogue
@@ -41,6 +44,8 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
     """
     layouts = {v: layout for v, layout in zip(trace.arguments, in_layouts, strict=True) if layout}
     trace = trace.with_loops(lambda eqn: _with_schedule(eqn, mesh.num_groups))
+    if jax.process_index() == 0:
+        _warn_of_rows(trace)
     chosen = iter(_chosen_cuts(trace, mesh, layouts))
     return trace.with_loops(lambda eqn: _cut_loop(eqn, *next(chosen)))
 
@@ -66,6 +71,26 @@ def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
     return eqn.replace(params={**eqn.params, "info": dataclasses.replace(eqn.params["info"], schedule=schedule)})
+
+
+def _warn_of_rows(trace: Trace) -> None:
+    """Says where each row of a batch seems to have become a microbatch: there are many, for so few stages.
+
+    Who gives each microbatch its number knows what they are.
+    """
+    numbers = {v for eqn in trace.jaxpr.eqns if eqn.primitive.name == "iota" for v in eqn.outvars}
+    for eqn in trace.jaxpr.eqns:
+        info: LoopInfo | None = eqn.params["info"] if eqn.primitive is treduce_p else None
+        if info is None or info.doubt is None or info.num_microbatches <= 2 * info.schedule.num_stages:
+            continue
+        if any(v in numbers and v.aval.shape == (info.num_microbatches,) for v in variables(eqn.invars)):
+            continue
+        warnings.warn(
+            f"treduce at {compat.source_line(eqn)}: each of the {info.num_microbatches} microbatches is {info.doubt},"
+            " without an axis of rows that they share. So each row of the batch may have become a microbatch:"
+            " reshape the batch to (microbatches, rows, ...).",
+            stacklevel=users_frame(),
+        )
 
 
 def _chosen_cuts(

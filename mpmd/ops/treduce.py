@@ -16,16 +16,9 @@ from jax import lax
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
-from mpmd.arrays.specs import trimmed
 from mpmd.errors import StageError
-from mpmd.ops.reductions import (
-    Add,
-    Operation,
-    broadcast_operation,
-    check_operations,
-    explicit_sharding,
-    result_types,
-)
+from mpmd.ops.microbatches import check_microbatch_axis, doubt_of, may_be_of_shapes, what_fun_sees
+from mpmd.ops.reductions import Add, Operation, broadcast_operation, check_operations, result_types
 from mpmd.ops.stage_end import mark_p, without
 from scheduler import Schedule
 from scheduler.optimize.cuts import Cut
@@ -42,6 +35,7 @@ class LoopInfo:
     Attributes:
       cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
       choice: what the chosen cuts and others cost; None where nothing was chosen.
+      doubt: what a microbatch looks like, if its rows may have been taken for microbatches.
     """
 
     schedule: Any
@@ -49,6 +43,7 @@ class LoopInfo:
     operations: tuple[Operation, ...]
     cuts: tuple[int, ...] | None = None
     choice: Cut | None = dataclasses.field(default=None, compare=False)
+    doubt: str | None = dataclasses.field(default=None, compare=False)
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))
@@ -103,18 +98,19 @@ def treduce(
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(xs)
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
     names = ["xs" + jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
-    num_microbatches = _check_microbatch_axis(names, leaves, axis)
+    num_microbatches = check_microbatch_axis(names, leaves, axis)
 
     def take(index):
         sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
         try:
             return fun(jax.tree.unflatten(treedef, sliced))
         except Exception as error:
-            if _may_be_of_shapes(error):
-                error.add_note(_what_fun_sees(names, leaves, sliced, axis))
+            if may_be_of_shapes(error):
+                error.add_note(what_fun_sees(names, leaves, sliced, axis))
             raise
 
-    return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce")
+    doubt = doubt_of(names, [(x.shape[: axis % x.ndim] + x.shape[axis % x.ndim + 1 :], x.dtype) for x in leaves])
+    return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce", doubt)
 
 
 @compat.api_boundary
@@ -140,68 +136,13 @@ def treduce_i(
     return _treduce(fun, int(n), schedule, operation, cuts, "treduce_i")
 
 
-def _check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int:
-    if not leaves:
-        raise StageError("treduce: xs holds no array. To loop without data use treduce_i(fun, n, ...).")
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise StageError(f"treduce: axis is {axis!r}. Pass one int: the microbatch axis of every leaf of xs.")
-    flat = [n for n, x in zip(names, leaves, strict=True) if not -x.ndim <= axis < x.ndim]
-    if flat:
-        shapes = dict(zip(names, (x.shape for x in leaves), strict=True))
-        faults = "\n".join(f"  {n} has shape {shapes[n]}" for n in flat[:8])
-        faults += f"\n  … and {len(flat) - 8} more" if len(flat) > 8 else ""
-        raise StageError(
-            f"treduce: these leaves of xs have no axis {axis}:\n{faults}\n"
-            "  Every leaf needs a microbatch axis; close over values that microbatches share."
-        )
-    sizes = [x.shape[axis] for x in leaves]
-    for name, size in zip(names, sizes, strict=True):
-        if size != sizes[0]:
-            raise StageError(f"treduce: {names[0]} has {sizes[0]} rows on axis {axis} but {name} has {size}.\n"
-                             f"  All leaves of xs need the same number of microbatches on axis {axis}.")  # fmt: skip
-    if sizes[0] == 0:
-        raise StageError(f"treduce: {names[0]} has 0 rows on axis {axis}. At least one microbatch is needed.")
-    for name, x in zip(names, leaves, strict=True):
-        _check_microbatches_are_whole(name, jax.typeof(x), axis % x.ndim)
-    return sizes[0]
-
-
-def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
-    """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
-    sharding = explicit_sharding(aval)
-    entry = None if sharding is None else sharding.spec[axis]
-    if sharding is None or aval.shape[axis] == sharding.shard_shape(aval.shape)[axis]:
-        return
-    size = aval.shape[axis] // sharding.shard_shape(aval.shape)[axis]
-    spec = [None if a == axis else e for a, e in enumerate(sharding.spec.partitions)]
-    free = (a for a, e in enumerate(spec) if a != axis and e is None and aval.shape[a] % size == 0)
-    if (rows := next(free, None)) is not None:
-        spec[rows] = entry
-    wanted = f"P({', '.join(map(repr, trimmed(spec)))})"
-    raise StageError(
-        f"treduce: {name} is {aval.str_short(short_dtypes=True)}, sharded over {entry!r} on axis {axis}, its microbatch"
-        f" axis.\n  Every device needs its rows of each microbatch: jax.reshard(x, {wanted}) before treduce, or"
-        f" in_shardings={wanted} where it is an argument of the step."
-    )
-
-
-def _may_be_of_shapes(error: Exception) -> bool:
-    """Whether a batch that was not divided into microbatches may have caused it; Flax has classes of its own."""
-    kinds = TypeError, ValueError, IndexError, AssertionError
-    return (isinstance(error, kinds) and not isinstance(error, StageError)) or "Shape" in type(error).__name__
-
-
-def _what_fun_sees(names: Sequence[str], leaves: Sequence[Any], sliced: Sequence[Any], axis: int) -> str:
-    seen = [f"  {n} has shape {x.shape}: fun sees {y.shape}" for n, x, y in zip(names, leaves, sliced, strict=True)]
-    more = [f"  … and {len(seen) - 4} more"] if len(seen) > 4 else []
-    return "\n".join((f"treduce: axis {axis} of xs is the microbatch axis, which fun does not see.", *seen[:4], *more))
-
-
 def _slice(x: Any, index: Any, axis: int) -> jax.Array:
     return lax.squeeze(lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False), (axis,))
 
 
-def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: Any, cuts: Any, name: str) -> Any:
+def _treduce(
+    take: Callable, num_microbatches: int, schedule: Any, operation: Any, cuts: Any, name: str, doubt: str | None = None
+) -> Any:
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
     if schedule is not None:
         _check_schedule(schedule, name)
@@ -225,7 +166,7 @@ def _treduce(take: Callable, num_microbatches: int, schedule: Any, operation: An
     check_operations(operations, body.out_avals, name)
     jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
     closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
-    info = LoopInfo(schedule, num_microbatches, operations, cuts)
+    info = LoopInfo(schedule, num_microbatches, operations, cuts, doubt=doubt)
     reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=info)
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
