@@ -13,11 +13,12 @@ from launching import command, until
 PORT = 2222
 
 
-def missing() -> str | None:
+def missing(*, with_ssh: bool = True) -> str | None:
     """Why two hosts cannot be had here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    programs = [p for p in ("ip", "/usr/sbin/sshd", "ssh", "ssh-keygen", "unshare") if shutil.which(p) is None]
+    needed = ("ip", "unshare", *(("/usr/sbin/sshd", "ssh", "ssh-keygen") if with_ssh else ()))
+    programs = [p for p in needed if shutil.which(p) is None]
     if programs:
         return f"not installed: {', '.join(programs)} (Debian: iproute2 openssh-server openssh-client util-linux)"
     probe = subprocess.run(["ip", "netns", "add", name := f"mpmd-probe-{os.getpid()}"], capture_output=True, text=True)
@@ -53,9 +54,10 @@ class Host:
 
 
 class Hosts:
-    """`here`, where the launcher runs, and `there`; both with sshd."""
+    """`here`, where the launcher runs, and `there`; both with sshd, unless nobody needs it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, with_ssh: bool = True):
+        self._with_ssh = with_ssh
         number = os.getpid() % 250
         names = [f"mpmd-{os.getpid()}-{side}" for side in "ab"]
         self.here = Host("hosta", names[0], f"10.{200 + number % 50}.{number}.1")
@@ -86,7 +88,8 @@ class Hosts:
         for host, end in zip(self.both, ends, strict=True):
             self._do("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", end)
             self._do("ip", "-n", host.namespace, "link", "set", end, "up")
-        self._start_sshds()
+        if self._with_ssh:
+            self._start_sshds()
 
     def _start_sshds(self) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)
@@ -129,9 +132,9 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
+def two_hosts(folder: Path, *, with_ssh: bool = True) -> Iterator[Hosts]:
     """Two hosts, gone at the end."""
-    hosts = Hosts(folder)
+    hosts = Hosts(folder, with_ssh)
     try:
         hosts.start()
         yield hosts

@@ -1,6 +1,7 @@
 """The launcher on one machine: what the ranks get, how their output comes, and how the job ends."""
 
 import collections
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+from hosts import missing, two_hosts
 from launching import PATIENCE_S, PYTHON, ROOT, alive, clean_environment, launch, python, run, shell, torn, until
 
 SAY_VARIABLES = (
@@ -511,17 +513,16 @@ def test_jax_runs_on_two_processes_with_two_devices_each():
 
 
 # A sum over two processes, and the addresses at which this one listens.
-LISTENERS = """
-import os, pathlib
+LISTENERS = f"""
+import json, os, sys
 import jax, mpmd
 mpmd.initialize()
 from jax.experimental.multihost_utils import process_allgather
 mpmd.job.joining.current().wire
-print("sum", int(process_allgather(jax.process_index() + 1).sum()))
-own = {os.readlink(f)[8:-1] for f in pathlib.Path("/proc/self/fd").iterdir() if f.is_socket()}
-rows = [r.split() for n in ("tcp", "tcp6") for r in pathlib.Path(f"/proc/net/{n}").read_text().splitlines()[1:]]
-ours = [r[1].split(":")[0] for r in rows if r[3] == "0A" and r[9] in own]
-print("listens", len(ours), *set(ours))
+sys.path.append({str(ROOT / "tests")!r})
+from ports import listening
+assert int(process_allgather(jax.process_index() + 1).sum()) == 3
+print("listens", json.dumps(listening(os.getpid())))
 """
 
 
@@ -530,10 +531,31 @@ def test_all_ports_of_a_job_on_one_machine_are_on_loopback_whatever_its_name_is(
     elsewhere = ("unshare", "--mount", "bash", "-c", f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"', "-")
     status, job = run("-n", 2, "--cpu-devices", 1, *python(LISTENERS), prefix=elsewhere)
     assert status == 0, job.err
-    assert job.out.count("sum 3") == 2
-    for number, addresses in re.findall(r"listens (\d+) (.*)", job.out):
-        assert int(number) >= 2
-        assert set(addresses.split()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    found = [json.loads(text) for text in re.findall(r"listens (.*)", job.out)]
+    assert [set(ports.values()) for ports in found] == [{"127.0.0.1"}, {"127.0.0.1"}]
+    assert min(map(len, found)) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((reason := missing(with_ssh=False)) is not None, reason=reason or "")
+def test_ports_of_a_job_on_two_hosts_are_on_the_interface_between_them_but_for_the_coordinators(tmp_path):
+    with two_hosts(tmp_path, with_ssh=False) as hosts:
+        job = {"MPMD_COORDINATOR": "hosta:5000", "MPMD_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, *python(LISTENERS)[1:]], env=clean_environment() | job | {"MPMD_PROCESS_ID": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank, host in enumerate(hosts.both)
+        ]  # fmt: skip
+        for host, rank in zip(hosts.both, ranks, strict=True):
+            out, err = rank.communicate(timeout=120)
+            assert rank.returncode == 0, err[-3000:]
+            found = json.loads(out.rpartition("listens ")[2])
+            if host is hosts.here:
+                assert found.pop("5000") == "::"
+            assert set(found.values()) == {host.address}
+            assert len(found) >= 5  # with that at which the kernel answers for the process
 
 
 # On PYTHONPATH, it makes an installed package impossible to import.
