@@ -4,7 +4,7 @@ Most of them are the walk of `mpmd/report/memory.py` once more, with other sizes
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
@@ -50,19 +50,10 @@ def savings(
     def halved(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
         return nbytes // (1 if value.microbatch is None else 2), is_in_host
 
-    kept, again = _recomputed(programs, program, sizes, group)
-
-    def recomputed(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
-        return (nbytes if value.microbatch is None else kept.get(value.name, nbytes)), is_in_host
-
-    def with_recomputation(instruction: Run | Call) -> int:
-        stages = [t.stage for t in instruction.tasks if t.kind != "F"] if isinstance(instruction, Run) else []
-        return temporaries(instruction) + max((again[s] for s in stages), default=0)
-
     held = sum(memory[kind] for kind in ("parameters", "state", "gradients"))
     found = [
         Saving("jax.checkpoint around each stage, which runs its forward pass once more",
-               memory["peak"] - peak(recomputed, with_recomputation)),
+               memory["peak"] - recomputed_peak(programs.outline.loops, program, sizes, group, temporaries)),
         Saving("the optimizer's state in host memory, but for what its update reads", memory["peak"] - peak(offloaded)),
         Saving("twice as many stages and groups (parameters, state and gradients halved)", held // 2),
         Saving("microbatches of half as many rows, and twice as many of them",
@@ -88,31 +79,47 @@ class _Changed(Sizes):
         return self._sizes.kind(value)
 
 
-def _recomputed(
-    programs: StepPrograms, program: Program, sizes: Sizes, group: int
-) -> tuple[dict[str, int], dict[int, int]]:
-    """What remains of residuals if a backward task computes them again from what the stage received.
+def recomputed_peak(
+    loops: Iterable[Loop],
+    program: Program,
+    sizes: Sizes,
+    group: int,
+    temporaries: Callable[[Run | Call], int],
+    stages: Collection[int] | None = None,
+) -> int:
+    """The bytes that a group needs if backward tasks compute residuals again from what their stage received.
 
-    Returns:
-      By name of a residual the bytes that remain: those of the stage's input for one of them, none for the others. And
-      by stage, the bytes of all residuals, which then are temporaries of the backward task.
+    In place of the residuals, the stage's input is kept; a backward task has all residuals as temporaries.
+
+    Args:
+      temporaries: of an instruction, as it is now.
+      stages: those that recompute; None for all of the group.
     """
     received = {i.value.name for i in program.groups[group] if isinstance(i, Recv)}
     remaining: dict[str, int] = {}
-    all_of_it: dict[int, int] = defaultdict(int)
-    for loop in (p.loop for p in programs.loops):
-        for stage in (s for s, g in enumerate(loop.schedule.placement) if g == group):
-            residuals, inputs = ([edge_name(loop, v) for v in vs] for vs in residuals_of(loop, stage))
+    again: dict[int, int] = defaultdict(int)
+    for loop in loops:
+        for stage, own in enumerate(loop.schedule.placement):
+            if own != group or (stages is not None and stage not in stages):
+                continue
+            residuals, inputs = ([edge_name(loop, v) for v in vs] for vs in _residuals(loop, stage))
             nbytes = sum(sizes.nbytes_of(name, group)[0] for name in residuals)
             of_input = sum(sizes.nbytes_of(name, group)[0] for name in inputs if name in received)  # not kept yet
             if of_input < nbytes:
-                remaining.update(dict.fromkeys(residuals, 0))
-                remaining[residuals[0]] = of_input
-                all_of_it[stage] += nbytes
-    return remaining, all_of_it
+                remaining |= dict.fromkeys(residuals, 0) | {residuals[0]: of_input}
+                again[stage] += nbytes
+
+    def recomputed(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
+        return (nbytes if value.microbatch is None else remaining.get(value.name, nbytes)), is_in_host
+
+    def with_recomputation(instruction: Run | Call) -> int:
+        backward = [t.stage for t in instruction.tasks if t.kind != "F"] if isinstance(instruction, Run) else []
+        return temporaries(instruction) + max((again[s] for s in backward if s in again), default=0)
+
+    return peaks(program, group, _Changed(sizes, recomputed), with_recomputation)["peak"]
 
 
-def residuals_of(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
+def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
     """What the forward of a stage makes for its own backward alone, and what it reads that its backward does not."""
     tasks = loop.partition.tasks
     elsewhere = {v for t in tasks if t.place.stage != stage for v in t.reads}

@@ -1,7 +1,6 @@
 """Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
 
 import dataclasses
-from collections import Counter
 from typing import Any, cast
 
 from mpmd.compile.step import StepPrograms
@@ -108,9 +107,5 @@ class StepCosts:
 
     def total(self, program: Program) -> Work:
         """The work of a whole step, over all devices."""
-        calls = Counter()
-        for instructions in program.groups:
-            for i in instructions:
-                if isinstance(i, (Run, Call)):
-                    calls.update(self.programs.executables_of(i))
-        return sum((self.cost(e).work.times(n) for e, n in calls.items()), Work())
+        times = self.programs.num_calls(program)
+        return sum((self.cost(e).work.times(n) for e, n in times.items()), Work())

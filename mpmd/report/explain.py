@@ -1,11 +1,11 @@
 """Writes `explain()`: what runs where, what is sent, what it costs."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.costs.collectives import collectives_of
 from mpmd.graphs import equations
 from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import cost_per_step, flops_of
@@ -175,9 +175,6 @@ def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:
             yield f"    W keeps {in_bytes(sum(equations.nbytes(v.aval) for v in t.body.reads))} a microbatch"
 
 
-_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
 def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
     """How often each collective of XLA stands in each program that this process runs: `{"B0": {"all-reduce": 1}}`.
 
@@ -192,7 +189,7 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for name, executable in named.items():
         if executable.mesh in local and executable.mesh.size > 1:
-            count = Counter(_COLLECTIVE.findall(executable.call.as_text()))
+            count = Counter(c.kind for c in collectives_of(executable.call.as_text(), executable.mesh.size))
             if count:
                 found[name] = dict(sorted(count.items()))
     return found

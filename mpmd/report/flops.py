@@ -1,27 +1,18 @@
 """Floating-point operations and bytes, by XLA's cost analysis of each executable, or counted in its jaxpr."""
 
-from collections import Counter
-
 import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.compiler import Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
-from mpmd.graphs.body import Place
-from scheduler import Program, Run
+from scheduler import Program
 
 
 def cost_per_step(programs: StepPrograms, program: Program) -> tuple[float, float]:
     """Of all calls of one step on all devices: operations, and bytes read from and written to device memory."""
-    called = list(programs.segments.values())
-    loops = [loop.executables for loop in programs.loops]
-    for run in (i for instructions in program.groups for i in instructions if isinstance(i, Run)):
-        found = (loops[run.loop].get(Place(task.stage, task.kind)) for task in run.tasks)
-        called += [executable for executable in found if executable is not None]
-    times = Counter(called)
-    costs = {executable: _cost_of(executable) for executable in times}
-    return sum(costs[e][0] * n for e, n in times.items()), sum(costs[e][1] * n for e, n in times.items())
+    costs = [(_cost_of(executable), times) for executable, times in programs.num_calls(program).items()]
+    return sum(flops * times for (flops, _), times in costs), sum(nbytes * times for (_, nbytes), times in costs)
 
 
 def flops_of(executable: Executable) -> float:

@@ -5,9 +5,7 @@ import functools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.program import edge_name
 from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
 from mpmd.costs.simulation import SimulatedStep, simulate_program
@@ -15,12 +13,11 @@ from mpmd.costs.work import works_of_program
 from mpmd.graphs import equations
 from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
-from mpmd.planning.advice import residuals_of
+from mpmd.planning.advice import recomputed_peak
 from mpmd.planning.costs import StepCosts
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.roles import Roles
 from scheduler import Call, Costs, Run
-from scheduler.timing.replay import Replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +129,7 @@ class Predictor:
             return self.task_s(loop, stage, kind) * (scale or {}).get(kind, 1.0) + again
 
         step = simulate_program(self.draft.program, duration, self._transfer)
-        memory = [round(self.memory[g]) for g in range(self.mesh.num_groups)]
-        for stage in recomputed:
-            for saving in self.savings.values():
-                if stage in saving:
-                    group, nbytes = saving[stage]
-                    memory[group] -= int(nbytes)
+        memory = [round(self._need(group, recomputed)) for group in range(self.mesh.num_groups)]
         seconds = max(step.seconds, *self._on_shared_devices(step))
         idle = 1 - sum(step.busy) / (len(step.busy) * seconds) if seconds else 0.0
         return Prediction(seconds, idle, step.busy, tuple(memory), tuple(sorted(recomputed)))
@@ -156,37 +148,25 @@ class Predictor:
         groups = self.mesh.groups
         return self.machine.between_s(self.draft.sizes.nbytes_of(name, target)[0], groups[source], groups[target])
 
-    @functools.cached_property
-    def savings(self) -> dict[int, dict[int, tuple[int, float]]]:
-        """Per loop and stage, its group and the bytes that the group saves if the stage's backward recomputes its
-        forward: what is in flight of its residuals, but for the stage's input. Roughly.
-        """
-        found: dict[int, dict[int, tuple[int, float]]] = {}
-        for loop in self.outline.loops:
-            counts = Replay(loop.orders, loop.schedule.placement).counts
-            found[loop.number] = {}
-            for stage, group in enumerate(loop.schedule.placement):
-                kept, received = residuals_of(loop, stage)
-                nbytes = sum(self._nbytes(loop, v, group) for v in kept)
-                nbytes -= sum(self._nbytes(loop, v, group) for v in received)
-                # One microbatch at a time has its residuals again.
-                if (saved := nbytes * (counts[stage] - 1)) > 0:
-                    found[loop.number][stage] = group, saved
-        return found
-
-    def _nbytes(self, loop: Loop, v: compat.Var, group: int) -> float:
-        return self.draft.sizes.nbytes_of(edge_name(loop, v), group)[0]
+    def _need(self, group: int, recomputed: Set[int]) -> float:
+        """Bytes that each device of a group needs if these stages recompute their forward."""
+        if not recomputed:
+            return self.memory[group]
+        program, sizes, temporaries = self.draft
+        peak = recomputed_peak(self.outline.loops, program, sizes, group, temporaries, recomputed)
+        return self.memory[group] - (self._estimate[group] - peak)
 
     def recomputation(self, limit: float) -> frozenset[int] | None:
         """The stages that have to recompute for every group to fit; None if that is not enough."""
         chosen: set[int] = set()
         for group, need in self.memory.items():
-            own = [(saved, stage) for per in self.savings.values() for stage, (g, saved) in per.items() if g == group]
-            for saved, stage in sorted(own, reverse=True):
-                if need <= limit:
-                    break
-                chosen.add(stage)
-                need -= saved
-            if need > limit:
+            if need <= limit:
+                continue
+            own = {s for loop in self.outline.loops for s, g in enumerate(loop.schedule.placement) if g == group}
+            most_first = sorted(own, key=lambda stage: self._need(group, {stage}))
+            prefixes = (most_first[:count] for count in range(1, len(own) + 1))
+            found = next((stages for stages in prefixes if self._need(group, set(stages)) <= limit), None)
+            if found is None:
                 return None
+            chosen.update(found)
         return frozenset(chosen)
