@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.axis_rules import Factor, piece_params
 from mpmd.cutting.pieces import Rows, join_eqn, join_rows_p, plain, split_eqn, split_rows_p, with_rows
 from mpmd.cutting.split_scans import chain
 from mpmd.cutting.spread import Opened, Spread
+from mpmd.graphs.axis_rules import Factor, piece_params
 from mpmd.graphs.equations import live_equations
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p

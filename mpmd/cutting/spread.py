@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.axis_rules import Factor, factors
 from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
 from mpmd.cutting.sliced_stacks import sliced_stacks
+from mpmd.graphs.axis_rules import Factor, factors
 from mpmd.graphs.open_loops import OpenLoop, fresh_body
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
 from mpmd.ops.stage_end import mark_p

@@ -4,13 +4,14 @@ What is not found counts as not sharded. Nothing computed depends on it: only wh
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
+from mpmd.graphs.axis_rules import factors
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom
@@ -156,11 +157,9 @@ class ShardedAxes:
         if (called := inner_jaxpr(eqn)) is not None:
             inner = self.inside(called, ins)
             return [inner.of(v) for v in called.outvars]
-        if rule := RULES.get(name):
+        if rule := _OWN_RULES.get(name):
             return [rule(eqn, ins)]
-        if len(eqn.outvars) == len(eqn.invars) > 1:  # each operand on its own, or all of one shape
-            return [_kept(eqn.invars[i : i + 1], ins[i : i + 1], v) for i, v in enumerate(eqn.outvars)]
-        return [_kept(eqn.invars, ins, v) for v in eqn.outvars]
+        return _by_factors(eqn, ins)
 
 
 def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
@@ -179,6 +178,22 @@ def dims_of(spec: Any, ndim: int) -> Dims:
     )
 
 
+def _by_factors(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[Dims]:
+    """How results are sharded by the factors of an equation; axes that these do not name, as operands of that size."""
+    rules, num_operands = factors(eqn), len(eqn.invars)
+    moves = any(a is not None and b not in (a, None) for f in rules for a in f.ins for b in f.outs)
+    found = []
+    for k, v in enumerate(eqn.outvars):
+        each = not rules and len(eqn.outvars) == num_operands > 1  # each operand on its own, or all of one shape
+        of = slice(k, k + 1) if each else slice(None)
+        dims: list[Axes] = [()] * len(v.aval.shape) if moves else list(_kept(eqn.invars[of], ins[of], v))
+        for factor in rules:
+            if (axis := factor.outs[k]) is not None:
+                dims[axis] = next((d[a] for a, d in zip(factor.ins, ins, strict=True) if a is not None and d[a]), ())
+        found.append(tuple(dims))
+    return found
+
+
 def _kept(operands: Sequence[Atom], ins: Sequence[Dims], out: compat.Var) -> Dims:
     """An axis keeps its sharding where an operand has as many axes and this one has the same size."""
     shape = out.aval.shape
@@ -191,7 +206,7 @@ def _kept(operands: Sequence[Atom], ins: Sequence[Dims], out: compat.Var) -> Dim
     return tuple(dims)
 
 
-# --- rules for equations that move axes -----------------------------------------------------------
+# --- what is no factor: shardings that are asked for, axes that are merged ---------------------------
 
 
 def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
@@ -205,22 +220,6 @@ def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
         explicit = sharding.mesh.explicit_axes
         return tuple((*new, *(n for n in old if n not in explicit)) for _, old, new in pairs)
     return tuple(old if entry is PartitionSpec.UNCONSTRAINED else new for entry, old, new in pairs)
-
-
-def _broadcast_in_dim(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    dims: list[Axes] = [()] * len(eqn.params["shape"])
-    for i, out in enumerate(eqn.params["broadcast_dimensions"]):
-        dims[out] = ins[0][i] if eqn.invars[0].aval.shape[i] == eqn.params["shape"][out] else ()
-    return tuple(dims)
-
-
-def _transpose(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    return tuple(ins[0][i] for i in eqn.params["permutation"])
-
-
-def _without(name: str) -> Callable[[compat.JaxprEqn, Sequence[Dims]], Dims]:
-    """The axes but those that a parameter lists."""
-    return lambda eqn, ins: tuple(d for i, d in enumerate(ins[0]) if i not in eqn.params[name])
 
 
 def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
@@ -241,53 +240,6 @@ def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
     return tuple(dims)
 
 
-def _dot_general(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    lhs, rhs = ins
-    return (
-        *(lhs[i] or rhs[j] for i, j in zip(lhs_batch, rhs_batch, strict=True)),
-        *(d for i, d in enumerate(lhs) if i not in (*lhs_contract, *lhs_batch)),
-        *(d for i, d in enumerate(rhs) if i not in (*rhs_contract, *rhs_batch)),
-    )
-
-
-def _conv(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    numbers = eqn.params["dimension_numbers"]
-    dims: list[Axes] = [()] * len(ins[0])
-    if eqn.params["batch_group_count"] == 1:
-        dims[numbers.out_spec[0]] = ins[0][numbers.lhs_spec[0]]
-        dims[numbers.out_spec[1]] = ins[1][numbers.rhs_spec[0]]
-    return tuple(dims)
-
-
-def _gather(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    """Rows keep the sharding of their indices; a slice's whole axes keep that of the operand."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    operand = eqn.invars[0].aval.shape
-    slices = iter([d if operand[i] == sizes[i] else () for i, d in enumerate(ins[0]) if i not in gone])
-    rows = iter(ins[1][:-1])
-    return tuple(next(slices if i in numbers.offset_dims else rows) for i in range(len(eqn.outvars[0].aval.shape)))
-
-
-RULES = {
-    "sharding_constraint": _constraint, "reshard": _constraint, "broadcast_in_dim": _broadcast_in_dim,
-    "transpose": _transpose, "squeeze": _without("dimensions"), "reshape": _reshape, "dot_general": _dot_general,
-    "conv_general_dilated": _conv, "gather": _gather,
-    **dict.fromkeys(
-        ("argmax", "argmin", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        _without("axes"),
-    ),
-}  # fmt: skip
+_OWN_RULES = {"sharding_constraint": _constraint, "reshard": _constraint, "reshape": _reshape}
 _SLICES = ("squeeze", "dynamic_slice", "convert_element_type")
 _SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", *CHECKPOINTS)
-
-
-def merged(pairs: Iterable[tuple[Axes, Axes]]) -> list[Axes] | None:
-    """The axes of contracted pairs: what either side says; None if both sides differ."""
-    found = []
-    for a, b in pairs:
-        if a and b and a != b:
-            return None
-        found.append(a or b)
-    return found

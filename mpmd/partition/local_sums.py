@@ -1,18 +1,18 @@
 """Equations that sum over sharded rows: how each device sums its own rows, in a `shard_map`."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
-from mpmd.graphs.sharded_axes import Axes, Dims, ShardedAxes, dims_of, merged
+from mpmd.graphs.axis_rules import Factor, factors
+from mpmd.graphs.sharded_axes import Axes, Dims, ShardedAxes, dims_of
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.new_equations import Atom
-
-# --- sums over rows -------------------------------------------------------------------------------
 
 
 class Local(NamedTuple):
@@ -33,8 +33,7 @@ class Local(NamedTuple):
 
 def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes) -> Local | None:
     """How an equation runs on each device's rows; None if it sums over no sharded axis, or types forbid it."""
-    rule = _ROWS.get(eqn.primitive.name)
-    found = rule(eqn, [sharded.of(v) for v in eqn.invars]) if rule else None
+    found = _summed(eqn, [sharded.of(v) for v in eqn.invars])
     axes = tuple(dict.fromkeys(n for d in found[-1].values() for n in d)) if found else ()
     if not found or not axes or any(_shards_twice(list(d.values())) for d in found):
         return None
@@ -85,47 +84,23 @@ def _spec(dims: Iterable[Axes]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in dims))
 
 
-_Rows = list[dict[int, Axes]]  # per operand, the axes that are summed over and what shards them
+def _summed(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[dict[int, Axes]] | None:
+    """Per operand, the axes that are summed over and what shards them; None if operands differ."""
+    found: list[dict[int, Axes]] = [{} for _ in ins]
+    for factor in _sums(eqn):
+        pairs = [(k, a) for k, a in enumerate(factor.ins) if a is not None]
+        named = {ins[k][a] for k, a in pairs} - {()}
+        if len(named) > 1:
+            return None
+        for k, a in pairs if named else ():
+            found[k][a] = next(iter(named))
+    return found
 
 
-def _dot_rows(eqn: compat.JaxprEqn, ins: Sequence[Any]) -> _Rows | None:
-    (lhs, rhs), _ = eqn.params["dimension_numbers"]
-    return _pairs(list(zip(lhs, rhs, strict=True)), ins)
-
-
-def _conv_rows(eqn: compat.JaxprEqn, ins: Sequence[Any]) -> _Rows | None:
-    numbers = eqn.params["dimension_numbers"]
-    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
-        return None
-    return _pairs([(numbers.lhs_spec[1], numbers.rhs_spec[1])], ins)
-
-
-def _pairs(pairs: Sequence[tuple[int, int]], ins: Sequence[Any]) -> _Rows | None:
-    axes = merged([(ins[0][i], ins[1][j]) for i, j in pairs])
-    if axes is None:
-        return None
-    return [{pair[side]: a for pair, a in zip(pairs, axes, strict=True) if a} for side in (0, 1)]
-
-
-def _reduce_rows(eqn: compat.JaxprEqn, ins: Sequence[Any]) -> _Rows | None:
-    return [{i: ins[0][i] for i in eqn.params["axes"] if ins[0][i]}]
-
-
-def _scatter_rows(eqn: compat.JaxprEqn, ins: Sequence[Any]) -> _Rows | None:
-    """Updates and their indices have the rows; an axis that the operand has too is none of them."""
-    numbers = eqn.params["dimension_numbers"]
-    updates = [i for i in range(len(ins[2])) if i not in numbers.update_window_dims]
-    kept = numbers.scatter_indices_batching_dims
-    axes = merged((ins[1][k], ins[2][i]) for k, i in enumerate(updates))
-    if axes is None or any(axes[k] for k in kept):
-        return None
-    rows = [(k, i, a) for (k, i), a in zip(enumerate(updates), axes, strict=True) if a]
-    return [{}, {k: a for k, _, a in rows}, {i: a for _, i, a in rows}]
-
-
-_ROWS: dict[str, Callable[[compat.JaxprEqn, Sequence[Any]], _Rows | None]] = {
-    "dot_general": _dot_rows,
-    "conv_general_dilated": _conv_rows,
-    "reduce_sum": _reduce_rows,
-    "scatter-add": _scatter_rows,
-}
+def _sums(eqn: compat.JaxprEqn) -> Iterator[Factor]:
+    """The factors along which an equation adds up. Those of a scatter are no pieces: the operand is added once."""
+    if eqn.primitive.name == "scatter-add":
+        window = eqn.params["dimension_numbers"].update_window_dims
+        rows = [a for a in range(eqn.invars[2].aval.ndim) if a not in window]
+        yield from (Factor((None, k, a), (None,), jax.lax.add) for k, a in enumerate(rows))
+    yield from (f for f in factors(eqn) if f.combine is jax.lax.add)

@@ -3,6 +3,9 @@
 A *factor* of an equation is an axis of its result together with the axes of its operands that it comes from. Done on
 rows `a … b` of these operands, the equation gives the rows `a … b` of its result; operands that have no such axis are
 taken as they are. Where the result has no such axis either, it is the sum (maximum, …) of what the pieces give.
+
+The table is the only one: the cut of arrays (`cutting/spread.py`), the shardings inside of a group (`sharded_axes.py`)
+and the sums over its devices (`partition/local_sums.py`) all ask `factors`.
 """
 
 import math
@@ -161,6 +164,16 @@ def _dot_general(eqn: compat.JaxprEqn) -> Factors:
         yield Factor((a, b), (None,), jax.lax.add)
 
 
+def _convolution(eqn: compat.JaxprEqn) -> Factors:
+    numbers = eqn.params["dimension_numbers"]
+    (rows, features), (made, read), out = numbers.lhs_spec[:2], numbers.rhs_spec[:2], numbers.out_spec
+    if eqn.params["batch_group_count"] == 1:
+        yield Factor((rows, None), (out[0],))
+        if eqn.params["feature_group_count"] == 1:
+            yield Factor((None, made), (out[1],))
+            yield Factor((features, read), (None,), jax.lax.add)
+
+
 def _pad(eqn: compat.JaxprEqn) -> Factors:
     for a, config in enumerate(eqn.params["padding_config"]):
         if not any(config):
@@ -243,6 +256,7 @@ _RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
     "reduce_xor": _reduce(jax.lax.bitwise_xor),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _along_other_axes("dimension"),
+    "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,

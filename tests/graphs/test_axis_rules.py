@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpmd.cutting import axis_rules
-from mpmd.cutting.axis_rules import factors, piece_params
 from mpmd.cutting.pieces import Rows, cut
+from mpmd.graphs import axis_rules
+from mpmd.graphs.axis_rules import factors, piece_params
 
 X = np.linspace(-2.0, 2.0, 4 * 3 * 5, dtype=np.float32).reshape(4, 3, 5)
 S = np.stack([a @ a.T + np.eye(3, dtype=np.float32) for a in X])  # positive definite
@@ -52,6 +52,12 @@ CASES = {
     "dynamic_update_slice": (lambda x, y: lax.dynamic_update_slice(x, y, (0, 1, 0)), X, -X[:, :2]),
     "dot_general": (lambda x, y: lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,)))), X, -X),
     "dot_general of two matrices": (lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ()))), X[0], X[1].T),
+    "conv_general_dilated": (lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME"), X, X[:2]),
+    "convolution of groups": (
+        lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=3),
+        X,
+        X[:3, :1],
+    ),
     "gather": (lambda x: jnp.take(x, np.array([2, 0]), axis=1), X),
     "gather of a batch": (jax.vmap(lambda x, i: x[i]), X, ORDER[:, :, 0]),
     "gather by indices": (lambda i: jnp.take(X[0, 0], i), np.array([[0, 3], [4, 1], [2, 2]])),
