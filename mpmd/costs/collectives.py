@@ -11,6 +11,7 @@ _KINDS = (
 )  # fmt: skip
 _INSTRUCTION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_MODULE = re.compile(r"^(?=HloModule )", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
 _WHILE = re.compile(r" while\(.*body=%(?P<body>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -47,9 +48,13 @@ def collectives_of(hlo: str, num_devices: int) -> list[Collective]:
     """The collectives of a compiled program, from its text.
 
     Args:
-      hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it.
+      hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it; several where it runs as several.
       num_devices: of the program, where an instruction says "all".
     """
+    return [c for module in _MODULE.split(hlo) for c in _collectives_of_module(module, num_devices)]
+
+
+def _collectives_of_module(hlo: str, num_devices: int) -> Iterable[Collective]:
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
     for line in hlo.splitlines():
@@ -59,7 +64,7 @@ def collectives_of(hlo: str, num_devices: int) -> list[Collective]:
             entry = current if line.startswith("ENTRY") else entry
         elif current:
             bodies[current].append(line)
-    return list(_walk(entry, bodies, 1, num_devices))
+    return _walk(entry, bodies, 1, num_devices)
 
 
 def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int) -> Iterable[Collective]:

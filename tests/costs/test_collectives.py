@@ -59,3 +59,8 @@ def test_each_way_to_write_groups_and_results_is_read():
         Collective("reduce-scatter", 8 * 32 * 4, 4),
         Collective("collective-permute", 16, 16, is_async=True),
     ]
+
+
+def test_a_program_that_runs_as_several_has_the_collectives_of_all():
+    modules = [f"HloModule part{number}, is_scheduled=true\n{GPU}" for number in range(2)]
+    assert collectives_of("\n".join(modules), 16) == 2 * collectives_of(GPU, 16)
