@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-import time
 import uuid
 import zlib
 from typing import Any
@@ -19,16 +18,15 @@ from mpmd import _jax_compat as compat
 from mpmd.job.processes import machine
 from reshard.checkpoint.meeting import meetings
 from reshard.storage.stored import UNFINISHED
+from reshard.storage.unfinished import UnfinishedFolder
 
 saves = itertools.count()  # every process counts alike
 
 
-class Working:
+class Working(UnfinishedFolder):
     """The folder in which the processes of one job write a checkpoint; each of them makes one at the same point.
 
-    Attributes:
-        target: where the checkpoint is to be.
-        folder: where it is written. In a store of objects, which has no rename, that is the target.
+    In a store of objects, which has no rename, it is the target.
     """
 
     def __init__(self, target: Any, number: int, timeout_s: int):
@@ -58,7 +56,7 @@ class Working:
         if not suffix:
             what = "save: there is something already; give another path, or delete it first"
             raise FileExistsError(errno.EEXIST, what, str(target))
-        self.folder = target.parent / f"{target.name}{suffix if self._is_renamed else ''}"
+        super().__init__(target, suffix if self._is_renamed else "")
 
     def put_in_place(self, timeout_s: int) -> None:
         """Renames the finished folder to the target; the first process does, and all hear how it went.
@@ -71,7 +69,7 @@ class Working:
             return
         code = 0
         if jax.process_index() == 0:
-            code = self._rename()
+            code = self.rename()
             if self._is_shared:
                 _store().key_value_set(f"{self._key}/outcome", str(code))
         else:
@@ -85,16 +83,6 @@ class Working:
             )
         if code:
             raise OSError(code, f"save: it could not be put in place ({os.strerror(code)})", str(self.target))
-
-    def remove(self) -> None:
-        """Removes what this job has written so far; repeatedly, because storage may still be writing."""
-        for _ in range(20 if self._is_renamed else 0):
-            found = list(self.target.parent.glob(f"{self.folder.name}*"))
-            if not found:
-                return
-            for left in found:
-                shutil.rmtree(str(left), ignore_errors=True)
-            time.sleep(0.05)
 
     def wait_for_all(self, where: str, timeout_s: int) -> None:
         """Returns when every process that saves this folder has come to the same point.
@@ -112,17 +100,6 @@ class Working:
                 f"save: after {timeout_s} s, not all processes had come to save {self.target}; nothing was saved.\n"
                 f"  {reason}"
             ) from error
-
-    def _rename(self) -> int:
-        """0, or the number of the error. A folder that is not empty is never replaced by a rename."""
-        try:
-            written = os.stat(self.folder)
-            os.rename(self.folder, self.target)
-            return 0 if os.path.samestat(written, os.stat(self.target)) else errno.EEXIST
-        except OSError as error:
-            self.remove()
-            taken = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-            return errno.EEXIST if error.errno in taken else error.errno or errno.EIO
 
     def _remove_left(self) -> None:
         if not self._is_renamed or not self.target.parent.exists():

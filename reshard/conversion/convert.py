@@ -30,6 +30,7 @@ from reshard.storage.huggingface import path_of
 from reshard.storage.paths import dotted, matches, show
 from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, all_of, said
 from reshard.storage.tensor_files import TensorFiles, TensorTarget, TensorWriter, plan_folder
+from reshard.storage.unfinished import UnfinishedFolder
 from scheduler.base.texts import counted, human, table
 
 _WORKING = ".converting-"
@@ -211,18 +212,18 @@ def convert(
         ReshardError: something could not be read or written, or is not what it should be. There is no target then.
         copying.Stopped: `should_stop` said so. There is no target then.
     """
-    working = conversion.target.with_name(f"{conversion.target.name}{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    working = UnfinishedFolder(conversion.target, f"{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.source, conversion.copy, progress, should_stop)
     if verify:
         event_loops.run(copier.check_source())
-    with _write_errors(conversion), _removed_on_error(working):
-        _write(conversion, working, copier)
+    with _write_errors(conversion), working.removed_on_error():
+        _write(conversion, working.folder, copier)
         copied = dataclasses.replace(copier.stats)
         if verify:
-            _verify(conversion, working, copier)
+            _verify(conversion, working.folder, copier)
         _check_target(conversion.target, conversion.source.folder, conversion.source.folder)
-        os.rename(working, conversion.target)
-        _sync(conversion.target.parent)
+        if code := working.rename():
+            raise OSError(code, os.strerror(code))
     num_arrays = sum(entry.is_array for entry in conversion.entries)
     return Converted(num_arrays, conversion.nbytes, copied, verify)
 
@@ -280,17 +281,6 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
 
 
 @contextlib.contextmanager
-def _removed_on_error(working: File) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for folder in working.parent.iterdir():
-            if folder.name.startswith(working.name):
-                shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@contextlib.contextmanager
 def _write_errors(conversion: Conversion) -> Iterator[None]:
     """What Orbax and tensorstore raise when writing fails, as an error that says what to do."""
     try:
@@ -307,12 +297,3 @@ def _write_errors(conversion: Conversion) -> Iterator[None]:
                 "Nothing was kept."
             ) from error
         raise ReshardError(f"{conversion.target} cannot be written: {said(error)}. Nothing was kept.") from error
-
-
-def _sync(folder: File) -> None:
-    """Makes the rename last through a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,63 @@
+"""A folder that is written beside its place and renamed at the end: there is a whole one, or none."""
+
+import contextlib
+import errno
+import glob
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+
+class UnfinishedFolder:
+    """A folder of one writer, or of the processes of one job.
+
+    Attributes:
+        target: where it is to be.
+        folder: where it is written: beside it, with `suffix`.
+    """
+
+    def __init__(self, target: Any, suffix: str):
+        self.target, self.folder = target, target.parent / f"{target.name}{suffix}"
+
+    def remove(self) -> None:
+        """Removes what has been written so far; repeatedly, because storage may still be writing."""
+        for _ in range(20 if self.folder != self.target else 0):
+            found = list(self.target.parent.glob(glob.escape(self.folder.name) + "*"))
+            if not found:
+                return
+            for left in found:
+                shutil.rmtree(str(left), ignore_errors=True)
+            time.sleep(0.05)
+
+    def rename(self) -> int:
+        """Puts it in place, also if the machine crashes after: 0, or the number of the error; it is removed then.
+
+        EEXIST: something is there already. A folder that is not empty is never replaced by a rename.
+        """
+        try:
+            written = os.stat(self.folder)
+            os.rename(self.folder, self.target)
+            if not os.path.samestat(written, os.stat(self.target)):
+                return errno.EEXIST
+        except OSError as error:
+            self.remove()
+            taken = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+            return errno.EEXIST if error.errno in taken else error.errno or errno.EIO
+        with contextlib.suppress(OSError):  # not every file system can do this for a folder
+            descriptor = os.open(self.target.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        return 0
+
+    @contextlib.contextmanager
+    def removed_on_error(self) -> Iterator[None]:
+        """Removes it if the block fails or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
