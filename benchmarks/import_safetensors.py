@@ -55,7 +55,7 @@ def make_folder(folder: Path, mib: int) -> None:
             for tensor in tensors:
                 data = rng.integers(0, 1 << 14, tensor.shape, np.uint16).view(tensor.dtype)  # finite numbers
                 os.pwrite(writer._places[tensor.name][0], data.tobytes(), tensor.start)
-    files.finish(folder, None)
+    files.finish(folder)
 
 
 def import_and_export(arguments: dict[str, Any]) -> dict[str, Any]:
