@@ -133,7 +133,8 @@ def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> list[
     return [
         (i, x)
         for i, x in given
-        if not isinstance(x, jax.Array)
+        if type(x) is np.ndarray
+        or not isinstance(x, jax.Array)
         or (isinstance(x.sharding, SingleDeviceSharding) and (is_first or x.nbytes <= _MAX_SMALL_NBYTES))
     ]
 
