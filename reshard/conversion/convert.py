@@ -222,7 +222,7 @@ def convert(
         if verify:
             _verify(conversion, working.folder, copier)
         _check_target(conversion.target, conversion.source.folder, conversion.source.folder)
-        if code := working.rename():
+        if code := working.rename(lasting=True):
             raise OSError(code, os.strerror(code))
     num_arrays = sum(entry.is_array for entry in conversion.entries)
     return Converted(num_arrays, conversion.nbytes, copied, verify)

@@ -31,10 +31,14 @@ class UnfinishedFolder:
                 shutil.rmtree(str(left), ignore_errors=True)
             time.sleep(0.05)
 
-    def rename(self) -> int:
-        """Puts it in place, also if the machine crashes after: 0, or the number of the error; it is removed then.
+    def rename(self, lasting: bool = False) -> int:
+        """Puts it in place: 0, or the number of the error; it is removed then.
 
         EEXIST: something is there already. A folder that is not empty is never replaced by a rename.
+
+        Args:
+            lasting: whether to wait until it would be there after a crash of the machine. On many file systems that
+                takes as long as writing all that has been written and is not on the disk yet.
         """
         try:
             written = os.stat(self.folder)
@@ -45,12 +49,11 @@ class UnfinishedFolder:
             self.remove()
             taken = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
             return errno.EEXIST if error.errno in taken else error.errno or errno.EIO
-        with contextlib.suppress(OSError):  # not every file system can do this for a folder
+        if lasting:
             descriptor = os.open(self.target.parent, os.O_RDONLY)
-            try:
+            with contextlib.suppress(OSError):  # not every file system can do this for a folder
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            os.close(descriptor)
         return 0
 
     @contextlib.contextmanager
