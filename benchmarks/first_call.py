@@ -312,7 +312,7 @@ def _init(num_stages: int) -> tuple[float, float, str]:
     mesh = _mesh(num_stages)
 
     def layout(path, _):
-        names = [getattr(k, "key", getattr(k, "name", None)) for k in path]
+        names: list = [getattr(k, "key", getattr(k, "name", None)) for k in path]
         if "blocks" in names:
             group = names[names.index("blocks") + 1] * num_stages // 8
         else:
