@@ -23,9 +23,8 @@ from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.guide import write_documents
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.timing.costs import Costs
-from scheduler.timing.pictures import critical_path_text, to_text
 from scheduler.timing.simulate import simulate
-from scheduler.timing.timeline import Timeline
+from scheduler.timing.timeline import Timeline, critical_path_text, to_text
 
 
 def show(options: argparse.Namespace) -> int:

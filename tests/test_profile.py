@@ -19,8 +19,8 @@ import mpmd
 import scheduler
 from mpmd.report import html
 from mpmd.report.conclusion import conclusion
-from mpmd.report.profile_texts import loop_parts
-from scheduler.timing.pictures import colour
+from mpmd.report.profile import loop_parts
+from scheduler.timing.colours import colour
 
 STAGES, MICROBATCHES, WIDTH, STEPS = 3, 4, 16, 3
 SLOW_STAGE, SLEEP_S = 1, 0.01

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -16,12 +17,12 @@ from mpmd.partition.outline import Loop
 from mpmd.planning.advice import Saving, savings
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.picture import Picture, picture_of
-from mpmd.planning.plan_texts import fault_text, plan_text
 from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
-from mpmd.report.memory import measured, temporaries_of
+from mpmd.report.memory import KINDS, measured, temporaries_of
 from mpmd.report.roles import Roles
 from scheduler import Costs, Program, check
+from scheduler.base.texts import in_bytes, in_seconds, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Plan:
     def faults(self) -> list[str]:
         """The groups that do not fit, with what would help."""
         usable = self.machine.usable_nbytes
-        return [fault_text(g, usable) for g in self.groups if g.memory["peak"] > usable]
+        return [_fault_text(g, usable) for g in self.groups if g.memory["peak"] > usable]
 
     def as_json(self) -> str:
         """All figures, in bytes and seconds."""
@@ -149,7 +150,27 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return plan_text(self)
+        lines = [self.title, str(self.machine)]
+        if self.costs_are_measured:
+            lines.append("The times of tasks were measured; all others follow from the figures above.")
+        lines += ["", *_memory_table(self), "", *_cost_table(self), "", *_collective_lines(self)]
+        lines += [_loop_line(loop) for loop in self.loops]
+        lines += [str(self.picture), ""] if self.picture else []
+        rate = f", {self.tokens / self.step.seconds:,.0f} tokens/s" if self.tokens else ""
+        again = f"; {self.hardware_utilization:.1%} with recomputation" if self.total.recomputed else ""
+        exposed = max(g.exposed_s for g in self.groups)
+        lines.append(
+            f"step: {in_seconds(self.step.seconds)}, of which devices idle {self.step.idle_fraction:.1%};"
+            f" at most {in_seconds(exposed)} of a group wait for transfers;"
+            f" {self.utilization:.1%} of peak (MFU{again}){rate}; {self.num_programs} programs"
+        )
+        lines.append(self.verdict)
+        lines.append("order: proved free of deadlock, also where devices do their transfers and collectives in order.")
+        faults = self.faults
+        lines += faults[:2] or ["It fits."]
+        if len(faults) > 2:
+            lines.append(f"Nor do {len(faults) - 2} other groups fit.")
+        return "\n".join(lines)
 
 
 def plan_step(
@@ -232,3 +253,87 @@ def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
 def _tokens(roles: Roles) -> int | None:
     data = [v.aval for v, role in roles.role.items() if role == "data" and v.aval.dtype.kind in "iu"]
     return max((equations.size(aval) for aval in data), default=0) or None
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def _loop_line(loop: LoopPlan) -> str:
+    """A loop as it is: all of its microbatches, its cut, its time."""
+    text = f"loop {loop.number}: {loop.schedule}, {loop.num_microbatches} microbatches, {in_seconds(loop.seconds)}"
+    if loop.cuts is None:
+        return f"{text}; stages end where the model marks them"
+    if loop.even_cuts is None:
+        return f"{text}; layers of each stage: {loop.cuts}, as given by cuts="
+    chosen = "the even ones" if loop.cuts == loop.even_cuts else f"chosen, faster than {loop.even_cuts}"
+    return f"{text}; layers of each stage: {loop.cuts}, {chosen}"
+
+
+def _fault_text(g: GroupPlan, usable_nbytes: int) -> str:
+    """What does not fit in a group, and what would help."""
+    over = g.memory["peak"] - usable_nbytes
+    kind = max(KINDS, key=lambda k: g.memory[k])
+    named = ", ".join(f"{name} ({in_bytes(nbytes)})" for name, nbytes in g.largest)
+    first = (
+        f"It does not fit: group {g.group} needs {in_bytes(g.memory['peak'])} on each device ({g.memory['peak']:,} B),"
+        f" {in_bytes(over)} more than the {in_bytes(usable_nbytes)} that are usable. Most of it: {kind}"
+        f" ({in_bytes(g.memory[kind])}); largest arrays: {named}."
+    )
+    return "\n".join([first, *_savings(g.savings, over)])
+
+
+def _savings(savings: tuple[Saving, ...], over: int) -> list[str]:
+    rows = [[s.text, f"-{in_bytes(s.nbytes)}", "enough" if s.nbytes >= over else ""] for s in savings]
+    return ["  Estimates of what would help, on each device:", *(f"  {line}" for line in _table(rows))] if rows else []
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    rows = [["group", "stages", "devices", *KINDS, "peak", "of usable"]]
+    for g in plan.groups:
+        stages = ",".join(map(str, g.stages))
+        part = f"{g.memory['peak'] / plan.machine.usable_nbytes:.0%}"
+        rows.append(
+            [str(g.group), stages, str(g.num_devices), *(in_bytes(g.memory[k]) for k in (*KINDS, "peak")), part]
+        )
+    return ["memory of each device:", *_table(rows)]
+
+
+def _cost_table(plan: Plan) -> list[str]:
+    rows = [["group", "a task takes", "computes", "waits for transfers", "sends a step"]]
+    for g in plan.groups:
+        tasks = ", ".join(f"{name} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items()))
+        sent = ", ".join(f"{in_bytes(nbytes)} to {target}" for target, (_, nbytes) in g.sent.items() if nbytes >= 1000)
+        rows.append([str(g.group), tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent or "nothing large"])
+    return ["time and communication of each group:", *_table(rows)]
+
+
+def _collective_lines(plan: Plan) -> list[str]:
+    """Each kind of task once, with the stages that have the same collectives; then what a step does once."""
+    stages: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for g in plan.groups:
+        for name, cost in sorted(g.tasks.items()):
+            if cost.collectives:
+                text = f"{_counted(cost.collectives)}, {in_seconds(cost.collective_s)}"
+                stages[name[0], text].append(name[1:])
+        if g.once:
+            seconds = sum(map(plan.machine.collective_s, g.once))
+            groups[f"{_counted(g.once)}, {in_seconds(seconds)}"].append(str(g.group))
+    tasks = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
+    steps = [f"  group {', '.join(where)}: {text}" for text, where in groups.items()]
+    lines = ["collectives of each task:", *tasks, ""] if tasks else []
+    return [*lines, "collectives once a step:", *steps, ""] if steps else lines
+
+
+def _counted(collectives: Iterable[Collective]) -> str:
+    """How many of each kind, with their bytes."""
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for c in collectives:
+        count[c.kind] += c.times
+        nbytes[c.kind] += c.nbytes * c.times
+    return ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in table(rows, "<" * len(rows[0]))]

@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from mpmd.compile.step import LoopProgram
-from mpmd.report.profile import Profile
-from mpmd.report.profile_texts import TimeShare, loop_parts, stragglers
+from mpmd.report.profile import Profile, TimeShare, loop_parts, stragglers
 from scheduler.base.texts import in_seconds
 from scheduler.timing.simulate import simulate_orders
 

@@ -8,7 +8,8 @@ from mpmd.job import clocks
 from mpmd.job.job import Job
 from mpmd.observe.records import RecordedTimes, joined
 from mpmd.report.flops import flops_of
-from mpmd.report.profile import LoopFacts, Profile, steps_of
+from mpmd.report.profile import LoopFacts, Profile
+from mpmd.report.steps import steps_of
 
 
 def profile_of(

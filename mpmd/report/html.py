@@ -15,13 +15,12 @@ from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
 from mpmd.report.memory_chart import memory_chart, round_ticks
 from mpmd.report.page_frame import TOOLS, page
-from mpmd.report.profile import Profile
-from mpmd.report.profile_texts import loop_parts, stragglers
+from mpmd.report.profile import Profile, loop_parts, stragglers
 from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
 from scheduler import Program, Timeline
 from scheduler.base.texts import in_bytes, in_flops, in_seconds
-from scheduler.timing.pictures import colour
+from scheduler.timing.colours import colour
 from scheduler.timing.simulate import simulate_orders
 
 # A picture of more bars than this would make a browser slow.
@@ -175,24 +174,15 @@ def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
 
 
 def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) -> list[str]:
-    step, bars = profile.typical, []
-    free = step.start
-    for r in step.by_group[group]:
-        since = max(free, step.sent.get(r.by, free)) if r.by is not None else r.start
-        if r.by is not None and (until := min(r.ready, r.start)) > since:
-            bars.append(_bar(since - step.start, until - since, whole, "stuck", f"waits for {r.by}"))
-        said = f"{r.title}: {in_seconds(r.end - r.start)}, {in_seconds(r.start - step.start)} after the start"
-        if r.tasks:
-            t = r.tasks[0]
-            kind, text, fill = t.kind, f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages)
-        else:
-            kind, text, fill = "call", escape(r.name), ""
-        bars.append(_bar(r.start - step.start, r.end - r.start, whole, kind, said, text, fill))
-        free = r.end
-    for m in step.moves:
-        if m.way.target == group:
-            said = f"{m.way}: {in_bytes(m.nbytes)} in {in_seconds(m.end - m.start)}"
-            bars.append(_bar(m.start - step.start, m.end - m.start, whole, "thin", said))
+    bars = []
+    for bar in profile.typical.bars(group):
+        kind, said, text, fill = {"waits": "stuck", "comes": "thin", "runs": "call"}[bar.kind], bar.said, "", ""
+        if bar.run is not None:
+            said, text = f"{said}, {in_seconds(bar.start)} after the start", escape(bar.run.name)
+            if bar.run.tasks:
+                t = bar.run.tasks[0]
+                kind, text, fill = t.kind, f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages)
+        bars.append(_bar(bar.start, bar.seconds, whole, kind, said, text, fill))
     return bars
 
 
@@ -216,11 +206,10 @@ def _simulated(facts: Facts) -> Iterator[str]:
 
 
 def _simulated_bars(timeline: Timeline, group: int) -> list[str]:
-    whole, num_stages = max(timeline.makespan, 1e-12), len(timeline.placement)
-    rows = zip(timeline.orders[group], timeline.starts[group], timeline.ends[group], strict=True)
+    whole = max(timeline.makespan, 1e-12)
     return [
-        _bar(a, b - a, whole, t.kind, str(t), f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages))
-        for t, a, b in rows
+        _bar(a, b - a, whole, t.kind, str(t), f"{t.kind}{t.microbatch}", timeline.colour(t.stage, t.kind))
+        for t, a, b in timeline.row(group)
     ]
 
 

@@ -1,17 +1,25 @@
-"""A measured run: when everything of some steps ran on every rank, beside the same steps on a simulated clock."""
+"""A measured run: where its time went, beside the same steps on a simulated clock."""
 
 import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpmd.observe.records import Moved, Ran, RecordedTimes
-from mpmd.report import profile_pictures, profile_texts
+from mpmd.report import profile_pictures
+from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
+from scheduler.base import texts
+from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.task import Orders
 from scheduler.timing.simulate import simulate_orders, timeline_of
+from scheduler.timing.timeline import to_text
+
+# A rank or a device this much slower than its like is named.
+_SLOW = 1.15
+# So many tasks of a group can be told apart in a row of text.
+_DRAWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,82 +40,6 @@ class LoopFacts:
     num_microbatches: int
     flops: Mapping[tuple[int, str], float]
     labels: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spent:
-    """How a group spent a step, in seconds; together the step's length.
-
-    Attributes:
-      busy: a program ran.
-      waiting: nothing to do until another group had computed what came next: the bubble.
-      exposed: what came next was computed, and on its way.
-      late: everything was there, but the process had not started the program yet.
-    """
-
-    busy: float
-    waiting: float
-    exposed: float
-    late: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Everything of one step, by time.
-
-    Attributes:
-      runs, moves: of all ranks.
-      sent: per transfer, when its value was on offer.
-      num_groups: how many there are.
-    """
-
-    runs: tuple[Ran, ...]
-    moves: tuple[Moved, ...]
-    sent: Mapping[Any, float]
-    num_groups: int
-
-    @functools.cached_property
-    def start(self) -> float:
-        """When the first process began to start something."""
-        return min((r.dispatched for r in self.runs), default=0.0)
-
-    @functools.cached_property
-    def end(self) -> float:
-        """When the last result was there."""
-        return max((r.end for r in (*self.runs, *self.moves)), default=0.0)
-
-    @property
-    def seconds(self) -> float:
-        """From the start to the end."""
-        return self.end - self.start
-
-    @functools.cached_property
-    def by_group(self) -> tuple[tuple[Ran, ...], ...]:
-        """Per group, what its slowest rank ran."""
-        found: list[dict[int, list[Ran]]] = [defaultdict(list) for _ in range(self.num_groups)]
-        for r in self.runs:
-            found[r.group][r.rank].append(r)
-        return tuple(tuple(max(ranks.values(), key=_busy, default=())) for ranks in found)
-
-    @functools.cached_property
-    def spent(self) -> tuple[Spent, ...]:
-        """Per group, how it spent the step."""
-        return tuple(self._spent(runs) for runs in self.by_group)
-
-    def _spent(self, runs: Sequence[Ran]) -> Spent:
-        busy = waiting = exposed = late = 0.0
-        free = self.start
-        for r in runs:
-            offered = min(max(free, self.sent.get(r.by, free)), r.start) if r.by is not None else free
-            there = min(max(offered, r.ready), r.start)
-            waiting, exposed, late = waiting + offered - free, exposed + there - offered, late + r.start - there
-            busy += r.end - r.start
-            free = r.end
-        return Spent(busy, waiting + self.end - free if runs else self.seconds, exposed, late)
-
-
-def _busy(runs: Sequence[Ran]) -> float:
-    return sum(r.end - r.start for r in runs)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -173,28 +105,205 @@ class Profile:
         return simulate_orders(orders, facts.placement, facts.num_microbatches, costs, fused, facts.schedule)
 
     def __str__(self) -> str:
-        return profile_texts.text_of(self)
+        return "\n".join(_lines(self))
 
     __repr__ = object.__repr__
 
     def to_svg(self) -> str:
         """The typical step as SVG: what ran, what was on its way, who waited for what; below it the simulated loop."""
-        return profile_pictures.to_svg(self)
+        runs = self.typical.runs
+        shown = [i for i, facts in enumerate(self.loops) if any(r.tasks and r.loop == facts.number for r in runs)]
+        simulated = self.simulated(loop=shown[-1]) if shown else None
+        return profile_pictures.to_svg(self.name, self.typical, simulated)
 
     def to_chrome_trace(self) -> str:
         """All steps as Chrome-trace JSON, which Perfetto opens: one process a rank."""
-        return profile_pictures.to_chrome_trace(self)
+        return profile_pictures.to_chrome_trace(self.steps, self.ranks)
 
 
-def steps_of(rows: RecordedTimes, num_groups: int) -> tuple[Step, ...]:
-    """The rows of all processes, step by step."""
-    numbers = sorted({r.step for r in rows.runs})
-    return tuple(
-        Step(
-            tuple(r for r in rows.runs if r.step == n),
-            tuple(m for m in rows.moves if m.step == n),
-            {**{m.way: m.start for m in rows.moves if m.step == n}, **{s.way: s.at for s in rows.sends if s.step == n}},
-            num_groups,
-        )
-        for n in numbers
+@dataclasses.dataclass(frozen=True)
+class TimeShare:
+    """A part of the time that a loop took, and where it comes from.
+
+    Attributes:
+      seconds: the part; the parts of a loop add up to what was measured.
+      name: in a few words.
+      detail: what to look at; may be empty.
+    """
+
+    seconds: float
+    name: str
+    detail: str = ""
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    lengths = [s.seconds for s in profile.steps]
+    spread = "" if len(lengths) == 1 else f" ({in_seconds(min(lengths))} to {in_seconds(max(lengths))})"
+    num_ranks = len({r for ranks in profile.ranks for r in ranks})
+    yield (
+        f"{profile.name}: a step takes {in_seconds(statistics.median(lengths))}{spread}, median of {len(lengths)};"
+        f" {len(profile.ranks)} groups in {num_ranks} process{'es' if num_ranks > 1 else ''}"
     )
+    if profile.clock_error_s:
+        yield f"clocks of different machines agree within {in_seconds(profile.clock_error_s)}"
+    yield from _group_table(profile)
+    for index, facts in enumerate(profile.loops):
+        if not any(r.tasks and r.loop == facts.number for r in profile.typical.runs):
+            continue
+        timeline = profile.timeline(index)
+        shown = _middle(timeline)
+        part = "" if shown is timeline else f", of which {in_seconds(shown.makespan)} in the middle"
+        yield f"loop {facts.number}, measured, typical step ({in_seconds(timeline.makespan)}{part}):"
+        yield from (f"  {line}" for line in _picture(shown))
+        for part in loop_parts(profile, index):
+            sign = "+" if part.seconds >= 0 else "-"
+            yield f"  {sign} {in_seconds(abs(part.seconds)):>8} {part.name}{f': {part.detail}' if part.detail else ''}"
+        yield from (f"  {line}" for line in stragglers(profile, index))
+
+
+def _picture(timeline: Timeline) -> list[str]:
+    """A row a group. Tasks that take unequally long are drawn by their share of the time."""
+    return [line[: line.rindex("|") + 1] for line in to_text(timeline).splitlines()[1:] if "|" in line]
+
+
+def _middle(timeline: Timeline) -> Timeline:
+    """As much of the middle as can be drawn task by task."""
+    share = _DRAWN / max(map(len, timeline.orders))
+    if share >= 1:
+        return timeline
+    first = timeline.makespan * (1 - share) / 2
+    last = timeline.makespan - first
+    kept = [
+        [(t, max(a, first) - first, min(b, last) - first) for t, a, b in timeline.row(g) if b > first and a < last]
+        for g in range(timeline.num_groups)
+    ]
+    orders, starts, ends = (tuple(tuple(row[k] for row in rows) for rows in kept) for k in range(3))
+    return dataclasses.replace(timeline, orders=orders, starts=starts, ends=ends)
+
+
+def _group_table(profile: Profile) -> Iterator[str]:
+    """How each group spent the typical step."""
+    step = profile.typical
+    rows: list[tuple[str, ...]] = [
+        ("group", "ranks", "computes", "waits for others", "waits for transfers", "waits for its host")
+    ]
+    for group, spent in enumerate(step.spent):
+        shares = (spent.busy, spent.waiting, spent.exposed, spent.late)
+        ranks = profile.ranks[group]
+        shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        rows.append((str(group), shown, *(f"{in_seconds(s)} {s / step.seconds:.0%}" for s in shares)))
+    yield from (f"  {line}" for line in texts.table(rows, "<" * len(rows[0])))
+
+
+def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
+    """What the time of a loop is made of, each part by one simulation more than the one before."""
+    facts = profile.loops[index]
+    measured = statistics.median(profile.timeline(index, step).makespan for step in profile.steps)
+    costs = profile.costs(index)
+    no_transfers = dataclasses.replace(costs, transfer_s=0.0)
+    equal = _equal(costs, facts)
+    even = sum(profile.simulated(no_transfers, index).busy) / len(profile.ranks)
+    with_bubble = profile.simulated(equal, index).makespan
+    with_stages = profile.simulated(no_transfers, index).makespan
+    with_transfers = profile.simulated(costs, index).makespan
+    bubble = f"{facts.schedule}, {facts.num_microbatches} microbatches"
+    return [
+        TimeShare(even, "work, if every group had the same and never waited"),
+        TimeShare(with_bubble - even, "bubble of the schedule", bubble),
+        TimeShare(with_stages - with_bubble, "uneven stages", _slowest_stage(costs, facts)),
+        TimeShare(with_transfers - with_stages, "transfers that nothing hides", _slowest_link(profile)),
+        TimeShare(measured - with_transfers, "the rest", _rest(profile)),
+    ]
+
+
+def _equal(costs: Costs, facts: LoopFacts) -> Costs:
+    """The same work, with every stage the same."""
+    num = len(facts.placement)
+    means = {name: sum(getattr(costs, name)) / num for name in ("forward", "input_grad", "weight_grad")}
+    return Costs(**means)
+
+
+def stage_seconds(costs: Costs, num_stages: int) -> list[float]:
+    """Per stage, what a microbatch takes, forward and backward."""
+    lists = (costs.per_stage(name, num_stages) for name in ("forward", "input_grad", "weight_grad"))
+    return [sum(parts) for parts in zip(*lists, strict=True)]
+
+
+def _slowest_stage(costs: Costs, facts: LoopFacts) -> str:
+    seconds = stage_seconds(costs, len(facts.placement))
+    stage = max(range(len(seconds)), key=seconds.__getitem__)
+    mean = sum(seconds) / len(seconds)
+    label = f" ({facts.labels[stage]})" if stage < len(facts.labels) and facts.labels[stage] else ""
+    times = f"{seconds[stage] / mean:.2f} times the mean" if mean else "nothing"
+    return f"stage {stage}{label} in group {facts.placement[stage]} takes {times}, {in_seconds(seconds[stage])}"
+
+
+def _slowest_link(profile: Profile) -> str:
+    """The pair of groups whose transfers were waited for most, in the typical step."""
+    step = profile.typical
+    exposed: dict[tuple[int, int], float] = defaultdict(float)
+    for w in (w for waits in step.waits for w in waits):
+        if w.run.by is not None and w.there > w.offered:
+            exposed[w.run.by[1:]] += w.there - w.offered
+    if not exposed:
+        return ""
+    pair = max(exposed, key=exposed.__getitem__)
+    moves = [m for m in step.moves if m.way[1:] == pair]
+    size = statistics.median(m.nbytes for m in moves)
+    took = statistics.median(m.end - m.start for m in moves)
+    return (
+        f"most from group {pair[0]} to {pair[1]}, {in_seconds(exposed[pair])} waited for {len(moves)} values,"
+        f" each {in_bytes(size)} in {in_seconds(took)}"
+    )
+
+
+def _rest(profile: Profile) -> str:
+    late = max(profile.typical.spent, key=lambda s: s.late)
+    group = profile.typical.spent.index(late)
+    if late.late < 0.01 * profile.typical.seconds:
+        return "tasks that vary from one microbatch to the next"
+    return f"tasks that vary, and hosts that start programs late: group {group} waited {in_seconds(late.late)} for that"
+
+
+def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
+    """Ranks that are slower than others with the same work, and groups that compute fewer operations a second."""
+    facts = profile.loops[index]
+    own: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for step in profile.steps:
+        for r in step.runs:
+            if len(r.tasks) == 1 and r.loop == facts.number:
+                own[r.tasks[0].stage, r.tasks[0].kind, r.rank].append(r.end - r.start)
+    medians = {key: statistics.median(values) for key, values in own.items()}
+    by_task: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    for (stage, kind, rank), seconds in medians.items():
+        by_task[stage, kind][rank] = seconds
+    for (stage, kind), ranks in sorted(by_task.items()):
+        usual = statistics.median_low(ranks.values())
+        slow = max(ranks, key=ranks.__getitem__)
+        if len(ranks) > 1 and ranks[slow] > _SLOW * usual:
+            yield (
+                f"rank {slow} is slow: it takes {in_seconds(ranks[slow])} for {stage}{kind}, where the median rank of"
+                f" group {facts.placement[stage]} takes {in_seconds(usual)}"
+            )
+    yield from _slow_groups(profile, facts, by_task)
+
+
+def _slow_groups(profile: Profile, facts: LoopFacts, by_task: dict[tuple[int, str], dict[int, float]]) -> Iterator[str]:
+    work: dict[int, float] = defaultdict(float)
+    spent: dict[int, float] = defaultdict(float)
+    for key, ranks in by_task.items():
+        if (flops := facts.flops.get(key, 0.0)) > 0:
+            group = facts.placement[key[0]]
+            work[group] += flops
+            spent[group] += max(ranks.values())
+    rates_of = {g: work[g] / spent[g] for g in work if spent[g] > 0}
+    if len(rates_of) < 3:
+        return
+    usual = statistics.median_high(rates_of.values())
+    slow = min(rates_of, key=rates_of.__getitem__)
+    if usual > _SLOW * rates_of[slow]:
+        ranks = ", ".join(map(str, profile.ranks[slow][:4]))
+        yield (
+            f"group {slow} (rank {ranks}) is slow: {rates_of[slow] / 1e9:.3g} GFLOP/s in its tasks, where the median"
+            f" group has {usual / 1e9:.3g}: look at its devices, or at operations that are not products"
+        )

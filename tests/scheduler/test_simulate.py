@@ -25,8 +25,8 @@ from scheduler import (
 from scheduler.optimize.bounds import lower_bound
 from scheduler.schedules.catalogue import on_groups
 from scheduler.schedules.list_scheduling import Problem
-from scheduler.timing.pictures import critical_path_text, to_text
 from scheduler.timing.simulate import simulate_orders
+from scheduler.timing.timeline import critical_path_text, to_text
 
 numbers = st.floats(0.1, 3.0).map(lambda value: round(value, 2))
 

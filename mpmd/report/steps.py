@@ -1,0 +1,155 @@
+"""Steps that were measured: what each group ran and when, and what it waited for."""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
+from scheduler.base.texts import in_bytes, in_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """How a group spent a step, in seconds; together the step's length.
+
+    Attributes:
+      busy: a program ran.
+      waiting: nothing to do until another group had computed what came next: the bubble.
+      exposed: what came next was computed, and on its way.
+      late: everything was there, but the process had not started the program yet.
+    """
+
+    busy: float
+    waiting: float
+    exposed: float
+    late: float
+
+
+class Waited(NamedTuple):
+    """A run of a group, and what the group waited for before: another group, a transfer, its host, in this order.
+
+    Attributes:
+      free: when the run before had ended.
+      offered: when another group had computed the last input.
+      there: when this input was there; the host then let the group wait until the run's start.
+    """
+
+    run: Ran
+    free: float
+    offered: float
+    there: float
+
+
+class Bar(NamedTuple):
+    """A part of a picture.
+
+    Attributes:
+      kind: the group "runs" something, "waits" for a transfer, or a value "comes".
+      start: seconds after the start of the step.
+      said: what a reader sees who points at it.
+      run: what runs.
+    """
+
+    kind: str
+    start: float
+    seconds: float
+    said: str
+    run: Ran | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Everything of one step, by time.
+
+    Attributes:
+      runs, moves: of all ranks.
+      sent: per transfer, when its value was on offer.
+      num_groups: how many there are.
+    """
+
+    runs: tuple[Ran, ...]
+    moves: tuple[Moved, ...]
+    sent: Mapping[Way, float]
+    num_groups: int
+
+    @functools.cached_property
+    def start(self) -> float:
+        """When the first process began to start something."""
+        return min((r.dispatched for r in self.runs), default=0.0)
+
+    @functools.cached_property
+    def end(self) -> float:
+        """When the last result was there."""
+        return max((r.end for r in (*self.runs, *self.moves)), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end."""
+        return self.end - self.start
+
+    @functools.cached_property
+    def by_group(self) -> tuple[tuple[Ran, ...], ...]:
+        """Per group, what its slowest rank ran."""
+        found: list[dict[int, list[Ran]]] = [defaultdict(list) for _ in range(self.num_groups)]
+        for r in self.runs:
+            found[r.group][r.rank].append(r)
+        return tuple(tuple(max(ranks.values(), key=_busy, default=())) for ranks in found)
+
+    @functools.cached_property
+    def waits(self) -> tuple[tuple[Waited, ...], ...]:
+        """Per group, what it ran, and what it waited for before."""
+        return tuple(tuple(self._waits(runs)) for runs in self.by_group)
+
+    def _waits(self, runs: Sequence[Ran]) -> Iterator[Waited]:
+        free = self.start
+        for r in runs:
+            offered = min(max(free, self.sent.get(r.by, free)), r.start) if r.by is not None else free
+            yield Waited(r, free, offered, min(max(offered, r.ready), r.start))
+            free = r.end
+
+    @functools.cached_property
+    def spent(self) -> tuple[Spent, ...]:
+        """Per group, how it spent the step."""
+        return tuple(self._spent(waits) for waits in self.waits)
+
+    def _spent(self, waits: Sequence[Waited]) -> Spent:
+        if not waits:
+            return Spent(0.0, self.seconds, 0.0, 0.0)
+        return Spent(
+            _busy([w.run for w in waits]),
+            sum(w.offered - w.free for w in waits) + self.end - waits[-1].run.end,
+            sum(w.there - w.offered for w in waits),
+            sum(w.run.start - w.there for w in waits),
+        )
+
+    def bars(self, group: int) -> Iterator[Bar]:
+        """What a picture of a group shows: what it ran, when it waited for a transfer, and what came to it."""
+        for w in self.waits[group]:
+            r = w.run
+            if r.by is not None and w.there > w.offered:
+                yield Bar("waits", w.offered - self.start, w.there - w.offered, f"waits for {r.by}")
+            yield Bar("runs", r.start - self.start, r.end - r.start, f"{r.title}: {in_seconds(r.end - r.start)}", r)
+        for m in self.moves:
+            if m.way.target == group:
+                said = f"{m.way}: {in_bytes(m.nbytes)} in {in_seconds(m.end - m.start)}"
+                yield Bar("comes", m.start - self.start, m.end - m.start, said)
+
+
+def _busy(runs: Sequence[Ran]) -> float:
+    return sum(r.end - r.start for r in runs)
+
+
+def steps_of(rows: RecordedTimes, num_groups: int) -> tuple[Step, ...]:
+    """The rows of all processes, step by step."""
+    numbers = sorted({r.step for r in rows.runs})
+    return tuple(
+        Step(
+            tuple(r for r in rows.runs if r.step == n),
+            tuple(m for m in rows.moves if m.step == n),
+            {**{m.way: m.start for m in rows.moves if m.step == n}, **{s.way: s.at for s in rows.sends if s.step == n}},
+            num_groups,
+        )
+        for n in numbers
+    )

@@ -1,0 +1,42 @@
+"""How tasks look in pictures: one hue a stage, one shade and one pattern a kind."""
+
+from __future__ import annotations
+
+import math
+
+_LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90}
+HATCHES = {
+    "B": '<path d="M0 0L6 6M6 0L0 6" stroke="#000" stroke-opacity="0.2" stroke-width="0.8"/>',
+    "I": '<path d="M0 6L6 0" stroke="#000" stroke-opacity="0.3" stroke-width="1"/>',
+    "W": '<circle cx="3" cy="3" r="1" fill="#000" fill-opacity="0.3"/>',
+}
+
+
+def pattern_definitions() -> str:
+    """What `pattern_of` refers to, to be put into an SVG once."""
+    made = (
+        f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{drawing}</pattern>'
+        for kind, drawing in HATCHES.items()
+    )
+    return "\n".join(["<defs>", *made, "</defs>"])
+
+
+def pattern_of(kind: str) -> str:
+    """What to draw over a task of some kind, as a fill; empty for F."""
+    return f"url(#{kind})" if kind in HATCHES else ""
+
+
+def colour(stage: int, kind: str, num_stages: int) -> str:
+    """The colour of a task: one hue a stage, from green over blue to violet; one shade a kind.
+
+    No stage is red, which looks like an error. As hex: not every viewer reads hsl().
+    """
+    hue = (95 + 180 * stage / max(num_stages - 1, 1)) / 360
+    lightness = _LIGHTNESS[kind] / 100
+    chroma = 0.75 * (1 - abs(2 * lightness - 1))
+    channels = []
+    for offset in (0.0, 2 / 3, 1 / 3):
+        position = math.fmod(hue + offset, 1.0) * 6
+        strength = min(max(abs(position - 3) - 1, 0.0), 1.0)
+        channels.append(round(255 * (lightness + chroma * (strength - 0.5))))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)
