@@ -9,7 +9,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.costs.devices import machine_for_cuts, memory_limit
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.costs import unit_costs
-from mpmd.ops.treduce import LoopInfo
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 from scheduler.optimize.cuts import Cut, choose_cut
@@ -53,7 +53,7 @@ def _even_if_alike(cut: Cut) -> Cut:
     )
 
 
-def one_cut(choices: Sequence[Cut], infos: Sequence[LoopInfo], mesh: MpmdMesh) -> list[Cut]:
+def one_cut(choices: Sequence[Cut], infos: Sequence[ScheduledLoop], mesh: MpmdMesh) -> list[Cut]:
     """One cut for several loops: of those that are good for one of them, the one that takes least time in all.
 
     Args:

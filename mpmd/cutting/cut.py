@@ -20,6 +20,7 @@ from mpmd.cutting.scan_residuals import keep_less
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
 from mpmd.graphs.equations import variables
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.ops.treduce import LoopInfo, treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
@@ -70,7 +71,7 @@ def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
     schedule = _schedule_of(eqn, candidates, num_groups)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
-    return eqn.replace(params={**eqn.params, "info": dataclasses.replace(eqn.params["info"], schedule=schedule)})
+    return eqn.replace(params={**eqn.params, "info": ScheduledLoop.of(eqn.params["info"], schedule)})
 
 
 def _warn_of_rows(trace: Trace) -> None:
@@ -80,7 +81,7 @@ def _warn_of_rows(trace: Trace) -> None:
     """
     numbers = {v for eqn in trace.jaxpr.eqns if eqn.primitive.name == "iota" for v in eqn.outvars}
     for eqn in trace.jaxpr.eqns:
-        info: LoopInfo | None = eqn.params["info"] if eqn.primitive is treduce_p else None
+        info: ScheduledLoop | None = eqn.params["info"] if eqn.primitive is treduce_p else None
         if info is None or info.doubt is None or info.num_microbatches <= 2 * info.schedule.num_stages:
             continue
         if any(v in numbers and v.aval.shape == (info.num_microbatches,) for v in variables(eqn.invars)):
@@ -113,7 +114,7 @@ def _chosen_cuts(
         if given is not None:
             found = [(given, None) if i in own else old for i, old in enumerate(found)]
             continue
-        infos: list[LoopInfo] = [loops[i].params["info"] for i in own]
+        infos: list[ScheduledLoop] = [loops[i].params["info"] for i in own]
         choices = [
             choose(trace, loops[i], candidates[i], info.schedule, mesh, layouts)
             for i, info in zip(own, infos, strict=True)
@@ -145,7 +146,7 @@ def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | 
     """A loop whose only marks are stage ends."""
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
-    info: LoopInfo = dataclasses.replace(eqn.params["info"], cuts=cuts, choice=choice)
+    info: ScheduledLoop = dataclasses.replace(eqn.params["info"], cuts=cuts, choice=choice)
     schedule = info.schedule
     if candidates.are_optional:
         assert cuts is not None
@@ -177,6 +178,7 @@ def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) 
       StageError: a schedule of that name does not fit the marks and the groups.
     """
     info: LoopInfo = eqn.params["info"]
+    assert info.schedule is not None, "a loop without a schedule is a loop of `lax` by now"
     if not isinstance(info.schedule, str):
         return info.schedule
     try:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.graphs.body import Body, Node
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.stage_end import boundaries
-from mpmd.ops.treduce import LoopInfo
 from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
 
@@ -28,7 +28,7 @@ class Marks:
     labels: tuple[str | None, ...]
 
     @classmethod
-    def of(cls, body: Body, info: LoopInfo) -> "Marks":
+    def of(cls, body: Body, info: ScheduledLoop) -> "Marks":
         """Reads and checks the marks of a body.
 
         Raises:

@@ -21,7 +21,6 @@ from mpmd.ops.microbatches import check_microbatch_axis, doubt_of, may_be_of_sha
 from mpmd.ops.reductions import Add, Operation, broadcast_operation, check_operations, result_types
 from mpmd.ops.stage_end import mark_p, without
 from scheduler import Schedule
-from scheduler.optimize.cuts import Cut
 from scheduler.schedules import catalogue
 
 treduce_p = compat.Primitive("treduce")
@@ -33,16 +32,15 @@ class LoopInfo:
     """What a microbatch loop is, beside its body: the parameters of its equation.
 
     Attributes:
+      schedule: as the user gave it; None for a loop without a pipeline.
       cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
-      choice: what the chosen cuts and others cost; None where nothing was chosen.
       doubt: what a microbatch looks like, if its rows may have been taken for microbatches.
     """
 
-    schedule: Any
+    schedule: Schedule | str | None
     num_microbatches: int
     operations: tuple[Operation, ...]
     cuts: tuple[int, ...] | None = None
-    choice: Cut | None = dataclasses.field(default=None, compare=False)
     doubt: str | None = dataclasses.field(default=None, compare=False)
 
     def __str__(self):

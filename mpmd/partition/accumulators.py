@@ -16,8 +16,8 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs.body import Body, Node, Place
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
-from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.joint_outputs import Joins
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation
@@ -48,7 +48,7 @@ class Reduced(NamedTuple):
     after: list[compat.JaxprEqn]
 
 
-def reduce_outputs(body: Body, eqn: compat.JaxprEqn, info: LoopInfo, num_stages: int, split: bool) -> Reduced:
+def reduce_outputs(body: Body, eqn: compat.JaxprEqn, info: ScheduledLoop, num_stages: int, split: bool) -> Reduced:
     """Makes an accumulator per output, or per part of one that arises in several stages.
 
     Args:
@@ -97,7 +97,7 @@ class _Outputs:
       accumulators, after: as in `Reduced`.
     """
 
-    def __init__(self, body: Body, info: LoopInfo, num_stages: int, split: bool):
+    def __init__(self, body: Body, info: ScheduledLoop, num_stages: int, split: bool):
         self.body = body
         self.num_microbatches = info.num_microbatches
         self.num_stages = num_stages

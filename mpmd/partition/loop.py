@@ -27,8 +27,8 @@ from mpmd.graphs.backward_stages import backward_stages, find_backward
 from mpmd.graphs.body import Body, Node, Place, drop_unused, hoist
 from mpmd.graphs.equations import live_equations
 from mpmd.graphs.marks import Marks, check_marks_are_used, forget_marks
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.graphs.sharded_axes import ShardedAxes
-from mpmd.ops.treduce import LoopInfo
 from mpmd.partition.accumulators import Accumulator, reduce_outputs
 from mpmd.partition.floating import place_floating, sink_residuals
 from mpmd.partition.forward_stages import forward_stages
@@ -71,7 +71,7 @@ class LoopPartition:
       labels: per stage, the name that the user gave it, or None.
     """
 
-    info: LoopInfo
+    info: ScheduledLoop
     index: compat.Var
     tasks: tuple[TaskBody, ...]
     accumulators: tuple[Accumulator, ...]
@@ -122,7 +122,7 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool, sharded: ShardedAxes | Non
     Raises:
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
     """
-    info: LoopInfo = eqn.params["info"]
+    info: ScheduledLoop = eqn.params["info"]
     body = hoist(check_marks_are_used(Body.of(eqn)))
     marks = Marks.of(body, info)
     body = forget_marks(place_equations(body, marks, info.num_microbatches))
@@ -154,7 +154,7 @@ def place_equations(body: Body, marks: Marks, num_microbatches: int) -> Body:
 
 def _tasks(
     body: Body,
-    info: LoopInfo,
+    info: ScheduledLoop,
     labels: tuple[str | None, ...],
     accumulators: Sequence[Accumulator],
     after: Sequence[compat.JaxprEqn],

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from mpmd.cutting.choose import limits_of
 from mpmd.cutting.cut import with_given_cuts
+from mpmd.graphs.scheduled_loop import ScheduledLoop
 from scheduler import Costs
 from scheduler.optimize.cuts import choose_cut
 from scheduler.optimize.units import CutProblem, Units
@@ -28,7 +29,7 @@ class Recut(NamedTuple):
     costs: Costs
 
 
-def loop_info(lowered: Any) -> Any:
+def loop_info(lowered: Any) -> ScheduledLoop | None:
     """The loop of a lowered step whose stages are chosen; None if it has none or several, or the user says its cuts."""
     loops = lowered._outline.loops
     if len(loops) != 1 or loops[0].partition.info.cuts is None:
@@ -45,7 +46,7 @@ def units_of(lowered: Any) -> Units | None:
 def measured_units(lowered: Any, units: Units, costs: Costs) -> Units:
     """What each layer costs, by the measured tasks."""
     info = loop_info(lowered)
-    assert info is not None and info.cuts is not None and info.schedule is not None
+    assert info is not None and info.cuts is not None
     return units.measured(CutProblem(units, info.schedule, info.num_microbatches).spans(info.cuts), costs)
 
 
@@ -63,12 +64,7 @@ def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | 
     best = float("inf")
     for number in [measured, *(n for n in lowered if n != measured)]:
         info = loop_info(lowered[number])
-        if (
-            info is None
-            or info.cuts is None
-            or info.schedule is None
-            or info.num_microbatches != first.num_microbatches
-        ):
+        if info is None or info.cuts is None or info.num_microbatches != first.num_microbatches:
             continue
         if not sum(info.cuts) <= units.num_places:
             continue  # layers of other microbatches, or of another model
