@@ -1,7 +1,5 @@
 """Look at schedules, compare them, search for better ones, and check those of others: ``python -m scheduler``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The commands of ``python -m scheduler``. Each prints its answer and returns the exit status."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Runs lists of work until each is through or has to wait: the one loop under every clock and every proof."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Checks orders of tasks before anything is made of them: are they complete, and can they run?"""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set

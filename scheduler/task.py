@@ -1,7 +1,5 @@
 """A task, and what a schedule promises: one order of tasks for each group of devices."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, NamedTuple
 
@@ -37,7 +35,7 @@ class Task(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Task:
+    def parse(cls, text: str) -> "Task":
         """The task that prints as ``text``; raises ValueError for anything else."""
         match = _TASK.fullmatch(text.strip())
         if match is None:
@@ -48,7 +46,7 @@ class Task(NamedTuple):
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
     @property
-    def parts(self) -> tuple[Task, ...]:
+    def parts(self) -> "tuple[Task, ...]":
         """The task in kinds F, I and W: ``B`` stands for ``I`` and ``W``."""
         if self.kind != "B":
             return (self,)

@@ -16,6 +16,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from mpmd import _jax_compat as compat
+from mpmd.tracing.new_equations import Atom
+
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+Params = dict[str, Any]
 
 
 class Factor(NamedTuple):
@@ -29,7 +33,7 @@ class Factor(NamedTuple):
 
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
-    combine: Callable[[Any, Any], Any] | None = None
+    combine: Combine | None = None
 
 
 def factors(eqn: compat.JaxprEqn) -> list[Factor]:
@@ -40,7 +44,7 @@ def factors(eqn: compat.JaxprEqn) -> list[Factor]:
     return list(rule(eqn))
 
 
-def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
     """The parameters of an equation on a piece of so many rows."""
     params = dict(eqn.params)
     for key in ("sharding", "out_sharding", "dst_sharding"):
@@ -65,9 +69,10 @@ def _on_rows(sharding: NamedSharding, axis: int, rows: int) -> NamedSharding:
 # --- rules ----------------------------------------------------------------------------------------
 
 Factors = Iterator[Factor]
+Rule = Callable[[compat.JaxprEqn], Factors]
 
 
-def _shapes(atoms: Any) -> list[tuple[int, ...]]:
+def _shapes(atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
     return [tuple(getattr(v.aval, "shape", ())) for v in atoms]
 
 
@@ -81,7 +86,7 @@ def _elementwise(eqn: compat.JaxprEqn) -> Factors:
             yield Factor(tuple(a if s and s[a] == n else None for s in ins), (a,) * len(outs))
 
 
-def _along_other_axes(*names: str) -> Callable[[compat.JaxprEqn], Factors]:
+def _along_other_axes(*names: str) -> Rule:
     """All operands and results have the same axes; the axes that the parameters `names` list are done as a whole."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
@@ -97,7 +102,7 @@ def _along_other_axes(*names: str) -> Callable[[compat.JaxprEqn], Factors]:
     return rule
 
 
-def _leading(*, own: int) -> Callable[[compat.JaxprEqn], Factors]:
+def _leading(*, own: int) -> Rule:
     """The leading axes that all operands and results share are a batch; the last `own` axes of each operand are not."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
@@ -110,14 +115,16 @@ def _leading(*, own: int) -> Callable[[compat.JaxprEqn], Factors]:
 
 
 def _broadcast_in_dim(eqn: compat.JaxprEqn) -> Factors:
+    """All axes of the result; those along which the operand is repeated come from none of its axes."""
     x, out, axes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     for b, n in enumerate(out):
         a = axes.index(b) if b in axes else None
-        if len(eqn.invars) == 1:
+        if len(eqn.invars) == 1:  # further operands are sizes that are computed (dynamic shapes)
             yield Factor((a if a is not None and x[a] == n else None,), (b,))
 
 
 def _reshape(eqn: compat.JaxprEqn) -> Factors:
+    """The axes that stay: as long as before, with as many elements before them."""
     x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     for a in range(len(x)):
         for b in range(len(out)):
@@ -131,7 +138,7 @@ def _transpose(eqn: compat.JaxprEqn) -> Factors:
         yield Factor((a,), (b,))
 
 
-def _reduce(combine: Callable[[Any, Any], Any] | None, name: str = "axes") -> Callable[[compat.JaxprEqn], Factors]:
+def _reduce(combine: Combine | None, name: str = "axes") -> Rule:
     """The axes that the parameter `name` lists go away: their elements are combined, if that can be done in parts."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
@@ -146,6 +153,7 @@ def _reduce(combine: Callable[[Any, Any], Any] | None, name: str = "axes") -> Ca
 
 
 def _dot_general(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of the result are the batch, then what is left of either operand; contracted axes are sums of parts."""
     (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
     x, y = (range(v.aval.ndim) for v in eqn.invars)
     axis = 0
@@ -165,6 +173,9 @@ def _dot_general(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _convolution(eqn: compat.JaxprEqn) -> Factors:
+    """Rows of the batch, features that are made, and features that are read, which are summed; never positions, whose
+    windows overlap. Groups tie features to each other, so that these are done as a whole.
+    """
     numbers = eqn.params["dimension_numbers"]
     (rows, features), (made, read), out = numbers.lhs_spec[:2], numbers.rhs_spec[:2], numbers.out_spec
     if eqn.params["batch_group_count"] == 1:
@@ -175,12 +186,14 @@ def _convolution(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _pad(eqn: compat.JaxprEqn) -> Factors:
+    """The axes that are not padded; the second operand is the value to pad with."""
     for a, config in enumerate(eqn.params["padding_config"]):
         if not any(config):
             yield Factor((a, None), (a,))
 
 
 def _slice(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of which it takes all."""
     p, shape = eqn.params, eqn.invars[0].aval.shape
     for a, n in enumerate(shape):
         if p["start_indices"][a] == 0 and p["limit_indices"][a] == n and (p["strides"] is None or p["strides"][a] == 1):
@@ -188,12 +201,14 @@ def _slice(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _dynamic_slice(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of which it takes all; the other operands say where it begins."""
     for a, n in enumerate(eqn.params["slice_sizes"]):
         if eqn.invars[0].aval.shape[a] == n:
             yield Factor((a, *[None] * (len(eqn.invars) - 1)), (a,))
 
 
 def _dynamic_update_slice(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of which it writes all; the operands after the first two say where it begins."""
     x, update = _shapes(eqn.invars[:2])
     for a, n in enumerate(x):
         if update[a] == n:
@@ -201,6 +216,11 @@ def _dynamic_update_slice(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _gather(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of the indices, and those of the operand of which each lookup takes all.
+
+    The last axis of the indices is one lookup, and no axis of the result. A batching axis is one of both operands: each
+    of its rows is looked up in its own part of the first.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     x, indices = _shapes(eqn.invars)
     out_batch = [b for b in range(eqn.outvars[0].aval.ndim) if b not in numbers.offset_dims]
@@ -217,6 +237,7 @@ def _gather(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _iota(eqn: compat.JaxprEqn) -> Factors:
+    """All axes but the one along which it counts."""
     for b in range(len(eqn.params["shape"])):
         if b != eqn.params["dimension"]:
             yield Factor((), (b,))
@@ -239,7 +260,7 @@ reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logic
 sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype from_edtype xor zeta pvary
 """.split()
 
-_RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _keys),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along_other_axes("axis")),
@@ -277,30 +298,34 @@ _RULES: dict[str, Callable[[compat.JaxprEqn], Factors]] = {
 # --- parameters of a piece ------------------------------------------------------------------------
 
 
-def _resized(key: str) -> Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]:
+Change = Callable[[compat.JaxprEqn, Factor, int], Params]
+
+
+def _resized(key: str) -> Change:
     """The parameter `key` is the shape of the result, or where it ends."""
 
-    def change(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+    def change(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
         (axis,) = factor.outs
         assert axis is not None
-        return {key: _with(eqn.params[key], axis, rows)}
+        return {key: _with_rows(eqn.params[key], axis, rows)}
 
     return change
 
 
-def _gathered(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> dict[str, Any]:
+def _gathered(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
     """A slice has all rows of the operand's piece, unless each row is looked up by itself."""
     axis, sizes = factor.ins[0], eqn.params["slice_sizes"]
     if axis is None or axis in eqn.params["dimension_numbers"].operand_batching_dims:
         return {}
-    return {"slice_sizes": _with(sizes, axis, rows)}
+    return {"slice_sizes": _with_rows(sizes, axis, rows)}
 
 
-def _with(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+    """A shape that is so long along one axis."""
     return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
-_PARAMS: dict[str, Callable[[compat.JaxprEqn, Factor, int], dict[str, Any]]] = {
+_PARAMS: dict[str, Change] = {
     "broadcast_in_dim": _resized("shape"),
     "reshape": _resized("new_sizes"),
     "iota": _resized("shape"),

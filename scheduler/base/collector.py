@@ -1,7 +1,5 @@
 """Pauses Python's garbage collector while a plan is made or many small arrays are moved."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ends a command: with its status, and in peace where the reader of its output has gone."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

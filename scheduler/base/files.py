@@ -1,7 +1,5 @@
 """Reads files that others wrote. One that is no plain file, too large or nested too deeply is an error, not a hang."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

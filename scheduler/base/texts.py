@@ -1,7 +1,5 @@
 """Numbers, types, bars and tables as text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

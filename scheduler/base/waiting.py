@@ -1,7 +1,5 @@
 """A line while something takes long: how far it is, and about how long it still takes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,12 +1,10 @@
 """Simulated annealing: improves finished orders by small random moves. Compiled where numba is installed."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +12,9 @@ from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Kind, Orders, Task
 
 _KINDS: tuple[Kind, ...] = ("F", "I", "W")
+# Lists, or numpy arrays where the functions are compiled.
+Floats = MutableSequence[float]
+Ints = MutableSequence[int]
 
 
 def improve(
@@ -59,13 +60,15 @@ def improve(
     sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
     begin = [0, *itertools.accumulate(map(len, orders))]
     limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]
-    work: list[Any] = [sequence, begin, time, across, lag, local, lane, nbytes, limits]
-    work += [[0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups, list(sequence)]
+    work: Sequence[Floats | Ints] = [
+        sequence, begin, time, across, lag, local, lane, nbytes, limits,
+        [0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups, list(sequence),
+    ]  # fmt: skip
     run: Callable[..., float] = _anneal
     if compiled:
         import numpy
 
-        run, work = _compiled(), [numpy.array(one) for one in work]
+        run, work = _compiled(), [numpy.array(one) for one in work]  # pyright: ignore[reportAssignmentType]
     makespan = run(*work, steps, hot, cold, target, seed % 2**31)
     best: Sequence[int] = [int(task) for task in work[-1]]
     tasks = [Task(task % (n * m) // m, _KINDS[task // (n * m)], task % m) for task in best]
@@ -92,13 +95,47 @@ def _compiled() -> Callable[..., float]:
     return compiled(FunctionType(_anneal.__code__, {**globals(), **parts}))
 
 
-# From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each other.
+# From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each other:
+# `_compiled` puts compiled ones in the place of those that `_anneal` calls, and of no others.
+#
+# A task is a number: its kind's place in `_KINDS`, times stages and microbatches, plus its stage, times microbatches,
+# plus its microbatch. Arrays with one entry for each task:
+#
+#   time, nbytes    its seconds, and what it adds to the memory of its group
+#   across, lag     the task of another stage that it waits for (-1: none), and the seconds of that result on its way
+#   local           the task of its own stage that comes before it (-1: none): F before I, I before W
+#   lane            its kind and stage as one number; tasks of one lane stay in their order
+#   ends            when it has ended, -1 before; filled by `_simulated`
+#
+# `sequence` has all tasks, group after group, each group's in its order: `sequence[begin[g]:begin[g + 1]]` are those of
+# group g. With one entry for each group: `limits` (bytes), `position` (how far it is in `sequence`) and `clock` (when
+# its last task has ended).
 
 
 def _anneal(
-    sequence, begin, time, across, lag, local, lane, nbytes, limits, ends, position, clock, best_sequence,
-    steps, hot, cold, target, seed,
-):  # fmt: skip
+    sequence: Ints,
+    begin: Ints,
+    time: Floats,
+    across: Ints,
+    lag: Floats,
+    local: Ints,
+    lane: Ints,
+    nbytes: Floats,
+    limits: Floats,
+    ends: Floats,
+    position: Ints,
+    clock: Floats,
+    best_sequence: Ints,
+    steps: int,
+    hot: float,
+    cold: float,
+    target: float,
+    seed: int,
+) -> float:
+    """Moves tasks of `sequence`; leaves the best sequence in `best_sequence` and returns its makespan.
+
+    Step 0 moves nothing: it finds the score of what is given.
+    """
     random = seed
     current = best = math.inf
     for step in range(steps + 1):
@@ -109,7 +146,7 @@ def _anneal(
             random = _drawn(random)
             group, place = _proposed(begin, source, (random >> 7) % 24)
             place = _shift(sequence, source, place, lane, local)
-            if place == source:
+            if place == source:  # a neighbour that it may not pass
                 continue
         score = makespan = math.inf
         if not step or _fits(sequence, begin[group], begin[group + 1], nbytes, limits[group]):
@@ -119,7 +156,7 @@ def _anneal(
         if not accept and score < math.inf:
             temperature = hot * (cold / hot) ** (step / steps)
             random = _drawn(random)
-            accept = (random >> 7) / 16777216.0 < math.exp((current - score) / temperature)
+            accept = (random >> 7) / 16777216.0 < math.exp((current - score) / temperature)  # 24 bits: below 2**24
         if accept:
             current = score
             if makespan < best:
@@ -128,17 +165,17 @@ def _anneal(
                     best_sequence[i] = sequence[i]
                 if best <= target:
                     break
-        elif step:
+        elif step:  # back again: what it has passed once may be passed the other way
             _shift(sequence, place, source, lane, local)
     return best
 
 
-def _drawn(random):
-    """The next number of a generator whose low bits are not random."""
+def _drawn(random: int) -> int:
+    """The next number of a linear congruential generator, whose low bits are not random: callers leave out seven."""
     return (random * 1103515245 + 12345) & 0x7FFFFFFF
 
 
-def _proposed(begin, source, drawn):
+def _proposed(begin: Ints, source: int, drawn: int) -> tuple[int, int]:
     """The group that a position in the sequence belongs to, and a position of that group up to 12 before or behind."""
     reach = drawn + 1 if drawn < 12 else 11 - drawn
     group = 0
@@ -148,7 +185,7 @@ def _proposed(begin, source, drawn):
     return group, min(max(source + reach, begin[group]), begin[group + 1] - 1)
 
 
-def _shift(sequence, source, place, lane, local):
+def _shift(sequence: Ints, source: int, place: int, lane: Ints, local: Ints) -> int:
     """Moves a task towards a position, as far as it may pass its neighbours; returns where it is then."""
     task = sequence[source]
     direction = 1 if place > source else -1
@@ -163,7 +200,7 @@ def _shift(sequence, source, place, lane, local):
     return at
 
 
-def _fits(sequence, begin, end, nbytes, limit):
+def _fits(sequence: Ints, begin: int, end: int, nbytes: Floats, limit: float) -> bool:
     """Whether a group's tasks keep to its memory."""
     live = 0.0
     for i in range(begin, end):
@@ -173,7 +210,17 @@ def _fits(sequence, begin, end, nbytes, limit):
     return True
 
 
-def _simulated(sequence, begin, time, across, lag, local, ends, position, clock):
+def _simulated(
+    sequence: Ints,
+    begin: Ints,
+    time: Floats,
+    across: Ints,
+    lag: Floats,
+    local: Ints,
+    ends: Floats,
+    position: Ints,
+    clock: Floats,
+) -> float:
     """The makespan, with each group's last end in ``clock``; infinite if the orders deadlock."""
     num_groups, total = len(begin) - 1, len(sequence)
     for i in range(total):
@@ -183,7 +230,7 @@ def _simulated(sequence, begin, time, across, lag, local, ends, position, clock)
         clock[g] = 0.0
     moved = True
     done = 0
-    while moved:
+    while moved:  # each round takes every group as far as it can go; without a step in a round, all wait
         moved = False
         for g in range(num_groups):
             i = position[g]
@@ -214,7 +261,7 @@ def _simulated(sequence, begin, time, across, lag, local, ends, position, clock)
     return makespan
 
 
-def _score(makespan, clock):
+def _score(makespan: float, clock: Floats) -> float:
     """The makespan, and a little for groups that end late: breaks ties in favour of more slack."""
     late = 0.0
     for end in clock:

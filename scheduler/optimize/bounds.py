@@ -1,7 +1,5 @@
 """Lower bounds of the makespan, whatever the order: a search that reaches one may stop."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ even one are improved by moving layers, with each candidate on the clock. Then b
 whose bound is below the best makespan, within a budget; if it comes to an end, no cut is better.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The best order where each group has one stage, by constraint programming (needs OR-tools)."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -73,7 +71,7 @@ class _Ticks:
     over: list[int]
 
     @classmethod
-    def of(cls, problem: Problem) -> _Ticks:
+    def of(cls, problem: Problem) -> "_Ticks":
         n, costs = problem.num_stages, problem.costs
         exact = costs.seconds(n)
         tick = sum(map(sum, exact.values())) / (3 * n) / _RESOLUTION or 1.0

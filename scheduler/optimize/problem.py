@@ -1,7 +1,5 @@
 """Checks the arguments of a search and makes one problem of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

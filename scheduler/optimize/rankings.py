@@ -1,7 +1,5 @@
 """Rankings for list scheduling, written as a few numbers that a search can vary."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A search for better orders than the built-in ones, for given costs, placement and memory."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

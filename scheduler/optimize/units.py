@@ -1,7 +1,5 @@
 """The parts of a model between the places where a stage may end: what each costs, and what a cut makes of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +54,7 @@ class Units:
         """Places where a stage may end."""
         return len(self.forward) - 1
 
-    def measured(self, spans: Sequence[tuple[int, int]], costs: Costs) -> Units:
+    def measured(self, spans: Sequence[tuple[int, int]], costs: Costs) -> "Units":
         """The same units with the seconds of a run: those of each stage are divided among its units as before.
 
         Args:

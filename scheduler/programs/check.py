@@ -1,7 +1,5 @@
 """All proofs about a program in one call: every fault at once, and the memory that it needs."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

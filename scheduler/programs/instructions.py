@@ -1,7 +1,5 @@
 """The instructions of a group of devices, the program they make, and the graph of tasks it comes from."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -91,7 +89,7 @@ class TaskGraph:
         return "\n".join([head, *(f"  {edge}" for edge in self.edges), *empty])
 
     @classmethod
-    def chain(cls, num_stages: int, activation_bytes: int = 1, forward_only: bool = False) -> TaskGraph:
+    def chain(cls, num_stages: int, activation_bytes: int = 1, forward_only: bool = False) -> "TaskGraph":
         """The ordinary pipeline: activations down, gradients up, residuals kept from forward to backward.
 
         ``a{s}`` is the activation of stage s, ``r{s}`` what its backward keeps, ``g{s}`` the gradient that its I hands
@@ -198,7 +196,7 @@ class Transfer(NamedTuple):
     target: int
 
     @classmethod
-    def of(cls, group: int, instruction: Send | Recv) -> Transfer:
+    def of(cls, group: int, instruction: Send | Recv) -> "Transfer":
         """The transfer that a group's instruction takes part in."""
         if isinstance(instruction, Send):
             return cls(instruction.value, group, instruction.to_group)

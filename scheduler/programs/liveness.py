@@ -1,7 +1,5 @@
 """Proves that every value is there when it is used, and counts the bytes that are alive at once."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from scheduler.programs.instructions import WORK, Call, Free, Program, Recv, Run, Send, Value

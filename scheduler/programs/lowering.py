@@ -1,6 +1,6 @@
 """Makes the instructions of each group from a task graph and a schedule."""
 
-from __future__ import annotations
+from __future__ import annotations  # `array[int]` is no expression before Python 3.12
 
 from array import array
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Merges the instructions of several groups into one order, for a process that owns them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from heapq import heappop, heappush
 

@@ -1,7 +1,5 @@
 """Programs as plain data, to be written to a file and read again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from scheduler.programs.instructions import Call, Free, Instruction, Program, Recv, Run, Send, Value

@@ -1,7 +1,5 @@
 """Proves that devices which work in order cannot deadlock, where transfers and collectives block both sides."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 

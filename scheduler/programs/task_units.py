@@ -1,6 +1,6 @@
 """What runs as one executable (tasks and fused pairs), numbered in the order of the groups, and what it waits for."""
 
-from __future__ import annotations
+from __future__ import annotations  # `array[int]` is no expression before Python 3.12
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Proves that sends and receives match, and that groups cannot deadlock where each of them waits for the other."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence

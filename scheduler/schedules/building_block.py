@@ -5,8 +5,6 @@ A slot is the time of one task. Each group runs one task in a slot; two stages o
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple

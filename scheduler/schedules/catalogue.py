@@ -1,7 +1,5 @@
 """The built-in schedules by name, for the command line, the search and the documents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from scheduler.schedules.one_f_one_b import (

@@ -1,7 +1,5 @@
 """Orders from anywhere: written by hand, found by a search, or read from a file."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import Counter
@@ -101,13 +99,13 @@ class CustomSchedule(Schedule):
         return self.pairs
 
     @classmethod
-    def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> CustomSchedule:
+    def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> "CustomSchedule":
         """Any schedule's orders for one number of microbatches, so that they can be edited or written to a file."""
         check_schedule("CustomSchedule.from_schedule", schedule)
         return cls(schedule.orders(num_microbatches), tuple(schedule.placement), schedule.fused(num_microbatches))
 
     @classmethod
-    def from_csv(cls, path: str | Path) -> CustomSchedule:
+    def from_csv(cls, path: str | Path) -> "CustomSchedule":
         """Reads the file that torch.distributed.pipelining writes and reads: one row a rank, one cell a task.
 
         Cells are ``2F0``, ``1B0``, ``1I0``, ``1W0`` (stage, kind, microbatch), ``(2F1;1B0)OVERLAP_F_B`` for a fused

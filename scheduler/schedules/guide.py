@@ -1,7 +1,5 @@
 """The guide to the schedules: what they say of themselves, and what the simulator measures."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """List scheduling: whenever a group is free, it takes the task that is due first among those it can run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,8 +110,8 @@ class _Lane:
     room: float
     holds: float
     next: int = 0
-    follower: _Lane | None = None
-    results: tuple[_Lane, float, int] | None = None
+    follower: "_Lane | None" = None
+    results: "tuple[_Lane, float, int] | None" = None
 
 
 class _Listing:

@@ -1,7 +1,5 @@
 """Schedules whose order follows from a rule for each group: GPipe, the 1F1B family, and looped GPipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

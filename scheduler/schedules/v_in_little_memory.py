@@ -1,7 +1,5 @@
 """V schedules for a given memory: about a half and a third of what 1F1B's first group holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

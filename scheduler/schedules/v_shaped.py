@@ -1,7 +1,5 @@
 """Schedules for two stages a group, folded like a V: the last stage lives beside the first."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

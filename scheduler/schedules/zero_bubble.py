@@ -1,7 +1,5 @@
 """Schedules that split the backward and fill bubbles with weight gradients: zero bubble, and Kimi K2's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

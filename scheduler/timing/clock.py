@@ -1,7 +1,5 @@
 """Orders on a clock: when each task of an ordinary pipeline starts and ends."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

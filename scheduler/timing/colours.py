@@ -1,7 +1,5 @@
 """How tasks look in pictures: one hue a stage, one shade and one pattern a kind."""
 
-from __future__ import annotations
-
 import math
 
 _LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90}

@@ -1,7 +1,5 @@
 """The time and memory of tasks: given, measured in a run, or read from a file."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -133,7 +131,7 @@ class Costs:
         return seconds
 
     @classmethod
-    def measured(cls, durations: Timed | Iterable[tuple[Task, float]], **others: Any) -> Costs:
+    def measured(cls, durations: Timed | Iterable[tuple[Task, float]], **others: Any) -> "Costs":
         """Costs from the times of a real run: the median for each kind and stage.
 
         Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
@@ -171,7 +169,7 @@ class Costs:
         return cls(forward=median("F"), input_grad=median("I"), weight_grad=median("W"), **others)
 
     @classmethod
-    def from_json(cls, text: str) -> Costs:
+    def from_json(cls, text: str) -> "Costs":
         """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks.
 
         Raises:

@@ -1,7 +1,5 @@
 """Runs fixed orders on a clock again and again, for other durations each time: what a search over durations needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from scheduler.engine import run_until_blocked

@@ -1,7 +1,5 @@
 """Makes timelines: of a schedule on a clock, and of tasks that ran."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from scheduler.base.collector import without_collection

@@ -3,8 +3,6 @@
 The pictures are text for the terminal, SVG for documents, and a Chrome trace for Perfetto.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
