@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ def fingerprint(
     return found.hexdigest()
 
 
-def _digest(written: Any) -> str:
+def _digest(written: object) -> str:
     return hashlib.sha256(repr(written).encode()).hexdigest()
 
 
@@ -88,9 +88,10 @@ _NO_MATTER = (
 )  # fmt: skip
 
 
-def _settings(write: "_Writer") -> Any:
+def _settings(write: "_Writer") -> object:
     """JAX's settings. Some ask for what only lowering or compiling does (files to look at, a profile)."""
     values = jax.config.values
+    # What is found is neither lowered nor compiled, so that their files and profiles would be missing.
     if (
         values["jax_dump_ir_to"]
         or values["jax_enable_pgle"]
@@ -135,10 +136,10 @@ class _Writer:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._known: dict[Any, Any] = {}  # by object, which the program keeps alive
+        self._known: dict[int, tuple[object, str]] = {}  # by object, which the program keeps alive
         self._lowering = functools.cache(_lowering)
 
-    def value(self, x: Any) -> Any:
+    def value(self, x: Any) -> object:
         """Anything that a program may hold.
 
         Raises:
@@ -160,29 +161,30 @@ class _Writer:
                 return written
         raise _NotDescribedError(f"{kind.__module__}.{kind.__qualname__}")
 
-    def _memoized(self, x: Any, write: Any) -> str:
+    def _memoized(self, x: Any, write: Callable[[Any], object]) -> str:
         """What occurs often, as one short text."""
         if id(x) not in self._known:
             self._known[id(x)] = x, _digest(write(x))
         return self._known[id(x)][1]
 
-    def _slots(self, x: Any) -> Any:
+    def _slots(self, x: Any) -> object:
         names = [n for n in type(x).__slots__ if n != "__weakref__"]
         return (type(x).__name__, *((n, self.value(getattr(x, n))) for n in names if hasattr(x, n)))
 
-    def _array(self, x: Any) -> Any:
+    def _array(self, x: Any) -> object:
         """An array by its content."""
         if isinstance(x, jax.Array):
+            # The content of a tracer or of an array of other processes is not here; a weak type is more than content.
             if isinstance(x, core.Tracer) or not x.is_fully_addressable or x.weak_type:
                 raise _NotDescribedError
         elif not isinstance(x, (np.ndarray, np.generic, TypedNdArray)):
             return None
         array = np.asarray(x)
-        if array.dtype.hasobject or array.dtype.names is not None:
+        if array.dtype.hasobject or array.dtype.names is not None:  # pointers are no content; JAX has no records
             raise _NotDescribedError
         return "array", self.value(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
-    def _type(self, x: Any) -> Any:
+    def _type(self, x: Any) -> object:
         """A dtype, or what makes keys."""
         if isinstance(x, type) and issubclass(x, np.generic):
             return self.value(np.dtype(x))
@@ -195,10 +197,10 @@ class _Writer:
             raise _NotDescribedError
         return type(x).__name__, impl.name, impl.tag, impl.key_shape
 
-    def _place(self, x: Any) -> Any:
+    def _place(self, x: Any) -> object:
         """Meshes, shardings, devices."""
         if isinstance(x, NamedSharding):
-            if x._logical_device_ids is not None:
+            if x._logical_device_ids is not None:  # an order of devices beside that of the mesh
                 raise _NotDescribedError
             return "NamedSharding", self.value(x.mesh), self.value(x.spec), x.memory_kind
         if isinstance(x, AbstractMesh):
@@ -212,7 +214,7 @@ class _Writer:
             return "Device", x.platform, x.device_kind, x.id
         return type(x).__name__ if isinstance(x, (UnspecifiedValue, AutoLayoutSingleton)) else None
 
-    def _collection(self, x: Any) -> Any:
+    def _collection(self, x: Any) -> object:
         """Sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""
         kind = type(x)
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -235,33 +237,35 @@ class _Writer:
         consts = tuple(map(self.value, closed.consts))
         return _digest((consts, self._jaxpr(closed.jaxpr)))
 
-    def _jaxpr(self, jaxpr: Jaxpr) -> Any:
+    def _jaxpr(self, jaxpr: Jaxpr) -> object:
         numbers: dict[Var, int] = {}
 
-        def atom(v: Any) -> Any:
+        def atom(v: Var | Literal) -> object:
             if isinstance(v, Literal):
                 return "literal", self.value(np.asarray(v.val)), self.value(v.aval)
             return "_" if isinstance(v, DropVar) else numbers.setdefault(v, len(numbers))
 
-        def typed(variables: Iterable[Any]) -> Any:
+        def typed(variables: Iterable[Var]) -> object:
             return tuple((atom(v), self.value(v.aval)) for v in variables)
 
         head = typed((*jaxpr.constvars, *jaxpr.invars)), len(jaxpr.invars), self._effects(jaxpr.effects)
         eqns = tuple((tuple(map(atom, e.invars)), typed(e.outvars), self._equation(e)) for e in jaxpr.eqns)
         return head, eqns, tuple(map(atom, jaxpr.outvars))
 
-    def _equation(self, eqn: JaxprEqn) -> Any:
+    def _equation(self, eqn: JaxprEqn) -> object:
         name = eqn.primitive.name
-        if name in _NOT_JAXS_OWN:
+        if name in _NOT_JAXS_OWN:  # what they call is the user's, and may change under the same name
             raise _NotDescribedError
         params = {k: v for k, v in eqn.params.items() if k not in _NOT_LOWERED.get(name, ())}
-        if name == "scan":
+        if name == "scan":  # in the place of its trees, which have no text of their own
             params["sizes"] = scan_sizes(eqn)
         effects = self._effects(eqn.effects)
         return name, self._lowering(eqn.primitive), self.value(params), effects, self.value(eqn.ctx)
 
-    def _effects(self, found: Iterable[Any]) -> Any:
-        if any(not isinstance(e, core.NamedAxisEffect) for e in found):
+    def _effects(self, found: Iterable[Any]) -> object:
+        if any(
+            not isinstance(e, core.NamedAxisEffect) for e in found
+        ):  # others (callbacks, refs) are tied to a process
             raise _NotDescribedError
         return tuple(sorted(repr(self.value(e.name)) for e in found))
 
@@ -277,18 +281,21 @@ def _lowering(primitive: core.Primitive) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _primitives(num_modules: int) -> frozenset[core.Primitive]:
-    """The primitives that JAX's modules define, when so many modules are loaded."""
+    """The primitives that JAX's modules define, when so many modules are loaded: a module that is loaded later may
+    define more, so the number of modules is the key of the cache.
+    """
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax._src.") and m is not None]
     return frozenset(x for m in modules for x in vars(m).values() if isinstance(x, core.Primitive))
 
 
 @functools.cache
-def _names(fun: Any) -> tuple[Any, ...]:
+def _names(fun: Any) -> tuple[object, ...]:
     """The names of a function and of those that it was made of, all of which JAX defines."""
-    inner: list[Any] = []
+    inner: list[object] = []
     if isinstance(fun, functools.partial):
         inner = [fun.func, *filter(callable, (*fun.args, *fun.keywords.values()))]
     elif isinstance(fun, types.FunctionType):
+        # Rules are often closures over others: a function of one name does different things with other cells.
         cells = [c.cell_contents for c in fun.__closure__ or ()]
         inner = [c for c in cells if isinstance(c, (types.FunctionType, functools.partial))]
     module = getattr(fun, "__module__", "") or ""

@@ -58,6 +58,7 @@ def sum_once(
     sharded = sharded.read(n.eqn for n in body.nodes)
     wanted = _wanted(body, accumulators)
     nodes, partials = _in_parts(body, wanted, sharded)
+    # Over which axes a value has parts is known only when it is in parts; what should not be is left out then.
     if scattered := {v for v in wanted if v in partials and _is_scattered(body, v, partials[v].axes, sharded)}:
         wanted -= scattered
         nodes, partials = _in_parts(body, wanted, sharded)
@@ -186,11 +187,14 @@ class _Sums:
         """An equation that sums over rows: each device sums its own."""
 
         def part(*operands):
+            """On one device: its axis in front has length 1, and `out_specs` puts the parts of all devices there."""
             if eqn.primitive.name == "scatter-add":  # what the rows are added to is added once
                 operands = (_first_only(operands[0], lax.axis_index(local.axes)), *operands[1:])
+            # A sharding of the whole result means nothing here, where axes are manual.
             params = {k: None if isinstance(x, NamedSharding) else x for k, x in eqn.params.items()}
             return eqn.primitive.bind(*operands, **params)[None]
 
+        # Without `check_vma`: JAX would add the very sum that is to be left out.
         parts = jax.shard_map(
             part, in_specs=local.in_specs, out_specs=local.out_spec, axis_names=local.manual, check_vma=False
         )
@@ -208,6 +212,7 @@ class _Sums:
         mapped: list[int | None] = []
         for i, v in enumerate(eqn.invars):
             partial = None if isinstance(v, compat.Literal) else self.partials.get(v)
+            # A product of parts is not the parts of a product: all operands but one are summed before.
             if partial and (partial.axes != axes or (0 in mapped and i not in added)):
                 eqns, (v,) = trace_equations(_total, partial.parts)
                 before, partial = [*before, *eqns], None
@@ -221,7 +226,7 @@ class _Sums:
             return eqn.primitive.bind(*operands, **eqn.params)
 
         def parts(*operands):
-            if eqn.primitive.name in ("reshard", "sharding_constraint"):
+            if eqn.primitive.name in ("reshard", "sharding_constraint"):  # `vmap` would ask for replicated parts
                 return _constrained_alike(eqn, operands[0], axes)
             return jax.vmap(part, in_axes=(0, *mapped))(self._numbers(axes), *operands)
 
@@ -254,7 +259,11 @@ class _Sums:
         return self._call(eqn, {"jaxpr": jaxpr}, eqn.invars, found)
 
     def _scan(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        """A scan, some of whose results are in parts: stacked ones, and sums that it carries."""
+        """A scan, some of whose results are in parts: stacked ones, and sums that it carries.
+
+        The body is done twice: what a round makes says over which axes a carry has parts, and with this known it is
+        done with the carries in parts too.
+        """
         closed, (first, num_carry) = eqn.params["jaxpr"], compat.scan_sizes(eqn)
         if closed.consts:
             return None
@@ -308,6 +317,7 @@ class _Sums:
 
         def call(*operands):
             outs = eqn.primitive.bind(*operands, **{**eqn.params, **changes})
+            # A scan stacks its rounds in front of the axis of the parts, which belongs in front.
             below = [p is not None and stacked is not None and i >= stacked for i, p in enumerate(found)]
             return [jnp.moveaxis(x, 1, 0) if b else x for x, b in zip(outs, below, strict=True)]
 
@@ -320,6 +330,7 @@ class _Sums:
         return [e.replace(source_info=eqn.source_info) for e in new.named(names)]
 
     def _traced(self, eqn: compat.JaxprEqn, fun: Callable, atoms: Sequence[Atom], axes: Axes) -> list[compat.JaxprEqn]:
+        """The equations of `fun` on `atoms`, whose results are the parts of those of `eqn`; errors name its line."""
         eqns, outs = trace_equations(lambda *xs: jax.tree.leaves(fun(*xs)), *atoms)
         for v, out in zip(eqn.outvars, outs, strict=True):
             assert isinstance(out, compat.Var)
@@ -368,7 +379,7 @@ def _first_only(x: Any, number: Any) -> Any:
 
 # --- linear equations -----------------------------------------------------------------------------
 
-# The operands that are added up, so to say: the equation is linear in all of them together.
+# The operands that are added up, so to say: the equation is linear in all of them together. 1 << 16: in any number.
 _ADDED: dict[str, Sequence[int]] = {
     "add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "dynamic_update_slice": (0, 1), "scatter-add": (0, 2),
     "concatenate": range(1 << 16), "select_n": range(1, 1 << 16),
@@ -401,5 +412,5 @@ def _is_linear(eqn: compat.JaxprEqn, v: Atom) -> bool:
     if name == "div":
         return jax.dtypes.issubdtype(dtype, np.inexact)
     if name == "pad":
-        return isinstance(eqn.invars[1], compat.Literal) and not np.any(eqn.invars[1].val)
+        return isinstance(eqn.invars[1], compat.Literal) and not np.any(eqn.invars[1].val)  # with zeros
     return True
