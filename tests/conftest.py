@@ -14,4 +14,14 @@ hypothesis.settings.register_profile("same-examples", deadline=None, derandomize
 hypothesis.settings.register_profile("new-examples", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same-examples")
 
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests of every combination, unless they are asked for: `-m exhaustive`, or by their own names."""
+    if "exhaustive" in (config.option.markexpr or "") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
 collect_ignore_glob = ["multiprocess/programs/*"]  # run by ranks, not imported

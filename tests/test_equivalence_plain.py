@@ -20,9 +20,9 @@ _QUICK = (
     "jit_around_marks",
     "vjp_by_hand",
     "metrics",
-    "shard_map_without_a_mesh",
 )
 _SLOW = (
+    "shard_map_without_a_mesh",
     # What a mark holds, and where stages end.
     "several_arrays",
     "integers_cross_first",
@@ -69,7 +69,10 @@ _SLOW = (
 )
 
 
-@pytest.mark.parametrize("name", [*_QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [*_QUICK, *(pytest.param(n, marks=(pytest.mark.exhaustive, pytest.mark.slow)[k % 2]) for k, n in enumerate(_SLOW))],
+)
 def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(name):
     program = programs.BY_NAME[name]
     if program.needs:
@@ -84,7 +87,7 @@ def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(name):
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(p, marks=() if p.name == "shard_map_with_the_mesh" else pytest.mark.slow)
+        pytest.param(p, marks=pytest.mark.slow if p.name == "shard_map_with_the_mesh" else pytest.mark.exhaustive)
         for p in programs.ALL
         if p.mesh_axes
     ],

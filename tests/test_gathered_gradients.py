@@ -111,6 +111,7 @@ def test_gradients_of_the_shape_of_activations_are_told_from_them(arguments):
     assert not compiled(one_loop(per_stage, "1f1b"), square)[1]
 
 
+@pytest.mark.slow
 def test_two_loops_clip_each_microbatch_alike_and_send_no_whole_gradient(arguments):
     step, warnings = compiled(two_loops, arguments)
     assert not warnings

@@ -331,7 +331,7 @@ def _texts(*shape):
     return np.random.default_rng(len(shape)).integers(0, VOCABULARY, shape).astype(np.int32)
 
 
-@pytest.mark.parametrize("axes", ["explicit", _slow("auto")])
+@pytest.mark.parametrize("axes", [_slow("explicit"), _slow("auto")])
 def test_a_state_is_made_trained_and_evaluated_with_no_thought_about_places(axes):
     mesh = make_mesh(axes)
     params, expected = mpmd.jit(init, mpmd_mesh=mesh)(jax.random.key(0)), first_params()

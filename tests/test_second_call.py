@@ -146,6 +146,7 @@ def test_each_call_of_a_function_without_a_loop_uses_its_own_values():
     _check_calls(step, _evaluate_without_a_loop, mpmd_mesh, lambda seed: _state(seed)["params"])
 
 
+@pytest.mark.slow
 def test_an_unchanged_state_may_be_mixed_with_new_values():
     """Only the batch is new in the second call, only one stage's parameters in the third."""
     mpmd_mesh = _mesh("auto")
@@ -183,7 +184,11 @@ def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scal
 
 @pytest.mark.parametrize(
     ("where", "donate"),
-    [("auto", ()), ("explicit", (0,)), pytest.param("shared", (0,), marks=pytest.mark.slow)],
+    [
+        pytest.param("auto", (), marks=pytest.mark.slow),
+        ("explicit", (0,)),
+        pytest.param("shared", (0,), marks=pytest.mark.slow),
+    ],
     ids=["auto-kept", "explicit-donated", "shared-donated"],
 )
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):
@@ -229,6 +234,7 @@ def test_the_state_of_one_step_evaluates_and_trains_in_others():
             assert_same(host(function(*args)), host(expected_outputs), 2e-5)
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_pipelines_of_different_schedules():
     """Loop placement and chain placement put stages in different groups; the state of one enters the other."""
     program = BY_NAME["residual_mlp"]

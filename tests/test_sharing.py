@@ -222,7 +222,8 @@ def _compiled_names(caplog, schedule, where):
     return [m[1] for text in texts if (m := re.search(r"MLIR module conversion jit\((\w+)\)", text))]
 
 
-@pytest.mark.parametrize("where", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["auto", "explicit"])
 def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
     names = [n for n in _compiled_names(caplog, "OneFOneB", where) if "_stage" in n]
     assert sorted(names) == [
@@ -240,6 +241,7 @@ def test_fused_pairs_share_it_too(caplog):
     assert not any(re.search(r"stage\d_[FB]_stage\d_[FB]_(before|after)", n) for n in names)
 
 
+@pytest.mark.slow
 def test_what_a_program_in_parts_tells_of_itself():
     program = BY_NAME["deep"]
     compiled = pipeline(program, "OneFOneB", "auto").lower(program.state(), next(iter(program.batches()))).compile()
@@ -297,7 +299,7 @@ def _rates(mark, ws, x, key):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "model", [_counter, _rates, *(pytest.param(m, marks=pytest.mark.slow) for m in (_rows, _scanned))]
+    "model", [_counter, *(pytest.param(m, marks=pytest.mark.slow) for m in (_rates, _rows, _scanned))]
 )
 def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypatch, model, axis_type):
     ws = [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)]
@@ -324,7 +326,8 @@ def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypat
         assert_same(host(found), host(mpmd.jit(step, mpmd_mesh=mesh)(ws, batch)), rtol=0)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_without_a_loop_too_equal_layers_are_one_program(axis_type):
     def init(key):
         keys = [jax.random.fold_in(key, i) for i in range(3)]

@@ -59,6 +59,7 @@ def test_a_prediction_reads_no_later_byte():
     assert np.abs(before[7:] - after[7:]).max(axis=-1).min() > 0
 
 
+@pytest.mark.slow
 def test_untrained_predictions_are_near_uniform():
     params = jax.jit(TINY.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
@@ -126,6 +127,7 @@ def test_options_that_do_not_fit_are_refused_with_what_to_change(options, fault,
     assert capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2] == fault
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_agrees_with_plain_jit(tmp_path):
     plot = tmp_path / "loss.svg"
     run = run_example("--layers", "4", "--check-against-jit", "--plot", str(plot))

@@ -256,6 +256,7 @@ def test_reordered_caches_and_derived_weights_are_those_of_plain_jit_in_groups_o
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_a_deeper_model_is_as_much_more_work_to_place_as_it_has_more_layers(monkeypatch):
     mesh = mpmd.MpmdMesh(jax.make_mesh((GROUPS,), ("stage",), devices=jax.devices()[:GROUPS]), "stage")
 

@@ -33,9 +33,10 @@ def test_a_state_of_several_groups_in_each_process_is_written_once_and_restored_
     check_that_it_is_written_once_and_restored_by_one(tmp_path / "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("a group each", "a group over two"), pytest.param("a group over two", "a group each", marks=pytest.mark.slow)],
+    [("a group each", "a group over two"), ("a group over two", "a group each")],
 )
 def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after):
     num_processes, devices, groups = LAYOUTS[before]

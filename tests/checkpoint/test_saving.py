@@ -146,6 +146,7 @@ def test_every_chunk_is_written_once_by_a_process_that_holds_it(data):
                     assert all(start % n == 0 for start, n in zip(chunk.start, plan.chunk_shape, strict=True))
 
 
+@pytest.mark.slow
 def test_a_thousand_arrays_on_a_thousand_devices_are_planned_within_seconds(benchmark_s=20):
     import time
 

@@ -77,6 +77,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis_type", "schedule"), WAYS)
 def test_norms_are_summed_and_stacked_over_the_groups(schedule, axis_type):
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")

@@ -67,7 +67,8 @@ def _assert_close(found, expected):
         np.testing.assert_allclose(np.asarray(x), y, 2e-5, 1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("schedule", "axes"), [pytest.param(*_RUNS[0], marks=pytest.mark.slow), _RUNS[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "axes"), _RUNS)
 def test_layers_that_say_shardings_train_as_under_jit(schedule, axes):
     _check_layers(_QUICK, schedule, axes)
 

@@ -385,9 +385,9 @@ PROGRAMS = [
 
 
 # Whole models (`test_equivalence` has smaller ones of these libraries), and optimizers whose like is quick.
-_SLOW = ("nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema")
+_SLOW = ("nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema", "dot_product_attention")
 _WAYS = [
-    pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _SLOW else p.marks)
+    pytest.param(*p.values, id=p.id, marks=p.marks or (pytest.mark.slow if p.values[0].name in _SLOW else ()))
     for p in in_turns(PROGRAMS, RUNS)
 ]
 

@@ -288,9 +288,9 @@ PROGRAMS = [
 
 
 # The slower of two that are alike: experts of a model are in `tests/models`, and a ring is a sequence in parts.
-_SLOW = ("sequence_parallel", "experts")
+_SLOW = ("sequence_parallel", "experts", "ring_attention", "partial_manual_of_two_axes")
 _WAYS = [
-    pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0].name in _SLOW else p.marks)
+    pytest.param(*p.values, id=p.id, marks=p.marks or (pytest.mark.slow if p.values[0].name in _SLOW else ()))
     for p in in_turns(PROGRAMS, RUNS)
 ]
 
@@ -300,8 +300,9 @@ def test_a_sharded_stage_equals_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", [scheduler.OneFOneB(4), pytest.param(scheduler.ZeroBubbleH1(4), marks=pytest.mark.slow)], ids=str
+    "schedule", [scheduler.OneFOneB(4), pytest.param(scheduler.ZeroBubbleH1(4), marks=pytest.mark.exhaustive)], ids=str
 )
 def test_a_step_may_be_called_with_the_whole_mesh_set(schedule):
     program = BY_NAME["shard_map_without_a_mesh"]

@@ -153,11 +153,11 @@ MODELS = {
     ("model", "axis_type", "schedule"),
     [
         ("language", AUTO, scheduler.OneFOneB(2)),
-        ("language", EXPLICIT, scheduler.ZeroBubbleH1(2)),
-        pytest.param("language", AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
-        pytest.param("language", EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.slow),
-        ("image", AUTO, scheduler.GPipe(2)),
-        pytest.param("image", EXPLICIT, scheduler.GPipe(2), marks=pytest.mark.slow),
+        pytest.param("language", EXPLICIT, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+        pytest.param("language", AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.exhaustive),
+        pytest.param("language", EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.exhaustive),
+        pytest.param("image", AUTO, scheduler.GPipe(2), marks=pytest.mark.slow),
+        pytest.param("image", EXPLICIT, scheduler.GPipe(2), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -186,7 +186,8 @@ def test_rows_that_only_an_argument_says_are_found():
     assert not tasks, tasks
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
 def test_rows_over_two_axes_are_summed_once(axis_type):
     """A batch over "data" and its sequence over "seq"."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("stage", "data", "seq"), axis_types=(axis_type,) * 3)
@@ -195,6 +196,7 @@ def test_rows_over_two_axes_are_summed_once(axis_type):
     assert not tasks and len(around) == 2, (tasks, around)
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_summed_once():
     params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _dense_case())
     tasks, _ = _check(_dense_loss, params, batch, scheduler.OneFOneB(2), make_mesh(2, AUTO, ("data",)), rtol=2e-2)
@@ -242,6 +244,7 @@ def test_a_switch_sums_as_written_and_explain_shows_both():
     assert "collectives a microbatch" not in texts[True] and "collectives a step, around" in texts[True], texts[True]
 
 
+@pytest.mark.slow
 def test_equal_stages_share_their_programs_as_before():
     mesh, (params, batch) = make_mesh(4, AUTO, ("data",)), _dense_case(4)
     lowered = [
@@ -272,7 +275,7 @@ _SCHEDULES = (scheduler.OneFOneB(2), scheduler.GPipe(2), scheduler.ZeroBubbleH1(
 
 
 def _specs_with_axes_of_length_1():
-    """Rows, another axis of the batch, weights, axis types, schedule: 216 cases, of which a quick run takes ten."""
+    """Rows, another axis of the batch, weights, axis types, schedule: 216 cases, of which five are quick."""
     cases = itertools.product(
         _LENGTH_1, (None, "one", "replica"), (P(), P("one"), P(None, "one"), P("replica")), _TYPES
     )
@@ -280,9 +283,8 @@ def _specs_with_axes_of_length_1():
         named = [other, *([rows] if isinstance(rows, str) else rows), *(weights.partitions or ())]
         if not any(n is not None and named.count(n) > 1 for n in named):  # JAX refuses a product of such types
             case = rows, other, weights, types, _SCHEDULES[number % 3]
-            yield pytest.param(
-                *case, id=f"{rows}-{other}-{weights}-{number % 4}", marks=[pytest.mark.slow] * (number % 23 != 10)
-            )
+            mark = () if number % 46 == 10 else pytest.mark.slow if number % 10 == 3 else pytest.mark.exhaustive
+            yield pytest.param(*case, id=f"{rows}-{other}-{weights}-{number % 4}", marks=mark)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ def test_equal_stages_are_loaded_by_jaxs_defaults_and_with_a_cache_folder_at_eve
     assert first == second == [loaded, values]
 
 
-@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow
 def test_the_same_step_on_other_devices_of_the_same_shape_is_not_traced_again(axis_type):
     traces = 0
 

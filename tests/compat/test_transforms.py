@@ -241,7 +241,8 @@ def test_debug_nans_names_stage_and_microbatch():
     )
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.exhaustive)])
 def test_x64_is_a_program_of_its_own(schedule):
     apply = lambda p, x, stage: residual(p, x)  # noqa: E731
     step = _pipelined_step(apply, schedule)

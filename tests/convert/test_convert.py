@@ -31,7 +31,9 @@ def converted(tmp_path, source, *options):
     return target
 
 
-@pytest.mark.parametrize("options", [(), ("--format", "zarr3"), ("--threshold", "4KiB")])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.slow), ("--format", "zarr3"), ("--threshold", "4KiB")]
+)
 def test_a_training_state_goes_from_stacked_to_layers_and_back_bit_by_bit(tmp_path, options):
     state = state_of(stacked_params())
     source = save(tmp_path / "stacked", state)

@@ -151,7 +151,7 @@ def two_loops():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_loops_over_the_same_layers_have_one_cut_and_no_parameter_crosses(two_loops, schedule, copied):
     for embed in (8, 256):
         lowered, *_ = two_loops(embed, schedule, copied=copied)
@@ -161,6 +161,7 @@ def test_loops_over_the_same_layers_have_one_cut_and_no_parameter_crosses(two_lo
         assert all(v.size <= 8 * 4 * 8 for v in moved)  # the targets at most
 
 
+@pytest.mark.slow
 def test_one_cut_for_two_loops_is_no_slower_than_the_even_one_and_the_users_is_taken(two_loops):
     lowered, fun, arguments = two_loops(8, "1f1b", cuts=(1, 4, 4, 1))
     assert lowered.cuts == ((1, 4, 4, 1),) * 2

@@ -120,7 +120,7 @@ def test_prediction_runs_each_layer_where_training_left_its_weights(adamw):
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     [
-        (scheduler.GPipe(3), (3, 7, 3)),
+        pytest.param(scheduler.GPipe(3), (3, 7, 3), marks=pytest.mark.slow),
         pytest.param(scheduler.InterleavedOneFOneB(4, 2), (3, 3, 3, 3), marks=pytest.mark.slow),
         pytest.param(scheduler.ZeroBubbleH1(2), (12, 1), marks=pytest.mark.slow),
     ],

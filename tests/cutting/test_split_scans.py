@@ -51,9 +51,9 @@ def _flow(closed):
 @pytest.mark.parametrize(
     ("lengths", "flow", "checkpointed", "reverse"),
     [
-        ((6,), "6 6", False, False),
+        pytest.param((6,), "6 6", False, False, marks=pytest.mark.slow),
         ((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", True, False),
-        ((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", False, True),
+        pytest.param((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", False, True, marks=pytest.mark.slow),
         ((3, 3, 0), "3 > 3 > < 3 < 3", False, True),
     ],
 )

@@ -128,6 +128,7 @@ def test_nothing_outlives_a_launcher_that_is_killed_on_any_host(hosts):
             host.wait_until_empty(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_connection_that_drops_ends_the_job_on_both_sides(hosts):
     with start_over(hosts, "-H", "hosta,hostb", *shell("echo ready; sleep 1000")) as job:
         job.wait_for_line("ready", 2)

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp, fm32
 
 
+@pytest.mark.slow
 def test_scales_of_the_type_that_is_combined_by_maximum_are_as_under_jit(tmp_path):
     layer = nn.Dense(16, dot_general_cls=functools.partial(Fp8DirectDotGeneralOp, amax_history_length=8))
     params = [layer.init(jax.random.key(i), jnp.ones((4, 16))) for i in range(2)]

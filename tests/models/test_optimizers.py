@@ -97,8 +97,13 @@ def _home(path):
     return int(found[1]) if found else None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+_IN_TURNS = [
+    pytest.param(name, marks=pytest.mark.slow if n % 3 == 0 else pytest.mark.exhaustive)
+    for n, name in enumerate(OPTIMIZERS)
+]
+
+
+@pytest.mark.parametrize("name", _IN_TURNS)
 def test_an_optimizer_updates_each_stage_where_it_lives(name):
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
     params = jax.jit(_params)()

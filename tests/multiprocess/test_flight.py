@@ -35,6 +35,7 @@ def profiled():
     return results("profiles.py", processes=2)
 
 
+@pytest.mark.slow
 def test_all_processes_get_one_profile_on_one_clock(profiled):
     first, *others = profiled
     for other in others:
@@ -114,6 +115,7 @@ def hangs(folder: Path) -> bool:
     return len(records) == NUM_RANKS and min(waits) > 2.5 and all(v["1"]["board"]["callback"] for v in views)
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_says_why_when_somebody_ends_it(tmp_path):
     with Job("faults.py", "callback", GUILTY, processes=NUM_RANKS, flight=tmp_path) as job:
         job.wait_for("about to callback", 60, (GUILTY,))
@@ -203,6 +205,7 @@ def test_a_rank_that_raises_leaves_a_record_too_and_the_next_job_takes_it_away(t
     assert "asked for" in replayed(tmp_path).stdout or not list(tmp_path.glob("rank-*"))
 
 
+@pytest.mark.slow
 def test_a_folder_without_records_is_an_error_of_one_line(tmp_path):
     said = replayed(tmp_path)
     assert (said.returncode, said.stdout) == (2, "")

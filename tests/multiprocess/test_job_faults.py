@@ -44,7 +44,7 @@ STALLS = {
 
 def quick_or_slow(cases):
     """A few of the cases are quick enough to run always."""
-    always = {("kill", 1), ("exception", 2), ("absent", 1), ("hold_for_ever", 1)}
+    always = {("kill", 1), ("absent", 1)}
     return [pytest.param(*case, marks=() if case in always else pytest.mark.slow) for case in cases]
 
 

@@ -4,7 +4,7 @@ import pytest
 from jobs import Job
 
 # The ones of more devices or processes in slow tests.
-_JOBS = [(2, 2, 0), *(pytest.param(*job, marks=pytest.mark.slow) for job in [(4, 1, 1), (2, 4, 2), (4, 2, 3)])]
+_JOBS = [pytest.param(*job, marks=pytest.mark.slow) for job in [(2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3)]]
 
 
 @pytest.mark.parametrize(("processes", "devices", "seed"), _JOBS)

@@ -221,6 +221,7 @@ def test_there_and_back_moves_exactly_what_is_missing_within_the_threshold(case)
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=cases())
+@pytest.mark.slow
 def test_devices_that_only_their_own_programs_can_write_to_are_served_alike(case):
     with pytest.MonkeyPatch.context() as patch:
         # CPU devices stand in for accelerators: nothing is read or written through host memory.

@@ -168,6 +168,7 @@ def test_v_min_keeps_to_its_memory_and_its_makespan_is_bounded(p, m):
 
 @settings(deadline=None, max_examples=25)
 @given(groups, microbatches)
+@pytest.mark.slow
 def test_v_half_keeps_to_its_memory_and_is_not_longer_than_v_min(p, m):
     timeline = simulate(VHalf(p), m)
     assert max(timeline.peak_activations) <= 2 * (p // 2 + 1)

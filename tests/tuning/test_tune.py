@@ -113,6 +113,7 @@ def predictors(build, num_microbatches=16):
     return found
 
 
+@pytest.mark.slow
 def test_a_schedule_that_holds_too_much_is_judged_with_recomputation(build):
     found = predictors(build)
     needs = {name: max(p.memory.values()) for name, p in found.items()}
