@@ -32,6 +32,16 @@ def optional(name: str, *modules: str) -> Any:
     return None
 
 
+def in_v1(module: str) -> Any:
+    """A module of Orbax's v1, which is experimental in some releases; None in one without it."""
+    for room in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
+        try:
+            return importlib.import_module(f"{room}.{module}")
+        except ImportError:
+            continue
+    return None
+
+
 __all__ = [
     "GLOBAL_TYPE_HANDLER_REGISTRY",
     "RANDOM_KEY_IMPL",
@@ -41,6 +51,7 @@ __all__ = [
     "Store",
     "asyncio_utils",
     "future",
+    "in_v1",
     "jax_array_handlers",
     "multihost",
     "optional",

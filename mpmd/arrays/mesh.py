@@ -31,6 +31,10 @@ def _check_joined() -> None:
         )
 
 
+class NoOneSharding(ValueError, AttributeError):
+    """No `jax.sharding` says where an array lies. Libraries ask `hasattr(x, "sharding")` first, which is then False."""
+
+
 class MpmdMesh:
     """A mesh that is partitioned along one axis into groups of devices, one program each.
 
@@ -256,7 +260,7 @@ class MpmdMesh:
             fault = "share some of their devices"
         else:
             return stacked(meshes)
-        raise ValueError(
+        raise NoOneSharding(
             f"{groups_text(ids)} of {self!r} {fault}, so that no one sharding covers them.\n"
             "  Use mpmd_sharding.group_sharding(group), for each group."
         )

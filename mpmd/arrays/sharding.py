@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh, groups_text, is_local
+from mpmd.arrays.mesh import MpmdMesh, NoOneSharding, groups_text, is_local
 from mpmd.arrays.shards import Device, PlacedShard, placed_shards
 from mpmd.arrays.specs import SpecLike, as_spec, group_shardings, with_axis, without_axis
 from mpmd.arrays.splits import Range, Split, SplitLike, as_split, named_axis
@@ -229,7 +229,7 @@ class MpmdSharding(jax.sharding.Sharding):
         mesh, spec = self.mpmd_mesh.mesh_over(self.groups), self.spec
         if self._split is not None and len(self.groups) > 1:
             if not self._split.is_regular or mesh == self.mpmd_mesh.groups[self.groups[0]]:
-                raise ValueError(
+                raise NoOneSharding(
                     f"{self!r}: no one sharding says this. An even split over devices of their own, in the order of the"
                     " groups, has one.\n  Use mpmd_sharding.shards(shape), for what each device has."
                 )

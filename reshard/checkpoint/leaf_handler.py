@@ -30,13 +30,14 @@ from reshard._orbax_compat import (
     BasePyTreeSaveArgs,
     asyncio_utils,
     future,
+    in_v1,
     jax_array_handlers,
-    optional,
     replica_slices,
 )
 from reshard.checkpoint import orbax_calls
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.failures import known_failure
+from reshard.checkpoint.matching import check_names, tree_path
 from reshard.checkpoint.reading import read_requests
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
@@ -52,7 +53,13 @@ class _Uncompressed(ocp.SaveArgs):
 
 
 class MpmdLeaves(ArrayHandler):
-    """Writes and reads `MpmdArray`s beside `jax.Array`s. Mixed in front of whatever handled `jax.Array` before."""
+    """Writes and reads `MpmdArray`s beside `jax.Array`s. Mixed in front of whatever handled `jax.Array` before.
+
+    Attributes:
+        gives_numpy: whether an array for which neither the reader nor a file names a sharding becomes a numpy array.
+    """
+
+    gives_numpy = False
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Copies to the host what this process has to write; the futures that are returned write it."""
@@ -127,7 +134,9 @@ class MpmdLeaves(ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        ours = [i for i, arg in enumerate(args) if isinstance(getattr(arg, "sharding", None), MpmdSharding)]
+        has_file = not self.gives_numpy or (infos[0].parent_dir / "_sharding").exists()
+        shardings = [getattr(arg, "sharding", None) for arg in args]
+        ours = [i for i, s in enumerate(shardings) if isinstance(s, MpmdSharding) or (s is None and not has_file)]
         theirs = [i for i in range(len(args)) if i not in set(ours)]
         results: dict[int, Any] = {}
         if theirs:
@@ -239,6 +248,7 @@ def register() -> None:
     handler = _beside(before)
     registry.add(jax.Array, handler, func=lambda kind: issubclass(kind, jax.Array), override=True, ignore_warnings=True)
     _let_standard_handler_describe()
+    _let_trees_be_compared()
     orbax_calls.register()
     _let_v1_know()
     if hasattr(asyncio_utils, "_run_sync_via_new_loop"):
@@ -263,11 +273,9 @@ def _let_v1_know() -> None:
 
     Its documented way, a registry in an `ocp.Context`, would have each user write it around each call.
     """
-    rooms = [f"orbax.checkpoint.{room}._src.serialization" for room in ("v1", "experimental.v1")]
-    table: list[Any] | None = optional(
-        "STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER", *(f"{room}.registry" for room in rooms)
-    )
-    base = optional("ArrayLeafHandler", *(f"{room}.array_leaf_handler" for room in rooms))
+    registry, arrays = in_v1("_src.serialization.registry"), in_v1("_src.serialization.array_leaf_handler")
+    table: list[Any] | None = getattr(registry, "STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER", None)
+    base: Any = getattr(arrays, "ArrayLeafHandler", None)
     where = [i for i, entry in enumerate(table or ()) if entry[-1] is base]
     if table is None or not where:  # another release: v1 then refuses MpmdShardings
         return
@@ -276,6 +284,7 @@ def _let_v1_know() -> None:
         def __init__(self, **options: Any):
             super().__init__(**options)
             self._handler_impl = _beside(self._handler_impl)
+            self._handler_impl.gives_numpy = True  # as the older API does by itself
 
         async def deserialize(self, params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             params = [dataclasses.replace(p, value=_described(p.value)) for p in params]
@@ -296,3 +305,20 @@ def _let_standard_handler_describe() -> None:
         return restore(self, directory, _described(item), args)
 
     handler.restore = restore_described
+
+
+def _let_trees_be_compared() -> None:
+    """All handlers read trees with this one, those of v1 too. Where trees differ, Orbax shows whole branches."""
+    handler = ocp.BasePyTreeCheckpointHandler
+    restore = handler.restore
+
+    @functools.wraps(restore)
+    def restore_compared(self: Any, directory: Any, args: Any = None) -> Any:
+        targets = [getattr(arg, "abstract_leaf", arg) for arg in jax.tree.leaves(getattr(args, "restore_args", None))]
+        if any(isinstance(getattr(_described(target), "sharding", None), MpmdSharding) for target in targets):
+            leaves = jax.tree_util.tree_leaves_with_path(args.item)
+            is_partial = args.partial_restore or any(leaf is ... for _, leaf in leaves)
+            check_names({tree_path(keys): leaf for keys, leaf in leaves}, directory, is_partial)
+        return restore(self, directory, args)
+
+    handler.restore = restore_compared

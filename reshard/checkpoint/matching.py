@@ -13,7 +13,7 @@ from mpmd.errors import ReshardError
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.reading import key_dtype
 from reshard.checkpoint.requests import Request
-from reshard.storage.stored import Checkpoint, Leaf
+from reshard.storage.stored import Checkpoint, Leaf, value_types
 from reshard.trees import broadcast, fault_of_sharding
 from scheduler.base.texts import a, type_text
 
@@ -106,6 +106,31 @@ def check_fit(requests: Sequence[Request], folder: Any, stored: Stored, partial:
         if extra:
             lines.append("  To restore some of its leaves alone, give partial=True.")
         raise ReshardError("\n".join(lines))
+
+
+def check_names(wanted: Mapping[tuple[str, ...], Any], folder: Any, partial: bool) -> None:
+    """As `check_fit` for Orbax's own restore, which goes on to shapes and dtypes: all leaves that only one tree has."""
+    there = value_types(folder)
+    faults = [
+        f"{'/'.join(name) or 'the tree'}: expected {_wanted_text(leaf)}, but the checkpoint has nothing there"
+        for name, leaf in wanted.items()
+        if name not in there
+    ]
+    extra = [] if partial else [name for name in there if name not in wanted]
+    faults += [f"{'/'.join(name)}: expected nothing, but the checkpoint has a {there[name]}" for name in extra]
+    if faults:
+        lines = [f"restore: the checkpoint at {folder} is not what was expected:", *(f"  {fault}" for fault in faults)]
+        if extra:
+            lines.append(
+                "  To restore some of its leaves alone, use PyTreeRestore(..., partial_restore=True); in Orbax's v1 a"
+                " context with pytree.loading.partial_load = True."
+            )
+        raise ReshardError("\n".join(lines))
+
+
+def _wanted_text(leaf: Any) -> str:
+    has_type = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return type_text(leaf.shape, leaf.dtype) if has_type else a(type(leaf))
 
 
 def _renamed(requests: Sequence[Request], stored: Stored, extra: Sequence[Leaf]) -> tuple[Request, Leaf] | None:

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -61,17 +62,18 @@ class Meetings:
     """The meetings of this process with the others; every process comes to the same ones in the same order."""
 
     def __init__(self):
-        self._here = threading.local()
+        # Not the thread's: tasks of an event loop, and the threads that they use, are in the call that began them.
+        self._here: ContextVar[tuple[SharedCall | None, bool]] = ContextVar("meetings", default=(None, False))
 
     @property
     def call(self) -> SharedCall | None:
-        """The one that this thread is in."""
-        return getattr(self._here, "call", None)
+        """The one that this thread or task is in."""
+        return self._here.get()[0]
 
     @property
     def is_behind(self) -> bool:
-        """Whether this thread goes on with a call that has returned."""
-        return getattr(self._here, "is_behind", False)
+        """Whether this thread or task goes on with a call that has returned."""
+        return self._here.get()[1]
 
     @contextlib.contextmanager
     def together(self, what: str, ranks: set[int] | None = None) -> Iterator[None]:
@@ -79,27 +81,27 @@ class Meetings:
         if self.call is not None or jax.process_count() == 1:
             yield
             return
-        self._here.call = SharedCall(what, _in_order(ranks))
+        before = self._here.set((SharedCall(what, _in_order(ranks)), False))
         try:
             yield
         except Exception as error:
             self.tell(error)
             raise
         finally:
-            self._here.call = None
+            self._here.reset(before)
 
     @contextlib.contextmanager
     def behind(self, call: SharedCall | None) -> Iterator[None]:
-        """Around what a thread does after `call` has returned.
+        """Around what a thread or task does after `call` has returned.
 
         What fails there is told to such threads only. Their callers hear of it when they wait for them, or call next:
         each of them then, and not one of them in the middle of what the others go on with.
         """
-        self._here.call, self._here.is_behind = call, call is not None
+        before = self._here.set((call, call is not None))
         try:
             yield
         finally:
-            self._here.call, self._here.is_behind = None, False
+            self._here.reset(before)
 
     def meet(self, key: str, timeout_ms: int, ranks: set[int] | None = None) -> None:
         """Returns when all of `ranks` have come: in all of them, or in none.

@@ -7,7 +7,7 @@ that it has made the folders: each for 20 minutes or without end, whatever becam
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -15,9 +15,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpmd import _jax_compat as compat
-from reshard._orbax_compat import future, multihost, optional
+from reshard._orbax_compat import future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
+
+_CLIENTS = "orbax.checkpoint._src.futures.signaling_client"
 
 
 def register() -> None:
@@ -31,20 +33,28 @@ def register() -> None:
     _end_barriers()
     _end_threads()
     _end_waiting_for_folders()
+    _end_v1_barriers()
+    _let_v1_meet()
 
 
 def _is_made_together(kind: Any, name: str) -> None:
-    plain = getattr(kind, name)
-    what = "CheckpointManager" if name == "__init__" else name
-
-    @functools.wraps(plain)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def ranks_of(self: Any, *_: Any, **__: Any) -> set[int] | None:
         options = getattr(self, "_multiprocessing_options", None)
-        ranks = getattr(self, "_active_processes", None) or getattr(options, "active_processes", None)
-        with meetings.together(what, ranks), _named(what):
-            return plain(self, *args, **kwargs)
+        return getattr(self, "_active_processes", None) or getattr(options, "active_processes", None)
 
-    setattr(kind, name, call)
+    what = "CheckpointManager" if name == "__init__" else name
+    setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of))
+
+
+def _made_together(
+    plain: Callable[..., Any], what: str, ranks_of: Callable[..., set[int] | None]
+) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with meetings.together(what, ranks_of(*args, **kwargs)), _named(what):
+            return plain(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -154,35 +164,101 @@ def _goes_on_with_call(kind: Any, begin: str, run: str, error: str) -> None:
     setattr(kind, run, run_in_call)
 
 
-def _end_waiting_for_folders() -> None:
-    """A thread that cannot make a folder says so under the signal for which the threads that write in it wait."""
-    kind, wait = getattr(future, "_SignalingThread", None), getattr(future, "wait_for_signals", None)
-    if kind is None or wait is None:
-        return
-    run = kind.run
+def _end_v1_barriers() -> None:
+    client = optional("JaxDistributedSignalingClient", _CLIENTS)
 
-    def key_and_store(signal: Any, operation: str) -> tuple[str, Any]:
-        key = future.AwaitableSignalsContract.get_unique_awaitable_singal_key(signal, operation)
-        return key, future.signaling_client.get_signaling_client()
+    def wait_at_barrier(self: Any, key: str, *, timeout_secs: int, process_ids: Sequence[int] | None = None) -> None:
+        meetings.meet(key, timeout_secs * 1000, None if process_ids is None else set(process_ids))
+
+    if hasattr(client, "wait_at_barrier"):
+        client.wait_at_barrier = wait_at_barrier
+
+
+def _end_waiting_for_folders() -> None:
+    """Whoever cannot make a folder says so under the signal for which the threads that write in it wait."""
+    clients = [
+        optional(name, _CLIENTS) for name in ("JaxDistributedSignalingClient", "ThreadSafeKeyValueSignalingClient")
+    ]
+    thread = getattr(future, "_SignalingThread", None)
+    if thread is None or None in clients:
+        return
+    for client in clients:
+        _raises_what_is_said(client)
+    run = thread.run
 
     @functools.wraps(run)
     def run_and_say(self: Any) -> None:
         run(self)
-        error = self._exception
-        if error is None or isinstance(error, CancelledError):
-            return
-        self._exception = _known(error)
-        for signal in self._send_signals:
-            key, store = key_and_store(signal, self._operation_id)
-            store.key_value_set(key, said_of(self._exception), allow_overwrite=True)
+        if self._exception is not None and not isinstance(self._exception, CancelledError):
+            self._exception = _known(self._exception)
+            _say(self._exception, self._send_signals, self._operation_id)
 
-    @functools.wraps(wait)
-    def wait_for_signals(receive_signals: Sequence[Any], *, operation_id: str, **kwargs: Any) -> None:
-        wait(receive_signals, operation_id=operation_id, **kwargs)
-        for signal in receive_signals:
-            key, store = key_and_store(signal, operation_id)
-            if (said := store.key_value_try_get(key) or "").startswith("{"):
-                raise as_told(said)
+    thread.run = run_and_say
+    _goes_on_with_call(thread, "__init__", "run", "_exception")
 
-    kind.run = run_and_say
-    future.wait_for_signals = wait_for_signals
+
+def _say(error: BaseException, signals: Sequence[Any], operation: str) -> None:
+    for signal in signals:
+        key = future.AwaitableSignalsContract.get_unique_awaitable_singal_key(signal, operation)
+        future.signaling_client.get_signaling_client().key_value_set(key, said_of(error), allow_overwrite=True)
+
+
+def _raises_what_is_said(client: Any) -> None:
+    get = client.blocking_key_value_get
+
+    @functools.wraps(get)
+    def blocking_key_value_get(self: Any, key: str, timeout_secs: int) -> str:
+        found = get(self, key, timeout_secs)
+        if found.startswith("{"):
+            raise as_told(found)
+        return found
+
+    client.blocking_key_value_get = blocking_key_value_get
+
+
+def _let_v1_meet() -> None:
+    """Orbax's v1 has functions for checkpointers, and tasks for threads; the rest is the same."""
+    saving, loading, paths, context = map(
+        in_v1, ("_src.saving.execution", "_src.loading.loading", "_src.path.async_utils", "_src.context.context")
+    )
+    for module, name, what in ((saving, "save_checkpointables_impl", "save"), (loading, "_load_impl", "restore")):
+        if hasattr(module, name) and hasattr(context, "get_context"):
+            ranks_of = functools.partial(_ranks_of_context, context)
+            setattr(module, name, _made_together(getattr(module, name), what, ranks_of))
+    response: Any = getattr(saving, "_SaveResponse", None)
+    if hasattr(response, "_finalize_save"):
+        response._finalize_save = _told(response._finalize_save)
+    if hasattr(paths, "_create_paths"):
+        paths._create_paths = _made_or_said(paths._create_paths)
+
+
+def _ranks_of_context(context: Any, *_: Any, **__: Any) -> set[int] | None:
+    return context.get_context().multiprocessing.active_processes
+
+
+def _told(finish: Callable[[Any], Coroutine]) -> Callable[[Any], Coroutine]:
+    """The task that goes on with a save when it has returned."""
+
+    @functools.wraps(finish)
+    async def finish_in_call(self: Any) -> None:
+        with meetings.behind(meetings.call):
+            try:
+                await finish(self)
+            except Exception as error:
+                known = _known(error)
+                meetings.tell(known)
+                raise known from (None if known is error else error)
+
+    return finish_in_call
+
+
+def _made_or_said(create: Callable[..., Coroutine]) -> Callable[..., Coroutine]:
+    @functools.wraps(create)
+    async def create_or_say(*args: Any, operation_id: str, completion_signals: Sequence[Any], **kwargs: Any) -> None:
+        try:
+            await create(*args, operation_id=operation_id, completion_signals=completion_signals, **kwargs)
+        except Exception as error:
+            _say(_known(error), completion_signals, operation_id)
+            raise
+
+    return create_or_say

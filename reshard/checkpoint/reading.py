@@ -110,7 +110,7 @@ async def _read_leaf(
         return [target.finish() for target in targets]
     array = array or await open_array()
     for target in targets:
-        target.check(array.shape)
+        target.check(array.shape, array.dtype)
 
     async def read(box: Box, wanted: Sequence[Box]) -> None:
         async with limit.held(box.nbytes(array.dtype.itemsize)):

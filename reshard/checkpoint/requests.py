@@ -41,6 +41,12 @@ def index_text(index: Index) -> str:
     return "[" + ", ".join(":".join(e) for e in ends) + "]"
 
 
+def _rank(dtype: Any) -> int:
+    """Numbers of one kind, or of a lower one, can be cast to this dtype."""
+    kinds = np.bool_, np.integer, np.floating, np.complexfloating
+    return next((i for i, kind in enumerate(kinds) if jax.dtypes.issubdtype(dtype, kind)), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A stored array, or a part of one, and where it goes.
@@ -126,8 +132,8 @@ class LocalRequest:
             self.boxes |= {(array, device): box.shifted(offset) for device, box in boxes if is_local(device)}
         self._made: dict[Any, Any] = {}
 
-    def check(self, stored: Sequence[int]) -> None:
-        """Raises a ReshardError if what is stored has another shape."""
+    def check(self, stored: Sequence[int], dtype: Any) -> None:
+        """Raises a ReshardError if what is stored has another shape, or a cast would lose what it is."""
         index, stored = self.request.index, tuple(stored)
         whole = in_storage(Box.whole(self.shape), index)
         fits = len(whole.stop) == len(stored)
@@ -138,6 +144,11 @@ class LocalRequest:
         if not fits:
             part = self.request.name + (index_text(index) if index else "")
             raise ReshardError(f"{part}: expected shape {self.shape}, but the checkpoint has {stored}.")
+        if self.dtype is not None and _rank(self.dtype) < _rank(dtype):
+            raise ReshardError(
+                f"{self.request.name}: expected {type_text(self.shape, self.dtype)}, but the checkpoint has"
+                f" {type_text(stored, dtype)}, of which a cast would lose more than digits."
+            )
 
     def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray) -> None:
         """Brings what has been read to the devices that want it."""

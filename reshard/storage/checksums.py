@@ -40,7 +40,9 @@ async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[t
     )
     directory = folder / FOLDER
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
-    await asyncio.to_thread((directory / FILES.format(process)).write_text, json.dumps(found))
+    # Partial saves of one tree have other names, and their folders are merged.
+    number = f"{process}.{zlib.crc32(json.dumps(sorted(found)).encode()):08x}"
+    await asyncio.to_thread((directory / FILES.format(number)).write_text, json.dumps(found))
 
 
 async def read(folder: Any) -> Sums:

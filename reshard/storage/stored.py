@@ -203,6 +203,23 @@ def open_tree(
     return dataclasses.replace(checkpoint, leaves=tuple(event_loops.run(_with_headers(checkpoint))))
 
 
+def value_types(folder: File) -> dict[tuple[str, ...], str]:
+    """The names of a tree's leaves, empty containers apart, and the types that Orbax has written for them.
+
+    Raises:
+        ReshardError: the metadata cannot be read.
+    """
+    file = folder / METADATA
+    try:
+        found = {
+            tuple([str(key["key"]) for key in entry["key_metadata"]]): entry["value_metadata"]["value_type"]
+            for entry in _read_json(file)["tree_metadata"].values()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReshardError(f"{file} is not the metadata of an Orbax checkpoint: {said(error)}.") from None
+    return {names: kind for names, kind in found.items() if kind not in EMPTY_TYPES}
+
+
 def _read_json(file: File) -> Any:
     return parse_json(file.read_text() if "://" in str(file) else read_text(file, _MOST_NBYTES))
 

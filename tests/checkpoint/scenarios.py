@@ -16,26 +16,41 @@ def scenario(fun: Any) -> Any:
 
 
 @scenario
-def save(path: str, groups: int, seed: int = 0, zarr3: bool = False, data: str | None = "data", scale: int = 1) -> Any:
+def save(path: str, groups: int, seed: int = 0, v1: bool = False, data: str | None = "data", scale: int = 1) -> Any:
+    import importlib
+
     from layouts import mesh_of, place_all, shardings_for
 
     import reshard.checkpoint
 
     mesh = mesh_of(groups)
     tree = place_all(random_values(seed, scale), shardings_for(mesh, data))
-    reshard.checkpoint.save(path, tree, use_zarr3=zarr3)
+    if v1:
+        new = importlib.import_module("orbax.checkpoint.experimental.v1")
+        context = new.Context()
+        context.array.saving.use_compression = False
+        with context:
+            new.save(path, tree)
+    else:
+        reshard.checkpoint.save(path, tree)
     return {"groups": mesh.local_groups}
 
 
 @scenario
-def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", scale: int = 1) -> Any:
+def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", scale: int = 1, v1: bool = False) -> Any:
+    import importlib
+
     from layouts import bytes_read, check_equal, mesh_of, shardings_for
 
     import reshard.checkpoint
 
     mesh, values = mesh_of(groups), random_values(seed, scale)
     before = bytes_read()
-    tree = reshard.checkpoint.restore(path, values, shardings_for(mesh, data))
+    if v1:
+        new = importlib.import_module("orbax.checkpoint.experimental.v1")
+        tree = new.load(path, reshard.checkpoint.abstract(values, shardings_for(mesh, data)))
+    else:
+        tree = reshard.checkpoint.restore(path, values, shardings_for(mesh, data))
     shards = jax.tree.map(check_equal, tree, values)
     held = {
         (name, str(shard.index)): shard.data.nbytes  # a part that several devices have counts once
@@ -98,6 +113,7 @@ def manager(path: str, groups: int, steps: int, scale: int = 1, restore: bool = 
 @scenario
 def save_where_one_cannot(path: str, other: str, how: str, unable: int) -> Any:
     """What each process is told, and in how many seconds; then the disk is mended, and all save there and elsewhere."""
+    import importlib
     import subprocess
     import time
 
@@ -110,9 +126,15 @@ def save_where_one_cannot(path: str, other: str, how: str, unable: int) -> Any:
     tree = place_all(random_values(1, 1), shardings_for(mesh_of(2)))
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=how == "manager")
     manager = ocp.CheckpointManager(path, options=options) if "manager" in how else None
+    v1 = importlib.import_module("orbax.checkpoint.experimental.v1") if "v1" in how else None
+    steps = v1.training.Checkpointer(path) if "steps" in how else None
 
     def save_in(folder: str) -> None:
-        if manager is None:
+        if steps is not None and folder == path:
+            steps.save_async(1, tree).result()
+        elif v1 is not None:
+            v1.save_async(f"{folder}/state", tree).result()
+        elif manager is None:
             save(f"{folder}/state", tree, tensors=TensorFormat() if how == "tensors" else None, timeout_s=100)
         elif folder == path:
             assert manager.save(1, args=ocp.args.StandardSave(tree))
@@ -195,6 +217,8 @@ def disk_full(path: str) -> Any:
 @scenario
 def mixed(path: str, groups: int) -> Any:
     """Keys, an SPMD array over all processes, host values and arrays of other processes, in one tree and back."""
+    import importlib
+
     import numpy as np
     import orbax.checkpoint as ocp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -225,8 +249,14 @@ def mixed(path: str, groups: int) -> Any:
         checkpointer.save(path, tree)
         checkpointer.wait_until_finished()
         standard = checkpointer.restore(path, tree)
+    new = importlib.import_module("orbax.checkpoint.experimental.v1")
+    new.save_async(f"{path}-of-v1", tree).result()
+    with new.training.Checkpointer(f"{path}-steps") as steps:
+        steps.save_async(1, tree).result()
+        of_steps = steps.load(1, reshard.checkpoint.abstract(tree))
+    of_v1 = [new.load(path, reshard.checkpoint.abstract(tree)), new.load(f"{path}-of-v1", tree), of_steps]
     shards = 0
-    for found in (standard, reshard.checkpoint.restore(path, tree)):
+    for found in (standard, reshard.checkpoint.restore(path, tree), *of_v1):
         for name in ("spmd", "first", "host"):
             shards += check_equal(found[name], values)
         assert found["epoch"] == 3

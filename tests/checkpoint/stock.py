@@ -7,6 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+
+try:
+    from orbax.checkpoint.experimental import v1
+except ImportError:  # an older release
+    v1 = None
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -34,6 +39,14 @@ def check_on_one_device_and_on_a_mesh(folder: Path) -> None:
         like = jax.tree.map(target, meta, is_leaf=lambda x: isinstance(x, ocp.metadata.Metadata))
         with ocp.StandardCheckpointer() as checkpointer:
             check(checkpointer.restore(folder / "state", like), expected)
+        if v1 is not None:
+            path = folder / "saved" if (folder / "saved").exists() else folder / "state"
+            check(v1.load(path, jax.tree.map(as_numpy, like)), expected)
+
+
+def as_numpy(x):
+    """What describes a numpy array to Orbax's v1."""
+    return np.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None else x
 
 
 def check(tree, expected) -> None:

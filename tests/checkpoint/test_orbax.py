@@ -21,6 +21,7 @@ from mpmd.arrays import keys as key_data
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.errors import ReshardError
 from reshard.checkpoint import Part, TensorFormat, abstract, restore, save
 
 MESH = mesh_of(4)
@@ -84,25 +85,107 @@ def test_the_standard_checkpointer_saves_and_restores_a_mixed_tree(tmp_path):
         check_same(checkpointer.restore(tmp_path / "state", abstract(tree)), tree)
 
 
-def test_the_first_version_of_orbaxs_new_api_saves_and_loads_it(tmp_path):
+def of_v1():
+    """Orbax's new API, and a context in which it loads a part of a tree."""
     v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
-    tree = mixed_tree()
+    context = v1.Context()
+    context.pytree.loading.partial_load = True
+    return v1, context
+
+
+def test_orbaxs_new_api_saves_and_loads_a_mixed_tree_and_each_api_reads_the_others(tmp_path):
+    v1, _ = of_v1()
+    tree = mixed_tree() | {"name": "a run"}
     v1.save(tmp_path / "a", tree)
-    check_same(v1.load(tmp_path / "a", abstract(tree)), tree)
-    some = {name: tree[name] for name in ("bf16", "flag", "spmd", "position", "epoch")}
-    v1.save_async(tmp_path / "some", some).result()
-    check_same(v1.load(tmp_path / "some", some), some)  # arrays say where they go, too
+    for target in (abstract(tree), tree):  # arrays say where they go, too
+        check_same(v1.load(tmp_path / "a", target), tree)
     check_same(restore(tmp_path / "a", abstract(tree)), tree)
+    target = abstract(tree)
+    arguments = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        check_same(checkpointer.restore(tmp_path / "a" / "state", args=arguments), tree)
     save(tmp_path / "b", tree)
-    with v1.training.Checkpointer(tmp_path / "steps") as checkpointer:
-        checkpointer.save(0, tree)
-        for loaded in (v1.load(tmp_path / "b", abstract(tree)), checkpointer.load(0, abstract(tree))):
-            check_same(loaded, tree)
     elsewhere = abstract(tree["params"], MpmdSharding(MESH, 3))
-    moved = v1.load(tmp_path / "b", {**abstract(tree), "params": elsewhere})["params"]
-    assert {leaf.mpmd_idxs for leaf in jax.tree.leaves(moved)} == {(3,)}
-    for a, b in zip(*map(jax.tree.leaves, (moved, tree["params"])), strict=True):
+    found = v1.load(tmp_path / "b", {**abstract(tree), "params": elsewhere})
+    assert {leaf.mpmd_idxs for leaf in jax.tree.leaves(found["params"])} == {(3,)}
+    check_same({**found, "params": None}, {**tree, "params": None})
+    for a, b in zip(*map(jax.tree.leaves, (found["params"], tree["params"])), strict=True):
         np.testing.assert_array_equal(plain(a), plain(b))
+    for a, b in zip(*map(jax.tree.leaves, (v1.load(tmp_path / "b"), tree)), strict=True):  # numpy arrays
+        np.testing.assert_array_equal(plain(a), plain(b))
+    metadata = v1.metadata(tmp_path / "a").metadata
+    assert (metadata["bf16"].shape, metadata["bf16"].dtype) == ((32,), jnp.bfloat16)
+
+
+def test_a_checkpointer_of_orbaxs_new_api_saves_behind_the_training_and_keeps_steps(tmp_path):
+    v1, _ = of_v1()
+    tree = mixed_tree()
+    with v1.training.Checkpointer(
+        tmp_path / "steps", preservation_policy=v1.training.preservation_policies.LatestN(1)
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_async(step, tree | {"epoch": step}).result()
+        assert [checkpoint.step for checkpoint in checkpointer.checkpoints] == [2]
+        for target in (abstract(tree), tree):
+            check_same(checkpointer.load(2, target), tree | {"epoch": 2})
+    check_same(restore(tmp_path / "steps" / "2", tree), tree | {"epoch": 2})
+    values = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
+    w = place(values, MpmdSharding(MESH, 1, P("data")))
+    response = v1.save_async(tmp_path / "state", {"w": w})
+    jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(w.array_in(1)).block_until_ready()
+    response.result()
+    np.testing.assert_array_equal(v1.load(tmp_path / "state")["w"], values)
+
+
+def test_orbaxs_new_api_saves_and_loads_parts_of_a_tree(tmp_path):
+    v1, some = of_v1()
+    tree = mixed_tree()
+    for names in ({"params"}, tree.keys() - {"params"}):
+        v1.partial.save(tmp_path / "a", {name: tree[name] for name in names})
+    v1.partial.finalize(tmp_path / "a")
+    check_same(v1.load(tmp_path / "a", abstract(tree)), tree)
+    with some:
+        found = v1.load(tmp_path / "a", {"bf16": abstract(tree["bf16"]), "params": {"split": tree["params"]["split"]}})
+    check_same(found, {"bf16": tree["bf16"], "params": {"split": tree["params"]["split"]}})
+    left_out = jax.tree.map(lambda _: ..., tree) | {"keys": abstract(tree["keys"])}
+    check_same(v1.load(tmp_path / "a", left_out)["keys"], tree["keys"])
+    v1.save_checkpointables(tmp_path / "b", {"model": tree["params"], "data": {"position": 9}})
+    found = v1.load_checkpointables(tmp_path / "b", {"model": abstract(tree["params"])})
+    check_same(found, {"model": tree["params"]})
+
+
+def test_both_apis_of_orbax_say_what_is_not_as_the_checkpoint_has_it(tmp_path):
+    v1, _ = of_v1()
+    bf16, flag, key = (mixed_tree()[name] for name in ("bf16", "flag", "key"))
+    save(tmp_path / "state", {"bf16": bf16, "flag": flag, "n": 3})
+    good = abstract({"bf16": bf16, "flag": flag, "n": 3})
+
+    def other(shape, dtype):
+        return {**good, "bf16": jax.ShapeDtypeStruct(shape, dtype, sharding=good["bf16"].sharding)}
+
+    head = f"restore: the checkpoint at {tmp_path / 'state'} is not what was expected:\n"
+    hint = (
+        "\n  To restore some of its leaves alone, use PyTreeRestore(..., partial_restore=True); in Orbax's v1 a"
+        " context with pytree.loading.partial_load = True."
+    )
+    cases = {
+        head + "  more/w: expected bfloat16[32], but the checkpoint has nothing there": {**good, "more": {"w": bf16}},
+        head + "  flag: expected nothing, but the checkpoint has a jax.Array\n"
+        "  n: expected nothing, but the checkpoint has a scalar" + hint: {"bf16": bf16},
+        "bf16: expected shape (16,), but the checkpoint has (32,).": other((16,), jnp.bfloat16),
+        "bf16: expected int8[32], but the checkpoint has bfloat16[32], of which a cast would lose more than digits.": (
+            other((32,), np.int8)
+        ),
+        "bf16: expected key<fry>, but the checkpoint has no typed keys there.": other((32,), key.dtype),
+    }
+    with ocp.StandardCheckpointer() as older:
+        for load in (v1.load, older.restore):
+            for message, target in cases.items():
+                with pytest.raises(ReshardError) as caught:
+                    load(tmp_path / "state", target)
+                assert str(caught.value) == message
+            found = load(tmp_path / "state", other((32,), np.float32))["bf16"]  # as Orbax casts
+            assert found.dtype == np.float32 and (plain(found) == plain(bf16)).all()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -188,10 +271,15 @@ def test_stock_orbax_that_never_saw_this_library_restores_it_on_any_mesh(tmp_pat
     assert run_stock("check_on_one_device_and_on_a_mesh", tmp_path) == "without this library"
 
 
-def test_stock_orbax_restores_what_its_own_checkpointers_wrote_for_us(tmp_path):
+@pytest.mark.parametrize("api", ["older", "new"])
+def test_stock_orbax_restores_what_its_own_checkpointers_wrote_for_us(tmp_path, api):
     tree = mixed_tree()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", tree)
+    if api == "new":
+        of_v1()[0].save(tmp_path / "saved", tree)
+        (tmp_path / "state").symlink_to(tmp_path / "saved" / "state")
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", tree)
     np.savez(tmp_path / "expected.npz", **{f"{i}": plain(x) for i, x in enumerate(jax.tree.leaves(tree))})
     assert run_stock("check_on_one_device_and_on_a_mesh", tmp_path) == "without this library"
 

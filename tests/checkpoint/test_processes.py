@@ -35,15 +35,19 @@ def test_a_state_of_several_groups_in_each_process_is_written_once_and_restored_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("a group each", "a group over two"), ("a group over two", "a group each")],
+    ("before", "after", "v1"),
+    [
+        ("a group each", "a group over two", False),
+        ("a group over two", "a group each", True),
+        ("a group over two", "a group each", False),
+    ],
 )
-def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after):
+def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after, v1):
     num_processes, devices, groups = LAYOUTS[before]
-    run("save", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8)
+    run("save", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8, v1=v1)
     check_that_it_is_written_once_and_restored_by_one(tmp_path / "state")
     num_processes, devices, groups = LAYOUTS[after]
-    found = run("restore", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8)
+    found = run("restore", num_processes, devices, path=str(tmp_path / "state"), groups=groups, scale=8, v1=v1)
     total = nbytes(random_values(scale=8))
     for one in found:
         assert one["shards"] > 0
