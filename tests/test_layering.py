@@ -61,6 +61,8 @@ ROOMS = {
     "scheduler/programs": ("base", "schedules"),
     "scheduler/optimize": ("base", "timing", "schedules"),
 }
+# Folders of names above the public ones: nothing of their package imports them.
+ABOVE_ALL_ROOMS = ("mpmd/jaxpp",)
 BELOW_ALL_ROOMS = {
     "mpmd": ("_jax_compat", "errors", "users_frame"),
     "reshard": ("_orbax_compat", "places", "sizes", "trees"),
@@ -137,7 +139,14 @@ def test_a_package_imports_only_the_packages_below_it():
 
 def test_each_folder_is_a_room_of_the_table():
     folders = {f"{package}/{p.name}" for package in PACKAGES for p in (ROOT / package).iterdir() if any(p.glob("*.py"))}
-    assert folders - {JAX_SHIM} == set(ROOMS)
+    assert folders - {JAX_SHIM, *ABOVE_ALL_ROOMS} == set(ROOMS)
+
+
+@pytest.mark.parametrize("folder", ABOVE_ALL_ROOMS)
+def test_what_is_above_all_rooms_is_imported_by_no_other_file(folder):
+    package, name = folder.split("/")
+    others = [source for source in _sources(package) if not source.is_relative_to(ROOT / folder)]
+    assert [fault for source in others for fault in _violations(source, (f"{package}.{name}",))] == []
 
 
 def test_no_room_may_import_one_that_comes_later_in_the_flow():

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpmd
+import mpmd.jaxpp.experimental
 import reshard
 import scheduler
 
@@ -56,6 +57,9 @@ def test_the_reference_has_each_public_name_once():
         page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text()
         found = re.findall(rf"^::: {package.__name__}\.(\w+)$", page, re.MULTILINE)
         assert sorted(found) == sorted(package.__all__)
+    page = (ROOT / "docs" / "reference" / "jaxpp.md").read_text()
+    names = [*mpmd.jaxpp.__all__, *(f"tasks.{name}" for name in mpmd.jaxpp.tasks.__all__ if name != "MpmdMesh")]
+    assert sorted(re.findall(r"^::: mpmd\.jaxpp\.(\S+)$", page, re.MULTILINE)) == sorted(names)
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ _HOOKS: dict[str, Callable] = {
     "jax._src.shard_map._shmap_checks": _shard_map_of_a_group,
     "jax._src.sharding_impls.canonicalize_sharding": _sharding_of_a_group,
     "jax._src.core.update_aval_with_sharding": _type_of_a_groups_array,
+    "jax._src.dispatch.update_dp_aval": _type_of_a_groups_array,
     "jax._src.lax.utils.call_sharding_rule": _replicated_without_a_rule,
     "jax._src.shard_map._all_mesh_names_except_spmd": _without_the_axis,
     "jax._src.shard_map._all_newly_manual_mesh_names": _without_the_axis,

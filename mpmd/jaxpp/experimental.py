@@ -1,0 +1,5 @@
+"""`from mpmd.jaxpp.experimental import mpmd`, in place of `from jaxpp.experimental import mpmd`."""
+
+from mpmd.jaxpp import tasks as mpmd
+
+__all__ = ["mpmd"]

@@ -1,0 +1,226 @@
+"""JaxPP's meshes, shardings and arrays: ours under its names and argument orders, and the moves between layouts."""
+
+import functools
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mpmd.arrays.array import MpmdArray as Array
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding as Sharding
+from mpmd.arrays.shards import Device
+from mpmd.arrays.specs import SpecLike, as_spec, without_axis
+from mpmd.ops import cross_group
+
+PyTree = Any
+
+
+class JaxppMesh(MpmdMesh):
+    """`mpmd.MpmdMesh` with the names that JaxPP's has besides. `with mesh:` does nothing."""
+
+    def __enter__(self) -> "JaxppMesh":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    @property
+    def _devices(self) -> np.ndarray:
+        assert self.jax_mesh is not None
+        return self.jax_mesh.devices
+
+    @property
+    def mpmd_axis(self) -> int:
+        """The position of the mpmd axis among the axes of the mesh."""
+        assert self.jax_mesh is not None
+        return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
+
+    @functools.cached_property
+    def device_coords(self) -> Mapping[Device, tuple[int, ...]]:
+        """Where each device stands in the mesh."""
+        return {device: index for index, device in np.ndenumerate(self._devices)}
+
+    @functools.cached_property
+    def device_mpmd_idx(self) -> Mapping[Device, int]:
+        """The group of each device."""
+        return {device: self.group_of(device) for device in self._devices.flat}
+
+    @property
+    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
+        """The group that has this mesh."""
+        return {mesh: group for group, mesh in enumerate(self.groups)}
+
+    def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
+        """The groups that a mesh consists of, in its order; None if it is not made of whole groups."""
+        if self.mpmd_axis_name not in mesh.axis_names or not set(mesh.devices.flat) <= set(self._devices.flat):
+            return None
+        axis = mesh.axis_names.index(self.mpmd_axis_name)
+        found = [self.group_of(part.flat[0]) for part in np.split(mesh.devices, mesh.devices.shape[axis], axis)]
+        return tuple(found) if len(set(found)) == len(found) and self.mpmd_submesh(found).jax_mesh == mesh else None
+
+    @property
+    def unstack(self) -> list[Mesh]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The mesh of each group."""
+        return list(self.groups)
+
+    def lowering_mesh(self) -> Mesh:
+        """The mesh of this process's group; where a process has several, that of the first group."""
+        return self.groups[self.local_groups[0] if len(self.local_groups) == 1 else 0]
+
+    def mpmd_submesh(  # pyright: ignore[reportIncompatibleMethodOverride]  the argument has another name
+        self, mpmd_indices: Iterable[int]
+    ) -> "JaxppMesh":
+        """Some of the groups, in that order."""
+        found = super().mpmd_submesh(mpmd_indices)
+        assert found.jax_mesh is not None and found.mpmd_axis_name is not None
+        return JaxppMesh(found.jax_mesh, found.mpmd_axis_name)
+
+
+class _Ours(type):
+    """Makes a class a name for another one, which its calls make and `isinstance` looks for."""
+
+    of: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.of)
+
+
+class JaxppSharding(metaclass=_Ours):
+    """`mpmd.MpmdSharding` of whole arrays: a spec that names the mpmd axis does not split them over groups."""
+
+    of = Sharding
+
+    def __new__(
+        cls, mpmd_mesh: MpmdMesh, mesh_ids: Iterable[int], spec: SpecLike, memory_kind: str | None = None
+    ) -> Sharding:
+        return Sharding(mpmd_mesh, mesh_ids, without_axis(as_spec(spec), mpmd_mesh.mpmd_axis_name), memory_kind)
+
+
+class JaxppArray(metaclass=_Ours):
+    """`mpmd.MpmdArray`, which may also lack the arrays of some groups of this process: then no step takes it."""
+
+    of = Array
+
+    def __new__(
+        cls,
+        partially_addressable_arrays: Iterable[jax.Array],
+        mpmd_sharding: Sharding,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
+    ) -> Array:
+        arrays = list(partially_addressable_arrays)
+        if len(arrays) >= len(mpmd_sharding.local_groups) or mpmd_sharding.split_axis is not None:
+            return Array(arrays, mpmd_sharding, shape, dtype)
+        if not arrays:
+            if shape is None or dtype is None:
+                raise ValueError("MpmdArray: no array is given, so shape and dtype must be.")
+            return Array._unchecked({}, mpmd_sharding, tuple(shape), np.dtype(dtype))
+        mesh = mpmd_sharding.mpmd_mesh
+        groups = [mesh.group_of(next(iter(array.sharding.device_set))) for array in arrays]
+        for group, array in zip(groups, arrays, strict=True):  # what is there has to fit, group by group
+            Array([array], mpmd_sharding.replace(mesh_ids=mpmd_sharding.mesh_ids & {group} or {group}), shape, dtype)
+        if not {*groups} <= mpmd_sharding.mesh_ids or len({*groups}) < len(groups):
+            raise ValueError(
+                f"MpmdArray: the arrays are in the groups {groups}; {mpmd_sharding!r} has one each of"
+                f" {sorted(mpmd_sharding.mesh_ids)}."
+            )
+        by_group = dict(sorted(zip(groups, arrays, strict=True)))
+        return Array._unchecked(by_group, mpmd_sharding, arrays[0].shape, arrays[0].dtype)
+
+
+if TYPE_CHECKING:
+    MpmdArray, MpmdSharding = Array, Sharding
+else:
+    MpmdArray, MpmdSharding = JaxppArray, JaxppSharding
+
+
+def to_global_jax_array(mpmd_array: Array) -> jax.Array:
+    """The shards of all groups that hold an array, as one `jax.Array` on their devices. Copies nothing."""
+    shards = [shard.data for shard in mpmd_array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        mpmd_array.shape, mpmd_array.sharding, shards, dtype=mpmd_array.dtype
+    )
+
+
+# --- moves: `reshard` stands on this package, so it is loaded when one of them is called ---------------
+
+
+def _reshard() -> Any:
+    return importlib.import_module("reshard")
+
+
+def _bound(threshold: int | None, tree: PyTree) -> int | None:
+    """JaxPP's threshold says which arrays go together, and lets one that is larger go alone; ours says 0 for that."""
+    largest = max((x.nbytes for x in jax.tree.leaves(tree)), default=0)
+    return threshold if threshold is None or threshold >= largest else 0
+
+
+def spmd_to_mpmd_reshard(
+    mpmd_mesh: MpmdMesh, spmd_arrays: PyTree, mpmd_shardings: PyTree, threshold: int | None = None
+) -> PyTree:
+    """`reshard.spmd_to_mpmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    return _reshard().spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, _bound(threshold, spmd_arrays))
+
+
+def mpmd_to_spmd_reshard(
+    mpmd_mesh: MpmdMesh, mpmd_arrays: PyTree, spmd_shardings: PyTree, threshold: int | None = None
+) -> PyTree:
+    """`reshard.mpmd_to_spmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    return _reshard().mpmd_to_spmd_reshard(mpmd_mesh, mpmd_arrays, spmd_shardings, _bound(threshold, mpmd_arrays))
+
+
+def mpmd_to_mpmd_reshard(mpmd_arrays: PyTree, mpmd_shardings: PyTree, threshold: int | None = None) -> PyTree:
+    """`reshard.mpmd_to_mpmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    return _reshard().mpmd_to_mpmd_reshard(mpmd_arrays, mpmd_shardings, _bound(threshold, mpmd_arrays))
+
+
+def logically_stacked(
+    array: jax.Array, comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0, strict: bool = False
+) -> jax.Array:
+    """`reshard.logically_stacked`."""
+    return _reshard().logically_stacked(array, comm_mesh, mesh_axis_name, array_axis, strict)
+
+
+# --- values of several groups, inside of a step --------------------------------------------------------
+
+
+def cross_mpmd_all_reduce(*args: jax.Array) -> jax.Array:
+    """`mpmd.cross_mpmd_all_reduce` of arrays, one as an argument for each group that has one."""
+    return cross_group.cross_mpmd_all_reduce(list(args))
+
+
+def cross_mpmd_stack(arrays: Sequence[jax.Array], axis: int = 0) -> jax.Array:
+    """`mpmd.cross_mpmd_stack`, along any axis of the result."""
+    stacked = cross_group.cross_mpmd_stack(list(arrays))
+    return stacked if axis == 0 else _everywhere(jnp.moveaxis(stacked, 0, axis))
+
+
+def _everywhere(x: jax.Array) -> jax.Array:
+    return cross_group.cross_mpmd_all_reduce([x])
+
+
+class _Primitive:
+    """A function that JaxPP has as a primitive: `.bind` calls it."""
+
+    def __init__(self, bind: Any):
+        self.bind = bind
+
+
+def _gathered(*args: jax.Array, axis: int = 0) -> jax.Array:
+    stacked = cross_mpmd_stack(args, axis)
+    return _everywhere(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
+
+
+add_multi_p = _Primitive(cross_mpmd_all_reduce)
+gather_multi_p = _Primitive(_gathered)
+
+
+def place_with(value: PyTree, with_value: Any) -> PyTree:
+    """Returns `value`. JaxPP is told that it belongs where another value is; here a value goes where it is read."""
+    del with_value
+    return value

@@ -1,0 +1,393 @@
+"""JaxPP's schedules: each gives its tasks in JaxPP's words, and is a `scheduler.Schedule` of the same orders."""
+
+import enum
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import scheduler
+from mpmd.errors import ScheduleError
+from scheduler.task import Kind, Orders, Pairs, check_count
+
+
+class TaskType(enum.Enum):
+    """What a task does: a forward, a whole backward, or the gradients of the input or of the weights alone."""
+
+    FWD = "F"
+    BWD = "B"
+    BWD_I = "I"
+    BWD_W = "W"
+
+    @property
+    def default_latency(self) -> int:
+        return 2 if self is TaskType.BWD else 1
+
+
+_PREFIXES = {TaskType.FWD: "fwd", TaskType.BWD: "bwd", TaskType.BWD_I: "bwdA", TaskType.BWD_W: "bwdW"}
+
+
+@dataclass(frozen=True)
+class JaxppTask:
+    """`scheduler.Task` in JaxPP's words; prints as `fwd_2__0`."""
+
+    stage_id: int
+    mubatch_idx: int
+    fwd_or_bwd: TaskType
+    latency: int = field(default=1, hash=False, compare=False)
+
+    @classmethod
+    def make(cls, stage_id: int, mubatch_idx: int, fwd_or_bwd: TaskType, latency: int | None = None) -> "JaxppTask":
+        return cls(stage_id, mubatch_idx, fwd_or_bwd, fwd_or_bwd.default_latency if latency is None else latency)
+
+    def __str__(self) -> str:
+        return f"{_PREFIXES[self.fwd_or_bwd]}_{self.stage_id}__{self.mubatch_idx}"
+
+
+class FusedTask(tuple[JaxppTask, ...]):
+    """Neighbours in an order that shall run as one program."""
+
+    @property
+    def latency(self) -> int:
+        return sum(task.latency for task in self)
+
+    def __str__(self) -> str:
+        return f"FusedTask({', '.join(map(str, self))})"
+
+
+Tasks = list[Any]  # of a group: JaxppTask, FusedTask, and None for a step without work
+
+
+@dataclass(frozen=True)
+class BaseSchedule(scheduler.Schedule):
+    """A schedule in JaxPP's words: subclasses write `tasks`, and `get_mpmd_idx` if a group has several stages.
+
+    `mpmd.jaxpp.treduce`, `mpmd.treduce`, `scheduler.simulate` and all else take it as it is: it is a `Schedule`, whose
+    orders are its tasks. They are checked: every task once, in its group, and no deadlock.
+
+    Examples:
+      >>> from mpmd.jaxpp import schedules
+      >>> class Forwards(schedules.BaseSchedule):  # GPipe, written by hand
+      ...     def tasks(self, n_mubatches):
+      ...         kinds = schedules.TaskType.FWD, schedules.TaskType.BWD
+      ...         make = schedules.Task.make
+      ...         return [[make(s, i, k) for k in kinds for i in range(n_mubatches)] for s in range(self.num_stages)]
+      >>> print(*Forwards(2).orders(2)[1])
+      1F0 1F1 1B0 1B1
+    """
+
+    num_stages: int
+    is_partial_bwd: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_count(type(self).__name__, "num_stages", self.num_stages)
+
+    def tasks(self, n_mubatches: int) -> list[Tasks]:
+        """Per group, its tasks in order; tuples of them (`FusedTask`) shall run as one, None is a step without work."""
+        raise NotImplementedError(f"{type(self).__name__}.tasks")
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """The group that runs a stage."""
+        return stage_id
+
+    @property
+    def placement(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(int(self.get_mpmd_idx(stage)) for stage in range(self.num_stages))
+
+    @property
+    def num_groups(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return max(self.placement) + 1
+
+    def orders(self, num_microbatches: int) -> Orders:
+        return _translated(self, num_microbatches).task_orders
+
+    def fused(self, num_microbatches: int) -> Pairs:
+        return _translated(self, num_microbatches).pairs
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.num_stages} stages on {self.num_groups} groups)"
+
+
+@functools.lru_cache(maxsize=64)
+def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.CustomSchedule:
+    check_count(type(schedule).__name__, "num_microbatches", num_microbatches)
+    orders, pairs = [], set()
+    for row in schedule.tasks(num_microbatches):
+        order, together = _order(schedule, row)
+        orders.append(order)
+        pairs |= together
+    try:
+        return scheduler.CustomSchedule(orders, schedule.placement, pairs)
+    except ScheduleError as error:
+        message = str(error).replace("CustomSchedule", f"{type(schedule).__name__}.tasks({num_microbatches})", 1)
+        raise ScheduleError(message, error.faults) from None
+
+
+def _order(
+    schedule: BaseSchedule, row: Iterable[Any]
+) -> tuple[list[scheduler.Task], set[tuple[scheduler.Task, scheduler.Task]]]:
+    """A group's tasks as ours, and the pairs of them that can run as one program.
+
+    The halves of one backward that shall run together are a whole backward. So are those of the first stage wherever
+    they are neighbours: its input has no gradient. Tasks of one microbatch wait for each other, and make no pair.
+    """
+    order: list[scheduler.Task] = []
+    ends: list[tuple[int, int]] = []  # of tuples
+    for entry in row:
+        if entry is None:
+            continue
+        begin, is_fused = len(order), isinstance(entry, tuple)
+        for one in entry if is_fused else (entry,):
+            task = _task(schedule, one)
+            is_rest = bool(order) and task.kind == "W" and order[-1] == task._replace(kind="I")
+            if is_rest and (task.stage == 0 or (is_fused and len(order) > begin)):
+                order[-1] = task._replace(kind="B")
+            else:
+                order.append(task)
+        ends.append((begin, len(order)))
+    pairs = {(order[begin], order[begin + 1]) for begin, end in ends if end == begin + 2}
+    return order, {(one, other) for one, other in pairs if one.microbatch != other.microbatch}
+
+
+def _task(schedule: BaseSchedule, one: Any) -> scheduler.Task:
+    if not isinstance(one, JaxppTask):
+        raise ScheduleError(
+            f"{type(schedule).__name__}.tasks: {one!r} is a {type(one).__name__}. Make tasks by"
+            " mpmd.jaxpp.Task.make(stage_id, mubatch_idx, mpmd.jaxpp.TaskType.FWD), None for a step without work.",
+            (),
+        )
+    return scheduler.Task(one.stage_id, one.fwd_or_bwd.value, one.mubatch_idx)
+
+
+def _tasks_of(orders: Orders, pairs: Pairs = frozenset()) -> list[Tasks]:
+    """The way back: our orders in JaxPP's words."""
+    second = dict(pairs)
+    rows = []
+    for order in orders:
+        row: Tasks = []
+        for index, task in enumerate(order):
+            made = JaxppTask.make(task.stage, task.microbatch, TaskType(task.kind))
+            if index and second.get(order[index - 1]) == task:
+                row.append(FusedTask([row.pop(), made]))
+            else:
+                row.append(made)
+        rows.append(row)
+    return rows
+
+
+# --- those that JaxPP has ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InterleavedBaseSchedule(BaseSchedule):
+    """Several stages a group, dealt out like cards."""
+
+    mpmd_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(type(self).__name__, "mpmd_dim", self.mpmd_dim)
+        if self.num_stages % self.mpmd_dim:
+            raise ValueError(
+                f"{type(self).__name__}: num_stages is {self.num_stages} and mpmd_dim {self.mpmd_dim}; every group"
+                " needs the same number of stages."
+            )
+
+    @property
+    def vp(self) -> int:
+        """Stages a group."""
+        return self.num_stages // self.mpmd_dim
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        return stage_id % self.mpmd_dim
+
+    def microbatch_round_sizes(self, n_microbatches: int) -> tuple[int, ...]:
+        """How many microbatches a stage takes before the group goes on to its next one: one a group, or some more."""
+        rounds = max(1, n_microbatches // self.mpmd_dim)
+        return tuple(n_microbatches // rounds + (i < n_microbatches % rounds) for i in range(rounds))
+
+    def _looped(self, group: int, kind: Kind, n_mubatches: int) -> list[scheduler.Task]:
+        """A group's tasks of one kind, round by round: stage after stage, backwards from the last."""
+        stages = range(group, self.num_stages, self.mpmd_dim)
+        found, begin = [], 0
+        for size in self.microbatch_round_sizes(n_mubatches):
+            for stage in stages if kind == "F" else reversed(stages):
+                found += [scheduler.Task(stage, kind, microbatch) for microbatch in range(begin, begin + size)]
+            begin += size
+        return found
+
+
+class _OneStageEach(InterleavedBaseSchedule):
+    """As many groups as stages, so that `mpmd_dim` need not be said and rounds are not needed."""
+
+    _of_several: ClassVar[str]  # the schedule for several stages a group
+
+    def __post_init__(self) -> None:
+        if self.mpmd_dim is None:
+            object.__setattr__(self, "mpmd_dim", self.num_stages)
+        super().__post_init__()
+        if self.mpmd_dim != self.num_stages:
+            raise ValueError(
+                f"{type(self).__name__}: mpmd_dim is {self.mpmd_dim} and num_stages {self.num_stages}. It requires"
+                f" mpmd_dim == num_stages: use {self._of_several}."
+            )
+
+    def microbatch_round_sizes(self, n_microbatches: int) -> tuple[int, ...]:
+        return (n_microbatches,)
+
+
+@dataclass(frozen=True)
+class Interleaved1F1B(InterleavedBaseSchedule):
+    """`scheduler.InterleavedOneFOneB`, for any number of microbatches.
+
+    Args:
+      fuse_steady_state: whether each forward and the backward after it are one program.
+    """
+
+    fuse_steady_state: bool = False
+
+    def get_rank_warmup_ops(self, mpmd_idx: int, n_microbatches: int) -> int:
+        """How many forwards a group runs before its first backward."""
+        first = self.microbatch_round_sizes(n_microbatches)[0]
+        return min(self._warmup(mpmd_idx, first), n_microbatches * self.vp)
+
+    def _warmup(self, mpmd_idx: int, round_size: int) -> int:
+        return (self.vp - 1) * round_size + 2 * (self.mpmd_dim - 1 - mpmd_idx)
+
+    def _fuses(self, forward: scheduler.Task) -> bool:
+        return self.fuse_steady_state or forward.stage == self.num_stages - 1
+
+    def tasks(self, n_mubatches: int) -> list[Tasks]:
+        orders, pairs = [], set()
+        for group in range(self.mpmd_dim):
+            forwards, backwards = (self._looped(group, kind, n_mubatches) for kind in ("F", "B"))
+            warmup = self.get_rank_warmup_ops(group, n_mubatches)
+            steady = list(zip(forwards[warmup:], backwards, strict=False))
+            pairs.update(pair for pair in steady if self._fuses(pair[0]))
+            turns = [task for pair in steady for task in pair]
+            orders.append((*forwards[:warmup], *turns, *backwards[len(steady) :]))
+        return _tasks_of(tuple(orders), frozenset(pairs))
+
+
+@dataclass(frozen=True)
+class Eager1F1B(_OneStageEach, Interleaved1F1B):
+    """`scheduler.EagerOneFOneB`."""
+
+    _of_several: ClassVar[str] = "Interleaved1F1B"
+    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
+    fuse_steady_state: bool = field(default=False, init=False)
+
+
+@dataclass(frozen=True)
+class Std1F1B(_OneStageEach, Interleaved1F1B):
+    """`scheduler.OneFOneB`."""
+
+    _of_several: ClassVar[str] = "Interleaved1F1B"
+    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
+    fuse_steady_state: bool = field(default=False, init=False)
+
+    def _warmup(self, mpmd_idx: int, round_size: int) -> int:
+        return self.num_stages - 1 - mpmd_idx
+
+    def _fuses(self, forward: scheduler.Task) -> bool:
+        return False
+
+
+class _KimiK2(Interleaved1F1B):
+    """Interleaved 1F1B with one more forward at the start. (`scheduler.KimiK2` splits the backwards, too.)"""
+
+    def _warmup(self, mpmd_idx: int, round_size: int) -> int:
+        return super()._warmup(mpmd_idx, round_size) + 1
+
+
+@dataclass(frozen=True)
+class _InterleavedGPipe(InterleavedBaseSchedule):
+    """All forwards, then all backwards, with several stages a group, in rounds."""
+
+    def tasks(self, n_mubatches: int) -> list[Tasks]:
+        groups = range(self.mpmd_dim)
+        return _tasks_of(
+            tuple((*self._looped(g, "F", n_mubatches), *self._looped(g, "B", n_mubatches)) for g in groups)
+        )
+
+
+@dataclass(frozen=True)
+class _GPipe(_OneStageEach, _InterleavedGPipe):
+    """`scheduler.GPipe`."""
+
+    _of_several: ClassVar[str] = "InterleavedGPipe"
+    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
+
+
+@dataclass(frozen=True)
+class _InterleavedZeroBubble(InterleavedBaseSchedule):
+    """Interleaved 1F1B with split backwards: I and F in turn at the start, then I, W and F in turn."""
+
+    is_partial_bwd: ClassVar[bool] = True
+
+    def tasks(self, n_mubatches: int) -> list[Tasks]:
+        return _tasks_of(tuple(self._order(group, n_mubatches) for group in range(self.mpmd_dim)))
+
+    def _order(self, group: int, n_mubatches: int) -> tuple[scheduler.Task, ...]:
+        backwards = self._looped(group, "I", n_mubatches)
+        weights = [task._replace(kind="W") for task in backwards]
+        left = {"F": self._looped(group, "F", n_mubatches)[::-1], "I": backwards[::-1], "W": weights[::-1]}
+        order = [left["F"].pop() for _ in range(min(len(left["F"]), self.num_stages - group))]
+        turns = "IF" * group
+        while any(left.values()):
+            for kind in turns or "IWF":
+                if left[kind]:
+                    order.append(left[kind].pop())
+            turns = ""
+        return tuple(order)
+
+
+@dataclass(frozen=True)
+class ZeroBubble(_OneStageEach, _InterleavedZeroBubble):
+    """`scheduler.ZeroBubbleH1` in JaxPP's order."""
+
+    _of_several: ClassVar[str] = "InterleavedZeroBubble"
+    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
+
+
+@dataclass(frozen=True)
+class _DualPipeV(InterleavedBaseSchedule):
+    """`scheduler.DualPipeV`, two stages a group."""
+
+    is_partial_bwd: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_stages != 2 * self.mpmd_dim:
+            raise ValueError(
+                f"DualPipeV: num_stages is {self.num_stages} and mpmd_dim {self.mpmd_dim}. It has two stages a group:"
+                f" use {2 * self.mpmd_dim}."
+            )
+
+    @property
+    def _ours(self) -> scheduler.DualPipeV:
+        return scheduler.DualPipeV(self.mpmd_dim)
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        return self._ours.placement[stage_id]
+
+    def orders(self, num_microbatches: int) -> Orders:
+        return self._ours.orders(num_microbatches)
+
+    def fused(self, num_microbatches: int) -> Pairs:
+        return self._ours.fused(num_microbatches)
+
+    def tasks(self, n_mubatches: int) -> list[Tasks]:
+        return _tasks_of(self.orders(n_mubatches), self.fused(n_mubatches))
+
+
+# `scheduler` has classes of these names.
+for _kind in (_GPipe, _KimiK2, _InterleavedGPipe, _InterleavedZeroBubble, _DualPipeV):
+    _kind.__name__ = _kind.__qualname__ = _kind.__name__.removeprefix("_")
+
+Task = JaxppTask
+GPipe = _GPipe
+KimiK2 = _KimiK2
+InterleavedGPipe = _InterleavedGPipe
+InterleavedZeroBubble = _InterleavedZeroBubble
+DualPipeV = _DualPipeV

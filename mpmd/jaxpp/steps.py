@@ -1,0 +1,322 @@
+"""JaxPP's loops and jitted steps: `treduce` and `mpmd.jit` with its argument orders and its default operation."""
+
+import contextlib
+import contextvars
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+import mpmd.ops.treduce as loops
+from mpmd import _jax_compat as compat
+from mpmd.api import Jitted, jit
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.specs import as_spec
+from mpmd.jaxpp.schedules import JaxppTask, TaskType
+from mpmd.ops import stage_end
+from mpmd.ops.reductions import Add, Concat, Operation
+from mpmd.stages import Compiled
+from mpmd.users_frame import users_frame
+
+Indices = int | Sequence[int] | None
+Names = str | Iterable[str] | None
+
+default_op = (Concat(), Add)
+
+
+class JaxppOperation(Operation):
+    """A reduction in JaxPP's words, an object with `state` and `update`, as ours."""
+
+    def __init__(self, op: Any):
+        self.op = op
+
+    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+        return self.op.state(num_microbatches, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+    def update(self, acc: Any, x: Any, index: Any) -> Any:
+        return self.op.update(acc, x, index)
+
+
+def _operations(operation: Any) -> Any:
+    def is_theirs(op: Any) -> bool:
+        return callable(getattr(op, "state", None)) and callable(getattr(op, "update", None))
+
+    return jax.tree.map(lambda op: JaxppOperation(op) if is_theirs(op) else op, operation, is_leaf=is_theirs)
+
+
+@compat.api_boundary
+def treduce(fun: Callable[[Any], Any], xs: Any, schedule: Any, axis: int = 0, operation: Any = default_op) -> Any:
+    """`mpmd.treduce`, whose default stacks the first output of `fun` (the losses) and sums the second (the gradients).
+
+    Args:
+      fun, xs, axis: as for `mpmd.treduce`.
+      schedule: one of `mpmd.jaxpp` or `scheduler`, the name of one, or None.
+      operation: a pytree prefix of the outputs of `fun`, of `Add`, `Max`, `Concat(axis)`, operations of `mpmd`, and
+        objects with JaxPP's methods `state(n, a)` and `update(state, update, index)`.
+    """
+    return loops.treduce(fun, xs, schedule, axis=axis, operation=_operations(operation))
+
+
+@compat.api_boundary
+def treduce_i(fun: Callable[[Any], Any], length: int, schedule: Any, operation: Any = default_op) -> Any:
+    """`mpmd.treduce_i`, with the default operation of `treduce`."""
+    return loops.treduce_i(fun, length, schedule, operation=_operations(operation))
+
+
+def pipeline_enter_stage(anchor: Any, name: str | None = None) -> Any:
+    """`mpmd.mark_stage_end`, under the name that JaxPP has given up."""
+    message = "pipeline_enter_stage is JaxPP's old name: write mark_stage_end."
+    warnings.warn(message, DeprecationWarning, stacklevel=users_frame())
+    return stage_end.mark_stage_end(anchor, name)
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+
+@compat.api_boundary
+def mpmd_jit_with_loop(
+    fun: Callable[..., Any],
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnums: Indices = None,
+    static_argnames: Names = None,
+    donate_argnums: Indices = None,
+    donate_argnames: Names = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "JaxppStep":
+    """`mpmd.jit`. None means that nothing is said.
+
+    Args:
+      fun, mpmd_mesh, static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options: as for
+        `mpmd.jit`.
+      in_shardings, out_shardings: of the arguments and results, as for `mpmd.jit`; the mpmd axis in a spec means
+        nothing.
+      in_specs, out_specs: other names for these.
+
+    Returns:
+      A callable with `.compile(*args)`, whose result has `.in_shardings`, `(args, kwargs)` of `MpmdSharding`.
+
+    Raises:
+      ValueError: both names are given for one.
+    """
+    for one, other, name in ((in_shardings, in_specs, "in"), (out_shardings, out_specs, "out")):
+        if one is not None and other is not None:
+            raise ValueError(f"mpmd_jit_with_loop: {name}_shardings and {name}_specs are one argument. Pass one.")
+    ins = in_specs if in_shardings is None else in_shardings
+    outs = out_specs if out_shardings is None else out_shardings
+    return JaxppStep(
+        fun, mpmd_mesh, ins, outs, static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options
+    )
+
+
+@compat.api_boundary
+def mpmd_jit_by_yield(
+    fun: Callable[..., Any],
+    mpmd_mesh: MpmdMesh,
+    *,
+    target_num_stages: int | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: Indices = None,
+    static_argnames: Names = None,
+    donate_argnums: Indices = None,
+    donate_argnames: Names = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "JaxppStep":
+    """`mpmd.jit` of a function without a loop, whose stages are between its marks.
+
+    Args:
+      target_num_stages: how many stages there are; the marks say it.
+      others: as for `mpmd_jit_with_loop`.
+    """
+    del target_num_stages
+    return JaxppStep(
+        fun, mpmd_mesh, in_shardings, out_shardings,
+        static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options,
+    )  # fmt: skip
+
+
+@compat.api_boundary
+def mpmd_jit_rev(
+    fun: Callable[..., Any],
+    mpmd_mesh: MpmdMesh,
+    *,
+    out_refs: Any,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: Indices = None,
+    static_argnames: Names = None,
+    donate_argnums: Indices = None,
+    donate_argnames: Names = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "JaxppStep":
+    """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
+
+    Args:
+      out_refs: the tree of the results, of a set of groups each.
+      out_shardings: the same tree of specs; None for whole copies in each group.
+      others: as for `mpmd_jit_with_loop`.
+    """
+
+    def sharding(groups: Iterable[int], wish: Any = None) -> MpmdSharding:
+        return MpmdSharding(mpmd_mesh, groups, as_spec(getattr(wish, "spec", wish)), getattr(wish, "memory_kind", None))
+
+    trees = (out_refs,) if out_shardings is None else (out_refs, out_shardings)
+    return JaxppStep(
+        fun, mpmd_mesh, in_shardings, jax.tree.map(sharding, *trees),
+        static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options,
+    )  # fmt: skip
+
+
+class JaxppStep:
+    """A step as JaxPP has it, with all that `mpmd.jit` returns (`.trace`, `.lower`, …)."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        mpmd_mesh: MpmdMesh,
+        in_shardings: Any,
+        out_shardings: Any,
+        static_argnums: Indices,
+        static_argnames: Names,
+        donate_argnums: Indices,
+        donate_argnames: Names,
+        compiler_options: Mapping[str, Any] | None,
+    ):
+        functools.update_wrapper(self, fun)
+        self.mpmd_mesh = mpmd_mesh
+        self._jitted: Jitted = jit(
+            fun,
+            mpmd_mesh=mpmd_mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=() if static_argnums is None else static_argnums,
+            static_argnames=_names(static_argnames),
+            donate_argnums=() if donate_argnums is None else donate_argnums,
+            donate_argnames=_names(donate_argnames),
+            compiler_options=compiler_options,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_jitted" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+    @compat.api_boundary
+    def compile(self, *args: Any, **kwargs: Any) -> "JaxppCompiled":
+        """The step, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
+        traced = self._jitted.trace(*args, **kwargs)
+        return JaxppCompiled(traced.lower().compile(), traced.jaxpr, self.mpmd_mesh)
+
+    trace_and_place = compile
+
+    @compat.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _task_times.get() is None:
+            return self._jitted(*args, **kwargs)
+        return self.compile(*args, **kwargs)(*args, **kwargs)
+
+
+class JaxppCompiled:
+    """A compiled step as JaxPP has it, with all that `mpmd.Compiled` has (`.explain()`, `.program`, …).
+
+    Attributes:
+      closed_jaxpr: the step as it was traced.
+    """
+
+    def __init__(self, compiled: Compiled, closed_jaxpr: Any, mpmd_mesh: MpmdMesh):
+        self._compiled = compiled
+        self.closed_jaxpr = closed_jaxpr
+        self.mpmd_mesh = mpmd_mesh
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_compiled" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+    @property
+    def in_shardings(self) -> Any:
+        """`(args, kwargs)` of `MpmdSharding`."""
+        return self._compiled.input_shardings
+
+    @property
+    def out_shardings(self) -> Any:
+        """The result's tree of `MpmdSharding`."""
+        return self._compiled.output_shardings
+
+    @compat.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        times = _task_times.get()
+        if times is None:
+            return self._compiled(*args, **kwargs)
+        profile = self._compiled.profile(args, kwargs, steps=1)
+        for ran in (ran for step in profile.steps for ran in step.runs):
+            times[_title(ran)].append(1000 * (ran.end - ran.start))
+        return profile.result
+
+
+def _names(names: Names) -> str | Sequence[str]:
+    return names if isinstance(names, str) else tuple(names or ())
+
+
+# --- times of tasks -------------------------------------------------------------------------------------
+
+_task_times: contextvars.ContextVar[dict[str, list[float]] | None] = contextvars.ContextVar("times", default=None)
+
+
+@contextlib.contextmanager
+def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float]] | None]:
+    """Inside of it, steps of this module note how long each task takes: `{"fwd_0": [milliseconds, …], …}`.
+
+    A call runs the step twice, the first time unmeasured; `Compiled.profile` says more. Of a job, all processes have
+    the times of all groups.
+
+    Args:
+      enabled: with False nothing is noted, and the value is None.
+    """
+    if not enabled:
+        yield None
+        return
+    token = _task_times.set(defaultdict(list))
+    try:
+        yield _task_times.get()
+    finally:
+        _task_times.reset(token)
+
+
+def _title(ran: Any) -> str:
+    """`fwd_0`, without the microbatch; of other programs their name."""
+    tasks = [JaxppTask.make(t.stage, t.microbatch, TaskType(t.kind)) for t in ran.tasks]
+    return "+".join(str(task).partition("__")[0] for task in tasks) or ran.name
+
+
+# --- names of JaxPP that have no counterpart ------------------------------------------------------------
+
+
+def _gone(name: str, advice: str) -> Callable[..., Any]:
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"mpmd.jaxpp.{name} is not here: {advice}")
+
+    gone.__name__ = gone.__qualname__ = name
+    gone.__doc__ = f"Raises a NotImplementedError: {advice}"
+    return gone
+
+
+_LOOP = "write treduce(fun, xs, schedule=..., operation=...), with the microbatches along axis 0."
+RemoteMpmdMesh = _gone(
+    "RemoteMpmdMesh", "write MpmdMesh(jax_mesh, axis_name) in a script that calls mpmd.initialize(), and start it by"
+    " scripts/launch_multihost.sh."
+)  # fmt: skip
+ArrayRef = _gone("ArrayRef", "a step gives MpmdArrays; numpy.asarray(x) reads one, mpmd.device_get(tree) many.")
+pipelined = _gone("pipelined", "write mpmd_jit_with_loop(fun, mpmd_mesh).")
+accumulate_grads = _gone("accumulate_grads", _LOOP)
+LoopOutput = _gone("LoopOutput", _LOOP)
+run_replicated_dced = _gone("run_replicated_dced", "what every group needs is computed in each of them without a word.")

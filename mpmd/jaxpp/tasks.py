@@ -1,0 +1,427 @@
+"""JaxPP's experimental programs of tasks and transfers: steps of `mpmd.jit` in which each value says its groups.
+
+    from mpmd.jaxpp.experimental import mpmd
+
+    @mpmd.mpmd(mesh, in_shardings=(on_group_0,))
+    def program(x):
+        y = mpmd.task(first, out_shardings=on_group_0)(x)
+        y = mpmd.transfer(y, out_shardings=on_group_1).done()
+        return mpmd.task(second, out_shardings=on_group_1)(y)
+
+A value is in the groups that the mesh of its sharding has. What the groups run, in which order and with which memory,
+is found from what each value needs, as in every step: the order of the tasks in the text is not kept, and memory is
+used again without a word. So a transfer may change the sharding, and a value that was sent may be donated.
+"""
+
+import contextvars
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd import _jax_compat as compat
+from mpmd.api import jit
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.layouts import memory_kind
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.specs import names_of, without_axis
+from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
+from mpmd.ops.cross_group import cross_mpmd_stack, place
+from mpmd.stages import Compiled
+from mpmd.tracing.arguments import broadcast
+
+__all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack", "task", "transfer"]
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Located:
+    """A value inside of a program, and where it is: what tasks take and return."""
+
+    value: Any
+    sharding: NamedSharding
+    mpmd_mesh: MpmdMesh
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return _groups(self.mpmd_mesh, self.sharding.mesh, "a value")
+
+    def __repr__(self) -> str:
+        return f"Located({self.value}, {self.sharding.spec} in the groups {self.groups})"
+
+
+def _groups(mpmd_mesh: MpmdMesh, mesh: Any, what: str) -> tuple[int, ...]:
+    """The groups that a mesh consists of."""
+    found = None
+    if isinstance(mesh, Mesh) and mpmd_mesh.jax_mesh is not None and mpmd_mesh.mpmd_axis_name is not None:
+        found = JaxppMesh(mpmd_mesh.jax_mesh, mpmd_mesh.mpmd_axis_name).mpmd_indices_for_mesh(mesh)
+    if found is None:
+        raise ValueError(
+            f"The mesh of {what}, {mesh}, does not belong to the MPMD mesh {mpmd_mesh}.\n"
+            "  Take one of mpmd_mesh.unstack, or mpmd_mesh.mpmd_submesh(indices).jax_mesh."
+        )
+    return found
+
+
+def _located(value: Any, sharding: NamedSharding, mpmd_mesh: MpmdMesh, what: str) -> Located:
+    """A value of a trace, put into the groups of a sharding, and divided there as it says."""
+    groups = _groups(mpmd_mesh, sharding.mesh, what)
+    spec = without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
+    inside = NamedSharding(mpmd_mesh.groups[groups[0]], spec, memory_kind=sharding.memory_kind)
+    value = place(value, groups)
+    if memory_kind(inside) != compat.memory_kind(jax.typeof(value)):
+        value = jax.device_put(value, inside)
+    elif inside.mesh.explicit_axes:
+        value = jax.reshard(value, inside)
+    else:
+        value = jax.lax.with_sharding_constraint(value, inside)
+    return Located(value, sharding, mpmd_mesh)
+
+
+def _leaves(tree: PyTree, what: str) -> list[Located]:
+    leaves = jax.tree.leaves(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Located):
+            raise TypeError(
+                f"{what} is a {type(leaf).__name__}, not a value of the program: its arguments, and what task,"
+                " transfer, stack and slice return. Compute with values inside of tasks; close over constants there."
+            )
+    return leaves
+
+
+# --- what a program calls -------------------------------------------------------------------------------
+
+
+def task(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    out_shardings: PyTree,
+    name: str | None = None,
+    in_shardings: PyTree = None,
+    mesh: Mesh | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """Makes a function a task: its arguments and results are in the same groups.
+
+    Args:
+      fun: the task. Without it, a decorator is returned.
+      out_shardings: a pytree prefix of the results, of `NamedSharding`, or `PartitionSpec` and None, which need a mesh:
+        that of the arguments, of another sharding, or `mesh`.
+      name: for profiles.
+      in_shardings: of the arguments, in the same way.
+      mesh: of the group, where nothing else says it.
+      donate_argnums: is not needed: the memory of a value that is used no more is used again.
+    """
+    if fun is None:
+        return functools.partial(
+            task, out_shardings=out_shardings, name=name, in_shardings=in_shardings, mesh=mesh,
+            donate_argnums=donate_argnums,
+        )  # fmt: skip
+    title = name or getattr(fun, "__name__", type(fun).__name__)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = _leaves((args, kwargs), f"task {title}: an argument")
+        wished = [s for s in jax.tree.leaves((in_shardings, out_shardings)) if isinstance(s, NamedSharding)]
+        meshes = [x.sharding.mesh for x in leaves] + [s.mesh for s in wished] + ([mesh] if mesh is not None else [])
+        if not meshes:
+            raise RuntimeError(
+                f"task {title}: nothing says where it runs, so a PartitionSpec requires a non-empty mesh: pass mesh= or"
+                " NamedShardings."
+            )
+        if others := [m for m in meshes if m != meshes[0]]:
+            raise ValueError(
+                f"task {title}: its arguments and shardings must be on the same mesh, and are on {meshes[0]} and"
+                f" {others[0]}. Move values by transfer(x, out_shardings=...).done() first."
+            )
+        mpmd_mesh = leaves[0].mpmd_mesh if leaves else _current()
+        where = meshes[0]
+        with jax.named_scope(title):
+            values = jax.tree.map(lambda x: x.value, (args, kwargs))
+            values = _constrained(values, in_shardings, where, mpmd_mesh, f"task {title}: in_shardings")
+            outs = fun(*values[0], **values[1])
+        flat, tree = jax.tree.flatten(outs)
+        wishes = broadcast(out_shardings, tree, "out_shardings")
+        return tree.unflatten(
+            [_located(x, _named(w, where), mpmd_mesh, f"task {title}") for x, w in zip(flat, wishes, strict=True)]
+        )
+
+    return run
+
+
+def _constrained(values: Any, shardings: PyTree, mesh: Any, mpmd_mesh: MpmdMesh, what: str) -> Any:
+    if shardings is None:
+        return values
+    flat, tree = jax.tree.flatten(values[0])
+    wishes = broadcast(shardings, tree, "in_shardings")
+    flat = [
+        x if w is None else _located(x, _named(w, mesh), mpmd_mesh, what).value
+        for x, w in zip(flat, wishes, strict=True)
+    ]
+    return tree.unflatten(flat), values[1]
+
+
+def _named(wish: Any, mesh: Any) -> NamedSharding:
+    if isinstance(wish, NamedSharding):
+        return wish
+    return NamedSharding(mesh, PartitionSpec() if wish is None else wish)
+
+
+class TransferFuture:
+    """Values on their way; `done()` gives them."""
+
+    def __init__(self, tree: PyTree):
+        self._tree = tree
+
+    def done(self) -> Any:
+        if self._tree is None:
+            raise RuntimeError("transfer: done() may only be called once. Keep what it returned.")
+        tree, self._tree = self._tree, None
+        return tree
+
+
+def transfer(arrays: PyTree, *, out_shardings: PyTree) -> TransferFuture:
+    """Sends values to other groups: those of the meshes of `out_shardings`, a pytree prefix of `NamedSharding`."""
+    leaves = _leaves(arrays, "transfer: arrays")
+    if not leaves:
+        raise ValueError("transfer: no array is given.")
+    tree = jax.tree.structure(arrays)
+    wishes = broadcast(out_shardings, tree, "out_shardings")
+    moved = [
+        _located(x.value, _named(w, x.sharding.mesh), x.mpmd_mesh, "transfer")
+        for x, w in zip(leaves, wishes, strict=True)
+    ]
+    return TransferFuture(tree.unflatten(moved))
+
+
+def stack(*arrays: Any) -> Any:
+    """Values of different groups as one over all of these: along a new axis 0, or axis 0 where it names the groups.
+
+    Each of the groups gets all of it.
+    """
+    leaves = _leaves(arrays, "stack: an argument")
+    if not leaves:
+        raise ValueError("stack: no array is given.")
+    mpmd_mesh, axis = leaves[0].mpmd_mesh, leaves[0].mpmd_mesh.mpmd_axis_name
+    groups = [group for x in leaves for group in x.groups]
+    if len(set(groups)) < len(groups):
+        raise ValueError(f"stack: the arguments are in the groups {groups}; a duplicate MPMD index cannot be stacked.")
+    if len({x.value.dtype for x in leaves}) > 1:
+        raise ValueError(f"stack: the arguments need the same dtype; they are {[str(x.value.dtype) for x in leaves]}.")
+    stacked = [axis in names_of(x.sharding.spec) for x in leaves]
+    for x, is_stacked in zip(leaves, stacked, strict=True):
+        _check_leading(x, is_stacked, "stack")
+        if not is_stacked and len(x.groups) > 1:
+            raise ValueError(
+                f"stack: an argument is whole in each of the groups {x.groups}; a value of several groups must name"
+                f" {axis!r} in its spec."
+            )
+    rows = [x.value if one else x.value[None] for x, one in zip(leaves, stacked, strict=True)]
+    mesh = mpmd_mesh.mesh_over(groups)
+    spec = without_axis(leaves[0].sharding.spec, axis)
+    rest = spec[1:] if stacked[0] else spec[:]
+    sharding = NamedSharding(mesh, PartitionSpec(axis, *rest), memory_kind=leaves[0].sharding.memory_kind)
+    if len({row.shape for row in rows}) == 1:
+        value = cross_mpmd_stack(rows).reshape(-1, *rows[0].shape[1:])
+    else:
+        value = jnp.concatenate([place(row, groups) for row in rows])
+    return _located(value, sharding, mpmd_mesh, "stack")
+
+
+def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
+    """The way back from `stack`: the rows of each of the groups, or of several together, there."""
+    (x,) = _leaves(array, "slice: array")
+    axis, mpmd_mesh = x.mpmd_mesh.mpmd_axis_name, x.mpmd_mesh
+    wanted = [(int(g),) if isinstance(g, int) else tuple(g) for g in groups]
+    flat = tuple(g for some in wanted for g in some)
+    if flat != x.groups:
+        raise ValueError(f"slice: groups must be those of the array, {x.groups}, in order; they are {flat}.")
+    is_stacked = axis in names_of(x.sharding.spec)
+    _check_leading(x, is_stacked, "slice")
+    ends = list(itertools.accumulate((len(some) for some in wanted), initial=0))
+    height = x.value.shape[0] // len(x.groups) if is_stacked else 0
+    found = []
+    for some, begin, end in zip(wanted, ends, ends[1:], strict=False):
+        rows = x.value[begin * height : end * height] if is_stacked else x.value
+        mesh = mpmd_mesh.mesh_over(some)
+        sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
+        found.append(_located(rows, sharding, mpmd_mesh, "slice"))
+    return tuple(found)
+
+
+def _check_leading(x: Located, is_stacked: bool, what: str) -> None:
+    if is_stacked and x.sharding.spec[0] != x.mpmd_mesh.mpmd_axis_name:
+        raise ValueError(
+            f"{what}: {x.sharding.spec} must name {x.mpmd_mesh.mpmd_axis_name!r} alone, as its leading entry"
+            " (PartitionSpec axis 0)."
+        )
+
+
+# --- programs -------------------------------------------------------------------------------------------
+
+_traced_on: contextvars.ContextVar[MpmdMesh | None] = contextvars.ContextVar("traced_on", default=None)
+
+
+def _current() -> MpmdMesh:
+    if (mpmd_mesh := _traced_on.get()) is None:
+        raise ValueError("task must be called inside of a program: a function under mpmd.mpmd(mesh, in_shardings=...).")
+    return mpmd_mesh
+
+
+def mpmd(
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: PyTree,
+    donate_argnums: int | Sequence[int] | None = None,
+    infer_donation: bool = False,
+) -> Callable[[Callable[..., Any]], "MpmdFunction"]:
+    """Makes a function of tasks and transfers a program.
+
+    Args:
+      mpmd_mesh: the groups.
+      in_shardings: a pytree prefix of the arguments, of `NamedSharding` on the meshes of groups.
+      donate_argnums: arguments that are used up.
+      infer_donation: is not needed: memory inside of the program is used again anyway.
+    """
+    del infer_donation
+
+    def decorator(fun: Callable[..., Any]) -> MpmdFunction:
+        return MpmdFunction(fun, mpmd_mesh, in_shardings, () if donate_argnums is None else donate_argnums)
+
+    return decorator
+
+
+class MpmdFunction:
+    """A program. It takes and gives arrays on the meshes of groups, those of other processes without shards here."""
+
+    def __init__(self, fun: Callable[..., Any], mpmd_mesh: MpmdMesh, in_shardings: PyTree, donate_argnums: Any):
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self.mpmd_mesh = mpmd_mesh
+        self.in_shardings = in_shardings
+        self._donated = donate_argnums
+        self._outs: dict[Any, list[NamedSharding]] = {}
+        self._lowered: dict[Any, LoweredMpmdFun] = {}
+
+    def _program(self, *args: Any) -> Any:
+        """What is traced: the program on values of a trace. Notes where its results are."""
+        flat, tree = jax.tree.flatten(args)
+        placed = [
+            _located(x, s, self.mpmd_mesh, "mpmd in_shardings") for x, s in zip(flat, self._ins(tree), strict=True)
+        ]
+        token = _traced_on.set(self.mpmd_mesh)
+        try:
+            outs = self._fun(*tree.unflatten(placed))
+        finally:
+            _traced_on.reset(token)
+        leaves = _leaves(outs, "a result")
+        self._outs[_types(flat, tree)] = [x.sharding for x in leaves]
+        return jax.tree.map(lambda x: x.value, outs)
+
+    def _ins(self, tree: Any) -> list[NamedSharding]:
+        found = broadcast(self.in_shardings, tree, "in_shardings")
+        for s in found:
+            if not isinstance(s, NamedSharding):
+                raise TypeError(f"mpmd: in_shardings has {s!r}. Pass a NamedSharding on the mesh of a group for each.")
+        return found
+
+    @compat.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_no_names(kwargs)
+        if any(isinstance(x, compat.Tracer) for x in jax.tree.leaves(args)):
+            return self._program(*args)
+        return self.lower(*args)(*args)
+
+    @compat.api_boundary
+    def lower(self, *args: Any, **kwargs: Any) -> "LoweredMpmdFun":
+        """The program, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
+        self._check_no_names(kwargs)
+        flat, tree = jax.tree.flatten(args)
+        key = _types(flat, tree)
+        if key not in self._lowered:
+            mesh, ins = self.mpmd_mesh, self._ins(tree)
+            options: Any = {"mpmd_mesh": mesh, "in_shardings": tree.unflatten([_sharding(s, mesh) for s in ins])}
+            shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat])
+            out_shape = jit(self._program, **options).eval_shape(*shapes)
+            outs = jax.tree.unflatten(jax.tree.structure(out_shape), self._outs[key])
+            wishes = jax.tree.map(lambda s: _sharding(s, mesh), outs)
+            step = jit(self._program, out_shardings=wishes, donate_argnums=self._donated, **options)
+            self._lowered[key] = LoweredMpmdFun(
+                step.lower(*shapes).compile(),
+                mesh,
+                tree.unflatten(ins),
+                outs,
+                jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), out_shape, outs),
+            )
+        return self._lowered[key]
+
+    def _check_no_names(self, kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise ValueError(
+                f"A program takes no keyword arguments: {', '.join(kwargs)}. in_shardings has places alone."
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredMpmdFun:
+    """A compiled program.
+
+    Attributes:
+      compiled: it as a step, with `.explain()`, `.program` and so on.
+      in_shardings, out_shardings: of the arguments and results, `NamedSharding` on the meshes of their groups.
+      out_shape: shape, dtype and sharding of the results.
+    """
+
+    compiled: Compiled
+    mpmd_mesh: MpmdMesh
+    in_shardings: PyTree
+    out_shardings: PyTree
+    out_shape: PyTree
+
+    @property
+    def used_inputs(self) -> PyTree:
+        """Whether this process has a part of each argument."""
+        local = set(self.mpmd_mesh.local_groups)
+        return jax.tree.map(
+            lambda s: not local.isdisjoint(_groups(self.mpmd_mesh, s.mesh, "an argument")), self.in_shardings
+        )
+
+    @compat.api_boundary
+    def __call__(self, *args: Any) -> Any:
+        given = jax.tree.map(self._taken, args, self.in_shardings)
+        return jax.tree.map(self._given, self.compiled(*given), self.out_shardings)
+
+    def _taken(self, x: Any, sharding: NamedSharding) -> Any:
+        """An argument as an `MpmdArray`, if it is in its group already; else it is put there."""
+        if not is_plain(x) or x.sharding.device_set != sharding.device_set:
+            return x
+        target = _sharding(sharding, self.mpmd_mesh)
+        if len(target.groups) > 1:
+            return x
+        return MpmdArray([x] if target.local_groups else [], target, x.shape, x.dtype)
+
+    def _given(self, x: MpmdArray, sharding: NamedSharding) -> jax.Array:
+        found = to_global_jax_array(x)
+        return (
+            found if found.sharding == sharding or not x.is_partially_addressable else jax.device_put(found, sharding)
+        )
+
+
+def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
+    """A sharding on the mesh of some groups, as ours."""
+    groups = _groups(mpmd_mesh, sharding.mesh, "a sharding")
+    spec = sharding.spec if len(groups) > 1 else without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
+    return MpmdSharding(mpmd_mesh, groups, spec, memory_kind(sharding))
+
+
+def _types(flat: Sequence[Any], tree: Any) -> Any:
+    return tree, tuple((x.shape, str(x.dtype)) for x in flat)

@@ -1,0 +1,483 @@
+"""Programs in JaxPP's words give what plain JAX gives: steps, schedules of one's own, arrays and moves, tasks."""
+
+import dataclasses
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+import mpmd.jaxpp as jaxpp
+import scheduler
+from mpmd.jaxpp import experimental, schedules
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def mesh_of(num_groups: int, per_group: int = 1, types: AxisType = AUTO) -> jaxpp.MpmdMesh:
+    devices = jax.devices()[: num_groups * per_group]
+    return jaxpp.MpmdMesh(
+        jax.make_mesh((num_groups, per_group), ("stage", "data"), (types,) * 2, devices=devices), "stage"
+    )
+
+
+def problem(num_stages: int, num_microbatches: int):
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(8, 8)).astype(np.float32) / 3 for _ in range(num_stages)]
+    return params, random.normal(size=(num_microbatches, 4, 8)).astype(np.float32)
+
+
+def train_step(params, xs, schedule):
+    """One step in JaxPP's words: marks behind all stages, no operation said."""
+
+    def loss(params, x):
+        for w in params:
+            x = jaxpp.mark_stage_end(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    losses, grads = jaxpp.treduce(functools.partial(jax.value_and_grad(loss), params), xs, schedule=schedule)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), losses
+
+
+def assert_close(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+class Snake(jaxpp.BaseSchedule):
+    """Two stages a group, there and back; a forward of each, then their backwards, one microbatch after the other."""
+
+    def get_mpmd_idx(self, stage_id):
+        return min(stage_id, self.num_stages - 1 - stage_id)
+
+    def tasks(self, n_mubatches):
+        make, kinds = jaxpp.Task.make, jaxpp.TaskType
+        rows = []
+        for group in range(self.num_stages // 2):
+            first, last = group, self.num_stages - 1 - group
+            row = []
+            for i in range(n_mubatches):
+                halves = make(last, i, kinds.BWD_I), make(last, i, kinds.BWD_W)
+                row += [make(first, i, kinds.FWD), make(last, i, kinds.FWD), None]
+                row += [jaxpp.FusedTask(halves), make(first, i, kinds.BWD)]
+            rows.append(row)
+        return rows
+
+
+def compare(schedule, num_microbatches, per_group=1, types=AUTO):
+    mesh = mesh_of(schedule.num_groups, per_group, types)
+    params, xs = problem(schedule.num_stages, num_microbatches)
+    step = functools.partial(train_step, schedule=schedule)
+    wanted = jax.jit(step)(params, xs)
+    jitted = jaxpp.mpmd_jit_with_loop(step, mesh, in_specs=(None, P(None, "data")), donate_argnums=0)
+    found = jitted(params, xs)
+    assert found[1].shape == (num_microbatches,)  # stacked, not summed
+    assert_close(found, wanted)
+    assert_close(jitted(found[0], xs), jax.jit(step)(wanted[0], xs))
+    assert found[0][0].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "per_group", "types"),
+    [(jaxpp.Std1F1B(2), 4, 2, EXPLICIT), (Snake(4), 3, 1, AUTO), (jaxpp.DualPipeV(4, 2), 4, 1, EXPLICIT)],
+)
+def test_a_step_in_its_words_equals_plain_jax(schedule, num_microbatches, per_group, types):
+    compare(schedule, num_microbatches, per_group, types)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches"),
+    [
+        (jaxpp.Eager1F1B(4), 5),
+        (jaxpp.Interleaved1F1B(8, 4), 5),
+        (jaxpp.KimiK2(8, 4, fuse_steady_state=True), 9),
+        (jaxpp.GPipe(4), 3),
+        (jaxpp.InterleavedGPipe(4, 2), 5),
+        (jaxpp.ZeroBubble(4), 6),
+        (jaxpp.InterleavedZeroBubble(8, 4), 8),
+        (jaxpp.DualPipeV(8, 4), 8),
+    ],
+)
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_each_of_its_schedules_equals_plain_jax(schedule, num_microbatches, types):
+    compare(schedule, num_microbatches, 2, types)
+
+
+# --- schedules ----------------------------------------------------------------------------------------
+
+
+def test_its_orders_are_those_of_our_schedules_of_the_same_kind():
+    for theirs, ours in [
+        (jaxpp.Std1F1B(4), scheduler.OneFOneB(4)),
+        (jaxpp.Eager1F1B(4), scheduler.EagerOneFOneB(4)),
+        (jaxpp.Interleaved1F1B(6, 3), scheduler.InterleavedOneFOneB(6, 3)),
+        (jaxpp.GPipe(4), scheduler.GPipe(4)),
+        (jaxpp.DualPipeV(6, 3), scheduler.DualPipeV(3)),
+    ]:
+        assert theirs.orders(9) == ours.orders(9) and theirs.placement == ours.placement
+        assert [theirs.get_mpmd_idx(stage) for stage in range(theirs.num_stages)] == list(ours.placement)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        jaxpp.Interleaved1F1B(8, 4), jaxpp.Interleaved1F1B(8, 4, fuse_steady_state=True), jaxpp.KimiK2(8, 4),
+        jaxpp.InterleavedGPipe(8, 4), jaxpp.ZeroBubble(4), jaxpp.InterleavedZeroBubble(8, 4), jaxpp.DualPipeV(8, 4),
+    ],
+)  # fmt: skip
+def test_its_schedules_run_whatever_the_number_of_microbatches(schedule):
+    for num_microbatches in (8, 12, 16):
+        timeline = scheduler.simulate(schedule, num_microbatches)  # checks the orders
+        assert sum(map(len, timeline.orders)) >= 2 * schedule.num_stages * num_microbatches
+    assert pickle.loads(pickle.dumps(schedule)) == schedule == dataclasses.replace(schedule)
+
+
+def test_its_tasks_print_as_there():
+    group = jaxpp.Interleaved1F1B(4, 2).tasks(3)[1]
+    assert " ".join(map(str, group)) == (
+        "fwd_1__0 fwd_1__1 fwd_1__2 FusedTask(fwd_3__0, bwd_3__0) FusedTask(fwd_3__1, bwd_3__1)"
+        " FusedTask(fwd_3__2, bwd_3__2) bwd_1__0 bwd_1__1 bwd_1__2"
+    )
+    zero_bubble = jaxpp.ZeroBubble(2)
+    assert zero_bubble.is_partial_bwd
+    assert " ".join(map(str, zero_bubble.tasks(2)[1])) == "fwd_1__0 bwdA_1__0 fwd_1__1 bwdA_1__1 bwdW_1__0 bwdW_1__1"
+
+
+def test_what_shall_run_together_is_one_backward_or_a_pair():
+    make, kinds = jaxpp.Task.make, jaxpp.TaskType
+
+    class Pairs(jaxpp.BaseSchedule):
+        def tasks(self, n_mubatches):
+            halves = make(0, 0, kinds.BWD_I), make(0, 0, kinds.BWD_W)
+            both = jaxpp.FusedTask((make(0, 1, kinds.FWD), *halves))
+            return [[make(0, 0, kinds.FWD), both, make(0, 1, kinds.BWD_I), make(0, 1, kinds.BWD_W)]]
+
+    schedule = Pairs(1)
+    assert " ".join(map(str, schedule.orders(2)[0])) == "0F0 0F1 0B0 0B1"
+    assert schedule.fused(2) == {(scheduler.Task(0, "F", 1), scheduler.Task(0, "B", 0))}
+    assert jaxpp.Std1F1B(2).fused(4) == frozenset()  # a forward and its own backward wait for each other
+
+
+def test_faults_of_a_schedule_say_where():
+    class Forgetful(jaxpp.BaseSchedule):
+        def tasks(self, n_mubatches):
+            return [[jaxpp.Task.make(0, i, jaxpp.TaskType.FWD) for i in range(n_mubatches)]]
+
+    class Untranslated(jaxpp.BaseSchedule):
+        def tasks(self, n_mubatches):
+            return [["fwd_0__0"]]
+
+    with pytest.raises(scheduler.ScheduleError) as error:
+        Forgetful(2).orders(1)
+    assert str(error.value).startswith("Forgetful.tasks(1): ")
+    with pytest.raises(scheduler.ScheduleError) as error:
+        Untranslated(1).orders(1)
+    assert str(error.value) == (
+        "Untranslated.tasks: 'fwd_0__0' is a str. Make tasks by mpmd.jaxpp.Task.make(stage_id, mubatch_idx,"
+        " mpmd.jaxpp.TaskType.FWD), None for a step without work."
+    )
+    for make, message in [
+        (lambda: jaxpp.Std1F1B(0), "Std1F1B: num_stages is 0; expected a whole number of at least 1."),
+        (lambda: jaxpp.KimiK2(4, -1), "KimiK2: mpmd_dim is -1; expected a whole number of at least 1."),
+        (
+            lambda: jaxpp.Interleaved1F1B(4, 3),
+            "Interleaved1F1B: num_stages is 4 and mpmd_dim 3; every group needs the same number of stages.",
+        ),
+        (
+            lambda: jaxpp.GPipe(4, 2),
+            "GPipe: mpmd_dim is 2 and num_stages 4. It requires mpmd_dim == num_stages: use InterleavedGPipe.",
+        ),
+        (
+            lambda: jaxpp.DualPipeV(3, 3),
+            "DualPipeV: num_stages is 3 and mpmd_dim 3. It has two stages a group: use 6.",
+        ),
+    ]:
+        with pytest.raises(ValueError) as fault:
+            make()
+        assert str(fault.value) == message
+
+
+# --- loops and steps ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """An operation in JaxPP's words."""
+
+    def state(self, n, a):
+        return jnp.full(a.shape, -jnp.inf, a.dtype)
+
+    def update(self, state, update, index):
+        return jnp.maximum(state, update + index)
+
+
+def test_operations_in_its_words_and_in_ours_reduce_the_same_loop():
+    xs = jnp.arange(12.0).reshape(3, 4).T
+    found = jaxpp.treduce(
+        lambda x: (x.sum(), x, (x[0], x)), xs, None, 1, (jaxpp.Concat(), Largest(), (jaxpp.Add, jaxpp.Max))
+    )
+    rows = np.asarray(xs).T
+    wanted = rows.sum(1), (rows + np.arange(3)[:, None]).max(0), (rows[:, 0].sum(), rows.max(0))
+    assert_close(found, wanted)
+    stacked, total = jaxpp.treduce_i(lambda i: (i, i), 4, None)
+    assert list(stacked) == [0, 1, 2, 3] and total == 6
+
+
+def test_a_compiled_step_says_where_its_arguments_are_and_a_move_brings_them_there():
+    mesh = mesh_of(2, 4)
+    whole = NamedSharding(mesh.jax_mesh, P(("stage", "data")))
+    params, xs = problem(2, 4)
+    state = [jax.device_put(w, whole) for w in params]
+    step = functools.partial(train_step, schedule=jaxpp.Std1F1B(mesh.mpmd_dim))
+    jitted = jaxpp.mpmd_jit_with_loop(
+        step, mpmd_mesh=mesh, in_shardings=([whole] * 2, None), out_specs=(whole.spec, P())
+    )
+    compiled = jitted.compile(state, xs)
+    (ins, _), no_names = compiled.in_shardings
+    assert no_names == {} and [s.mesh_ids for s in ins] == [{0}, {1}] and {s.spec for s in ins} == {P("data")}
+    assert compiled.out_shardings[1].mesh_ids == {1}
+    assert "treduce" in str(compiled.closed_jaxpr) and compiled.explain() and jitted.lower(state, xs).cuts is None
+    placed = jaxpp.spmd_to_mpmd_reshard(mesh, state, ins, threshold=1)  # each array alone
+    assert all(x.is_deleted() for x in state) and isinstance(placed[0], jaxpp.MpmdArray)
+    found, losses = compiled(placed, xs)
+    wanted = jax.jit(step)(params, xs)
+    assert_close((found, losses), wanted)
+    moved = jaxpp.mpmd_to_mpmd_reshard(found, [jaxpp.MpmdSharding(mesh, {0, 1}, s.spec) for s in ins])
+    back = jaxpp.mpmd_to_spmd_reshard(mesh, moved, [whole] * 2, threshold=1 << 20)
+    assert_close(back, wanted[0])
+    assert {x.sharding for x in back} == {whole} and all(x.is_deleted() for x in moved)
+
+
+def test_values_of_several_groups_meet_in_its_words():
+    mesh = mesh_of(2)
+    params, xs = problem(2, 2)
+
+    def norms(params, xs):
+        new, _ = train_step(params, xs, jaxpp.Std1F1B(2))
+        each = [jnp.vdot(w, w) for w in new]
+        return (
+            jaxpp.cross_mpmd_all_reduce(*each), jaxpp.add_multi_p.bind(*each), jaxpp.cross_mpmd_stack(new, axis=1),
+            jaxpp.gather_multi_p.bind(*new, axis=1), jaxpp.place_with(new[0], new[1]) + new[1],
+        )  # fmt: skip
+
+    found = jaxpp.mpmd_jit_with_loop(norms, mesh)(params, xs)
+    assert [x.mpmd_idxs for x in found[:4]] == [(0, 1)] * 4
+    new, _ = jax.jit(functools.partial(train_step, schedule=None))(params, xs)
+    total = sum(float(jnp.vdot(w, w)) for w in new)
+    assert_close(found, (total, total, np.stack(new, 1), np.concatenate(new, 1), new[0] + new[1]))
+
+
+def test_functions_without_a_loop_run_stage_by_stage_or_where_their_results_shall_be():
+    mesh = mesh_of(2, 2)
+    params, xs = problem(4, 1)
+
+    def predict(params, x):
+        for w in params:
+            x = jaxpp.mark_stage_end(jnp.tanh(x @ w))
+        return x
+
+    found = jaxpp.mpmd_jit_by_yield(predict, mesh, target_num_stages=4)(params, xs[0])
+    assert_close(found, jax.jit(predict)(params, xs[0]))
+
+    def init(key):
+        return {"first": jax.random.normal(key, (4, 4)), "both": jnp.ones(4)}
+
+    init_jit = jaxpp.mpmd_jit_rev(
+        init, mesh, out_refs={"first": {1}, "both": {0, 1}}, out_shardings={"first": P("data"), "both": P()}
+    )
+    state = init_jit(jax.random.key(0))
+    assert {k: (x.mpmd_idxs, x.spec) for k, x in state.items()} == {"first": ((1,), P("data")), "both": ((0, 1), P())}
+    assert_close(state, init(jax.random.key(0)))
+
+
+def test_times_are_collected_by_task():
+    mesh = mesh_of(2)
+    params, xs = problem(2, 3)
+    step = jaxpp.mpmd_jit_with_loop(functools.partial(train_step, schedule=jaxpp.Std1F1B(2)), mesh)
+    wanted = step(params, xs)
+    with jaxpp.collect_task_times_ms() as times:
+        found = step(params, xs)
+    assert {name: len(ms) for name, ms in times.items() if name[3] == "_"} == {
+        "fwd_0": 3, "bwd_0": 3, "fwd_1": 3, "bwd_1": 3,
+    }  # fmt: skip
+    assert all(ms >= 0 for every in times.values() for ms in every)
+    assert_close(found, wanted)
+    with jaxpp.collect_task_times_ms(enabled=False) as times:
+        step(params, xs)
+    assert times is None
+
+
+def test_what_has_no_counterpart_says_what_to_write_when_it_is_used():
+    with pytest.raises(NotImplementedError) as error:
+        jaxpp.RemoteMpmdMesh(2, (1, 1), ("data", "model"))
+    assert str(error.value) == (
+        "mpmd.jaxpp.RemoteMpmdMesh is not here: write MpmdMesh(jax_mesh, axis_name) in a script that calls"
+        " mpmd.initialize(), and start it by scripts/launch_multihost.sh."
+    )
+    for name in ("ArrayRef", "LoopOutput", "accumulate_grads", "pipelined", "run_replicated_dced"):
+        with pytest.raises(NotImplementedError, match=f"^mpmd.jaxpp.{name} is not here: "):
+            getattr(jaxpp, name)()
+    with pytest.raises(ValueError) as fault:
+        jaxpp.mpmd_jit_with_loop(abs, mesh_of(1), in_specs=P(), in_shardings=P())
+    assert str(fault.value) == "mpmd_jit_with_loop: in_shardings and in_specs are one argument. Pass one."
+    with pytest.warns(DeprecationWarning, match="write mark_stage_end") as warned:
+        assert jaxpp.pipeline_enter_stage(jnp.ones(2), "name").shape == (2,)
+    assert warned[0].filename == __file__
+
+
+# --- meshes and arrays ------------------------------------------------------------------------------------
+
+
+def test_a_mesh_has_its_names():
+    mesh, devices = mesh_of(4, 2), jax.devices()
+    with mesh as same:
+        assert same is mesh and mesh == mpmd.MpmdMesh(mesh.jax_mesh, "stage")
+    assert mesh.mpmd_axis == 0 and mesh.unstack == list(mesh.groups) and mesh.lowering_mesh() == mesh.groups[0]
+    assert mesh.device_coords[devices[5]] == (2, 1) and mesh.device_mpmd_idx[devices[5]] == 2
+    assert mesh.mpmd_idx_for_mesh[mesh.groups[3]] == 3
+    middle = mesh.mpmd_submesh([2, 1])
+    assert mesh.mpmd_indices_for_mesh(middle.jax_mesh) == (2, 1) and isinstance(middle, jaxpp.MpmdMesh)
+    assert mesh.mpmd_indices_for_mesh(jax.make_mesh((8,), ("data",))) is None
+    across = jax.sharding.Mesh(mesh.jax_mesh.devices.T, ("stage", "data"))
+    assert mesh.mpmd_indices_for_mesh(across) is None
+
+
+def test_a_sharding_that_names_the_mpmd_axis_splits_nothing():
+    mesh = mesh_of(2, 2)
+    sharding = jaxpp.MpmdSharding(mesh, {0, 1}, P(("stage", "data"), None))
+    assert isinstance(sharding, jaxpp.MpmdSharding) and sharding.split_axis is None and sharding.spec == P("data", None)
+    assert isinstance(mpmd.MpmdSharding(mesh, 0), jaxpp.MpmdSharding) and not isinstance(P(), jaxpp.MpmdSharding)
+
+
+def test_an_array_may_lack_what_another_process_would_have():
+    mesh = mesh_of(3, 2)
+    sharding = jaxpp.MpmdSharding(mesh, {0, 2}, P("data"))
+    arrays = [jax.device_put(jnp.arange(2.0), sharding.group_sharding(g)) for g in (0, 2)]
+    nothing = jaxpp.MpmdArray([], sharding, shape=(2,), dtype=jnp.float32)
+    second = jaxpp.MpmdArray([arrays[1]], sharding)
+    both = jaxpp.MpmdArray(partially_addressable_arrays=arrays, mpmd_sharding=sharding)
+    assert [x.is_partially_addressable for x in (nothing, second, both)] == [False, True, True]
+    assert nothing.to_mpmd_local_array is None and second.first_mpmd_replica is None
+    assert all(isinstance(x, jaxpp.MpmdArray) and x.is_mpmd_replicated for x in (nothing, second, both))
+    assert jaxpp._to_global_jax_array(both).sharding == sharding.sharding
+    with pytest.raises(ValueError) as error:
+        jaxpp.MpmdArray([], sharding)
+    assert str(error.value) == "MpmdArray: no array is given, so shape and dtype must be."
+    with pytest.raises(ValueError, match=r"the arrays are in the groups \[1\]"):
+        jaxpp.MpmdArray([jax.device_put(jnp.ones(2), sharding.group_sharding(1))], sharding)
+
+
+# --- programs of tasks -----------------------------------------------------------------------------------
+
+
+def two_stages(mesh):
+    """A program of two stages, with values of both that meet."""
+    task, transfer, stack, slice_ = (
+        getattr(experimental.mpmd, name) for name in ("task", "transfer", "stack", "slice")
+    )
+    rows = [NamedSharding(group, P("data")) for group in mesh.unstack]
+    whole = [NamedSharding(group, P()) for group in mesh.unstack]
+    over_both = NamedSharding(mesh.mpmd_submesh([0, 1]).jax_mesh, P())
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=(tuple(whole[:2]), rows[0]), infer_donation=True)
+    def program(params, x):
+        @task(out_shardings=(P("data"), None))
+        def first(w, x):
+            y = jnp.tanh(x @ w)
+            return y, y.sum()
+
+        y, total = first(params[0], x)
+        future = transfer({"y": y}, out_shardings=rows[1])
+        loss = task(lambda w, y: jnp.mean((y @ w) ** 2), name="second", out_shardings=P())(
+            params[1], future.done()["y"]
+        )
+        both = stack(total, loss)
+        summed = task(lambda parts: parts.sum(0), name="sum", out_shardings=over_both)(both)
+        return y, loss, *slice_(both, [0, 1]), *slice_(summed, [[0, 1]])
+
+    return program
+
+
+def two_stages_plain(params, x):
+    y = np.tanh(x @ params[0])
+    loss = np.mean((y @ params[1]) ** 2)
+    return y, loss, [y.sum()], [loss], y.sum() + loss
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_a_program_of_tasks_runs_where_it_says(types):
+    mesh = mesh_of(3, 2, types)
+    params, xs = problem(2, 1)
+    program = two_stages(mesh)
+    wanted = two_stages_plain(params, xs[0])
+    assert isinstance(program, experimental.mpmd.MpmdFunction)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (tuple(params), xs[0]))
+    lowered = program.lower(*shapes)
+    outs = lowered(*jax.device_put((tuple(params), xs[0]), lowered.in_shardings))
+    assert_close(outs, wanted)
+    assert_close(program(tuple(params), xs[0]), wanted)
+    assert [x.sharding for x in outs] == jax.tree.leaves(lowered.out_shardings)
+    assert [mesh.mpmd_indices_for_mesh(x.sharding.mesh) for x in outs] == [(0,), (1,), (0,), (1,), (0, 1)]
+    assert lowered.used_inputs == ((True, True), True) and lowered.out_shape[0].shape == (4, 8)
+
+
+def test_a_task_may_keep_values_on_the_host():
+    mesh = mesh_of(2, 2, EXPLICIT)
+    here, there = (NamedSharding(group, P("data")) for group in mesh.unstack)
+    on_host = here.with_memory_kind("pinned_host")
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=(here,))
+    def program(x):
+        kept = experimental.mpmd.task(lambda x: jax.device_put(2 * x, on_host), out_shardings=on_host)(x)
+        back = experimental.mpmd.task(lambda x: jax.device_put(x, here) + 1, out_shardings=here)(kept)
+        return kept, experimental.mpmd.transfer(back, out_shardings=there).done()
+
+    kept, sent = program(np.arange(4, dtype=np.float32))
+    assert kept.sharding.memory_kind == "pinned_host" and list(kept) == [0, 2, 4, 6] and list(sent) == [1, 3, 5, 7]
+
+
+def test_faults_of_a_program_are_told():
+    mesh = mesh_of(2, 2)
+    task, transfer, stack = experimental.mpmd.task, experimental.mpmd.transfer, experimental.mpmd.stack
+    here, there = (NamedSharding(group, P()) for group in mesh.unstack)
+    others = jax.make_mesh((2,), ("data",), (AUTO,), devices=jax.devices()[4:6])
+
+    def fault(body, error=ValueError):
+        with pytest.raises(error) as found:
+            experimental.mpmd.mpmd(mesh, in_shardings=here)(body)(np.ones(2, np.float32))
+        return str(found.value)
+
+    def done_twice(x):
+        future = transfer(x, out_shardings=there)
+        future.done()
+        return future.done()
+
+    assert "must be on the same mesh" in fault(lambda x: task(lambda x: x, out_shardings=there)(x))
+    assert fault(lambda x: task(lambda: jnp.ones(2), out_shardings=P())(), RuntimeError) == (
+        "task <lambda>: nothing says where it runs, so a PartitionSpec requires a non-empty mesh: pass mesh= or"
+        " NamedShardings."
+    )
+    assert "does not belong to the MPMD mesh" in fault(
+        lambda x: task(lambda: jnp.ones(2), mesh=others, out_shardings=P())()
+    )
+    assert fault(lambda x: x.value + 1, TypeError).startswith("a result is a ")
+    assert fault(done_twice, RuntimeError) == "transfer: done() may only be called once. Keep what it returned."
+    assert fault(lambda x: stack(x, x)) == (
+        "stack: the arguments are in the groups [0, 0]; a duplicate MPMD index cannot be stacked."
+    )
+    with pytest.raises(ValueError, match=r"^A program takes no keyword arguments: x\. "):
+        experimental.mpmd.mpmd(mesh, in_shardings=here)(lambda x: x)(x=1)
+    with pytest.raises(TypeError, match="out_shardings"):
+        task(abs)  # pyright: ignore[reportCallIssue]
+
+
+def test_schedules_has_the_names_of_its_module():
+    names = {"BaseSchedule", "DualPipeV", "FusedTask", "GPipe", "KimiK2", "Std1F1B", "Task", "TaskType", "ZeroBubble"}
+    assert all(getattr(schedules, name) is getattr(jaxpp, name) for name in names)
+    assert {getattr(jaxpp, name).__name__ for name in names} - names == {"JaxppTask"}
