@@ -90,6 +90,7 @@ def test_a_step_in_its_words_equals_plain_jax(schedule, num_microbatches, per_gr
     compare(schedule, num_microbatches, per_group, types)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "num_microbatches"),
