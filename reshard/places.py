@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mpmd.arrays.mesh import Device
+
 # XLA's CPU runtime takes over numpy memory of this alignment as it is.
 _ALIGNMENT = 64
 
@@ -96,12 +98,17 @@ class EveryHost:
         return f"EveryHost({self.num_processes} processes)"
 
 
-def host_of(device: Any) -> Hashable:
+# Where arrays are as a whole, and where one shard is: a device, that of a `DescribedDevice` too.
+Placement = jax.sharding.Sharding | HostMemory | EveryHost
+Place = Device | HostMemory
+
+
+def host_of(device: Place) -> Hashable:
     """The host of a device. JAX does not tell hosts apart, so each process counts as a host of its own unless said."""
     return getattr(device, "host", ("process", device.process_index))
 
 
-def is_local(device: Any) -> bool:
+def is_local(device: Place) -> bool:
     """Whether this process can touch the device's memory."""
     if isinstance(device, HostMemory):
         return device.process_index == jax.process_index()

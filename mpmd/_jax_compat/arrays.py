@@ -11,6 +11,7 @@ from jax._src import config, core, dtypes, stages, tree_util
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 
 def typed_as(x: Any, sharding: NamedSharding) -> Any:
@@ -115,5 +116,5 @@ def put_on_one_device(xs: Sequence[np.ndarray], shardings: Sequence[NamedShardin
 
 
 @functools.lru_cache(maxsize=4096)
-def _type(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+def _type(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> Any:
     return core.update_aval_with_sharding(core.ShapedArray(shape, dtype), sharding)

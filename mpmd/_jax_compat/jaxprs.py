@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
 else:
     from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
+Aval = core.ShapedArray  # the type of an array; refs and tokens have types of their own
 
 PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
 

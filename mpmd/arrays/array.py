@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd._jax_compat import explain_mismatches, register_array_type, typed_as
@@ -71,7 +72,7 @@ class MpmdArray(ReadableArray):
     _arrays: dict[Any, jax.Array]  # by `Part.key`
     _mpmd_sharding: MpmdSharding
     _shape: tuple[int, ...]
-    _dtype: Any
+    _dtype: np.dtype
     _weak_type: bool
     _gone: str | None
     _committed: bool
@@ -82,7 +83,7 @@ class MpmdArray(ReadableArray):
         arrays: Arrays,
         mpmd_sharding: MpmdSharding,
         shape: Sequence[int] | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         full_shape = whole_shape(arrays, mpmd_sharding, shape)
         if full_shape is None or (dtype is None and not arrays):
@@ -107,7 +108,7 @@ class MpmdArray(ReadableArray):
         arrays: dict[Any, jax.Array],
         mpmd_sharding: MpmdSharding,
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: np.dtype,
         weak_type: bool = False,
         committed: bool = True,
     ) -> Self:
@@ -129,7 +130,7 @@ class MpmdArray(ReadableArray):
         return self._shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self._dtype
 
     @property
@@ -411,5 +412,5 @@ register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_shardin
 explain_mismatches(reading.mismatch_of_groups)
 
 
-def _canonical_dtype(dtype: Any) -> Any:
+def _canonical_dtype(dtype: Any) -> np.dtype:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)

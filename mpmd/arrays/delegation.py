@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 # The array that is held answers these. The holder answers whatever says where the array is.
 _METHODS = """
@@ -77,7 +78,7 @@ class ReadableArray(jax.Array):
     def __jax_array__(self) -> jax.Array:
         return self._readable()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self._host_readable())
         if dtype is not None and array.dtype != dtype:
             if copy is False:

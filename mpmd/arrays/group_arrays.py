@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import groups_text
@@ -93,7 +94,7 @@ def _is_on_devices(array: Any, mesh: Mesh) -> bool:
     return placed is not None and placed.device_set == set(mesh.devices.flat)
 
 
-def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple[int, ...], dtype: Any) -> None:
+def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Raises one ValueError that names everything about the arrays that does not fit."""
     faults: list[str] = []
     parts = sharding.parts(shape)
@@ -117,7 +118,7 @@ def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple
         raise ValueError(f"MpmdArray: the arrays do not fit {sharding!r}:\n" + "\n".join(f"  {f}" for f in faults))
 
 
-def _faults_of_array(array: Any, part: GroupPart, dtype: Any) -> list[str]:
+def _faults_of_array(array: Any, part: GroupPart, dtype: DTypeLike) -> list[str]:
     where = _where(part)
     if not is_plain(array) or not hasattr(array, "addressable_shards"):
         return [f"{where}: a {type(array).__name__}, not a concrete jax.Array"]

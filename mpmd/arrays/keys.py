@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.sharding import MpmdSharding
@@ -18,32 +19,32 @@ from mpmd.arrays.sharding import MpmdSharding
 Shape = tuple[int, ...]
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DTypeLike | None) -> bool:
     """Whether a dtype is that of typed keys."""
     return not isinstance(dtype, np.dtype) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=64)
-def _shape_of_one(dtype: Any) -> Shape:
+def _shape_of_one(dtype: DTypeLike | None) -> Shape:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape
 
 
-def data_shape(shape: Shape, dtype: Any) -> Shape:
+def data_shape(shape: Shape, dtype: DTypeLike) -> Shape:
     """The shape of the data of an array."""
     return (*shape, *_shape_of_one(dtype)) if is_key(dtype) else tuple(shape)
 
 
-def shape_of_data(shape: Shape, dtype: Any) -> Shape:
+def shape_of_data(shape: Shape, dtype: DTypeLike | None) -> Shape:
     """The shape of the array whose data has this one: the inverse of `data_shape`."""
     return tuple(shape[: len(shape) - len(_shape_of_one(dtype))]) if is_key(dtype) else tuple(shape)
 
 
-def data_dtype(dtype: Any) -> np.dtype:
+def data_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype of the data of an array."""
     return np.dtype(np.uint32 if is_key(dtype) else dtype)
 
 
-def data_sharding(sharding: Any, shape: Shape, dtype: Any) -> Any:
+def data_sharding(sharding: Any, shape: Shape, dtype: DTypeLike) -> Any:
     """The sharding of the data of an array of this shape, in the same places."""
     if not is_key(dtype) or not isinstance(sharding, NamedSharding | MpmdSharding):
         return sharding
@@ -76,13 +77,13 @@ def from_data(data: Any, dtype: Any, sharding: MpmdSharding | None = None) -> An
     return MpmdArray(arrays, sharding, shape_of_data(data.shape, dtype), dtype)
 
 
-def zeros(shape: Shape, dtype: Any, device: Any = None) -> jax.Array:
+def zeros(shape: Shape, dtype: DTypeLike, device: Any = None) -> jax.Array:
     """Zeros of any dtype, or keys whose data are zeros."""
     return from_data(jnp.zeros(data_shape(shape, dtype), data_dtype(dtype), device=device), dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def implementation(dtype: Any) -> str | None:
+def implementation(dtype: DTypeLike) -> str | None:
     """The name of the implementation of a key dtype (`jax.random.key_dtype` is its inverse); None for other dtypes."""
     if not is_key(dtype):
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
@@ -272,7 +273,7 @@ class ByJit:
         return getattr(self.compiled, name)
 
 
-def _is_sub_byte(dtype: Any) -> bool:
+def _is_sub_byte(dtype: DTypeLike) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
 
 

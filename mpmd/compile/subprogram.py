@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -205,7 +206,7 @@ class Pattern:
 
 def _is_rounded_with(v: compat.Var) -> bool:
     """Whether floats may be computed of it: a number or floats, unlike a key or indices."""
-    dtype: Any = v.aval.dtype
+    dtype: DTypeLike = v.aval.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return False
     return equations.size(v.aval) == 1 or jax.dtypes.issubdtype(dtype, np.inexact)

@@ -8,10 +8,10 @@ operation reads or writes: elementwise work is taken to be fused into what is be
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
+from mpmd.tracing.new_equations import Atom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def work_of(jaxpr: compat.Jaxpr) -> Work:
     return sum(works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars]), Work())
 
 
-def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Any]) -> list[Work]:
+def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Atom]) -> list[Work]:
     """The work of each equation of a program, and the bytes of `edges`, its arguments and results, that no large
     operation reads or writes: elementwise work does.
     """
@@ -60,7 +60,7 @@ def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Any]) -> l
     return [*works(eqns), Work(nbytes=nbytes)]
 
 
-def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Any, int] | None = None) -> list[Work]:
+def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None) -> list[Work]:
     """The work of each equation, and of those in it: what a device does one after the other.
 
     Args:
@@ -85,7 +85,7 @@ def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Any, int] | None = None) 
     return found
 
 
-def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Any, int]) -> list[Work]:
+def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Atom, int]) -> list[Work]:
     """The work of an inner jaxpr, once. A call (`jnp.where`, say) is fused with what is around it."""
     if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(eqn.outvars) or _times(eqn) > 1:
         return works(jaxpr.eqns)
@@ -95,7 +95,7 @@ def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Any, in
     return found
 
 
-def _read(v: Any, fused: Mapping[Any, int]) -> int:
+def _read(v: Atom, fused: Mapping[Atom, int]) -> int:
     """Bytes that are read for a value."""
     return 0 if isinstance(v, compat.Literal) else fused.get(v, equations.nbytes(v.aval))
 
@@ -112,7 +112,7 @@ def _times(eqn: compat.JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
-def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Any, int]) -> Work:
+def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
     """The work of an equation that holds no others; a reduction reads what its operand is made of."""
     name = eqn.primitive.name
     is_reduction = name.startswith(("reduce", "arg", "cum"))
@@ -152,7 +152,7 @@ def _convolution(eqn: compat.JaxprEqn) -> float:
     return 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
 
 
-_PRODUCTS: dict[str, Callable[[Any], float]] = {
+_PRODUCTS: dict[str, Callable[[compat.JaxprEqn], float]] = {
     "dot_general": _dot_general,
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,

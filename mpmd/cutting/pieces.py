@@ -32,12 +32,12 @@ class Rows:
         """The same cut of another axis."""
         return Rows(axis, self.bounds)
 
-    def fits(self, aval: Any) -> bool:
+    def fits(self, aval: compat.Aval) -> bool:
         """Whether an array of this type can be cut so."""
         shape = getattr(aval, "shape", ())
         return self.axis < len(shape) and shape[self.axis] == self.bounds[-1]
 
-    def avals(self, aval: Any) -> list[Any]:
+    def avals(self, aval: compat.Aval) -> list[Any]:
         """The types of the pieces of an array."""
         return [with_rows(aval, self.axis, stop - start) for start, stop in self.ranges]
 
@@ -45,7 +45,7 @@ class Rows:
         return f"axis {self.axis} at {', '.join(map(str, self.bounds))}"
 
 
-def with_rows(aval: Any, axis: int, rows: int) -> Any:
+def with_rows(aval: compat.Aval, axis: int, rows: int) -> Any:
     """The type `aval` with another number of rows."""
     return aval.update(shape=(*aval.shape[:axis], rows, *aval.shape[axis + 1 :]))
 

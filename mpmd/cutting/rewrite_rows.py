@@ -32,7 +32,7 @@ class WholeStack:
       reader: the equation that needs it; None of a result.
     """
 
-    aval: Any
+    aval: compat.Aval
     reader: compat.JaxprEqn | None
 
     def __str__(self):
@@ -50,10 +50,10 @@ class Rewriter:
         self._reader: compat.JaxprEqn | None = None
         self._eqns: list[compat.JaxprEqn] = []
         self._whole: dict[compat.Var, Atom] = {}
-        self._pieces: dict[tuple[compat.Var, Rows], list[Any]] = {}
+        self._pieces: dict[tuple[compat.Var, Rows], list[Atom]] = {}
         self._readers: dict[compat.Var, compat.JaxprEqn | None] = {}  # of the joins
         self._rows: dict[compat.Var, Rows] = {}  # how a value is cut that is not there as a whole
-        self._zeros: set[Any] = set()  # pieces of nothing but zeros
+        self._zeros: set[Atom] = set()  # pieces of nothing but zeros
 
     def rewrite(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
         """The jaxpr on pieces: `in_rows` and `out_rows` say how its inputs and results are cut."""
@@ -68,22 +68,22 @@ class Rewriter:
 
     # --- values ---
 
-    def _bind(self, v: compat.Var, rows: Rows | None) -> list[Any]:
+    def _bind(self, v: compat.Var, rows: Rows | None) -> list[Atom]:
         """New variables for a value (the old one, if it is whole)."""
         if rows is None:
             self._whole[v] = v
             return [v]
         if isinstance(v, compat.DropVar):
             return [compat.DropVar(a) for a in rows.avals(v.aval)]
-        pieces = [compat.Var(a) for a in rows.avals(v.aval)]
+        pieces: list[Atom] = [compat.Var(a) for a in rows.avals(v.aval)]
         self._set(v, rows, pieces)
         return pieces
 
-    def _set(self, v: compat.Var, rows: Rows, pieces: Sequence[Any]) -> None:
+    def _set(self, v: compat.Var, rows: Rows, pieces: Sequence[Atom]) -> None:
         self._rows[v] = rows
         self._pieces[v, rows] = list(pieces)
 
-    def _read(self, eqn: Any, v: Atom, rows: Rows | None) -> list[Any]:
+    def _read(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows | None) -> list[Atom]:
         """A value for the equation `eqn`: its pieces, or itself."""
         return [self._read_whole(eqn, v)] if rows is None else self._read_pieces(eqn, v, rows)
 
@@ -97,7 +97,7 @@ class Rewriter:
             self._readers[joined] = self._reader
         return self._whole[v]
 
-    def _read_pieces(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows) -> list[Any]:
+    def _read_pieces(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows) -> list[Atom]:
         if isinstance(v, compat.Literal) or (v, rows) not in self._pieces:
             new = split_eqn(eqn, self._read_whole(eqn, v), rows)
             self._eqns.append(new)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.tracing.new_equations import Atom
@@ -24,12 +23,12 @@ _SMALL_RANDOM = 16
 _SMALL_SCATTER = 4096
 
 
-def size(aval: Any) -> int:
+def size(aval: compat.Aval) -> int:
     """Number of elements."""
     return math.prod(getattr(aval, "shape", ()))
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: compat.Aval) -> int:
     """Bytes of an array of this type; of what it is made of, for PRNG keys and other extended types."""
     if getattr(aval, "dtype", None) is None:
         return 0

@@ -5,9 +5,8 @@ What is not found counts as not sharded. Nothing computed depends on it: only wh
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -33,7 +32,7 @@ class ShardedAxes:
       mesh: of a group; all groups have this shape.
     """
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: Mesh | AbstractMesh):
         self.mesh = mesh
         self.sizes = {n: size for n, size in mesh.shape.items() if size > 1}
         self._found: dict[compat.Var, Dims] = {}
@@ -170,7 +169,7 @@ def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
     return None if called is None else inline(compat.constvars_to_invars(called.jaxpr)) if not called.consts else None
 
 
-def dims_of(spec: Any, ndim: int) -> Dims:
+def dims_of(spec: PartitionSpec, ndim: int) -> Dims:
     """A spec as axes of the mesh per axis of the array; what a constraint leaves open is not sharded."""
     entries = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
     return tuple(

@@ -107,7 +107,7 @@ def _combine(*parts: Any, kind: str):
     return total
 
 
-def _across_abstract_eval(*avals: Any, kind: Any):
+def _across_abstract_eval(*avals: compat.Aval, kind: Any):
     return result_types(functools.partial(_combine, kind=kind), *avals)[0]
 
 

@@ -170,7 +170,7 @@ def _no_mesh():
     return compat.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _abstract_eval(*avals: Any, exported: jax.export.Exported, name: str):
+def _abstract_eval(*avals: compat.Aval, exported: jax.export.Exported, name: str):
     effects = {*exported.ordered_effects, *exported.unordered_effects}
     with _no_mesh():
         try:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpmd.errors import StageError
 from mpmd.users_frame import users_frame
@@ -27,7 +28,7 @@ class Operation:
       >>> class Product(mpmd.Operation):
       ...     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
       ...         return self.full(aval, 1)
-      ...     def update(self, acc: Any, x: Any, index: Any) -> Any:
+      ...     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
       ...         return acc * x
       >>> float(mpmd.treduce(lambda x: x, jnp.array([2.0, 3.0, 4.0]), schedule=None, operation=Product))
       24.0
@@ -39,16 +40,16 @@ class Operation:
         """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
         return self.full(aval, 0)
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         """The accumulator after microbatch `index` (an int32 scalar), whose output is `x`."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
-    def finish(self, acc: Any, num_microbatches: int) -> Any:
+    def finish(self, acc: jax.Array, num_microbatches: int) -> jax.Array:
         """The reduced value, from the last accumulator."""
         return acc
 
     @staticmethod
-    def full(aval: Any, value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
+    def full(aval: Any, value: Any, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None) -> jax.Array:
         """An array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
 
         A shape with more axes has them in front.
@@ -85,7 +86,7 @@ class Add(Operation):
         if not once:
             self.once = False
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return acc + x if acc.dtype != np.bool_ else acc | x
 
 
@@ -99,10 +100,10 @@ class Mean(Add):
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return acc + x
 
-    def finish(self, acc: Any, num_microbatches: int) -> Any:
+    def finish(self, acc: jax.Array, num_microbatches: int) -> jax.Array:
         sharding = explicit_sharding(jax.typeof(acc))
         if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
             share = jnp.asarray(1 / num_microbatches, acc.dtype)
@@ -118,7 +119,7 @@ class Max(Operation):
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=True))
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return lax.max(acc, x)
 
 
@@ -130,7 +131,7 @@ class Min(Operation):
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=False))
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return lax.min(acc, x)
 
 
@@ -148,7 +149,7 @@ class Concat(Operation):
         axis = self._axis(len(aval.shape))
         return _full(aval, 0, (*aval.shape[:axis], num_microbatches, *aval.shape[axis:]), [axis])
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(acc, jnp.asarray(x, acc.dtype), index, self._axis(acc.ndim - 1))
 
     def _axis(self, ndim: int) -> int:
@@ -174,7 +175,9 @@ def result_types(fun: Callable, *avals: Any) -> list:
     return jax.make_jaxpr(fun)(*avals).out_avals
 
 
-def _full(aval: Any, value: Any, shape: Sequence[int], new_axes: Iterable[int], dtype: Any = None) -> jax.Array:
+def _full(
+    aval: Any, value: Any, shape: Sequence[int], new_axes: Iterable[int], dtype: DTypeLike | None = None
+) -> jax.Array:
     """An array of one value, sharded on Explicit axes like `aval`, and not at all along axes that are new."""
     dtype = dtype or aval.dtype
     sharding = explicit_sharding(aval)
@@ -188,7 +191,7 @@ def _full(aval: Any, value: Any, shape: Sequence[int], new_axes: Iterable[int], 
     return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def _extreme(dtype: Any, lowest: bool) -> Any:
+def _extreme(dtype: DTypeLike, lowest: bool) -> Any:
     if dtype == np.bool_:
         return not lowest
     if jnp.issubdtype(dtype, jnp.integer):

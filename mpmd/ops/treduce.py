@@ -253,7 +253,9 @@ def scan_loop(*consts: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[j
     return _reduced(lambda index: run(*consts, index), info.operations, jaxpr.out_avals, info.num_microbatches)
 
 
-def _reduced(run: Callable, operations: Sequence[Operation], out_avals: Sequence[Any], n: int) -> list[jax.Array]:
+def _reduced(
+    run: Callable, operations: Sequence[Operation], out_avals: Sequence[compat.Aval], n: int
+) -> list[jax.Array]:
     """The reduced outputs of `run(index)`, which have the types `out_avals`."""
 
     def body(accs, index):
@@ -264,7 +266,7 @@ def _reduced(run: Callable, operations: Sequence[Operation], out_avals: Sequence
     return [op.finish(acc, n) for op, acc in zip(operations, accs, strict=True)]
 
 
-def _treduce_abstract_eval(*avals: Any, jaxpr: Any, info: Any):
+def _treduce_abstract_eval(*avals: compat.Aval, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     """Types follow from those of the body's outputs: each kind is reduced once, and the body not traced again."""
     kinds = [(id(op), aval) for op, aval in zip(info.operations, jaxpr.out_avals, strict=True)]
     distinct = dict(zip(kinds, zip(info.operations, jaxpr.out_avals, strict=True), strict=True))
@@ -277,7 +279,7 @@ def _treduce_abstract_eval(*avals: Any, jaxpr: Any, info: Any):
     return [types[kind] for kind in kinds], jaxpr.effects
 
 
-def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: Any, info: Any):
+def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
 
     def run(*some):
@@ -289,13 +291,13 @@ def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: Any, info: Any):
     return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _treduce_batch(args: Any, dims: Any, *, jaxpr: Any, info: Any):
+def _treduce_batch(args: Any, dims: Any, *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     outs = jax.vmap(functools.partial(scan_loop, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
     return outs, [0] * len(outs)
 
 
 @treduce_p.def_impl
-def _treduce_impl(*args: Any, jaxpr: Any, info: Any):
+def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
 
 

@@ -8,7 +8,7 @@ them out again, in a segment that it runs anyhow where there is one.
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ _WORDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
           "float16", "bfloat16", "float32", "float64"}  # fmt: skip
 
 
-def _is_packable(aval: Any) -> bool:
+def _is_packable(aval: compat.Aval) -> bool:
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     return (
         getattr(aval, "shape", None) == ()

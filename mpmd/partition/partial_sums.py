@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
@@ -348,7 +348,7 @@ class _Sums:
         return jax.reshard(numbers, PartitionSpec(lead)) if lead else numbers
 
 
-def _explicit(axes: Axes, mesh: Any) -> Axes:
+def _explicit(axes: Axes, mesh: AbstractMesh) -> Axes:
     """Those of the axes that types name."""
     return tuple(n for n in axes if n in mesh.explicit_axes)
 
@@ -372,7 +372,7 @@ def _total(parts: jax.Array) -> jax.Array:
     return lax.reduce(parts, np.zeros((), parts.dtype), lax.add, (0,))
 
 
-def _first_only(x: Any, number: Any) -> Any:
+def _first_only(x: jax.Array, number: jax.Array) -> jax.Array:
     """A value in the first part, zeros in the others."""
     return jnp.where(number == 0, x, jnp.zeros_like(x))
 

@@ -1,8 +1,12 @@
 """Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
+from jax.sharding import Mesh
+
+from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import DistinctProgram
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective, collectives_of
 from mpmd.costs.machine import Machine
@@ -38,13 +42,13 @@ class StepCosts:
     def __init__(self, programs: StepPrograms, machine: Machine, measured: Costs | None = None):
         self.programs, self.machine, self.measured = programs, machine, measured
         self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
-        self._of_program: dict[Any, TaskCost] = {}
-        self._of_executable: dict[Any, TaskCost] = {}
+        self._of_program: dict[DistinctProgram, TaskCost] = {}
+        self._of_executable: dict[Executable, TaskCost] = {}
         if measured is not None:
             for loop in programs.loops:
                 measured.seconds(loop.loop.schedule.num_stages)  # complains of another number of stages
 
-    def cost(self, executable: Any) -> TaskCost:
+    def cost(self, executable: Executable) -> TaskCost:
         """Of a call of an executable, however many programs it runs."""
         if executable not in self._of_executable:
             found = [self._cost(d, executable.mesh) for d in executable.runs]
@@ -56,11 +60,11 @@ class StepCosts:
             )
         return self._of_executable[executable]
 
-    def _cost(self, distinct: Any, mesh: Any) -> TaskCost:
+    def _cost(self, distinct: DistinctProgram, mesh: Mesh) -> TaskCost:
         if distinct not in self._of_program:
             jaxpr = distinct.jaxpr
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
-            text = distinct.compiled_on(mesh).as_text() if mesh.size > 1 else ""
+            text = (distinct.compiled_on(mesh).as_text() or "") if mesh.size > 1 else ""
             collectives = tuple(collectives_of(text, mesh.size))
             waiting = sum(map(self.machine.collective_s, collectives))
             seconds = self.machine.compute_s(works, mesh.size) + waiting

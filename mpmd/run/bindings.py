@@ -279,7 +279,7 @@ class _Way(NamedTuple):
     code: int
     source: NamedSharding
     target: NamedSharding
-    aval: Any
+    aval: compat.Aval
     mover: Callable[[jax.Array], jax.Array] | None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
@@ -19,7 +20,7 @@ from mpmd.arrays.mesh import is_local
 from mpmd.run.pieces import shards_of
 
 
-def mover(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+def mover(source: NamedSharding, target: NamedSharding, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
     """What moves an array from one group's sharding to another's."""
     if not keys.is_key(dtype) and (copy := compat.put(source, target)) is not None:
         return copy

@@ -39,7 +39,7 @@ class Inputs:
             {g: device_put.put(c, s.group_sharding(g)) for g in s.groups if g in here}
             for c, s in zip(trace.consts, shardings, strict=False)
         ]
-        self.avals: list[Any] = [v.aval for v in split.whole.arguments]
+        self.avals: list[compat.Aval] = [v.aval for v in split.whole.arguments]
         of_arguments = zip(trace.arguments, shardings[len(trace.consts) :], strict=True)
         self.pieces = [(v.aval, s) for v, s in of_arguments]
         self._whole = split.whole

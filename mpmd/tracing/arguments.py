@@ -84,7 +84,7 @@ def traced_type(x: Any, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.Sh
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: Any = None) -> Hint:
+def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: compat.Aval | None = None) -> Hint:
     """What the user's sharding, or else the argument `x` itself, says of its layout; a result has only its `aval`."""
     if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
         wish = x.mpmd_sharding

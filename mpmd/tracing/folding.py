@@ -50,7 +50,7 @@ def integer_of(v: Any) -> int | None:
     return int(v.val) if isinstance(v, compat.Literal) and _is_integer(v.aval) else None
 
 
-def _is_integer(aval: Any) -> bool:
+def _is_integer(aval: compat.Aval) -> bool:
     """Whole bytes: of smaller types no results are computed."""
     dtype = aval.dtype
     return aval.shape == () and (dtype == np.bool_ or (isinstance(dtype, np.dtype) and dtype.kind in "iu"))

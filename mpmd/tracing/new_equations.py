@@ -59,18 +59,23 @@ def trace_operation(operation: Operation, method: str, atoms: Sequence[Atom], *a
 
 @functools.lru_cache(maxsize=1024)
 def _operation_jaxpr(
-    operation: Operation, method: str, avals: tuple[Any, ...], args: tuple[int, ...], mesh: AbstractMesh, context: Any
+    operation: Operation,
+    method: str,
+    avals: tuple[compat.Aval, ...],
+    args: tuple[int, ...],
+    mesh: AbstractMesh,
+    context: Any,
 ) -> compat.ClosedJaxpr:
     return _trace_on(lambda *xs: getattr(operation, method)(*xs, *args), avals, mesh)
 
 
-def _trace_on(fun: Callable, avals: Sequence[Any], mesh: AbstractMesh) -> compat.ClosedJaxpr:
+def _trace_on(fun: Callable, avals: Sequence[compat.Aval], mesh: AbstractMesh) -> compat.ClosedJaxpr:
     with compat.use_abstract_mesh(mesh):
         closed = jax.make_jaxpr(fun)(*(compat.abstract(a, explicit_sharding(a)) for a in avals))
     return compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts)
 
 
-def _mesh_of(avals: Sequence[Any]) -> AbstractMesh:
+def _mesh_of(avals: Sequence[compat.Aval]) -> AbstractMesh:
     """That of the first operand whose type names one, else the one that is set: `auto_axes` leads to another."""
     shardings = (getattr(aval, "sharding", None) for aval in avals)
     meshes = (cast(AbstractMesh, s.mesh) for s in shardings if s is not None and not s.mesh.empty)

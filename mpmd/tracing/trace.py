@@ -18,6 +18,8 @@ from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.inline import inline
 
+Described = jax.ShapeDtypeStruct | compat.Aval
+
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
@@ -57,7 +59,11 @@ class Trace:
 
 
 def trace_step(
-    fun: Callable, avals: Sequence[Any], in_tree: Any, in_names: Sequence[str], mpmd_mesh: MpmdMesh
+    fun: Callable,
+    avals: Sequence[Described],
+    in_tree: Any,
+    in_names: Sequence[str],
+    mpmd_mesh: MpmdMesh,
 ) -> Trace:
     """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the whole `mpmd_mesh`.
 
@@ -88,7 +94,7 @@ def trace_step(
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
-def _traced(flat: Callable, avals: Sequence[Any]) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
+def _traced(flat: Callable, avals: Sequence[Described]) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
     """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
     try:
         closed = compat.written_out(jax.make_jaxpr(flat)(*avals))

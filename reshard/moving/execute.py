@@ -13,15 +13,15 @@ import jax
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
-from mpmd.arrays.sharding import GroupPart, MpmdSharding
+from mpmd.arrays.sharding import GroupPart, Key, MpmdSharding
 from mpmd.job.job import Job
-from reshard.moving.local import LocalCarrier, Sink, open_sink
+from reshard.moving.local import LocalCarrier, Shard, Sink, open_sink
 from reshard.moving.plan import ReshardPlan
 from reshard.moving.progress import Meter, ProgressCallback, Stats
 from reshard.moving.remote import WireCarrier
 from reshard.moving.rounds import Round
 from reshard.moving.sources import Movement, MovingArray, Sources, ways_of
-from reshard.places import HostMemory
+from reshard.places import Place
 
 # How much may be under way before what has left is freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
@@ -31,7 +31,7 @@ _KNOWN_SHAPES = 64
 
 def execute(
     plan: ReshardPlan,
-    sources: Sequence[Any],
+    sources: Sequence[Shard],
     *,
     donate: bool,
     progress: ProgressCallback | None = None,
@@ -65,7 +65,7 @@ class _Execution:
     def __init__(
         self,
         plan: ReshardPlan,
-        sources: Sequence[Any],
+        sources: Sequence[Shard],
         donate: bool,
         meter: Meter,
         job: Job | None,
@@ -93,7 +93,7 @@ class _Execution:
         return results
 
     def _move(self, round_: Round) -> None:
-        working: dict[Any, int] = {}
+        working: dict[Place, int] = {}
         hop = 0
         for batch in round_:
             array = self.arrays[batch.array]
@@ -109,7 +109,7 @@ class _Execution:
         stats = self.meter.stats
         stats.peak_working_bytes = max(stats.peak_working_bytes, *working.values(), 0)
 
-    def _rank_of(self, device: Any) -> int:
+    def _rank_of(self, device: Place) -> int:
         return 0 if self.wire is None else device.process_index
 
     def _sink(self, array: MovingArray, t: int) -> Sink:
@@ -119,7 +119,7 @@ class _Execution:
             array.sinks[t] = open_sink(target.devices[t], array.scaled(target.boxes[t]).shape, leaf.dtype, kind)
         return array.sinks[t]
 
-    def _carry(self, array: MovingArray, way: Movement, working: dict[Any, int]) -> None:
+    def _carry(self, array: MovingArray, way: Movement, working: dict[Place, int]) -> None:
         sender_rank, receiver_rank = self._rank_of(way.from_device), self._rank_of(way.to_device)
         if sender_rank != receiver_rank:
             assert self.wire is not None
@@ -147,9 +147,11 @@ class _Execution:
         if not array.left:
             self._filled.append(array)
 
-    def _source(self, array: MovingArray, way: Movement) -> tuple[Any, Box]:
+    def _source(self, array: MovingArray, way: Movement) -> tuple[Shard, Box]:
         """The shard that is read, and which box of it."""
-        return self._sink(array, way.sender).contents if way.hop else array.shards[way.sender], way.box
+        shard = self._sink(array, way.sender).contents if way.hop else array.shards[way.sender]
+        assert shard is not None, "a shard that is gone, or another process's"
+        return shard, way.box
 
     def _settle(self) -> None:
         """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""
@@ -170,20 +172,21 @@ class _Execution:
         for t, device in enumerate(target.devices):
             if t not in array.parts and self._rank_of(device) == self.rank:  # an array without elements
                 array.parts[t] = self._sink(array, t).finish()
-        if isinstance(leaf.target, HostMemory):
+        place = leaf.target
+        if not isinstance(place, jax.sharding.Sharding):  # of a host
             return array.parts.get(0)
-        is_mpmd = isinstance(leaf.target, MpmdSharding)
-        held = leaf.target.parts(leaf.shape) if is_mpmd else [GroupPart(0, 0, (), leaf.shape)]
-        arrays: dict[Any, jax.Array] = {}
-        made: dict[Any, jax.Array] = {}
-        for part, shards in zip(held, target.parts, strict=True):
-            parts = [array.parts[t] for t in shards if t in array.parts]
+        is_mpmd = isinstance(place, MpmdSharding)
+        held = place.parts(leaf.shape) if is_mpmd else [GroupPart(0, 0, (), leaf.shape)]
+        arrays: dict[Key, jax.Array] = {}
+        made: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], jax.Array] = {}
+        for held_part, shards in zip(held, target.parts, strict=True):
+            parts = [part for t in shards if isinstance(part := array.parts.get(t), jax.Array)]
             if is_mpmd and not parts:
                 continue
-            sharding = leaf.target.group_sharding(part.group) if is_mpmd else leaf.target
+            sharding = place.group_sharding(held_part.group) if is_mpmd else place
             if (sharding, shards) not in made:
                 made[sharding, shards] = jax.make_array_from_single_device_arrays(
-                    part.shape, sharding, parts, dtype=leaf.dtype
+                    held_part.shape, sharding, parts, dtype=leaf.dtype
                 )
-            arrays[part.key] = made[sharding, shards]
-        return MpmdArray._unchecked(arrays, leaf.target, leaf.shape, leaf.dtype) if is_mpmd else arrays[0]
+            arrays[held_part.key] = made[sharding, shards]
+        return MpmdArray._unchecked(arrays, place, leaf.shape, leaf.dtype) if is_mpmd else arrays[0]

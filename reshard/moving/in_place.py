@@ -7,11 +7,12 @@ it makes new arrays of them in the same memory, which are nobody else's: one pro
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mpmd.arrays.mesh import Device
 
 # Below this a copy takes less time than compiling a program.
 _COPIED_BYTES = 1 << 20
@@ -22,8 +23,8 @@ class Kept:
     """One shard on one device, and where its new array belongs: `parts[key]`."""
 
     data: jax.Array
-    device: Any
-    parts: dict[int, Any]
+    device: Device
+    parts: dict[int, jax.Array | np.ndarray]
     key: int
 
 
@@ -32,7 +33,7 @@ def take_over(shards: Sequence[Kept]) -> None:
     small = [shard for shard in shards if shard.data.nbytes <= _COPIED_BYTES]
     if sum(shard.data.nbytes for shard in small) > _COPIED_BYTES:
         small = []
-    programs: dict[tuple[Any, ...], list[dict[Any, Kept]]] = {}
+    programs: dict[tuple[Device, ...], list[dict[Device, Kept]]] = {}
     copied = set(map(id, small))
     for row in _rows([shard for shard in shards if id(shard) not in copied]):
         devices = tuple(sorted(row, key=lambda device: device.id))
@@ -44,9 +45,9 @@ def take_over(shards: Sequence[Kept]) -> None:
         shard.data.delete()
 
 
-def _rows(shards: Sequence[Kept]) -> list[dict[Any, Kept]]:
+def _rows(shards: Sequence[Kept]) -> list[dict[Device, Kept]]:
     """Shards of one target and one shape, at most one a device: they go through a program as one array."""
-    rows: dict[Any, list[dict[Any, Kept]]] = {}
+    rows: dict[tuple[object, ...], list[dict[Device, Kept]]] = {}
     for shard in shards:
         key = (id(shard.parts), shard.data.shape, shard.data.sharding.memory_kind)
         candidates = rows.setdefault(key, [{}])
@@ -56,7 +57,7 @@ def _rows(shards: Sequence[Kept]) -> list[dict[Any, Kept]]:
     return [row for candidates in rows.values() for row in candidates]
 
 
-def _take_over_on(devices: tuple[Any, ...], rows: Sequence[dict[Any, Kept]]) -> None:
+def _take_over_on(devices: tuple[Device, ...], rows: Sequence[dict[Device, Kept]]) -> None:
     mesh = Mesh(np.array(devices), ("device",))
     arrays: list[jax.Array] = []
     for row in rows:

@@ -1,6 +1,6 @@
 """Moves the bytes of one piece from one shard into another, in this process.
 
-A `Sink` is a target shard while it is filled; a carrier brings a piece to it: `LocalCarrier` inside this process,
+A sink is a target shard while it is filled; a carrier brings a piece to it: `LocalCarrier` inside this process,
 `WireCarrier` (`remote.py`) between two. The executor knows nothing else about where memory is.
 
 Memory that this process can address (CPU devices, pinned host memory, numpy) is filled in place: one copy, no
@@ -11,7 +11,7 @@ and written by another into a buffer that is donated to it and so stays where it
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,42 +19,25 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays.boxes import Box
-from reshard.places import HostMemory, aligned_empty
+from mpmd.arrays.mesh import Device
+from reshard.places import HostMemory, Place, aligned_empty
+
+Shard = jax.Array | np.ndarray
 
 # Copies at least this large are worth a thread.
 _THREADED_BYTES = 1 << 18
 
 
-class Sink(Protocol):
-    """A target shard while it is filled."""
-
-    def write(self, box: Box, data: Any) -> bool:
-        """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
-        ...
-
-    def takes(self, data: jax.Array) -> bool:
-        """Whether an array can become the shard as it is."""
-        ...
-
-    @property
-    def contents(self) -> Any:
-        """What has been written so far, to be read before the next `write`."""
-        ...
-
-    def finish(self) -> Any:
-        """The shard as an array on its device; nothing is written after."""
-        ...
-
-
 class HostSink:
-    """A shard in memory that this process can address."""
+    """A shard in memory that this process can address, while it is filled."""
 
-    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None):
+    def __init__(self, device: Place, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None):
         self._place = None if isinstance(device, HostMemory) else SingleDeviceSharding(device, memory_kind=memory_kind)
         self._buffer = aligned_empty(shape, dtype)
         self._taken: jax.Array | None = None
 
-    def write(self, box: Box, data: np.ndarray | jax.Array) -> bool:
+    def write(self, box: Box, data: Shard) -> bool:
+        """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
         if isinstance(data, jax.Array) and self.takes(data):
             self._taken, self._buffer = data, np.empty(0)
             return True
@@ -62,13 +45,16 @@ class HostSink:
         return False
 
     def takes(self, data: jax.Array) -> bool:
+        """Whether an array can become the shard as it is."""
         return self._place is not None and data.shape == self._buffer.shape and data.sharding == self._place
 
     @property
     def contents(self) -> np.ndarray:
+        """What has been written so far, to be read before the next `write`."""
         return self._buffer if self._taken is None else np.asarray(self._taken)
 
-    def finish(self) -> Any:
+    def finish(self) -> Shard:
+        """The shard as an array on its device; nothing is written after."""
         if self._taken is not None:
             return self._taken
         buffer, self._buffer = self._buffer, np.empty(0)
@@ -76,9 +62,9 @@ class HostSink:
 
 
 class DeviceSink:
-    """A shard on a device that only the device's own programs can write to."""
+    """The same for a shard on a device that only the device's own programs can write to."""
 
-    def __init__(self, device: Any, shape: tuple[int, ...], dtype: np.dtype):
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype):
         self.place = SingleDeviceSharding(device)
         self._shape, self._dtype = shape, dtype
         self._buffer: jax.Array | None = None
@@ -86,9 +72,9 @@ class DeviceSink:
     def takes(self, data: jax.Array) -> bool:
         return data.shape == self._shape
 
-    def is_beside(self, source: Any) -> bool:
-        """Whether a source shard is in the same memory."""
-        return not _on_host(source) and source.sharding.is_equivalent_to(self.place, source.ndim)
+    def is_beside(self, source: jax.Array) -> bool:
+        """Whether a source shard on a device is in the same memory."""
+        return source.sharding.is_equivalent_to(self.place, source.ndim)
 
     def write(self, box: Box, data: jax.Array) -> bool:
         if data.shape == self._shape:
@@ -114,14 +100,17 @@ class DeviceSink:
         return self.contents
 
 
-def open_sink(device: Any, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
+Sink = HostSink | DeviceSink
+
+
+def open_sink(device: Place, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
     """The kind of sink that fits the memory."""
     if is_host_memory(device) or _is_host_kind(memory_kind):
         return HostSink(device, shape, dtype, memory_kind)
     return DeviceSink(device, shape, dtype)
 
 
-def is_host_memory(device: Any) -> bool:
+def is_host_memory(device: Place) -> bool:
     """Whether this process can read and write what is on the device as its own memory."""
     return isinstance(device, HostMemory) or device.platform == "cpu"
 
@@ -130,12 +119,13 @@ def _is_host_kind(memory_kind: str | None) -> bool:
     return memory_kind is not None and memory_kind.endswith("host")
 
 
-def _on_host(source: Any) -> bool:
-    return isinstance(source, np.ndarray) or _is_on_host(source.sharding, is_host_memory)
+def _is_on_device(source: Shard) -> TypeGuard[jax.Array]:
+    """Whether this process cannot read a shard as its own memory."""
+    return isinstance(source, jax.Array) and not _is_on_host(source.sharding, is_host_memory)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_on_host(sharding: jax.sharding.Sharding, is_host: Callable[[Any], bool]) -> bool:
+def _is_on_host(sharding: jax.sharding.Sharding, is_host: Callable[[Device], bool]) -> bool:
     return is_host(next(iter(sharding.device_set))) or _is_host_kind(sharding.memory_kind)
 
 
@@ -147,23 +137,20 @@ class LocalCarrier:
         self._copies: list[Future[bool]] = []
         self._written: list[DeviceSink] = []
 
-    def carry(self, source: Any, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
+    def carry(self, source: Shard, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
         """Starts to bring box `box` of a source shard into box `into` of a sink.
 
         The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
         sender and on the receiver.
         """
-        if isinstance(sink, HostSink) and _on_host(source):
-            self._copy(np.asarray(source)[box.slices], sink, into)
-            return 0, 0
-        nbytes = box.nbytes(source.dtype.itemsize)
+        nbytes, cut_bytes = box.nbytes(source.dtype.itemsize), 0
         whole = box.shape == tuple(source.shape)
-        if isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
+        if not _is_on_device(source):
+            data = np.asarray(source)[box.slices]
+        elif isinstance(sink, DeviceSink) and not whole and sink.is_beside(source):
             self._written.append(sink)
             sink.copy(source, box, into)
             return nbytes, 0
-        if _on_host(source):
-            data, cut_bytes = np.asarray(source)[box.slices], 0
         else:
             data, cut_bytes = (source, 0) if whole else (cut(source, box), nbytes)
         if isinstance(sink, DeviceSink):
@@ -175,7 +162,7 @@ class LocalCarrier:
         self._copy(np.asarray(data), sink, into)
         return cut_bytes, 0
 
-    def _copy(self, data: np.ndarray, sink: Sink, into: Box) -> None:
+    def _copy(self, data: np.ndarray, sink: HostSink, into: Box) -> None:
         if self._pool is None or data.nbytes < _THREADED_BYTES:
             sink.write(into, data)
         else:

@@ -20,10 +20,12 @@ from mpmd.errors import ReshardError
 from reshard.moving.rounds import Loads, Packer, Round
 from reshard.moving.route import Places, Route, build
 from reshard.moving.shards import Layout, cuts, layout, unit_shape
-from reshard.places import HostMemory
+from reshard.places import HostMemory, Place, Placement
 from reshard.sizes import threshold_nbytes
 from reshard.trees import broadcast, fault_of_sharding, flatten
 from scheduler.base.texts import counted, human, table, type_text
+
+Described = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 # How many different choices of replicas arrays of one kind may take between them, to level what devices send.
 _MAX_VARIANTS = 8
@@ -36,8 +38,8 @@ class MovedLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    source: Any
-    target: Any
+    source: Placement
+    target: Placement
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +104,8 @@ class ReshardPlan:
     traffic_of: tuple[Traffic, ...]
     bytes_lower_bound: int
     bytes_between_hosts_lower_bound: int
-    sent: dict[Any, int]
-    received: dict[Any, int]
+    sent: dict[Place, int]
+    received: dict[Place, int]
 
     @property
     def bytes_moved(self) -> int:
@@ -189,7 +191,7 @@ def plan(
     return plan_leaves(describe(paths, avals, sources, targets), threshold_nbytes(threshold))
 
 
-def sharding_of(x: Any) -> Any:
+def sharding_of(x: Described) -> Placement:
     """Where an array says it is."""
     sharding = getattr(x, "mpmd_sharding", None)
     if sharding is None:
@@ -198,7 +200,7 @@ def sharding_of(x: Any) -> Any:
 
 
 def describe(
-    paths: Sequence[str], avals: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any]
+    paths: Sequence[str], avals: Sequence[Described], sources: Sequence[Placement], targets: Sequence[Placement]
 ) -> list[MovedLeaf]:
     """The arrays as the planner sees them.
 
@@ -340,7 +342,7 @@ def _traffic(route: Route, places: Places) -> Traffic:
     )
 
 
-def _where(sharding: Any) -> str:
+def _where(sharding: Placement) -> str:
     if isinstance(sharding, MpmdSharding):
         groups = ",".join(map(str, sharding.groups))
         split = sharding.split_summary and f" {sharding.split_summary}"
@@ -350,7 +352,7 @@ def _where(sharding: Any) -> str:
     return "host" if isinstance(sharding, HostMemory) else type(sharding).__name__
 
 
-def _busiest(by_device: dict[Any, int]) -> str:
+def _busiest(by_device: dict[Place, int]) -> str:
     if not any(by_device.values()):
         return "none"
     device = max(by_device, key=lambda d: by_device[d])

@@ -9,7 +9,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +18,9 @@ from mpmd.arrays.mesh import Device
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
 from mpmd.job.wires import NUMBER_BITS, receive_piece
-from reshard.moving.local import Sink, cut, is_host_memory
-from reshard.places import HostMemory, aligned_empty
+from reshard.moving.local import Shard, Sink, cut, is_host_memory
+from reshard.moving.plan import MovedLeaf
+from reshard.places import HostMemory, Place, aligned_empty
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _RECEIPT = np.zeros(1, np.uint8)
@@ -40,9 +40,9 @@ class WireCarrier:
 
     def carry(
         self,
-        start: tuple[int, Any],
-        end: tuple[int, Any],
-        source: Callable[[], tuple[Any, Box]],
+        start: tuple[int, Place],
+        end: tuple[int, Place],
+        source: Callable[[], tuple[Shard, Box]],
         sink: Callable[[], tuple[Sink, Box]],
         dtype: np.dtype,
     ) -> tuple[int, int]:
@@ -97,12 +97,12 @@ def _first_device(rank: int) -> Device:
     return jax.local_devices(process_index=rank)[0]
 
 
-def _device(place: Any, rank: int) -> Device:
+def _device(place: Place, rank: int) -> Device:
     """The device that pieces of a shard go by."""
     return _first_device(rank) if isinstance(place, HostMemory) else place
 
 
-def _part(source: Any, box: Box, device: Device) -> tuple[jax.Array, int]:
+def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
     """A box of a shard as an array of its own, on `device`, or the shard itself, and the bytes that it took."""
     whole = box.shape == tuple(source.shape)
     if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == _default_kind(source):
@@ -125,7 +125,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def agree(job: Job, leaves: Sequence[Any], threshold: int) -> int:
+def agree(job: Job, leaves: Sequence[MovedLeaf], threshold: int) -> int:
     """Makes sure that all processes move the same; returns the least threshold that any of them has.
 
     Raises:

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.moving.shards import Grid, Layout
-from reshard.places import host_of
+from reshard.places import Place, host_of
 
 
 class Places:
     """All devices of a plan, numbered; their processes and hosts, numbered too; and the bytes each has to send."""
 
     def __init__(self) -> None:
-        self.devices: list[object] = []
-        self._index: dict[object, int] = {}
+        self.devices: list[Place] = []
+        self._index: dict[Place, int] = {}
         self.process = np.zeros(0, np.int64)
         self.host = np.zeros(0, np.int64)
         self.sent = np.zeros(0)

@@ -9,14 +9,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mpmd.arrays.boxes import Box, part_boxes
 from mpmd.arrays.sharding import MpmdSharding
-from reshard.places import EveryHost, HostMemory
+from reshard.places import EveryHost, HostMemory, Place, Placement
 
 Shape = tuple[int, ...]
 
@@ -56,7 +55,7 @@ class Layout:
     its shards in mesh order.
     """
 
-    devices: tuple[Any, ...]
+    devices: tuple[Place, ...]
     boxes: tuple[Box, ...]
     grids: tuple[Grid, ...]
     parts: tuple[tuple[int, ...], ...]
@@ -71,7 +70,7 @@ class Layout:
         return np.array([b.stop for b in self.boxes], np.int64).reshape(len(self.boxes), -1)
 
 
-def cuts(sharding: Any, shape: Shape) -> Shape | None:
+def cuts(sharding: Placement, shape: Shape) -> Shape | None:
     """Into how many parts each axis is cut (the least common multiple over groups), None if it is not regular."""
     if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
         return (1,) * len(shape)
@@ -104,7 +103,7 @@ def unit_shape(shape: Shape, *all_cuts: Shape | None) -> Shape:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout(sharding: Any, shape: Shape) -> Layout:
+def layout(sharding: Placement, shape: Shape) -> Layout:
     """The shards of an array of this shape under a sharding of any kind.
 
     Raises:
@@ -119,7 +118,7 @@ def layout(sharding: Any, shape: Shape) -> Layout:
         by_part, memory_kind = part_boxes(sharding, shape), sharding.memory_kind
         if isinstance(sharding, MpmdSharding):
             memory_kind = sharding.group_sharding(sharding.groups[0]).memory_kind
-    shards: dict[tuple[Any, Box], int] = {}
+    shards: dict[tuple[Place, Box], int] = {}
     parts = tuple(
         [
             tuple([shards.setdefault((device, box), len(shards)) for device, box in boxes.items()])

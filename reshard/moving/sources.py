@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +11,11 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from reshard.moving.in_place import Kept, take_over
-from reshard.moving.local import Sink
+from reshard.moving.local import Shard, Sink
 from reshard.moving.plan import PlannedArray, ReshardPlan
 from reshard.moving.rounds import Batch
 from reshard.moving.route import Route
-from reshard.places import is_local
+from reshard.places import Place, is_local
 
 
 class Movement(NamedTuple):
@@ -31,8 +31,8 @@ class Movement(NamedTuple):
     sender: int
     receiver: int
     hop: int
-    from_device: Any
-    to_device: Any
+    from_device: Place
+    to_device: Place
     box: Box
     into: Box
     nbytes: int
@@ -76,13 +76,13 @@ class MovingArray:
         stays: these source shards.
     """
 
-    def __init__(self, planned: PlannedArray, source: Any, ways: Callable[..., list[Movement]]):
+    def __init__(self, planned: PlannedArray, source: Shard, ways: Callable[..., list[Movement]]):
         self.planned = planned
         self._ways = ways
         self.source = source
         self.shards = _shards(source, planned)
         self.sinks: dict[int, Sink] = {}
-        self.parts: dict[int, Any] = {}
+        self.parts: dict[int, Shard] = {}
         self.left = 0
         self.kept = {t: s for s, t in planned.route.kept}
         self.stays = set(self.kept.values())
@@ -163,7 +163,7 @@ class Sources:
             return
         self._consumed.add(id(array.source))
         data, array.shards[shard] = array.shards[shard], None
-        if data is not None and not data.is_deleted():
+        if isinstance(data, jax.Array) and not data.is_deleted():
             data.delete()
 
     def take_over_kept(self) -> None:
@@ -173,13 +173,11 @@ class Sources:
             frees = self._frees(array)
             for t, s in array.kept.items():
                 data = array.shards[s]
-                if data is None:
-                    continue
-                if frees:
-                    taken.append(Kept(data, array.planned.route.target.devices[t], array.parts, t))
-                elif isinstance(data, np.ndarray):
+                if isinstance(data, np.ndarray):
                     array.parts[t] = data.copy()
-                else:
+                elif data is not None and frees:
+                    taken.append(Kept(data, array.planned.route.target.devices[t], array.parts, t))
+                elif data is not None:
                     array.parts[t] = jax.device_put(data, data.sharding, may_alias=False)
         take_over(taken)
 
@@ -190,8 +188,9 @@ class Sources:
 
     def _is_consumed(self, array: MovingArray) -> bool:
         """Whether a shard has been freed, or taken over by a new array."""
-        kept = [array.shards[s] for s in array.kept.values() if isinstance(array.shards[s], jax.Array)]
-        return id(array.source) in self._consumed or any(data.is_deleted() for data in kept)
+        kept = (array.shards[s] for s in array.kept.values())
+        gone = any(isinstance(data, jax.Array) and data.is_deleted() for data in kept)
+        return id(array.source) in self._consumed or gone
 
     def what_is_left(self) -> str:
         """Which sources are still valid, after an error."""
@@ -204,18 +203,18 @@ class Sources:
         return "\n".join(lines)
 
 
-def delete(source: Any) -> None:
+def delete(source: Shard) -> None:
     """Deletes an array; the memory of a numpy array is its owner's."""
     if not isinstance(source, np.ndarray) and not source.is_deleted():
         source.delete()
 
 
-def _shards(source: Any, planned: PlannedArray) -> list[Any]:
+def _shards(source: Shard, planned: PlannedArray) -> list[Shard | None]:
     """The single-device arrays of the source, in the order of its layout; None for those of other processes."""
     layout = planned.route.source
     if isinstance(source, np.ndarray):
         return [source if is_local(memory) else None for memory in layout.devices]
-    shards: list[Any] = [None] * len(layout.devices)
+    shards: list[Shard | None] = [None] * len(layout.devices)
     arrays = [source]
     if isinstance(source, MpmdArray):
         arrays = [source._arrays.get(part.key) for part in source.mpmd_sharding.parts(source.shape)]
