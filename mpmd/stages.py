@@ -35,7 +35,7 @@ from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
 from mpmd.report.gathered import facts_of, profile_of
 from mpmd.report.html import Facts, report_page
-from mpmd.report.loop_notes import gathered_gradients
+from mpmd.report.loop_notes import gathered_gradients, undivided_backward
 from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
@@ -253,8 +253,7 @@ class Lowered:
         if (repeated := repetition(programs)) is not None:
             yield repeated
         for loop in self._outline.loops:
-            if (gathered := gathered_gradients(loop)) is not None:
-                yield gathered
+            yield from filter(None, (gathered_gradients(loop), undivided_backward(loop)))
 
 
 class Compiled:

@@ -1,5 +1,7 @@
 """`explain()` is the page to read before a big run: what it says of a loop, whole."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,7 @@ def test_what_crosses_in_a_loop_is_told_with_the_lines_that_make_and_read_it(tex
     layer, skip = lines[start + 1 : start + 3]
     assert layer.startswith("    f32[4,16] (256 B) from stage 0 to 1, 1 to 2: mul makes it at ") and "(loss)" in layer
     assert skip.startswith("    f32[4,16] (256 B) from stage 0 to 2: gather makes it at ") and "add reads it at" in skip
-    assert "test_explain.py:26" in skip
+    assert "test_explain.py:28" in skip
 
 
 def test_work_that_is_done_twice_and_sums_over_groups_are_named(text):
@@ -85,11 +87,31 @@ def test_a_line_of_an_installed_library_is_told_with_the_line_that_calls_it():
     assert "(apply), called from " + __file__ in text
 
 
-@pytest.mark.parametrize("checkpointed", ["layer", "activation", "nothing"])
-def test_a_checkpoint_that_leaves_no_work_to_the_weight_half_of_a_backward_is_a_warning(checkpointed):
-    tanh = jax.checkpoint(jnp.tanh) if checkpointed == "activation" else jnp.tanh
-    layer = jax.checkpoint(lambda w, x: x + tanh(x @ w)) if checkpointed == "layer" else lambda w, x: x + tanh(x @ w)
+@jax.custom_vjp
+def _in_one_loop(w, x):
+    return x + jnp.tanh(x @ w)
 
+
+def _backward_in_one_loop(saved, g):  # both gradients from one `while`, as from a kernel that gives both
+    (w, x), y = saved
+    d = g * (1 - jnp.square(y - x))
+
+    def add(row, sums):
+        rows = jnp.where(jnp.arange(len(x)) == row, 1.0, 0.0)[:, None] * d
+        return sums[0] + x.T @ rows, sums[1] + rows @ w.T
+
+    return jax.lax.fori_loop(0, (jnp.abs(x[0, 0]) < 1e9) * len(x), add, (jnp.zeros_like(w), g))
+
+
+_in_one_loop.defvjp(lambda w, x: (y := _in_one_loop(w, x), ((w, x), y)), _backward_in_one_loop)
+
+
+def _plain(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+@pytest.mark.parametrize("layer", [_in_one_loop, _plain, jax.checkpoint(_plain)], ids=["loop", "plain", "checkpoint"])
+def test_an_equation_that_gives_all_gradients_of_a_stage_at_once_and_cannot_be_divided_is_a_warning(layer):
     def loss(ws, x):
         return jnp.sum(layer(ws[1], mpmd.mark_stage_end(layer(ws[0], x))) ** 2)
 
@@ -98,12 +120,18 @@ def test_a_checkpoint_that_leaves_no_work_to_the_weight_half_of_a_backward_is_a_
 
     mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
     args = [np.ones((8, 8), np.float32)] * 2, np.ones((2, 8, 8), np.float32)
-    text = mpmd.jit(gradients, mpmd_mesh=mesh).lower(*args).compile().explain()
+    lowered = mpmd.jit(gradients, mpmd_mesh=mesh).lower(*args)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = lowered.compile().explain()
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 1}:23 ({loss.__qualname__})"
     warning = (
-        "warning: the weight half (W) of the backward of stage 1 is empty: all of it is in the first half (I).\n"
-        "  jax.checkpoint is one equation, which the schedule cannot split: it gains nothing over one without W"
-        " (1F1B, interleaved).\n"
-        "  Checkpoint what lies between the matrix products with weights, not these, or take such a schedule.\n"
+        "the weight half (W) of the backward of stage 1 is empty: all of it is in the first half (I).\n"
+        f"  while gives several gradients at once at {line}, and cannot be divided."
+        " The schedule gains nothing over one without W\n"
+        "  (1F1B, interleaved). Compute the gradients of weights by an operation of their own, or take such a schedule."
     )
-    assert (warning in text) == (checkpointed == "layer"), text
-    assert ("is empty" in text) == (checkpointed == "layer")
+    found = [str(w.message) for w in caught if "weight half" in str(w.message)]
+    assert found == ([f"gradients: {warning}"] if layer is _in_one_loop else [])
+    assert (f"warning: {warning}\n" in text) == (layer is _in_one_loop), text
+    assert ("is empty" in text) == (layer is _in_one_loop)

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 from jax._src import source_info_util, traceback_util
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import Primitive, Tracer, jaxpr_as_fun
+from jax._src.sharding_impls import UNSPECIFIED
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -54,11 +55,14 @@ from mpmd._jax_compat.jaxprs import (
     called_from,
     called_jaxpr,
     constvars_to_invars,
+    effects_outside,
+    has_effects,
     is_ordered,
     is_recomputed,
     is_ref,
     is_transposed,
     jit_p,
+    kept_in_shard_map,
     make_jaxpr,
     memory_kind,
     new_jaxpr,

@@ -166,6 +166,26 @@ def is_ordered(eqn: JaxprEqn) -> bool:
     return any(effects.ordered_effects.contains(e) for e in eqn.effects)
 
 
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether the equation does more than give results. Sums over mesh axes in a `shard_map` name these as effects."""
+    return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
+
+
+def effects_outside(eqn: JaxprEqn, effects: Any) -> Any:
+    """Of the effects inside of an equation, those that it has itself: a `shard_map` binds the names of its axes."""
+    return core.filter_named_axis_effects(effects, eqn.params.get("newly_manual_axes", ()))
+
+
+def kept_in_shard_map(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
+    """How a `shard_map` gives a value of each device, as it is: its spec and the type of the result, under the mesh
+    that is set. JAX hands the residuals of a differentiated `shard_map` out in the same way.
+    """
+    mesh, check_vma = eqn.params["mesh"], eqn.params["check_vma"]
+    names = tuple(n for n in mesh.axis_names if n in eqn.params["newly_manual_axes"])
+    spec = aval.nospec(mesh, check_vma, names)
+    return spec, core.unshard_aval(mesh, check_vma, spec, aval)
+
+
 def called_from(eqn: JaxprEqn, function_name: str) -> bool:
     """Whether a function of this name was on the Python stack when the equation was traced."""
     traceback = eqn.source_info.traceback

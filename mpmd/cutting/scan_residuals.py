@@ -13,9 +13,8 @@ from typing import NamedTuple
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.graphs import equations
-from mpmd.graphs.minimum_cut import minimum_cut
+from mpmd.graphs.kept import equations_between, fewest_bytes
 from mpmd.graphs.open_loops import OpenLoop, Operand, Stack
-from mpmd.ops.stage_end import mark_p
 from mpmd.tracing.new_equations import Atom, equations_on
 
 
@@ -100,13 +99,13 @@ class _ScanPair:
     def rewritten(self) -> tuple[compat.JaxprEqn, compat.JaxprEqn]:
         """The two scans; as they were, if nothing less can be kept."""
         wanted = list(dict.fromkeys(self.wanted.values()))
-        kept = self._kept(wanted)
+        kept = fewest_bytes(self.loop.body.invars, self.loop.body.eqns, wanted, self._cost)
         if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
             return self.pair.forward, self.pair.backward
         stacked = {v: compat.Var(compat.stacked_aval(v.aval, self.length)) for v in kept if v not in self.operand}
         stacks = [x for j, x in enumerate(self.loop.stacks) if j not in self.wanted]
         forward = dataclasses.replace(self.loop, stacks=[*stacks, *map(Stack, stacked, stacked.values())])
-        again = compat.make_jaxpr(kept, wanted, _between(self.loop.eqns, kept, wanted), "again")
+        again = compat.make_jaxpr(kept, wanted, equations_between(self.loop.eqns, kept, wanted), "again")
         return forward.closed(), self._backward(kept, stacked, again)
 
     def _cost(self, v: compat.Var) -> int:
@@ -117,27 +116,6 @@ class _ScanPair:
         ):
             return 0
         return equations.nbytes(v.aval) * (1 if v in self.consts else self.length)
-
-    def _kept(self, wanted: Sequence[compat.Var]) -> list[compat.Var]:
-        """The values from which the wanted ones can be made, with the fewest bytes."""
-        jaxpr = self.loop.body
-        values = [*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
-        number = {v: 2 + 2 * i for i, v in enumerate(values)}  # its making; the next number is its being read
-        costs = {v: self._cost(v) for v in values}
-        infinite = sum(costs.values()) + 1
-        source, sink = 0, 1
-        edges = [(number[v], number[v] + 1, cost) for v, cost in costs.items()]
-        edges += [(source, number[v], infinite) for v in jaxpr.invars if costs[v]]
-        edges += [(number[v] + 1, sink, infinite) for v in wanted]
-        for eqn in jaxpr.eqns:
-            moves = not equations.is_heavy(eqn) and eqn.primitive is not mark_p
-            for out in eqn.outvars:
-                if moves:
-                    edges += [(number[v] + 1, number[out], infinite) for v in equations.variables(eqn.invars)]
-                else:
-                    edges.append((source, number[out], infinite))
-        before = minimum_cut(2 + 2 * len(values), edges, source, sink)
-        return [v for v in values if number[v] in before and number[v] + 1 not in before]
 
     def _backward(
         self, kept: Sequence[compat.Var], stacked: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
@@ -161,15 +139,3 @@ class _ScanPair:
             stacks=[s._replace(inner=x) for s, x in zip(loop.stacks, rest.outs[num_carry:], strict=True)],
             eqns=[*prelude.eqns, *rest.eqns],
         ).closed()
-
-
-def _between(
-    eqns: Sequence[compat.JaxprEqn], kept: Sequence[compat.Var], wanted: Sequence[compat.Var]
-) -> list[compat.JaxprEqn]:
-    """The equations that make the wanted values of those that are kept, in order."""
-    have, needed, found = set(kept), set(wanted) - set(kept), []
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in equations.variables(eqn.invars) if v not in have)
-            found.append(eqn)
-    return found[::-1]

@@ -14,6 +14,8 @@ _HEAVY = {
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
     "foreign",
 }  # fmt: skip
+# They are as heavy as what they hold.
+_HOLDERS = {"scan", "while", "cond", "shard_map", "jit", "checkpoint", "remat", "remat2"}
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
 
@@ -76,6 +78,13 @@ def is_heavy(eqn: compat.JaxprEqn) -> bool:
         return False
     out, read = (sum(size(v.aval) for v in vs) for vs in (eqn.outvars, eqn.invars))
     return read > _LARGE_REDUCTION * max(out, 1)
+
+
+def works_hard(eqn: compat.JaxprEqn) -> bool:
+    """Whether the equation, or one that it holds, is heavy by its kind: a matrix product, a kernel, a scatter."""
+    if eqn.primitive.name in _HOLDERS:
+        return any(works_hard(e) for jaxpr in compat.jaxprs_in(eqn.params) for e in jaxpr.eqns)
+    return eqn.primitive.name in _HEAVY
 
 
 def is_small_scatter(eqn: compat.JaxprEqn) -> bool:

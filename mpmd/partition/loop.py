@@ -12,6 +12,7 @@ The rules, in the order in which they are applied (each is a function of this fi
   sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
   parts       what each device of a group adds to a gradient is accumulated apart, summed after the loop
+  halves      in a split backward, an equation that holds others (a checkpoint, a scan) is divided into I and W
   join        in a split backward, what is made of several stages' gradients is computed after the loop
 
 The result is pure data: `LoopPartition`, which prints itself.

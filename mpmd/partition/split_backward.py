@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
-from mpmd.graphs.body import Body, Place
+from mpmd.graphs.body import Body, Node, Place
+from mpmd.graphs.halves import KeptBytes, halves
 from mpmd.partition.accumulators import Accumulator
 
 
@@ -14,7 +15,8 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator]) -> tuple[Bod
     """Turns each `B` into `I`, what the previous stage's gradient needs, and `W`, the rest.
 
     An equation that feeds both, and every effect, runs once, in `I`; `W` reads what it made. So does what another
-    stage's backward reads in the loop: no weight half waits for one of another stage.
+    stage's backward reads in the loop: no weight half waits for one of another stage. An equation that holds others (a
+    checkpoint, a scan over layers) is divided into two (`halves.py`).
     """
     readers: dict[compat.Var, set[Place]] = defaultdict(set)
     for node in body.nodes:
@@ -25,18 +27,32 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator]) -> tuple[Bod
         if not isinstance(acc.value, compat.Literal):
             readers[acc.value].add(acc.place)
     urgent: set[compat.Var] = set()
-    nodes = []
+    once = (v for node in body.nodes if not node.per_microbatch for v in node.eqn.outvars)
+    held = dict.fromkeys((*body.operands, body.index, *once), 0)  # it costs nothing that `W` reads these
+    nodes: list[Node] = []
     for node in reversed(body.nodes):
-        if node.per_microbatch and node.place and node.place.kind == "B":
-            stage, outs = node.place.stage, equations.outputs(node.eqn)
-            crosses = any(p.stage != stage and p.kind == "B" for v in outs for p in readers[v])
-            is_urgent = node.eqn.effects or crosses or any(v in urgent for v in outs)
-            if is_urgent:
-                urgent.update(node.inputs)
-            node = dataclasses.replace(node, place=Place(stage, "I" if is_urgent else "W"))
-        nodes.append(node)
-    halves = body.with_nodes(reversed(nodes))
-    return halves, [dataclasses.replace(a, place=_half(halves, a)) for a in accumulators]
+        if not (node.per_microbatch and node.place and node.place.kind == "B"):
+            nodes.append(node)
+            continue
+        stage = node.place.stage
+        soon = [
+            v
+            for v in equations.outputs(node.eqn)
+            if v in urgent or any(p.stage != stage and p.kind == "B" for p in readers[v])
+        ]
+        first, rest = None, node
+        if soon or compat.has_effects(node.eqn):
+            pair = halves(node.eqn, soon, KeptBytes(held))
+            first = dataclasses.replace(node, eqn=pair.first if pair else node.eqn, place=Place(stage, "I"))
+            rest = dataclasses.replace(node, eqn=pair.rest) if pair else None
+        if rest is not None:
+            nodes.append(dataclasses.replace(rest, place=Place(stage, "W")))
+            held.update((v, 0) for v in rest.inputs)
+        if first is not None:
+            nodes.append(first)
+            urgent.update(first.inputs)
+    body = body.with_nodes(reversed(nodes))
+    return body, [dataclasses.replace(a, place=_half(body, a)) for a in accumulators]
 
 
 def _half(body: Body, acc: Accumulator) -> Place:

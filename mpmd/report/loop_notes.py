@@ -37,7 +37,8 @@ def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[st
     if (gathered := gathered_gradients(loop)) is not None:
         yield f"warning: {gathered}"
     yield from _repeats(loop)
-    yield from _unsplit(loop)
+    if (undivided := undivided_backward(loop)) is not None:
+        yield f"warning: {undivided}"
     yield from _sums_over_groups(loop, roles)
 
 
@@ -224,23 +225,29 @@ def _repeats(loop: Loop) -> Iterator[str]:
         yield f"  computed again by the backward pass (jax.checkpoint): {twice / forward:.0%} of the forward pass"
 
 
-def _unsplit(loop: Loop) -> Iterator[str]:
-    """Stages whose backward the schedule splits, though `jax.checkpoint` holds it together."""
-    halves = {t.place: t for t in loop.partition.tasks if t.place.kind in "IW"}
-    whole = [
-        place.stage
-        for place, task in halves.items()
-        if place.kind == "I" and any(map(_recomputed, task.eqns)) and halves[Place(place.stage, "W")].is_empty
-    ]
-    if whole:
-        s = "s" * (len(whole) > 1)
-        yield (
-            f"warning: the weight half (W) of the backward of stage{s} {', '.join(map(str, whole))} is empty: all of it"
-            " is in the first half (I).\n"
-            "  jax.checkpoint is one equation, which the schedule cannot split: it gains nothing over one without W"
-            " (1F1B, interleaved).\n"
-            "  Checkpoint what lies between the matrix products with weights, not these, or take such a schedule."
-        )
+def undivided_backward(loop: Loop) -> str | None:
+    """Says in which stages the schedule orders the weight half of a backward apart in vain, and what holds it back."""
+    tasks = {t.place: t for t in loop.partition.tasks}
+    held: dict[int, compat.JaxprEqn] = {}
+    for place, task in tasks.items():
+        if place.kind == "I" and not any(map(equations.works_hard, tasks[Place(place.stage, "W")].eqns)):
+            several = [e for e in task.eqns if equations.works_hard(e) and len(equations.outputs(e)) > 1]
+            if several and task.accumulates:
+                held[place.stage] = max(several, key=lambda e: (work_of_equation(e).flops, sum(map(_size, e.outvars))))
+    if not held:
+        return None
+    eqn = next(iter(held.values()))
+    return (
+        f"the weight half (W) of the backward of stage{'s' * (len(held) > 1)} {', '.join(map(str, sorted(held)))} is"
+        " empty: all of it is in the first half (I).\n"
+        f"  {eqn.primitive.name} gives several gradients at once{_at(eqn)}, and cannot be divided. The schedule gains"
+        " nothing over one without W\n"
+        "  (1F1B, interleaved). Compute the gradients of weights by an operation of their own, or take such a schedule."
+    )
+
+
+def _size(v: compat.Var) -> int:
+    return equations.size(v.aval)
 
 
 def _recomputed(eqn: compat.JaxprEqn) -> float:

@@ -1,0 +1,394 @@
+"""Divides an equation that holds others into an urgent one and the rest: backwards of checkpoints, scans, branches.
+
+One equation gives all gradients of such a block. A schedule that splits the backward wants that of the block's input
+soon and those of its weights later. So an urgent equation computes what the urgent results need, and hands out besides
+what the rest reads of that: the fewest bytes (`kept.py`), and matrix products are never done twice. Each kind of
+equation is a rule that opens it and closes it; what it holds is divided by the same functions again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
+from mpmd.graphs.kept import equations_between, fewest_bytes
+from mpmd.graphs.open_loops import OpenLoop, Operand, Stack, fresh_body
+from mpmd.ops.reductions import explicit_sharding
+from mpmd.tracing.checkpointed_marks import CHECKPOINTS
+from mpmd.tracing.new_equations import Atom, Equations, trace_equations
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that are held for the rest to read a value.
+
+    Attributes:
+      known: of some variables; another one costs what its type says, `times` over.
+      times: how often the equations that are divided run, in the loops around them.
+    """
+
+    known: Mapping[compat.Var, int]
+    times: int = 1
+
+    def of(self, atom: Atom) -> int:
+        """Of a variable; a literal costs nothing."""
+        if isinstance(atom, compat.Literal):
+            return 0
+        return self.known.get(atom, equations.nbytes(atom.aval) * self.times)
+
+    def inside(self, operands: Iterable[tuple[Atom, compat.Var]], times: int = 1) -> "KeptBytes":
+        """Those of inner equations, of whose arguments each stands for an operand."""
+        return KeptBytes({inner: self.of(outer) for outer, inner in operands}, self.times * times)
+
+
+class Halves(NamedTuple):
+    """An equation, divided. `rest` reads what it is given and results of `first`; it has no effects."""
+
+    first: compat.JaxprEqn
+    rest: compat.JaxprEqn
+
+
+def halves(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+    """Divides an equation; None if its kind has no rule, or nothing heavy is left for the rest.
+
+    Args:
+      eqn: the equation. Its effects are urgent.
+      urgent: the urgent ones of its results.
+      costs: of what it reads.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    return rule(eqn, urgent, costs) if rule and equations.works_hard(eqn) else None
+
+
+class _Divided(NamedTuple):
+    """Equations that are urgent, with all that they read, and the others."""
+
+    first: list[compat.JaxprEqn]
+    rest: list[compat.JaxprEqn]
+    needed: set[compat.Var]
+
+    def makes_later(self, atom: Atom) -> bool:
+        """Whether the rest makes a value."""
+        return not isinstance(atom, compat.Literal) and any(atom in e.outvars for e in self.rest)
+
+
+def _divided(eqns: Sequence[compat.JaxprEqn], urgent: Iterable[Atom], costs: KeptBytes) -> _Divided:
+    needed = set(equations.variables(urgent))
+    first, rest = [], []
+    for eqn in reversed(eqns):
+        soon = [v for v in equations.outputs(eqn) if v in needed]
+        if not soon and not compat.has_effects(eqn):
+            rest.append(eqn)
+            continue
+        if (pair := halves(eqn, soon, costs)) is not None:
+            eqn = pair.first
+            rest.append(pair.rest)
+        first.append(eqn)
+        needed.update(equations.variables(eqn.invars))
+    return _Divided(first[::-1], rest[::-1], needed)
+
+
+class _Rest(NamedTuple):
+    """What is done later: cheap equations again, then those of the rest; and what they read."""
+
+    eqns: list[compat.JaxprEqn]
+    kept: list[compat.Var]
+
+    @property
+    def works_hard(self) -> bool:
+        """Whether it is worth a half of its own."""
+        return any(map(equations.works_hard, self.eqns))
+
+
+def _rest(
+    divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Any] = ()
+) -> _Rest:
+    """The equations that make `wanted` later.
+
+    Args:
+      invars: what the equations that are divided are given.
+      own: those that the rest has without anything being kept.
+    """
+    eqns = equations.live_equations(divided.rest, wanted)
+    reads = [v for v in equations.free_variables(eqns, wanted) if v not in own]
+    kept = fewest_bytes(invars, divided.first, reads, costs.of)
+    eqns = [*equations_between(divided.first, kept, reads), *eqns]
+    return _Rest(eqns, [v for v in equations.free_variables(eqns, wanted) if v not in own])
+
+
+# --- scans ----------------------------------------------------------------------------------------
+
+
+def _scan(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+    """Two scans. The first one stacks what the second one reads; each carries what it needs to."""
+    loop = OpenLoop.of(eqn)
+    inner = costs.inside(((x.outer, x.inner) for x in (*loop.consts, *loop.rows)), eqn.params["length"])
+    soon = [s for s in loop.stacks if s.outer in urgent]
+    carried = [c.last in urgent for c in loop.carry]
+    while True:
+        ends = [c.after for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
+        divided = _divided(loop.eqns, [*ends, *(s.inner for s in soon)], inner)
+        more = [is_urgent or c.before in divided.needed for c, is_urgent in zip(loop.carry, carried, strict=True)]
+        if more == carried:  # else another carry is urgent: there are only so many
+            break
+        carried = more
+    first_carry = [c for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
+    later = [s for s in loop.stacks if s not in soon and divided.makes_later(s.inner)]
+    carry = _needed_carries([c for c in loop.carry if c not in first_carry], divided.rest, later)
+    invars = [*(x.inner for x in (*loop.consts, *loop.rows)), *(c.before for c in first_carry)]
+    wanted = [*(c.after for c in carry), *(s.inner for s in later)]
+    rest = _rest(divided, invars, wanted, inner, [c.before for c in carry])
+    if not rest.works_hard:
+        return None
+    stacks = [s for s in loop.stacks if s not in later and not isinstance(s.outer, compat.DropVar)]
+    given = {x.inner for x in (*loop.consts, *loop.rows)}
+    kept = [v for v in rest.kept if v not in given]
+    rows = []
+    for v in kept:
+        handed = next((s for s in stacks if s.inner is v), None)
+        if handed is None:
+            handed = Stack(v, compat.Var(compat.stacked_aval(v.aval, eqn.params["length"])))
+            stacks.append(handed)
+        rows.append(Operand(handed.outer, v))
+    first = dataclasses.replace(loop, carry=first_carry, stacks=stacks, eqns=divided.first)
+    second = dataclasses.replace(loop, carry=carry, rows=[*loop.rows, *rows], stacks=later, eqns=rest.eqns)
+    return Halves(_closed_scan(first), _closed_scan(second))
+
+
+def _needed_carries(carry: Sequence[Any], eqns: Sequence[compat.JaxprEqn], stacks: Sequence[Stack]) -> list[Any]:
+    """Of what a loop carries, what its results need."""
+    needed = [c for c in carry if not isinstance(c.last, compat.DropVar)]
+    while True:
+        wanted = [*(c.after for c in needed), *(s.inner for s in stacks)]
+        reads = equations.free_variables(equations.live_equations(eqns, wanted), wanted)
+        more = [c for c in carry if c in needed or c.before in reads]
+        if len(more) == len(needed):
+            return needed
+        needed = more
+
+
+def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
+    """The scan of these parts, without operands that it does not read."""
+    read = set(equations.free_variables(loop.eqns, [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]))
+    consts, rows = ([x for x in xs if x.inner in read] for xs in (loop.consts, loop.rows))
+    eqn = dataclasses.replace(loop, consts=consts, rows=rows).closed()
+    return eqn.replace(effects=eqn.params["jaxpr"].effects)
+
+
+# --- calls: checkpoints, branches, shard_map ------------------------------------------------------
+
+
+def _same(eqn: compat.JaxprEqn, aval: Any) -> Any:
+    """The type of an inner value, as a result."""
+    return aval
+
+
+class _Call(NamedTuple):
+    """A kind of equation that runs a jaxpr (or one of several) on its operands.
+
+    Attributes:
+      bodies: the jaxprs.
+      params: the parameters of one with other jaxprs. For each operand and each result it gets the position that this
+        had, None for what is new.
+      kept: the type of the result in which a value of these jaxprs is handed out; None if there is none.
+      first: its operands before those of the jaxprs.
+    """
+
+    bodies: Callable[[compat.JaxprEqn], Sequence[compat.ClosedJaxpr]]
+    params: Callable[[compat.JaxprEqn, Sequence[compat.ClosedJaxpr], Sequence[Any], Sequence[Any]], dict[str, Any]]
+    kept: Callable[[compat.JaxprEqn, Any], Any] = _same
+    first: int = 0
+
+
+class _Slot(NamedTuple):
+    """A result of the urgent call that the rest reads.
+
+    Attributes:
+      inner: what each body has there; not all have something.
+      is_new: whether the call gives it for the rest alone.
+    """
+
+    outer: compat.Var
+    inner: dict[int, compat.Var]
+    is_new: bool = True
+
+
+def _call(kind: _Call, eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+    """Two calls. The first one also gives what the second one reads."""
+    bodies, operands = [fresh_body(closed) for closed in kind.bodies(eqn)], eqn.invars[kind.first :]
+    inner = [costs.inside(zip(operands, body.invars, strict=True)) for body in bodies]
+    soon = [i for i, v in enumerate(eqn.outvars) if v in urgent]
+    parts = [_divided(b.eqns, [b.outvars[i] for i in soon], c) for b, c in zip(bodies, inner, strict=True)]
+    later = [
+        i
+        for i, v in enumerate(eqn.outvars)
+        if i not in soon
+        and any(p.makes_later(b.outvars[i]) for p, b in zip(parts, bodies, strict=True))
+        and not isinstance(v, compat.DropVar)
+    ]
+    soon = [i for i, v in enumerate(eqn.outvars) if i not in later and not isinstance(v, compat.DropVar)]
+    rests = [
+        _rest(part, body.invars, [body.outvars[i] for i in later], cost)
+        for body, part, cost in zip(bodies, parts, inner, strict=True)
+    ]
+    if not any(rest.works_hard for rest in rests):
+        return None
+    results = {bodies[0].outvars[i]: eqn.outvars[i] for i in soon if isinstance(bodies[0].outvars[i], compat.Var)}
+    known = results if len(bodies) == 1 and kind.kept is _same else {}  # what the first call gives anyway
+    kept = [[v for v in r.kept if v not in b.invars] for r, b in zip(rests, bodies, strict=True)]
+    slots = _slots(kind, eqn, kept, known)
+    if slots is None:
+        return None
+    firsts, seconds = [], []
+    for j, (body, part, rest) in enumerate(zip(bodies, parts, rests, strict=True)):
+        zeros = {slot.outer: _zeros(eqn, slot.outer.aval) for slot in slots if j not in slot.inner}
+        eqns = [*part.first, *(e for z in zeros.values() for e in z.eqns)]
+        handed = [slot.inner[j] if j in slot.inner else zeros[slot.outer].outs[0] for slot in slots if slot.is_new]
+        firsts.append(_Body(body.invars, [], eqns, [*(body.outvars[i] for i in soon), *handed]))
+        own = [slot.inner.get(j) or compat.Var(slot.outer.aval) for slot in slots]
+        seconds.append(_Body(body.invars, own, rest.eqns, [body.outvars[i] for i in later]))
+    first = _called(kind, eqn, firsts, [], soon, [slot.outer for slot in slots if slot.is_new])
+    return Halves(first, _called(kind, eqn, seconds, [slot.outer for slot in slots], later, []))
+
+
+def _slots(
+    kind: _Call,
+    eqn: compat.JaxprEqn,
+    kept: Sequence[Sequence[compat.Var]],
+    known: Mapping[compat.Var, compat.Var],
+) -> list[_Slot] | None:
+    """Results for the values that each body hands out: one for several bodies, if types agree."""
+    slots: list[_Slot] = []
+    for j, values in enumerate(kept):
+        for v in values:
+            if v in known:
+                slots.append(_Slot(known[v], {j: v}, is_new=False))
+                continue
+            if (aval := kind.kept(eqn, v.aval)) is None:
+                return None
+            slot = next((s for s in slots if j not in s.inner and s.outer.aval == aval), None)
+            if slot is None:
+                slots.append(slot := _Slot(compat.Var(aval), {}))
+            slot.inner[j] = v
+    return slots
+
+
+def _zeros(eqn: compat.JaxprEqn, aval: Any) -> Equations:
+    """What a body hands out where only another one has a value."""
+    with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+        like = compat.abstract(aval, explicit_sharding(aval))
+        return trace_equations(lambda: jax.lax.full_like(like, 0))
+
+
+class _Body(NamedTuple):
+    """Inner equations: on arguments of the jaxpr that they come from, and on further ones."""
+
+    invars: Sequence[compat.Var]
+    more: Sequence[compat.Var]
+    eqns: Sequence[compat.JaxprEqn]
+    outs: Sequence[Atom]
+
+
+def _called(
+    kind: _Call,
+    eqn: compat.JaxprEqn,
+    bodies: Sequence[_Body],
+    operands: Sequence[Atom],
+    results: Sequence[int],
+    further: Sequence[compat.Var],
+) -> compat.JaxprEqn:
+    """The equation on other jaxprs.
+
+    Args:
+      operands: for the further arguments of the bodies.
+      results: which of its results these give; then come `further` ones.
+    """
+    reads = [set(equations.free_variables(b.eqns, b.outs)) for b in bodies]
+    ins = [i for i, vs in enumerate(zip(*(b.invars for b in bodies), strict=True)) if any(map(_in, vs, reads))]
+    jaxprs = [
+        compat.with_new_vars(compat.make_jaxpr([*(b.invars[i] for i in ins), *b.more], b.outs, b.eqns, "half"))
+        for b in bodies
+    ]
+    params = kind.params(eqn, jaxprs, [*ins, *(None for _ in operands)], [*results, *(None for _ in further)])
+    return eqn.replace(
+        invars=[*eqn.invars[: kind.first], *(eqn.invars[kind.first + i] for i in ins), *operands],
+        outvars=[*(eqn.outvars[i] for i in results), *further],
+        params={**eqn.params, **params},
+        effects=compat.effects_outside(eqn, frozenset().union(*(j.effects for j in jaxprs))),
+    )
+
+
+def _in(v: compat.Var, found: Collection[compat.Var]) -> bool:
+    return v in found
+
+
+def _those(values: Any, positions: Sequence[int | None], default: Any) -> Any:
+    """Of a parameter with an entry for each operand or result, those at these positions."""
+    if not isinstance(values, tuple):
+        return values  # one for all
+    return tuple(default if i is None else values[i] for i in positions)
+
+
+def _checkpoint_params(eqn, jaxprs, ins, outs):
+    return {"jaxpr": jaxprs[0].jaxpr, "prevent_cse": _those(eqn.params["prevent_cse"], ins, True)}
+
+
+def _jit_params(eqn, jaxprs, ins, outs):
+    old = eqn.params
+    return {
+        "jaxpr": jaxprs[0],
+        "in_shardings": _those(old["in_shardings"], ins, compat.UNSPECIFIED),
+        "in_layouts": _those(old["in_layouts"], ins, None),
+        "donated_invars": _those(old["donated_invars"], ins, False),
+        "out_shardings": _those(old["out_shardings"], outs, compat.UNSPECIFIED),
+        "out_layouts": _those(old["out_layouts"], outs, None),
+    }
+
+
+def _shard_map_params(eqn, jaxprs, ins, outs):
+    jaxpr = jaxprs[0].jaxpr
+
+    def specs(old, positions, atoms):
+        pairs = zip(positions, atoms, strict=True)
+        return tuple(_outside(eqn, v.aval)[0] if i is None else old[i] for i, v in pairs)
+
+    found = {
+        "in_specs": specs(eqn.params["in_specs"], ins, jaxpr.invars),
+        "out_specs": specs(eqn.params["out_specs"], outs, jaxpr.outvars),
+    }
+    return {"jaxpr": jaxpr, **found}
+
+
+def _kept_in_shard_map(eqn: compat.JaxprEqn, aval: Any) -> Any:
+    """A value of each device: they stand along the first axis, which a scalar does not have."""
+    return _outside(eqn, aval)[1] if aval.ndim else None
+
+
+def _outside(eqn: compat.JaxprEqn, aval: Any) -> tuple[Any, Any]:
+    with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+        return compat.kept_in_shard_map(eqn, aval)
+
+
+_RULES: dict[str, Callable[[compat.JaxprEqn, Collection[compat.Var], KeptBytes], Halves | None]] = {
+    "scan": _scan,
+    "cond": functools.partial(
+        _call,
+        _Call(
+            lambda eqn: () if eqn.effects else eqn.params["branches"],
+            lambda eqn, jaxprs, ins, outs: {"branches": tuple(jaxprs)},
+            first=1,
+        ),
+    ),
+    "shard_map": functools.partial(
+        _call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _shard_map_params, _kept_in_shard_map)
+    ),
+    "jit": functools.partial(_call, _Call(lambda eqn: [eqn.params["jaxpr"]], _jit_params)),
+    **dict.fromkeys(
+        CHECKPOINTS,
+        functools.partial(_call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _checkpoint_params)),
+    ),
+}
