@@ -13,6 +13,7 @@ import jax
 import mpmd.ops.treduce as loops
 from mpmd import _jax_compat as compat
 from mpmd.api import Jitted, jit
+from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
@@ -221,7 +222,7 @@ class JaxppStep:
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _task_times.get() is None:
-            return self._jitted(*args, **kwargs)
+            return _called(self._jitted, args, kwargs)
         return self.compile(*args, **kwargs)(*args, **kwargs)
 
 
@@ -256,11 +257,25 @@ class JaxppCompiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         times = _task_times.get()
         if times is None:
-            return self._compiled(*args, **kwargs)
+            return _called(self._compiled, args, kwargs)
         profile = self._compiled.profile(args, kwargs, steps=1)
         for ran in (ran for step in profile.steps for ran in step.runs):
             times[_title(ran)].append(1000 * (ran.end - ran.start))
         return profile.result
+
+
+def _called(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a step. An array that was made without those of some groups here fails in it: that is told by its name."""
+    try:
+        return step(*args, **kwargs)
+    except KeyError:
+        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if isinstance(x, MpmdArray) and len(x._arrays) < len(x.mpmd_sharding.local_groups) and not x.is_deleted():
+                name = jax.tree_util.keystr(path)
+                raise ValueError(
+                    f"The argument {name}, {x!r}, was made without the arrays of all groups of this process."
+                ) from None
+        raise
 
 
 def _names(names: Names) -> str | Sequence[str]:
