@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jax._src import source_info_util, traceback_util
+from jax._src import traceback_util
 from jax._src.api_util import InternalFloatingPointError
-from jax._src.core import Primitive, Tracer, jaxpr_as_fun
 from jax._src.sharding_impls import UNSPECIFIED
+from jax.core import Tracer
+from jax.extend import source_info_util
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 

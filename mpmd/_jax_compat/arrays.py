@@ -10,13 +10,14 @@ import numpy as np
 from jax._src import config, core, dtypes, stages, tree_util
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 
 def typed_as(x: Any, sharding: NamedSharding) -> Any:
     """The type of an array of this shape, dtype and sharding."""
-    return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype, x.weak_type), sharding)
+    return core.update_aval_with_sharding(ShapedArray(x.shape, x.dtype, x.weak_type), sharding)
 
 
 def register_array_type(
@@ -117,4 +118,4 @@ def put_on_one_device(xs: Sequence[np.ndarray], shardings: Sequence[NamedShardin
 
 @functools.lru_cache(maxsize=4096)
 def _type(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> Any:
-    return core.update_aval_with_sharding(core.ShapedArray(shape, dtype), sharding)
+    return core.update_aval_with_sharding(ShapedArray(shape, dtype), sharding)

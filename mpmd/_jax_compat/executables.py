@@ -8,15 +8,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core, stages
+from jax._src import config, stages
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
+from jax.extend.backend import get_compile_options
 from jax.sharding import Mesh, NamedSharding
 
 from mpmd._jax_compat.described import is_described
 from mpmd._jax_compat.fingerprints import fingerprint
-from mpmd._jax_compat.jaxprs import ClosedJaxpr
+from mpmd._jax_compat.jaxprs import ClosedJaxpr, shaped_array
 from mpmd._jax_compat.stored_programs import Folder, entry_key
 
 # What a JAX or a backend that differs from those known here may raise where its insides are used.
@@ -149,7 +150,7 @@ def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
     """An executable of XLA on the devices of a mesh, and these."""
     devices = tuple(mesh.devices.flat)
     client = devices[0].client
-    options = compiler.get_compile_options(
+    options = get_compile_options(
         num_replicas=1, num_partitions=len(devices), device_assignment=np.array([devices]), backend=client
     )
     device_list = xla_client.DeviceList(devices)
@@ -164,7 +165,7 @@ def _described(program: XlaProgram, executable: Any) -> jax.stages.Compiled:
         for shardings in (program.in_shardings, program.out_shardings)
     )
     arguments = zip(program.closed.jaxpr.invars, program.in_shardings, strict=True)
-    in_avals: list[Any] = [core.shaped_abstractify(abstract(v.aval, s)) for v, s in arguments]
+    in_avals: list[Any] = [shaped_array(abstract(v.aval, s)) for v, s in arguments]
     out_avals: list[Any] = [v.aval for v in program.closed.jaxpr.outvars]
     found_ins = pxla._maybe_get_and_check_in_shardings(executable, ins, devices, in_avals, 0)
     found_outs = pxla._maybe_get_and_check_out_shardings(executable, outs, devices, out_avals, 0)

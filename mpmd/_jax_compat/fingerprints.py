@@ -14,22 +14,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
-from jax._src import cache_key, compiler, config, core
+from jax._src import compilation_cache, config, core
 from jax._src.interpreters import mlir
-from jax._src.layout import AutoLayoutSingleton
-from jax._src.lib import xla_client
 from jax._src.literals import TypedNdArray
-from jax._src.random import prng
 from jax._src.sharding_impls import UnspecifiedValue
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.core import ShapedArray, Tracer
+from jax.experimental.layout import Layout
+from jax.extend.backend import get_compile_options
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.random import threefry_prng_impl
+from jax.interpreters.mlir import make_ir_context
+from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
 from mpmd._jax_compat.parameters import opened
 
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
-_FORMAT = 2
+_FORMAT = 3
+
+_KEY_DTYPE, _KEY_IMPLEMENTATION = type(jax.random.key_dtype()), type(threefry_prng_impl)
 
 
 def fingerprint(
@@ -75,7 +80,7 @@ def _versions() -> tuple[str, ...]:
         own = importlib.metadata.version("jax-mpmd")
     except importlib.metadata.PackageNotFoundError:
         own = ""
-    return jax.__version__, jaxlib.version.__version__, own
+    return jax.__version__, importlib.metadata.version("jaxlib"), own
 
 
 # Settings that change nothing about an executable and may differ between processes. All others are covered.
@@ -104,16 +109,15 @@ def _settings(write: "_Writer") -> object:
 
 
 def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> None:
-    """XLA's version, flags and options, and the kind of devices: the parts of JAX's own key beside the program."""
+    """XLA's version, flags and options, and the kind of devices: JAX's own key of an empty program."""
     client = mesh.devices.flat[0].client
-    compile_options = compiler.get_compile_options(
+    compile_options = get_compile_options(
         num_replicas=1, num_partitions=mesh.size, env_options_overrides=dict(options or {}), backend=client
     )
-    cache_key._hash_platform(found, client)
-    cache_key._hash_xla_flags(found, cache_key.get_flag_prefixes())
-    cache_key._hash_serialized_compile_options(found, compile_options)
-    cache_key._hash_accelerator_config(found, mesh.devices)
-    found.update(cache_key.custom_hook().encode())
+    with make_ir_context():
+        nothing = ir.Module.parse("module @nothing {}")
+        key = compilation_cache.get_cache_key(nothing, mesh.devices, compile_options, client)
+    found.update(key.encode())
 
 
 # What the lowering of these does not read.
@@ -124,7 +128,7 @@ _NOT_LOWERED = {
     "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
 }
 _NOT_JAXS_OWN = {"ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_partitioning", "pallas_call"}
-_BY_SLOTS = (core.AxisEnv, core.JaxprEqnContext, core.ManualAxisType, core.ShapedArray, PartitionSpec)
+_BY_SLOTS = (core.AxisEnv, core.JaxprEqnContext, ManualAxisType, ShapedArray, PartitionSpec)
 
 
 class _Writer:
@@ -175,7 +179,7 @@ class _Writer:
         """An array by its content."""
         if isinstance(x, jax.Array):
             # The content of a tracer or of an array of other processes is not here; a weak type is more than content.
-            if isinstance(x, core.Tracer) or not x.is_fully_addressable or x.weak_type:
+            if isinstance(x, Tracer) or not x.is_fully_addressable or x.weak_type:
                 raise _NotDescribedError
         elif not isinstance(x, (np.ndarray, np.generic, TypedNdArray)):
             return None
@@ -190,7 +194,7 @@ class _Writer:
             return self.value(np.dtype(x))
         if isinstance(x, np.dtype):
             return "dtype", x.name, x.str
-        impl = x._impl if isinstance(x, prng.KeyTy) else x if isinstance(x, prng.PRNGImpl) else None
+        impl = x._impl if isinstance(x, _KEY_DTYPE) else x if isinstance(x, _KEY_IMPLEMENTATION) else None
         if impl is None:
             return None
         if not all(f.__module__.startswith("jax.") for f in (impl.seed, impl.split, impl.random_bits, impl.fold_in)):
@@ -210,9 +214,9 @@ class _Writer:
             return "Mesh", x.axis_names, x.devices.shape, str(x.axis_types), devices
         if isinstance(x, jax.sharding.SingleDeviceSharding):
             return "SingleDeviceSharding", tuple(map(self.value, x.device_set)), x.memory_kind
-        if isinstance(x, xla_client.Device):
+        if isinstance(x, jax.Device):
             return "Device", x.platform, x.device_kind, x.id
-        return type(x).__name__ if isinstance(x, (UnspecifiedValue, AutoLayoutSingleton)) else None
+        return type(x).__name__ if isinstance(x, (UnspecifiedValue, type(Layout.AUTO))) else None
 
     def _collection(self, x: Any) -> object:
         """Sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""
@@ -270,7 +274,7 @@ class _Writer:
         return tuple(sorted(repr(self.value(e.name)) for e in found))
 
 
-def _lowering(primitive: core.Primitive) -> str:
+def _lowering(primitive: Primitive) -> str:
     """How one of JAX's own primitives is lowered: the names of the functions that do it, on each platform."""
     if primitive not in _primitives(len(sys.modules)):
         raise _NotDescribedError
@@ -280,12 +284,12 @@ def _lowering(primitive: core.Primitive) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _primitives(num_modules: int) -> frozenset[core.Primitive]:
+def _primitives(num_modules: int) -> frozenset[Primitive]:
     """The primitives that JAX's modules define, when so many modules are loaded: a module that is loaded later may
     define more, so the number of modules is the key of the cache.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax._src.") and m is not None]
-    return frozenset(x for m in modules for x in vars(m).values() if isinstance(x, core.Primitive))
+    return frozenset(x for m in modules for x in vars(m).values() if isinstance(x, Primitive))
 
 
 @functools.cache

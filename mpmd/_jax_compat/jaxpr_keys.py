@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
-from jax._src import core
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
@@ -33,7 +33,7 @@ class _Key:
         return self.numbers.setdefault(v, len(self.numbers))
 
     def aval(self, aval: Any) -> Hashable:
-        if isinstance(aval, core.ShapedArray):
+        if isinstance(aval, ShapedArray):
             return aval  # JAX keeps one object for all equal ones
         sharding = getattr(aval, "sharding", None)
         return (
@@ -59,7 +59,7 @@ class _Key:
             return (*(x if isinstance(x, Mapping) else (type(x),)), *map(self.value, parts))
         if isinstance(x, np.ndarray):
             return x.shape, str(x.dtype), x.tobytes()
-        if isinstance(x, core.ShapedArray):
+        if isinstance(x, ShapedArray):
             return self.aval(x)
         try:
             hash(x)

@@ -1,15 +1,22 @@
 """Reads jaxprs, their variables and equations, and makes new ones."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-from jax._src import core, effects, source_info_util
+from jax._src import core, effects
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.discharge import discharge_state
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr  # since JAX 0.11 the same class as Jaxpr, which has constants then
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p
+from jax.core import ShapedArray
+from jax.extend import source_info_util
+from jax.extend.core import (
+    ClosedJaxpr,  # since JAX 0.11 the same class as Jaxpr, which has constants then
+    DebugInfo,
+    unmapped_aval,
+)
+from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -30,9 +37,9 @@ if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
 
         def __init__(self, val: Any, aval: Any): ...
 else:
-    from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-Aval = core.ShapedArray  # the type of an array; refs and tokens have types of their own
+Aval = ShapedArray  # the type of an array; refs and tokens have types of their own
 
 PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
 
@@ -52,7 +59,7 @@ def make_jaxpr(
     invars: Iterable[Var], outvars: Iterable[Var | Literal], eqns: Sequence[JaxprEqn], name: str
 ) -> ClosedJaxpr:
     """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
-    debug = core.DebugInfo("mpmd", name, None, None)
+    debug = DebugInfo("mpmd", name, None, None)
     return ClosedJaxpr(core.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
 
 
@@ -86,7 +93,7 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def stacked_aval(aval: Any, length: int) -> Any:
     """The type of so many values of type `aval`, one after the other along a new first axis."""
-    return core.unmapped_aval(length, 0, aval)
+    return unmapped_aval(length, 0, aval)
 
 
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
@@ -138,7 +145,7 @@ def _flat_tree(sizes: Sequence[int]) -> Any:
 
 def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
     """The equation `eqn` replaced by a call of `closed` on the same operands."""
-    return eqn.replace(primitive=core.closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
+    return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
 
 
 def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
@@ -147,7 +154,7 @@ def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     What stands in a function of JAX (`jnp.where`), which is traced once for all its callers, takes the caller's line.
     """
     info, call = eqn.source_info, outer.source_info
-    traceback = info.traceback if source_info_util.user_frame(info.traceback) else call.traceback
+    traceback = info.traceback if source_info_util.summarize(info) else call.traceback
     stack = call.name_stack + info.name_stack
     return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
 
@@ -209,8 +216,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 def users_stack(eqn: JaxprEqn) -> list[str]:
     """The user's lines on the Python stack when the equation was traced, the outermost first."""
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    return [f"{f.file_name}:{f.start_line}:{f.start_column} ({f.function_name})" for f in frames[::-1]]
+    return source_info_util.summarize(eqn.source_info, sys.maxsize).splitlines()
 
 
 _NUM_FRAMES = 50
@@ -248,4 +254,4 @@ def is_ref(aval: Any) -> bool:
 
 def memory_kind(aval: Any) -> str | None:
     """The memory kind that a type says, None for the default one."""
-    return "pinned_host" if getattr(aval, "memory_space", None) == core.MemorySpace.Host else None
+    return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None

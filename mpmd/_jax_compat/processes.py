@@ -91,7 +91,7 @@ def _users_function(function: Any) -> Callable:
 def num_cpu_devices() -> int:
     """How many CPU devices JAX is asked to make in this process."""
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(1, xla_bridge.num_cpu_devices.value, *map(int, forced[-1:]))
+    return max(1, jax.config.values["jax_num_cpu_devices"], *map(int, forced[-1:]))
 
 
 def has_cross_host_put() -> bool:
@@ -100,7 +100,7 @@ def has_cross_host_put() -> bool:
     On GPUs it does, through NCCL. (Elsewhere JAX numbers the calls in each process, so all processes must make them.)
     """
     is_of_one_kind = len({(d.platform, d.device_kind) for d in jax.devices()}) == 1
-    device, forced_otherwise = jax.local_devices()[0], xla_bridge.FORCE_DCN_CROSS_HOST_TRANSFERS.value
+    device, forced_otherwise = jax.local_devices()[0], jax.config.values.get("jax_force_dcn_cross_host_transfers")
     has_it = bool(getattr(device.client, "supports_cross_host_transfers", False))
     return is_of_one_kind and device.platform == "gpu" and has_it and not forced_otherwise
 

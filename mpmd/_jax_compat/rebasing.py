@@ -6,6 +6,7 @@ import numpy as np
 from jax._src import core
 from jax._src.effects import JaxprInputEffect
 from jax._src.state.types import AbstractRef
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
@@ -79,7 +80,7 @@ class _Rebase:
             return self.closed(x)
         if isinstance(x, Jaxpr):
             return self.jaxpr(x)
-        return self.aval(x) if isinstance(x, (core.ShapedArray, AbstractRef)) else x
+        return self.aval(x) if isinstance(x, (ShapedArray, AbstractRef)) else x
 
     def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core
 from jax._src.export import _export as export_internals
-from jax._src.lib import _jax, xla_client
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import sdy
-from jax.interpreters import mlir
+from jax._src.lib import xla_client
+from jax.core import ShapedArray
+from jax.extend.mlir import deserialize_portable_artifact, ir
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters.mlir import dtype_to_ir_type, make_ir_context
 from jax.sharding import AbstractMesh, NamedSharding
 
 
@@ -24,7 +24,7 @@ def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
     Raises:
       ValueError: it is not one StableHLO module with one entry function on arrays of fixed shapes.
     """
-    with mlir.make_ir_context(), ir.Location.unknown():
+    with make_ir_context(), ir.Location.unknown():
         module = _parsed(program)
         functions: list[Any] = [op for op in module.body.operations if op.operation.name == "func.func"]
         main = [f for f in functions if f.sym_name.value == "main"] or [f for f in functions if not _is_private(f)]
@@ -63,7 +63,7 @@ def _parsed(program: str | bytes) -> Any:
     try:
         if isinstance(program, bytes):
             try:
-                return _jax.mlir.deserialize_portable_artifact(program)
+                return deserialize_portable_artifact(program)
             except Exception:  # no artifact with a version: plain bytecode, or text
                 pass
         return ir.Module.parse(program)
@@ -82,10 +82,10 @@ def _array_type(t: Any, what: str) -> Any:
     t = ir.RankedTensorType(t)
     if not t.has_static_shape:
         raise ValueError(f"{what} is {t}, whose shape is not fixed")
-    dtypes_by_type = {str(mlir.dtype_to_ir_type(np.dtype(d))): np.dtype(d) for d in _DTYPES}
+    dtypes_by_type = {str(dtype_to_ir_type(np.dtype(d))): np.dtype(d) for d in _DTYPES}
     if str(t.element_type) not in dtypes_by_type:
         raise ValueError(f"{what} has elements of type {t.element_type}, which JAX has not")
-    return core.ShapedArray(tuple(t.shape), dtypes_by_type[str(t.element_type)])
+    return ShapedArray(tuple(t.shape), dtypes_by_type[str(t.element_type)])
 
 
 _DTYPES = (

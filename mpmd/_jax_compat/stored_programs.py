@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compilation_cache, config, distributed, monitoring
+from jax._src import compilation_cache, distributed
 from jax._src.interpreters import pxla
+
+from mpmd._jax_compat.tracing_hooks import setting
 
 _SUFFIX = "-mpmd"
 
@@ -61,8 +63,8 @@ class Folder:
                 f"A program in the compilation cache folder is ignored and compiled again: {type(e).__name__}: {e}"
             )
             return None
-        monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
-        monitoring.record_event("/jax/compilation_cache/cache_hits")
+        jax.monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
         return found
 
     def executable(self, key: str) -> bytes | None:
@@ -95,15 +97,15 @@ class Folder:
             return None
 
     def _put(self, key: str, compiled: Any, seconds: float) -> bytes | None:
-        if seconds < config.persistent_cache_min_compile_time_secs.value:
+        if seconds < setting("jax_persistent_cache_min_compile_time_secs"):
             return None
         executable = compiled._executable.xla_executable
         entry = compilation_cache.compress_executable(
             compilation_cache.combine_executable_and_time(executable.serialize(), int(seconds))
         )
-        if len(entry) < config.persistent_cache_min_entry_size_bytes.value:
+        if len(entry) < setting("jax_persistent_cache_min_entry_size_bytes"):
             return None
-        if config.compilation_cache_max_size.value != -1:
+        if setting("jax_compilation_cache_max_size") != -1:
             self._cache.put(key, entry)  # which counts bytes, under a lock
         else:
             self._write(self._cache._path / f"{key}-cache", entry)

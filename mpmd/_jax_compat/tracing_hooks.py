@@ -159,7 +159,7 @@ def no_mesh() -> Iterator[None]:
 
 def current_mesh() -> AbstractMesh:
     """The abstract mesh of the context."""
-    return mesh_internals.get_abstract_mesh()
+    return jax.sharding.get_abstract_mesh()
 
 
 def sharding_here() -> NamedSharding | None:
