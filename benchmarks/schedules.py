@@ -2,6 +2,7 @@
 
 python benchmarks/schedules.py peers     # with the packages that are installed: pip install torch dualpipe zbpp_light
 python benchmarks/schedules.py search    # faster and better with: pip install -e '.[search]'
+python benchmarks/schedules.py recompute  # split backwards under jax.checkpoint, by the products of each task
 python benchmarks/schedules.py scale --groups 256 --microbatches 1024     # what a plan costs
 """
 
@@ -228,6 +229,67 @@ def search(seconds: float) -> None:
             )
 
 
+def recompute() -> None:
+    """Simulates transformer stages in 8 groups, with and without `jax.checkpoint`; a task costs its matrix products."""
+    for name in ("zb-h1", "zb-v", "dualpipe-v"):
+        schedule = make(name, None, 8)
+        plain, again = (_products_of_tasks(schedule, is_checkpointed) for is_checkpointed in (False, True))
+        unit = plain["F"][1]
+        added = [0.0] * schedule.num_groups
+        for stage, group in enumerate(schedule.placement):
+            added[group] += sum(again[kind][stage] - plain[kind][stage] for kind in "FIW") / unit
+        whole = {
+            "F": again["F"],
+            "I": [i + w for i, w in zip(again["I"], again["W"], strict=True)],
+            "W": [0.0] * schedule.num_stages,
+        }
+        for m in (16, 32):
+            spans = [
+                simulate(schedule, m, Costs(tuple(c["F"]), tuple(c["I"]), tuple(c["W"]))).makespan / unit
+                for c in (plain, again, whole)
+            ]
+            bound = spans[0] + m * max(added)
+            print(
+                f"{name:10} {m} microbatches: without {spans[0]:.0f}, and what is computed again {bound:.0f};"
+                f" checkpointed {spans[1]:.0f} ({spans[1] / bound - 1:+.1%}), all of it in I {spans[2]:.0f}"
+            )
+
+
+def _products_of_tasks(schedule: Any, is_checkpointed: bool) -> dict[str, list[float]]:
+    """Operations of matrix products in the tasks of each stage: two layers, of width and length 256."""
+    import jax
+    import jax.numpy as jnp
+
+    import mpmd
+    from mpmd.costs.work import work_of_equation
+
+    def layer(p: Any, x: Any) -> Any:
+        q, k, v = jnp.split(jnp.tanh(x) @ p["qkv"], 3, -1)
+        x = x + jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2), -1) @ v @ p["out"]
+        return x + jax.nn.gelu(jnp.tanh(x) @ p["up"]) @ p["down"]
+
+    layer = jax.checkpoint(layer) if is_checkpointed else layer
+
+    def loss(params: Any, x: Any) -> Any:
+        for stage, p in enumerate(params):
+            x = jax.lax.scan(lambda x, p: (layer(p, x), None), x, p)[0]
+            x = mpmd.mark_stage_end(x) if stage < schedule.num_stages - 1 else x
+        return jnp.mean(x**2)
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = mpmd.MpmdMesh(jax.make_mesh((8,), ("stage",)), "stage")
+    widths = {"qkv": (256, 768), "out": (256, 256), "up": (256, 1024), "down": (1024, 256)}
+    params = [{n: jax.ShapeDtypeStruct((2, *s), jnp.float32) for n, s in widths.items()}] * schedule.num_stages
+    step = mpmd.jit(
+        lambda params, xs: mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, schedule=schedule), mpmd_mesh=mesh
+    )
+    lowered = step.lower(params, jax.ShapeDtypeStruct((16, 2, 256, 256), jnp.float32))
+    found = {kind: [0.0] * schedule.num_stages for kind in "FIW"}
+    for task in lowered._outline.loops[0].partition.tasks:
+        found[task.place.kind][task.place.stage] = sum(work_of_equation(e).products for e in task.eqns)
+    return found
+
+
 def scale(num_groups: int, num_microbatches: int) -> None:
     """Times the simulation of 1F1B, and its plan: orders, instructions, proof, and the merged list of one group."""
 
@@ -252,7 +314,7 @@ def scale(num_groups: int, num_microbatches: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["peers", "search", "scale"])
+    parser.add_argument("what", choices=["peers", "search", "recompute", "scale"])
     parser.add_argument("--groups", type=int, default=1024, help="for scale (default 1024)")
     parser.add_argument("--microbatches", type=int, default=4096, help="for scale (default 4096)")
     parser.add_argument("--seconds", type=float, default=10, help="for each search (default 10)")
@@ -261,6 +323,8 @@ def main() -> int:
         return int(peers() > 0)
     if options.what == "search":
         search(options.seconds)
+    elif options.what == "recompute":
+        recompute()
     else:
         scale(options.groups, options.microbatches)
     return 0
