@@ -18,7 +18,7 @@ import numpy as np
 from jax._src import compilation_cache, config, core
 from jax._src.interpreters import mlir
 from jax._src.literals import TypedNdArray
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.sharding_impls import UNSPECIFIED
 from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Layout
 from jax.extend.backend import get_compile_options
@@ -216,7 +216,7 @@ class _Writer:
             return "SingleDeviceSharding", tuple(map(self.value, x.device_set)), x.memory_kind
         if isinstance(x, jax.Device):
             return "Device", x.platform, x.device_kind, x.id
-        return type(x).__name__ if isinstance(x, (UnspecifiedValue, type(Layout.AUTO))) else None
+        return type(x).__name__ if isinstance(x, (type(UNSPECIFIED), type(Layout.AUTO))) else None
 
     def _collection(self, x: Any) -> object:
         """Sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""

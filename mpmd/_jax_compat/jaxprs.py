@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax._src import core, effects
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.state.discharge import discharge_state
 from jax._src.state.types import AbstractRef
 from jax.core import ShapedArray
+from jax.extend import core as documented
 from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,  # since JAX 0.11 the same class as Jaxpr, which has constants then
@@ -60,7 +61,7 @@ def make_jaxpr(
 ) -> ClosedJaxpr:
     """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
     debug = DebugInfo("mpmd", name, None, None)
-    return ClosedJaxpr(core.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
+    return ClosedJaxpr(documented.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
 
 
 def renamed(v: Any, names: Mapping[Any, Any]) -> Any:
@@ -105,7 +106,7 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that a call-like equation runs just as it stands, or None for any other equation."""
     if eqn.primitive is jit_p:
         specified = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-        return eqn.params["jaxpr"] if all(isinstance(s, UnspecifiedValue) for s in specified) else None
+        return eqn.params["jaxpr"] if all(s is UNSPECIFIED for s in specified) else None
     if eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) or eqn.primitive.name in ("closed_call", "core_call"):
         inner = eqn.params.get("call_jaxpr")
         return ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
