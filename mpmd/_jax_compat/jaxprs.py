@@ -61,7 +61,9 @@ def make_jaxpr(
 ) -> ClosedJaxpr:
     """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
     debug = DebugInfo("mpmd", name, None, None)
-    return ClosedJaxpr(documented.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ())
+    return ClosedJaxpr(
+        documented.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ()
+    )
 
 
 def renamed(v: Any, names: Mapping[Any, Any]) -> Any:
