@@ -76,6 +76,18 @@ def test_constants_that_cost_less_than_a_program_are_made_in_the_tasks(rows, is_
     assert [n.clonable for n in body.nodes if n.eqn.primitive.name == "scatter-add"] == [is_cheap]
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_cheap"), [(lambda x: x * jnp.ones(3), True), (lambda x: jax.lax.psum(x, "d"), False)]
+)
+def test_what_a_shard_map_makes_of_constants_is_made_in_the_tasks_unless_devices_exchange_it(rows, is_cheap):
+    """Such as the empty buffers and the numbers of rows with which experts exchange rows."""
+    P = jax.sharding.PartitionSpec
+    with jax.set_mesh(jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])):
+        mapped = jax.shard_map(rows, in_specs=P(), out_specs=P(), check_vma=False)
+        body = hoist(Body.of(loop(lambda i, w: jnp.sum(w * mapped(jnp.ones(3)) * i), VECTOR)))
+    assert [n.clonable for n in body.nodes if n.eqn.primitive.name == "shard_map"] == [is_cheap]
+
+
 def test_marks_say_the_stage_of_what_they_stand_between_and_then_vanish():
     shown(
         placed(loop(two_stages, VECTOR, VECTOR)),
@@ -189,3 +201,20 @@ def test_a_schedule_computes_its_orders_once_for_a_step_and_its_report():
     compiled = mpmd.jit(step, mpmd_mesh=mesh).lower(jnp.eye(3), jnp.ones((4, 2, 3))).compile()
     assert "Counted" in compiled.explain() and calls == [4]
     assert float(compiled(jnp.eye(3), jnp.ones((4, 2, 3)))) == 24 and calls == [4]
+
+
+def test_a_result_of_a_loop_that_the_step_does_not_use_is_neither_computed_nor_sent():
+    """Such as the whole loss, where a step reports its parts."""
+    mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("d",), devices=[d]) for d in jax.devices()[:2]])
+
+    def step(w, xs):
+        def parts(x):
+            a = (x * w).sum()
+            return a + (mpmd.mark_stage_end(x * w) ** 2).sum(), a
+
+        (_, a) = mpmd.treduce(parts, xs, schedule="gpipe", operation=mpmd.Mean)
+        return a
+
+    xs = jax.ShapeDtypeStruct((NUM_MICROBATCHES, 3), jnp.float32)
+    shown = mpmd.jit(step, mpmd_mesh=mesh).lower(VECTOR, xs).as_text()
+    assert "F1: empty" in shown and "writes" not in shown and shown.count("accumulates") == 1

@@ -8,6 +8,7 @@ them is slices and concatenations.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,16 @@ class Rows:
     def on(self, axis: int) -> "Rows":
         """The same cut of another axis."""
         return Rows(axis, self.bounds)
+
+    def reshaped(self, shape: Sequence[int], new: Sequence[int]) -> "Rows | None":
+        """The same cut after a reshape that merges the axis with those behind it, or divides it; None of any other."""
+        row = math.prod(shape[self.axis + 1 :])
+        for axis, size in enumerate(new):
+            new_row = math.prod(new[axis + 1 :])
+            is_same = size > 1 and math.prod(shape[: self.axis]) == math.prod(new[:axis])
+            if is_same and all(b * row % new_row == 0 for b in self.bounds):
+                return Rows(axis, tuple(b * row // new_row for b in self.bounds))
+        return None
 
     def fits(self, aval: compat.Aval) -> bool:
         """Whether an array of this type can be cut so."""

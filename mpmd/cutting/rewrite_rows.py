@@ -126,6 +126,8 @@ class Rewriter:
             _INSIDE[eqn.primitive.name](self, eqn, opened)
         elif (found := self._factor(eqn)) is not None:
             self._by_pieces(eqn, *found)
+        elif eqn.primitive.name == "reshape" and (rows := self._merged(eqn)) is not None:
+            self._reshape(eqn, rows)
         elif eqn.primitive.name == "slice" and (rows := self._sliced(eqn)) is not None:
             self._slice(eqn, rows)
         elif eqn.primitive.name == "unstack" and (rows := self._sliced(eqn)) is not None:
@@ -155,6 +157,20 @@ class Rewriter:
                 if (rows := self._spread.of(v)) is not None and rows.axis == axis:
                     return factor, rows
         return None
+
+    def _merged(self, eqn: compat.JaxprEqn) -> Rows | None:
+        """The rows of the operand of a reshape whose result is cut as the operand is, on an axis of another size."""
+        rows, shape = self._spread.of(eqn.outvars[0]), eqn.invars[0].aval.shape
+        return None if rows is None else rows.reshaped(eqn.outvars[0].aval.shape, shape)
+
+    def _reshape(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
+        (v,), (out,) = eqn.invars, eqn.outvars
+        out_rows, pieces = self._spread.rows[out], [compat.Var(a) for a in self._spread.rows[out].avals(out.aval)]
+        factor = Factor((rows.axis,), (out_rows.axis,))
+        for given, piece in zip(self._read_pieces(eqn, v, rows), pieces, strict=True):
+            params = piece_params(eqn, factor, piece.aval.shape[out_rows.axis])
+            self._eqns.append(eqn.replace(invars=[given], outvars=[piece], params=params))
+        self._set(out, out_rows, pieces)
 
     def _sliced(self, eqn: compat.JaxprEqn) -> Rows | None:
         """The rows of the operand, if some of them are taken."""

@@ -6,6 +6,7 @@ bodies of loops and branches and out of them. Nothing is changed here.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,14 @@ class Spread:
             self._inside(self._open(eqn))
         else:
             self._by_factor(eqn)
+            if name == "reshape":
+                self._by_reshape(eqn)
+
+    def _by_reshape(self, eqn: compat.JaxprEqn) -> None:
+        """Layers whose axis is merged with another one, as Muon merges layers and experts, are still cut apart."""
+        for v, other in itertools.permutations((eqn.invars[0], eqn.outvars[0])):
+            if (rows := self.of(v)) is not None:
+                self.add(other, rows.reshaped(v.aval.shape, other.aval.shape))
 
     def _by_factor(self, eqn: compat.JaxprEqn) -> None:
         for factor in self.factors(eqn):

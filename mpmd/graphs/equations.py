@@ -8,7 +8,7 @@ from mpmd.tracing.new_equations import Atom
 
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
-    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call", "shard_map", "jit",
+    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call",
     "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
@@ -16,6 +16,7 @@ _HEAVY = {
 }  # fmt: skip
 # They are as heavy as what they hold.
 _HOLDERS = {"scan", "while", "cond", "shard_map", "jit", "checkpoint", "remat", "remat2"}
+_CALLS = {"jit", "shard_map"}  # of these, `is_heavy` asks what they run
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
 
@@ -72,6 +73,9 @@ def is_heavy(eqn: compat.JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in _HEAVY or eqn.effects or changes_memory(eqn):
         return True
+    if name in _CALLS:
+        inner = (e for jaxpr in compat.jaxprs_in(eqn.params) for e in jaxpr.eqns)
+        return any(is_heavy(e) or _communicates(e) for e in inner)
     if name in _RANDOM:
         return sum(size(v.aval) for v in eqn.outvars) > _SMALL_RANDOM
     if not name.startswith(("reduce", "arg")):
@@ -85,6 +89,13 @@ def works_hard(eqn: compat.JaxprEqn) -> bool:
     if eqn.primitive.name in _HOLDERS:
         return any(works_hard(e) for jaxpr in compat.jaxprs_in(eqn.params) for e in jaxpr.eqns)
     return eqn.primitive.name in _HEAVY
+
+
+def _communicates(eqn: compat.JaxprEqn) -> bool:
+    """Whether the devices of a `shard_map` exchange values: the equation names axes of the mesh."""
+    named = eqn.params.get("axis_name"), eqn.params.get("axes")
+    axes = [axis for entry in named for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))]
+    return any(isinstance(axis, str) for axis in axes) and eqn.primitive.name not in ("axis_index", "pvary")
 
 
 def is_small_scatter(eqn: compat.JaxprEqn) -> bool:

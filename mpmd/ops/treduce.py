@@ -296,6 +296,14 @@ def _treduce_batch(args: Any, dims: Any, *, jaxpr: compat.ClosedJaxpr, info: Loo
     return outs, [0] * len(outs)
 
 
+def _treduce_without_unused(used: Sequence[bool], eqn: compat.JaxprEqn) -> tuple[list[bool], compat.JaxprEqn | None]:
+    """A loop whose unused results are dropped: no task computes, sends or sums them."""
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    outvars = [v if u else compat.DropVar(v.aval) for v, u in zip(eqn.outvars, used, strict=True)]
+    return [True] * len(eqn.invars), eqn.replace(outvars=outvars)
+
+
 @treduce_p.def_impl
 def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
@@ -304,4 +312,5 @@ def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
 treduce_p.def_effectful_abstract_eval(_treduce_abstract_eval)
 compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
 compat.batching.primitive_batchers[treduce_p] = _treduce_batch
+compat.pe.dce_rules[treduce_p] = _treduce_without_unused
 compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(scan_loop, multiple_results=True))

@@ -51,17 +51,17 @@ def pack_scalars(
       segments: (level, group) of every segment.
       loop_levels: the levels of the loops.
     """
-    together: dict[tuple[int, int, int], list[OutlineTransfer]] = defaultdict(list)
+    together: dict[tuple, list[OutlineTransfer]] = defaultdict(list)
     for t in transfers:
         until = min(readers[t.var, t.target])
         if t.level < 0 or not _is_packable(t.var.aval):
             continue
         if _unpack_level(t, until, segments, loop_levels) is not None:
-            together[t.source, t.target, t.level].append(t)
+            together[t.source, t.target, t.level, _axis_types(t.var.aval)].append(t)
     packed = Packed([], defaultdict(list), defaultdict(list), {}, {})
     vectors: dict[tuple, compat.Var] = {}
     gone: set[OutlineTransfer] = set()
-    for (source, target, level), members in together.items():
+    for (source, target, level, _), members in together.items():
         if len(members) < 2:
             continue
         gone.update(members)
@@ -106,6 +106,11 @@ def _is_packable(aval: compat.Aval) -> bool:
         and compat.memory_kind(aval) is None
         and not (spec is not None and (spec.unreduced or spec.reduced))
     )
+
+
+def _axis_types(aval: compat.Aval) -> tuple:
+    """Those of the mesh that a value was computed on: other ones inside of `auto_axes`. No equation takes both."""
+    return tuple(aval.sharding.mesh.axis_types or ()) if getattr(aval, "sharding", None) is not None else ()
 
 
 def _join(*scalars: jax.Array) -> jax.Array:

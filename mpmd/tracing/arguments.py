@@ -106,11 +106,13 @@ def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: compat.Aval | No
 
 def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMesh) -> Hint:
     """What an array's own sharding says of its layout, as far as that fits the groups."""
-    axes = set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}
-    if set(sharding.mesh.axis_names).isdisjoint(mesh.tracing_mesh().axis_names) or not _only(sharding.spec, axes):
+    axes, kind = set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}, memory_kind(sharding)
+    if set(sharding.mesh.axis_names).isdisjoint(mesh.tracing_mesh().axis_names):
+        return Hint()
+    if not _only(sharding.spec, axes) and kind is None:
         return Hint()
     fitted = fit((sharding.spec, None), mesh.groups[0], shape)
-    return Hint(None, (shortest(without_axis(fitted.spec, mesh.mpmd_axis_name)), memory_kind(sharding)))
+    return Hint(None, (shortest(without_axis(fitted.spec, mesh.mpmd_axis_name)), kind))
 
 
 def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:

@@ -1,6 +1,7 @@
 """Memory: rematerialisation, values and states in host memory, and what the step is said to need."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,33 @@ def test_optimizer_state_is_kept_in_host_memory_from_step_to_step(schedule, axis
         for leaf in jax.tree.leaves(state["opt"]):
             assert leaf.mpmd_sharding.memory_kind == "pinned_host"
             assert leaf.first_mpmd_replica.sharding.memory_kind == "pinned_host"
+
+
+def test_an_argument_says_its_memory_and_leaves_its_group_open():
+    """A type whose spec divides nothing; and nobody says that donated memory is of no use."""
+    mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto, ("data",)), "stage")
+    state, batch = _adam_state(jax.random.key(0)), regression_batch(jax.random.key(1))
+
+    def typed(x, kind):
+        sharding = jax.NamedSharding(mesh.tracing_mesh(), P(), memory_kind=kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    like = {name: jax.tree.map(lambda x, kind=kind: typed(x, kind), state[name]) for name, kind in _KINDS.items()}
+    step = mpmd.jit(_adam_step(pipelined(scheduler.OneFOneB(2))), mpmd_mesh=mesh, donate_argnums=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = step.lower(like, batch).compile()
+    layout = compiled.input_shardings[0][0]
+    assert {name: {s.memory_kind for s in jax.tree.leaves(layout[name])} for name in layout} == {
+        name: {kind} for name, kind in _KINDS.items()
+    }
+    expected = host(jax.jit(_adam_step_on_device)(state, batch))
+    new, out = compiled(state, batch)
+    assert_same(host((new, out)), expected, 2e-5)
+    assert jax.tree.map(lambda x: x.mpmd_sharding, new) == layout
+
+
+_KINDS = {"params": None, "opt": "pinned_host"}
 
 
 def _adam_step_on_device(state, batch):

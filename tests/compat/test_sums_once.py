@@ -340,3 +340,20 @@ def test_sums_are_once_a_step_behind_a_region_of_auto_axes(work):
     compiled = _compiled(step, params, batch, make_mesh(2, EXPLICIT, ("data",)), in_shardings=(P(), P(None, "data")))
     plain = jax.jit(_step(lambda p, m: loss(p, m, inner), None))
     assert_same(host(compiled(params, batch)), host(plain(params, batch)), 2e-5)
+
+
+def test_scalars_of_regions_of_auto_axes_cross_beside_those_of_explicit_axes():
+    """A norm, and the same norm inside of a region, as an optimizer that clips computes it."""
+    params, batch = _dense_case()
+    norm = lambda tree: sum((x**2).sum() for x in jax.tree.leaves(tree))  # noqa: E731
+
+    def step(params, batch, schedule, region):
+        one = lambda m: jax.grad(lambda p: _dense_loss(p, m))(params)  # noqa: E731
+        grads = mpmd.treduce(one, batch, schedule=schedule, operation=mpmd.Mean)
+        return norm(grads), region(grads) * 2
+
+    region = jax.sharding.auto_axes(norm, out_sharding=P())
+    mesh = make_mesh(2, EXPLICIT, ("data",))
+    pipelined = lambda p, b: step(p, b, scheduler.OneFOneB(2), region)  # noqa: E731
+    compiled = _compiled(pipelined, params, batch, mesh, in_shardings=(P(), P(None, "data")))
+    assert_same(host(compiled(params, batch)), host(jax.jit(lambda p, b: step(p, b, None, norm))(params, batch)), 2e-5)

@@ -134,3 +134,37 @@ def test_other_schedules_and_uneven_cuts_train_alike(schedule, cuts):
         (12, 1): None,
     }
     assert split == wanted[cuts]
+
+
+def _experts_loss(params, batch):
+    def layer(x, w):
+        return mpmd.mark_layer_end(x + jnp.tanh(jnp.einsum("bd,edf->bf", x, w["up"])) @ w["down"].mean(0)), None
+
+    return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
+
+
+def test_muon_of_stacked_experts_stays_in_each_group():
+    """Muon merges the axes of layers and experts for its products; the layers are still apart."""
+    matrices = {name: optax.contrib.MuonDimensionNumbers(2, 3) for name in ("up", "down")}
+    optimizer = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrices)
+    keys = dict(zip(matrices, jax.random.split(jax.random.key(0)), strict=True))
+    params = {name: jax.random.normal(key, (4, 3, 8, 8)) / 8 for name, key in keys.items()}
+    state, batch = (params, optimizer.init(params)), jax.random.normal(jax.random.key(1), (4, 2, 8))
+
+    def step(state, batch, schedule):
+        params, moments = state
+        one = lambda x: jax.value_and_grad(_experts_loss)(params, x)  # noqa: E731
+        value, grads = mpmd.treduce(one, batch, schedule=schedule, operation=mpmd.Mean)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    pipeline = mpmd.jit(functools.partial(step, schedule="1f1b"), mpmd_mesh=mesh_of(2))
+    compiled = pipeline.lower(state, batch).compile()
+    assert max(crossing_bytes(compiled)) <= 32
+    assert "needs all layers" not in compiled.explain()
+    assert compiled.input_shardings[0][0][0]["up"].split == {0: ((0, 2),), 1: ((2, 4),)}
+    expected = jax.jit(functools.partial(step, schedule=None))(state, batch)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(mpmd.device_get(x), y, rtol=2e-4, atol=2e-5),
+        compiled(state, batch), expected,
+    )  # fmt: skip
