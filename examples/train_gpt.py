@@ -5,6 +5,7 @@
     python examples/train_gpt.py --schedule interleaved-1f1b --stages 8 --layers 8 --data-parallel 2
     python examples/train_gpt.py --steps 20 --check-against-jit
     python examples/train_gpt.py --checkpoint-dir run --save-every 50 --resume     # resumes where it stopped
+    scripts/launch_multihost.sh -n 4 --cpu-devices 1 --restarts 3 -- python examples/train_gpt.py     # kill a process
 
 A group of devices runs one stage, or several (`interleaved-1f1b`). On a machine without GPUs, this script makes the CPU
 devices for the groups itself. If there are fewer devices than groups, groups share devices.
@@ -269,8 +270,9 @@ def write_plot(path: str, losses: Sequence[float], first_step: int = 0) -> None:
 class Progress:
     """A line that shows the progress of the run. In a log there are about 20 lines in total."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, first_step: int = 0):
-        self.num_steps, self.tokens_per_step, self.first_step = num_steps, tokens_per_step, first_step
+    def __init__(self, num_steps: int, tokens_per_step: int):
+        self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
+        self.first_step: int | None = None  # the step before the first one that was reported
         self.live = sys.stderr.isatty()
         self.silent = jax.process_index() != 0
         self.started = 0.0
@@ -278,6 +280,8 @@ class Progress:
     def show(self, step: int, loss: float) -> None:
         """Reports that `step` is done. Speed is measured from the first call on, so it does not include compilation."""
         self.started = self.started or time.perf_counter()
+        if self.first_step is None:
+            self.first_step = step - 1
         if self.silent:
             return
         done = step - self.first_step
@@ -514,10 +518,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         state = mpmd.jit(init, mpmd_mesh=mesh, out_shardings=layout)(key)
 
-    reference = Reference(train_step, state, args.data_parallel) if args.check_against_jit else None
-    progress = Progress(args.steps, args.batch * args.seq_len, first_step)
+    reference: Reference | None = None
+    progress = Progress(args.steps, args.batch * args.seq_len)
     losses = []
-    for index in range(first_step, args.steps):
+
+    def take_step(index: int, state: TrainState) -> TrainState:
+        nonlocal reference
+        if args.check_against_jit and reference is None:
+            reference = Reference(train_step, state, args.data_parallel)
         tokens = batch_at(text, args.seed, index, args.batch, length)
         state, metrics = step(state, tokens)
         if reference is not None:
@@ -525,15 +533,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         losses.append(metrics["loss"])
         if checkpoints is not None:
             checkpoints.save(index + 1, state, last=index + 1 == args.steps)
-        if index > first_step:  # read a loss while the next step runs, so that the devices never wait for this loop
+        if len(losses) > 1:  # read a loss while the next step runs, so that the devices never wait for this loop
             progress.show(index, float(losses[-2]))
+        return state
+
+    # If the launcher starts the job over, this goes on after the last step whose state lies in memory.
+    state = mpmd.resilient(take_step, state, args.steps, start=first_step)
     if losses:
         progress.show(args.steps, float(losses[-1]))
     if checkpoints is not None:
         checkpoints.manager.close()  # waits until the last save is finished
 
     if args.plot and is_first:
-        write_plot(args.plot, [float(loss) for loss in losses], first_step)
+        write_plot(args.plot, [float(loss) for loss in losses], args.steps - len(losses))
     params = host_copy(state.params)
     if is_first:
         print(sample(model, params, b"def ", 300, args.seq_len, args.seed))

@@ -14,6 +14,7 @@ from mpmd.ops.foreign import from_exported, from_stablehlo
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min, Operation
 from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
+from mpmd.resilience.loop import resilient
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
 from mpmd.tuning.ranked import Tuning
@@ -48,6 +49,7 @@ __all__ = [
     "mark_layer_end",
     "mark_stage_end",
     "place",
+    "resilient",
     "topology_mesh",
     "treduce",
     "treduce_i",

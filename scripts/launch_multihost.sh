@@ -2,6 +2,9 @@
 # Starts one command as many processes that find each other through mpmd.initialize(): on this machine, on hosts over
 # ssh, or in a Slurm allocation. `--help` lists the options; docs/multihost.md explains more.
 #
+# With --restarts it also starts a keeper on each host: a small process of Python that keeps what ranks leave in its memory
+# (mpmd.resilient) until the launcher is gone. Keepers outlive attempts; agents do not.
+#
 # It needs bash 4.4, coreutils, grep, sed, setsid (util-linux) and ssh, and can be copied alone to any machine.
 #
 # How it works. The launcher sends its own text to one agent per host (per task under Slurm) through ssh, srun or a pipe.
@@ -26,12 +29,13 @@ readonly term_s=5        # between SIGTERM and SIGKILL
 readonly beat_s=5        # between the launcher's signs of life to agents on other hosts
 readonly silence_s=30    # after this time without a sign of life, such an agent assumes that the launcher is dead
 readonly connect_s=60    # for a host to answer
+readonly keeper_s=15     # for a keeper to start
 readonly num_last_lines=20
 readonly most=9999       # the largest number of processes on a host, of devices of a process, and of restarts
 readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt so long, it begins with a second
 readonly most_alike=3    # failures with the same status at the same step, after which it gives up
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
-  MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB)
+  MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -49,7 +53,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --hang-timeout S      seconds without progress after which the watchdog ends the job; 0: never
                             (default: as the program says in mpmd.initialize, else 300)
       --restarts R          start over after a failure, up to R times (default 0), after 1, 2, 4, ... 300 s; not after
-                            three equal failures at the same step
+                            three equal failures at the same step. What mpmd.resilient has kept in memory is still there
+      --min-hosts M         when starting over, go on without hosts that do not answer, as long as M are left (default: all)
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, and after a failure what it did last
                             (default: no files)
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
@@ -87,6 +92,7 @@ set_rank_environment() {
   rank_environment+=("MPMD_STATUS_DIR=$5")
   [[ $local_only != yes ]] || rank_environment+=("MPMD_LOCAL_ONLY=1")
   rank_environment+=("MPMD_ATTEMPT=$attempt")
+  [[ -z $keeper ]] || rank_environment+=("MPMD_KEEPER=$keeper" "MPMD_KEEPER_TOKEN=$keeper_token")
   [[ -z $log_dir || -n ${MPMD_FLIGHT_DIR:-} ]] || rank_environment+=("MPMD_FLIGHT_DIR=$log_dir")
   if [[ -n $cpu_devices ]]; then
     rank_environment+=("JAX_PLATFORMS=cpu" "JAX_NUM_CPU_DEVICES=$cpu_devices" "CUDA_VISIBLE_DEVICES=")
@@ -156,7 +162,7 @@ agent() {
   local port=-
   if ((agent_index == 0)); then
     port=$(choose_port) || fail 69 "port $wanted_port is in use"
-    [[ $serve == no ]] || ! find_service_python || start_service "$port"
+    [[ $serve == no ]] || ! find_mpmd || start_service "$port"
   fi
   tell ready "$agent_index" "$(agent_address)" "$port" "${service_pid:+yes}"
   while [[ -z $finished ]]; do wait_for_event 60; done
@@ -164,15 +170,20 @@ agent() {
 
 agent_address() { printf '%s' "${SLURMD_NODENAME:-$(hostname 2>/dev/null || cat /proc/sys/kernel/hostname)}"; }
 
-# Changes to the folder, sets the environment, and checks that the command exists.
-prepare() {
+# Sets the environment, and changes to the folder.
+enter() {
   local assignment
-  local path=
   for assignment in "${environment[@]}"; do
     [[ $transport != ssh || $assignment != PATH=* ]] || assignment+=:$PATH # the other machine's own PATH comes second
     [[ $transport != ssh ]] && own_words+=("$assignment") || export "${assignment?}"
   done
-  cd -- "$folder" 2>/dev/null || fail 69 "no folder $folder, in which the command would start"
+  cd -- "$folder" 2>/dev/null || return
+}
+
+# Enters, and checks that the command exists.
+prepare() {
+  local assignment path
+  enter || fail 69 "no folder $folder, in which the command would start"
   unset "${contract[@]}"
   export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}       # so that the last lines before a crash are not lost
   path=$PATH
@@ -351,6 +362,7 @@ stop() {
   [[ -z $stopping ]] || return 0
   stopping=yes
   local signal deadline line pid
+  : >"$work/status/stopping" # a rank that finishes its step after a SIGTERM need not after this one
   local -a pids
   local -A told=()
   for signal in TERM KILL; do
@@ -434,14 +446,15 @@ listens() { # state 0A is LISTEN; columns: number, local address:port, remote, s
   grep -qiE "^ *[0-9]+: [0-9A-F]+:$(printf '%04X' "$1") [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 2>/dev/null
 }
 
-find_service_python() {
+# Finds the Python that the command would take, and the folder of its mpmd.
+find_mpmd() {
   service_python=python3
   [[ ! ${command[0]##*/} =~ ^python[0-9.]*$ ]] || service_python=${command[0]}
-  env "${added[@]}" "$service_python" -c '
+  mpmd_folder=$(env "${added[@]}" "$service_python" -c '
 import importlib.util, os, sys
 specs = [importlib.util.find_spec(name) for name in ("mpmd", "jax")]
 places = list(specs[0].submodule_search_locations or []) if all(specs) else []
-sys.exit(not any(os.path.exists(os.path.join(p, "coordinator.py")) for p in places))' 2>/dev/null
+print(next(p for p in places if os.path.exists(os.path.join(p, "coordinator.py"))))' 2>/dev/null)
 }
 
 start_service() { # port
@@ -477,10 +490,120 @@ stop_service() {
   done
 }
 
+# --- keepers: on each host a process that keeps states in memory ------------------------------------------------------
+
+# Runs on a host in place of an agent, and becomes the keeper. Its stdin ends with the launcher, and so does the keeper.
+keep() {
+  local address=:: words=()
+  [[ $local_only != yes ]] || address=127.0.0.1
+  [[ $transport == local ]] || words=(--silence "$silence_s")
+  enter && find_mpmd && [[ -f $mpmd_folder/resilience/keeper.py ]] || exit 69
+  export "MPMD_KEEPER_TOKEN=$keeper_token"
+  exec env "${added[@]}" "$service_python" "$mpmd_folder/resilience/keeper.py" --bind "$address" "${words[@]}"
+}
+
+# Starts a keeper on each host that has none, and waits until it listens. Sets keepers (its port and name, by host), and
+# unreachable (hosts that do not answer).
+start_keepers() {
+  local name h end port socket
+  local -A answers=()
+  unreachable=()
+  ((restarts > 0)) && [[ $transport != slurm ]] || return 0
+  for h in "${!host_names[@]}"; do
+    name=${host_names[h]}
+    [[ -z ${lost:-} || ${lost%% *} != "$h" ]] || kill -KILL "${keeper_pids[$name]:-}" 2>/dev/null
+    [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
+    [[ -z ${keepers[$name]:-} ]] || say "starts a new keeper on $name: what lay in the memory of the last one is lost"
+    unset "keepers[$name]"
+    start_keeper "$h"
+    answers[$name]=$answer
+  done
+  end=$((SECONDS + keeper_s))
+  for name in "${!answers[@]}"; do
+    answer=${answers[$name]}
+    while [[ -z ${keepers[$name]:-} && -z $interrupted ]] && ((SECONDS < end)) && keeper_lives "$name"; do
+      ! read -r -t 0.2 -u "$answer" _ port socket || keepers[$name]=$port:$socket
+    done
+    exec {answer}<&-
+    [[ -z ${keepers[$name]:-} ]] || continue
+    kill -KILL "${keeper_pids[$name]}" 2>/dev/null
+    wait "${keeper_pids[$name]}" 2>/dev/null
+    (($? != 255)) || is_here "$name" || unreachable+=("$name") # the status of ssh
+  done
+  [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
+}
+
+keeper_lives() { kill -0 "${keeper_pids[$1]}" 2>/dev/null; } # host
+
+# Starts a keeper. Sets answer, the file descriptor of what it prints.
+start_keeper() { # host
+  local h=$1 name=${host_names[$1]} fd
+  local -a agent_command
+  [[ -d ${keep_folder:-} ]] || keep_folder=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") ||
+    die 69 "no temporary folder in ${TMPDIR:-/tmp}"
+  mkfifo "$keep_folder/life.$h" "$keep_folder/in.$h" "$keep_folder/out.$h"
+  [[ -z ${keeper_fds[$name]:-} ]] || { fd=${keeper_fds[$name]} && exec {fd}>&-; }
+  exec {fd}<>"$keep_folder/life.$h" {answer}<>"$keep_folder/out.$h"
+  keeper_fds[$name]=$fd
+  set_agent_command "$h" keeper
+  feed_keeper "$h" >"$keep_folder/in.$h" 2>/dev/null &
+  (
+    close_keeper_fds
+    exec {answer}<&-
+    trap - TERM HUP INT QUIT PIPE
+    exec setsid "${agent_command[@]}"
+  ) <"$keep_folder/in.$h" >"$keep_folder/out.$h" 2>/dev/null &
+  keeper_pids[$name]=$!
+}
+
+# Writes a keeper's program and then signs of life, until the launcher is gone.
+feed_keeper() { # host
+  trap '' TERM HUP INT
+  trap - PIPE EXIT
+  exec {watched}<"$keep_folder/life.$1" {answer}<&-
+  close_keeper_fds
+  agent_program "$1"
+  printf '\0'
+  while read -r -t "$beat_s" -u "$watched" _ || (($? > 128)); do echo alive; done
+  kill -0 "$$" 2>/dev/null || rm -rf "$keep_folder"
+}
+
+close_keeper_fds() {
+  local fd
+  for fd in "${keeper_fds[@]}"; do exec {fd}>&-; done
+}
+
+stop_keepers() {
+  local name end=$((SECONDS + 3))
+  close_keeper_fds
+  for name in "${!keeper_pids[@]}"; do
+    while keeper_lives "$name" && ((SECONDS < end)); do sleep 0.05; done
+    kill -KILL "${keeper_pids[$name]}" 2>/dev/null
+  done
+  [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
+}
+
+# Leaves out the hosts that do not answer any more, if enough others are left.
+leave_out_unreachable() {
+  local name h
+  local -a names=() counts=()
+  ((${#unreachable[@]} && ${#host_names[@]} - ${#unreachable[@]} >= min_hosts)) || return 0
+  for h in "${!host_names[@]}"; do
+    name=${host_names[h]}
+    if [[ " ${unreachable[*]} " == *" $name "* ]]; then
+      say "goes on without host $name, which does not answer"
+    else
+      names+=("$name") counts+=("${host_counts[h]}")
+    fi
+  done
+  host_names=("${names[@]}") host_counts=("${counts[@]}")
+  number_ranks
+}
+
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
 parse() {
-  procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0
+  procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0 min_hosts=''
   log_dir='' dry_run='' ssh=${MPMD_SSH:-ssh} added=() command=()
   local name value
   while (($#)); do
@@ -491,7 +614,7 @@ parse() {
       --dry-run) dry_run=yes && continue ;;
       --) command=("$@") && break ;;
       --*=*) value=${name#*=} name=${name%%=*} ;;
-      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --log-dir | --ssh | --env)
+      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --min-hosts | --log-dir | --ssh | --env)
         (($#)) && [[ $1 != -- ]] || option_error "$name needs a value"
         value=$1
         shift
@@ -511,6 +634,7 @@ parse() {
         hang_timeout_s=$value
         ;;
       --restarts) check_number "$name" "$value" 0 && restarts=$value ;;
+      --min-hosts) check_number "$name" "$value" 1 && min_hosts=$value ;;
       --log-dir) log_dir=$value ;;
       --ssh) ssh=$value ;;
       --env)
@@ -573,6 +697,7 @@ plan() {
       host_names=(srun) host_counts=($((num_nodes * count))) first_ranks=(0)
       num_processes=$((num_nodes * count))
       ((num_nodes > 1)) && local_only=no || local_only=yes
+      ((num_processes > 1)) && serve=yes || serve=no
       return
     fi
     hosts=localhost
@@ -591,10 +716,22 @@ plan() {
     [[ ! $name =~ ^(.*@)?\[(.+)\]$ ]] || name=${BASH_REMATCH[1]}${BASH_REMATCH[2]} # as ssh takes it
     [[ -z ${seen[$name]:-} ]] || option_error "--hosts: $name is named twice; write $name:K for K processes"
     seen[$name]=yes
-    host_names+=("$name") host_counts+=("$count") first_ranks+=("$num_processes")
+    host_names+=("$name") host_counts+=("$count")
+  done
+  min_hosts=${min_hosts:-${#host_names[@]}}
+  ((min_hosts <= ${#host_names[@]})) || option_error "--min-hosts: $min_hosts is more than ${#host_names[@]} hosts"
+  number_ranks
+}
+
+number_ranks() {
+  local count
+  first_ranks=() num_processes=0
+  for count in "${host_counts[@]}"; do
+    first_ranks+=("$num_processes")
     num_processes=$((num_processes + count))
   done
   ((${#host_names[@]} > 1)) && local_only=no || local_only=yes
+  ((num_processes > 1)) && serve=yes || serve=no
 }
 
 is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
@@ -603,6 +740,7 @@ is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
 agent_program() { # host
   local h=$1 i agent_index=$1
   local -a ranks=() local_ids=() environment=("${own_words[@]}")
+  local keeper=${keepers[${host_names[h]}]:-}
   [[ $transport == slurm ]] || for ((i = 0; i < host_counts[h]; i++)); do
     ranks+=("$((first_ranks[h] + i))") local_ids+=("$i")
   done
@@ -619,28 +757,28 @@ agent_program() { # host
   fi
   printf '%s\n' "$set_aside"
   declare -p command environment added ranks local_ids num_processes cpu_devices gpus_per_process hang_timeout_s \
-    wanted_port local_only transport agent_index job attempt serve folder line_width log_dir
+    wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keeper_token
   printf '%s' "$script_text"
 }
 
 # Sets agent_command, the command that runs an agent. The agent reads its program from stdin.
 # shellcheck disable=SC2016 # for the other shell to expand
 readonly bootstrap='IFS= read -r -d "" program && eval "$program"'
-set_agent_command() { # host
-  local name=${host_names[$1]}
+set_agent_command() { # host, what it shall be (default: agent)
+  local name=${host_names[$1]} what=jax-mpmd-${2:-agent}
   local -a words
   if [[ $transport == slurm ]]; then
     read -ra words <<<"${MPMD_SRUN:-srun}"
     agent_command=("${words[@]}" --kill-on-bad-exit=1 "--nodes=$num_nodes" "--ntasks=$num_processes"
       "--ntasks-per-node=$procs_per_host" --distribution=block --input=all)
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || agent_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-    agent_command+=(bash -c "$bootstrap" jax-mpmd-agent)
+    agent_command+=(bash -c "$bootstrap" "$what")
   elif is_here "$name"; then
-    agent_command=(bash -c "$bootstrap" jax-mpmd-agent)
+    agent_command=(bash -c "$bootstrap" "$what")
   else
     read -ra words <<<"$ssh"
     agent_command=("${words[@]}" -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5
-      -o ServerAliveCountMax=3 "$name" "exec bash -c '$bootstrap' jax-mpmd-agent")
+      -o ServerAliveCountMax=3 "$name" "exec bash -c '$bootstrap' $what")
   fi
 }
 
@@ -727,6 +865,7 @@ sort_errors() { # host
 connect() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
+  close_keeper_fds
   local h=$1 fd sorter
   local -a agent_command status
   set_agent_command "$h"
@@ -787,6 +926,7 @@ run_job() {
   done
   conclude $((SECONDS - started))
   exec {events}<&-
+  events=2
   rm -rf "$tmp"
 }
 
@@ -1022,11 +1162,12 @@ main() {
   eval "$set_aside"
   parse "$@"
   plan
-  folder=$PWD attempt=0 interrupted=
+  folder=$PWD attempt=0 interrupted='' events=2 keeper=''
+  declare -gA keepers=() keeper_pids=() keeper_fds=() # by host
+  keeper_token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   script_text=$(<"${BASH_SOURCE[0]}")
   line_width=3900 # a pipe takes up to 4096 bytes in one piece
   [[ $transport != slurm ]] || line_width=900 # and srun 1024
-  ((num_processes > 1)) && serve=yes || serve=no
   [[ -z $dry_run ]] || { print_dry_run && exit 0; }
   [[ $log_dir == /* || -z $log_dir ]] || log_dir=$PWD/$log_dir
   trap '' PIPE
@@ -1036,6 +1177,8 @@ main() {
   for ((attempt = 0; ; attempt++)); do
     order=()
     local started=$SECONDS
+    start_keepers
+    ((attempt == 0)) || leave_out_unreachable
     run_job
     ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled && -z $job_error ]] || break
     note_failures $((SECONDS - started))
@@ -1047,6 +1190,7 @@ main() {
     wait_between
     [[ -z $interrupted ]] || { job_status=$((128 + $(kill -l "$interrupted"))) && say "ended by SIG$interrupted" && break; }
   done
+  stop_keepers
   exit "$job_status"
 }
 
@@ -1072,6 +1216,8 @@ wait_between() { # wait_s seconds, or until a signal comes
 
 if [[ $0 == jax-mpmd-agent ]]; then
   agent
+elif [[ $0 == jax-mpmd-keeper ]]; then
+  keep
 else
   main "$@"
 fi

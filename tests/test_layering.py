@@ -46,6 +46,7 @@ ROOMS = {
     "mpmd/compile": ("arrays", "tracing", "graphs", "partition"),
     "mpmd/observe": (),
     "mpmd/job": ("arrays", "observe"),
+    "mpmd/resilience": ("arrays", "job"),
     "mpmd/run": ("arrays", "tracing", "graphs", "cutting", "compile", "observe", "job"),
     "mpmd/report": ("arrays", "graphs", "partition", "costs", "compile", "observe", "job"),
     "mpmd/planning": ("arrays", "graphs", "partition", "costs", "compile", "report"),

@@ -216,3 +216,23 @@ def part_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Ke
             boxes = {device: box.shifted(part.offset) for device, box in boxes.items()}
         found[part.key] = boxes
     return found
+
+
+def held_cells(
+    sharding: jax.sharding.Sharding, shape: Sequence[int]
+) -> tuple[tuple[int, ...], dict[Box, tuple[int, ...]]]:
+    """Cuts an array into cells that no shard of any group cuts, each with the processes that have it.
+
+    Returns:
+        The shape of the cells, and the processes of each, ascending; the cells are in row-major order.
+    """
+    by_part = part_boxes(sharding, shape)
+    shards = {box: box.shape for boxes in by_part.values() for box in boxes.values()}
+    cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
+    cells = {box: list(box.grid(cell)) for box in shards}
+    holders: dict[Box, set[int]] = {}
+    for boxes in by_part.values():
+        for device, box in boxes.items():
+            for part in cells[box]:
+                holders.setdefault(part, set()).add(device.process_index)
+    return cell, {box: tuple(sorted(holders[box])) for box in sorted(holders, key=lambda box: box.start)}

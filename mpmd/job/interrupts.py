@@ -3,35 +3,61 @@
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
-def listen(note: Callable[[str], None]) -> None:
+# Who is told. There is one wakeup descriptor per process, and one thread that reads it.
+_notes: list[Callable[[str], object]] = []
+
+
+def listen(note: Callable[[str], object]) -> None:
     """Calls `note` with the name of each such signal, in a thread of its own.
 
-    The signals do what they did before: where nobody handles SIGTERM, it ends the process as soon as `note` returns.
+    The signals do what they did before: where nobody handles SIGTERM, it ends the process as soon as all who listen
+    have returned. If one of them returns True, the process goes on, for that one will end it.
     Nothing happens outside of the main thread, or where an event loop is told of signals in the same way.
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    if not _is_installed():
+        return
+    _notes.append(note)
+
+
+@contextlib.contextmanager
+def listening(note: Callable[[str], object]) -> Iterator[None]:
+    """As `listen`, while it lasts."""
+    listen(note)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _notes.remove(note)
+
+
+@functools.cache
+def _is_installed() -> bool:
+    """Starts the thread; False where signals are somebody else's."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
-        return
+        return False
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
     os.register_at_fork(after_in_child=_forget)  # a child would tell its parent's thread of its own signals
     atexit.register(_forget)  # Python at its end runs no thread any more
-    threading.Thread(target=_read, args=(reader, writer, note), name="mpmd-signals", daemon=True).start()
+    threading.Thread(target=_read, args=(reader, writer), name="mpmd-signals", daemon=True).start()
+    return True
 
 
 def _leave_it_to_the_thread(number: int, frame: types.FrameType | None) -> None:
@@ -45,15 +71,17 @@ def _forget() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _read(reader: socket.socket, writer: socket.socket, note: Callable[[str], None]) -> None:
+def _read(reader: socket.socket, writer: socket.socket) -> None:
     assert writer.fileno() >= 0  # it lives as long as this thread
     while data := reader.recv(64):
         for number in data:
             if number not in _NUMBERS:
                 continue
-            with contextlib.suppress(Exception):  # a signal ends the process, whatever becomes of the note
-                note(signal.Signals(number).name)
-            if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
+            is_held = False
+            for note in list(_notes):
+                with contextlib.suppress(Exception):  # a signal ends the process, whatever becomes of the note
+                    is_held |= note(signal.Signals(number).name) is True
+            if number == signal.SIGTERM and not is_held and signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
                 set_handler = ctypes.CDLL(None).signal  # Python's own lets the main thread do so alone
                 set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
                 set_handler(number, None)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mpmd.arrays.array import MpmdArray
-from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.boxes import Box, held_cells
 from mpmd.arrays.sharding import MpmdSharding
 
 Shape = tuple[int, ...]
@@ -88,19 +88,11 @@ def plan_writing(leaves: tuple[WrittenLeaf, ...]) -> tuple[Writing, ...]:
 
 
 def _plan_leaf(leaf: WrittenLeaf, load: dict[int, int]) -> Writing:
-    by_part = part_boxes(leaf.sharding, leaf.shape)
-    shards = {box: box.shape for boxes in by_part.values() for box in boxes.values()}
-    cell = tuple([math.gcd(*sizes) for sizes in zip(*shards.values(), strict=True)])
+    cell, holders = held_cells(leaf.sharding, leaf.shape)
     chunk = chunk_shape(cell, leaf.itemsize, leaf.max_chunk_nbytes)
-    holders: dict[Box, dict[int, None]] = {}
-    cells_of = {box: list(box.grid(cell)) for box in shards}
-    for boxes in by_part.values():
-        for device, box in boxes.items():
-            for part in cells_of[box]:
-                holders.setdefault(part, {})[device.process_index] = None
     runs: dict[int, list[Box]] = {}
-    for part in sorted(holders, key=lambda box: box.start):
-        for process, run in _share(part, chunk, leaf.itemsize, sorted(holders[part]), load):
+    for part, processes in holders.items():
+        for process, run in _share(part, chunk, leaf.itemsize, processes, load):
             runs.setdefault(process, []).append(run)
     return Writing(chunk, {process: tuple(boxes) for process, boxes in sorted(runs.items())})
 

@@ -1,0 +1,189 @@
+"""Measures what `mpmd.resilient` costs a step, and how long a job takes from a kill to the next finished step.
+
+    python benchmarks/resilience.py                 # both, in four processes on this machine
+    python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
+
+Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
+two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
+job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
+
+Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
+attempt says how far it is, and the slowest one counts.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_GROUPS = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=("cost", "kill"), help="measure only this")
+    parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
+    parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, help="of each way (default: %(default)s)")
+    args = parser.parse_args()
+    if "MPMD_PROCESS_ID" in os.environ:
+        cost(args) if args.only == "cost" else kill()
+        return 0
+    for what in (args.only,) if args.only else ("cost", "kill"):
+        launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
+        words = [*launcher, "--", sys.executable, __file__, *sys.argv[1:], "--only", what]
+        with tempfile.TemporaryDirectory() as cache:
+            more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"} | more
+            done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True)
+        if done.returncode:
+            print(done.stdout, done.stderr, sep="\n")
+            return done.returncode
+        print_kill(done.stdout) if what == "kill" else print(re.sub(r"(?m)^\[\d+\] ", "", done.stdout), end="")
+    return 0
+
+
+def cost(args) -> None:
+    """Prints the time of a step as a plain loop and under `mpmd.resilient`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import mpmd
+    import scheduler
+    from mpmd.job import joining
+
+    mpmd.initialize()
+    job = joining.current()
+    assert job is not None
+    mesh = mpmd.MpmdMesh(jax.make_mesh((NUM_GROUPS,), ("stage",)), "stage")
+    width = int((args.mib * 2**20 / 4 / 2) ** 0.5)  # two arrays of float32
+
+    def wait(number):
+        time.sleep(args.task_ms / 1000)
+        return number
+
+    def work(x):
+        return x.at[0, 0].set(jax.pure_callback(wait, jax.ShapeDtypeStruct((), x.dtype), x[0, 0]))
+
+    @jax.custom_vjp
+    def stage(w, x):
+        return work(x) + w[:1]
+
+    stage.defvjp(lambda w, x: (stage(w, x), w), lambda w, dy: (jnp.zeros_like(w).at[:1].add(dy), work(dy)))
+
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = mpmd.mark_stage_end(stage(w, x))
+        return (stage(ws[-1], x) ** 2).mean()
+
+    @mpmd.jit(mpmd_mesh=mesh, donate_argnums=0)
+    def step(state, xs):
+        schedule = scheduler.OneFOneB(NUM_GROUPS)
+        value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(state["w"], x), xs, schedule=schedule)
+        m = [0.9 * m + g for m, g in zip(state["m"], grads, strict=True)]
+        return {"w": [w - 0.01 * m for w, m in zip(state["w"], m, strict=True)], "m": m}, value
+
+    xs = np.ones((2 * NUM_GROUPS, 1, width), np.float32)
+    zeros = [np.zeros((width, width), np.float32)] * NUM_GROUPS
+    state, _ = step({"w": zeros, "m": list(zeros)}, xs)
+    times: dict[str, list[float]] = {"plain": [], "resilient": []}
+    processor = {"plain": 0.0, "resilient": 0.0}
+
+    def body(i, state):
+        begun.append(time.perf_counter())
+        state, value = step(state, xs)
+        float(value)
+        return state
+
+    for turn in range(2 * args.turns):
+        way, begun = list(times)[turn % 2], []
+        job.exchange("a turn", "", range(NUM_GROUPS))
+        before = time.process_time()
+        if way == "plain":
+            for i in range(args.steps):
+                state = body(i, state)
+        else:
+            state = mpmd.resilient(body, state, args.steps)
+        processor[way] += time.process_time() - before
+        times[way] += [b - a for a, b in itertools.pairwise(begun)]  # what resilient does between steps is in it
+    said = job.exchange("the end", json.dumps(processor), range(NUM_GROUPS))
+    if jax.process_index():
+        return
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    print(f"kept: {nbytes / 2**20:.0f} MiB after each step, by {NUM_GROUPS} processes")
+    for way in times:
+        cpu = sum(json.loads(text)[way] for text in said.values()) / (args.steps * args.turns)
+        print(f"{way:9}  step {medians[way] * 1e3:7.1f} ms, processor time {cpu * 1e3:7.1f} ms a step")
+    print(f"resilient / plain: {medians['resilient'] / medians['plain']:.3f}")
+
+
+def kill() -> None:
+    """Trains the small GPT; in the first attempt process 1 kills itself while a step runs."""
+    note("Python has begun")
+    sys.path.remove(str(ROOT / "benchmarks"))  # a file there is called reshard
+    import jax
+    import train_gpt
+
+    import mpmd
+
+    note("JAX is imported")
+    initialize, resilient = mpmd.initialize, mpmd.resilient
+
+    def noted_initialize():
+        initialize()
+        note("the processes have met")
+
+    def noted_resilient(body, state, num_steps, **more):
+        note("compiled, and a first state is made")
+
+        def noted(i, state):
+            if not seen:
+                note("the state is put back")
+            state = body(i, state)
+            jax.block_until_ready([x.to_mpmd_local_array for x in jax.tree.leaves(state) if x.is_partially_addressable])
+            if not seen:
+                note("a step is finished")
+            seen.append(i)
+            if len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and jax.process_index() == 1:
+                threading.Timer(0.05, lambda: (note("kill"), os.kill(os.getpid(), signal.SIGKILL))).start()
+            return state
+
+        seen: list[int] = []
+        return resilient(noted, state, num_steps, **more)
+
+    mpmd.initialize, mpmd.resilient = noted_initialize, noted_resilient
+    sys.exit(train_gpt.main(["--steps", "40"]))
+
+
+def note(what: str) -> None:
+    print(f"at {time.time():.3f} {os.environ['MPMD_ATTEMPT']}: {what}", flush=True)
+
+
+def print_kill(text: str) -> None:
+    """A table of where the time went, from what the processes noted."""
+    found = [(float(at), attempt, what) for at, attempt, what in re.findall(r"at ([\d.]+) (\d): (.*)", text)]
+    (before,) = [at for at, _, what in found if what == "kill"]
+    killed = before
+    print("from the kill to the next finished step:")
+    for what in dict.fromkeys(what for _, attempt, what in found if attempt == "1"):
+        at = max(at for at, attempt, other in found if (attempt, other) == ("1", what))
+        print(f"  {at - before:6.2f} s  {what}")
+        before = at
+    print(f"  {before - killed:6.2f} s  in all")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

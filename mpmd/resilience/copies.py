@@ -1,0 +1,244 @@
+"""Copies of the state to keepers, beside the steps: one version on its way while the one before it is whole.
+
+After a step the main thread starts the copies from the devices to the host. The devices make them before they begin
+the next step, so that step may have the state's memory. A thread does the rest. It waits until all ranks have kept the
+version before, writes this one over the version before that, and sends it to the other hosts. If the thread is not
+done when the next version is due, the main thread waits for it: all ranks keep the same versions.
+"""
+
+import dataclasses
+import json
+import queue
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from mpmd.resilience import layout
+from mpmd.resilience.keepers import Address, Connection
+from mpmd.resilience.layout import NUMBER, StateLayout
+from mpmd.resilience.ranks import Ranks
+
+_POLL_S = 0.005
+_CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
+_PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
+_GONE = "gone"
+_HOST_MEMORY = "pinned_host"
+
+
+class Started(NamedTuple):
+    """What a record is made of: for each piece an array whose copy to the host has been started; numbers by leaf."""
+
+    values: list[Any]
+    numbers: dict[int, Any]
+
+
+class Copies:
+    """Keeps states.
+
+    Args:
+      ranks: the processes of the job.
+      keepers: connections to those that keep what this process has; that of its own host first.
+      about: what all records of this process say of themselves but the step.
+      speaks: this process says what happens to keepers; of a host one does.
+      last: the version that lies whole with the keepers, None if none does.
+
+    Attributes:
+      whole: the last step whose state all processes have kept, as far as this one knows; -1 if there is none.
+    """
+
+    def __init__(
+        self, ranks: Ranks, keepers: dict[Address, Connection], about: Mapping[str, int], speaks: bool, last: int | None
+    ):
+        self._ranks, self._keepers, self._about, self._speaks = ranks, keepers, about, speaks
+        self.whole = self._step = -1 if last is None else last
+        self._names: list[str] = []
+        self._signature: Any = None
+        self._layout: StateLayout | None = None
+        self._due: queue.Queue[tuple[int, StateLayout, Started] | None] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._has_ended = self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="mpmd-copies", daemon=True)
+        self._thread.start()
+
+    def keep(self, step: int, state: Any) -> None:
+        """Keeps the state after a step; returns as soon as its copies have been started."""
+        self._wait_until_idle()
+        if self._has_ended:
+            return
+        leaves = jax.tree.leaves(state)
+        if (signature := layout.signature(leaves)) != self._signature:
+            self._names = self._names or layout.names_of(state)
+            self._layout, self._signature = layout.plan(self._names, leaves, self._ranks.rank), signature
+        assert self._layout is not None
+        self._idle.clear()
+        self._due.put((step, self._layout, started(leaves, self._layout)))
+
+    def finish(self) -> None:
+        """Returns when the last version is whole, or no more copies are made."""
+        self._wait_until_idle()
+        if not self._has_ended and self._step > self.whole:
+            self._wait_for_others(self._step)
+
+    def close(self) -> None:
+        """Ends the thread. What is kept stays where it is."""
+        self._idle.wait(_CLOSING_S)
+        self._is_closing = True
+        self._due.put(None)
+        self._thread.join(_CLOSING_S)
+        for connection in self._keepers.values() if not self._thread.is_alive() else ():
+            connection.close()
+
+    def _wait_until_idle(self) -> None:
+        if not self._idle.wait(_PATIENCE_S):
+            others = [rank for rank in range(self._ranks.num_ranks) if rank != self._ranks.rank]
+            with self._ranks.waiting("the copies of the state", others):
+                while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
+                    pass
+        if self._error is not None:
+            raise self._error
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (due := self._due.get()) is not None:
+            try:
+                self._copy(*due)
+            except BaseException as error:
+                self._error = error
+            finally:
+                del due
+                self._idle.set()
+
+    def _copy(self, step: int, layout: StateLayout, taken: Started) -> None:
+        if self._step > self.whole:
+            self._wait_for_others(self._step)
+        if self._has_ended or self._is_closing:
+            return
+        about = dict(self._about, step=step)
+        below = (self._about["call"], self.whole)
+        data, header = None, ""
+        for address, connection in list(self._keepers.items()):
+            try:
+                if connection.shares_memory:
+                    buffer, data = connection.begin(layout.nbytes, below)
+                    header = written(layout, taken, data)
+                    connection.commit(buffer, about, header)
+                    continue
+                if data is None:
+                    data = np.empty(layout.nbytes, np.uint8)
+                    header = written(layout, taken, data)
+                connection.put(data, below, about, header)
+            except OSError as error:
+                self._without(address, error)
+        if not self._keepers:
+            self._ranks.publish(_GONE)
+            self._end(self._ranks.rank)
+            return
+        self._step = step
+        self._ranks.publish(f"{self._about['call']} {step}")
+
+    def _without(self, address: Address, error: OSError) -> None:
+        self._keepers.pop(address).close()
+        if self._speaks:
+            say(f"the keeper on {address.host} cannot be used any more ({error}): copies go on without it")
+
+    def _wait_for_others(self, step: int) -> None:
+        """Returns when all ranks have kept the version of a step, or one of them can keep nothing any more."""
+        wanted = self._about["call"], step
+        while not self._is_closing:
+            said = self._ranks.published()
+            gone = [rank for rank, text in said.items() if text == _GONE]
+            late = [
+                rank for rank in range(self._ranks.num_ranks)
+                if rank not in gone and tuple(map(int, said.get(rank, "-1 -1").split())) < wanted
+            ]  # fmt: skip
+            if not late and not gone:
+                self.whole = step
+                return
+            if gone:
+                self._end(gone[0])
+                return
+            time.sleep(_POLL_S)
+
+    def _end(self, rank: int) -> None:
+        """No version can be whole any more: the last one stays where it is."""
+        if not self._has_ended and self._ranks.rank == 0:
+            last = "none is kept" if self.whole < 0 else f"the last whole one is that after step {self.whole}"
+            say(f"rank {rank} has no keeper left: no more copies of the state are made; {last}")
+        self._has_ended = True
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(f"mpmd.resilient: {text}", file=sys.stderr, flush=True)
+
+
+def started(leaves: Sequence[Any], layout: StateLayout) -> Started:
+    """Starts the copies of all that this process keeps, and waits for none.
+
+    A copy is one that the device makes, in the order of its programs. So the next one may be given the memory.
+    """
+    values: list[Any] = [None] * len(layout.pieces)
+    data: dict[int, Any] = {}
+    shards: dict[Any, int] = {}  # the same shard may be cut into several pieces
+    arrays: list[jax.Array] = []
+    for i, piece in enumerate(layout.pieces):
+        leaf = leaves[piece.leaf]
+        if not isinstance(leaf, jax.Array):
+            values[i] = np.array(leaf)
+            continue
+        if piece.leaf not in data:
+            data[piece.leaf] = keys.to_data(leaf)
+        where = piece.leaf, piece.part, piece.device
+        if where not in shards:
+            shards[where] = len(arrays)
+            arrays.append(_shard(data[piece.leaf], piece.part, piece.device))
+        values[i] = shards[where]
+    on_host = jax.device_put(arrays, [_beside(array.sharding) for array in arrays], may_alias=False)
+    numbers = {i: leaves[i] for i, leaf in enumerate(layout.leaves) if leaf.kind == NUMBER}
+    return Started([on_host[value] if isinstance(value, int) else value for value in values], numbers)
+
+
+def _shard(array: Any, part: Any, device: Any) -> jax.Array:
+    if isinstance(array, MpmdArray):
+        array = array._arrays[part]
+    if device is None or len(array.sharding.device_set) == 1:
+        return array
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+def _beside(sharding: Any) -> Any:
+    """The memory of the host beside an array's devices: page-locked, where they have such memory."""
+    device = next(iter(sharding.device_set))
+    has_it = any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
+    if len(sharding.device_set) == 1:
+        return SingleDeviceSharding(device, memory_kind=_HOST_MEMORY if has_it else None)
+    return sharding.with_memory_kind(_HOST_MEMORY) if has_it else sharding
+
+
+def written(layout: StateLayout, taken: Started, into: np.ndarray) -> str:
+    """Writes the bytes of all pieces; returns the header of the record, which has their checksums."""
+    sums: list[int] = []
+    for piece, value in zip(layout.pieces, taken.values, strict=True):
+        part = np.asarray(value)
+        if piece.held != piece.box:
+            part = part[piece.box.relative_to(piece.held).slices]
+        target = into[piece.offset : piece.offset + piece.nbytes]
+        np.copyto(target, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        sums.append(zlib.crc32(target.data))
+    pieces = [
+        (p.leaf, p.box.start, p.box.stop, p.offset, p.nbytes, s) for p, s in zip(layout.pieces, sums, strict=True)
+    ]
+    leaves = [dataclasses.astuple(leaf) for leaf in layout.leaves]
+    return json.dumps({"leaves": leaves, "pieces": pieces, "numbers": list(taken.numbers.items())})

@@ -1,0 +1,133 @@
+"""What a rank says to keepers: connections to that of its host, which shares memory, and to those of others."""
+
+import mmap
+import os
+import socket
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpmd.resilience import keeper
+from mpmd.resilience.keeper import Version
+
+# What a keeper is given to answer, or to take the next bytes. One that is stopped holds up the copies for so long.
+_LIMIT_S = 20.0
+_CHUNK = 4 << 20
+_FRESH_BYTES_PER_S = 2e8  # of memory that the kernel has to clear, at the least
+
+
+class Address(NamedTuple):
+    """Where a keeper listens: for everybody by `host` and `port`, for its own host by `name`."""
+
+    host: str
+    port: int
+    name: str
+
+
+def own(environment: Mapping[str, str], host: str) -> Address | None:
+    """The keeper of this host; None if the launcher has started none."""
+    port, _, name = environment.get("MPMD_KEEPER", "").partition(":")
+    return Address(host, int(port), name) if name else None
+
+
+class Connection:
+    """A connection to a keeper. Whatever fails is an OSError.
+
+    Args:
+      address: the keeper.
+      token: that of the job.
+      shares_memory: it is the keeper of this host.
+    """
+
+    def __init__(self, address: Address, token: str, *, shares_memory: bool):
+        self.shares_memory = shares_memory
+        if shares_memory:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.settimeout(_LIMIT_S)
+            self._socket.connect("\0" + address.name)
+        else:
+            self._socket = socket.create_connection((address.host, address.port), timeout=_LIMIT_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = keeper.exactly(self._socket, bytearray(32))
+        self._socket.sendall(keeper.proof(token, bytes(nonce)))
+        self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the keeper has: for each record whose it is, of which version, and its number."""
+        return self._ask("list")["records"]
+
+    def keep(self, attempt: int, version: Version | None) -> None:
+        """Drops all records but those of one version; None: all."""
+        self._ask("keep", attempt=attempt, version=version)
+
+    def begin(self, nbytes: int, below: Version) -> tuple[int, np.ndarray]:
+        """Memory of the keeper to write into, with its number. Versions below `below` are dropped."""
+        self._socket.settimeout(_LIMIT_S + nbytes / _FRESH_BYTES_PER_S)
+        answer = self._ask("begin", nbytes=nbytes, below=below)
+        self._socket.settimeout(_LIMIT_S)
+        return answer["buffer"], self._mapped(nbytes)
+
+    def commit(self, buffer: int, about: Mapping[str, Any], header: str) -> None:
+        """What was written counts from now on."""
+        self._ask("commit", buffer=buffer, about=about, header=with_sum(header))
+
+    def put(self, data: np.ndarray, below: Version, about: Mapping[str, Any], header: str) -> None:
+        """Sends what another host's keeper shall have too."""
+        message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
+        keeper.send(self._socket, message)
+        for start in range(0, data.nbytes, _CHUNK):
+            self._socket.sendall(data.data[start : start + _CHUNK])
+        self._answer()
+
+    def header(self, number: int) -> str:
+        """The header of a record.
+
+        Raises:
+          OSError: it is damaged, or gone.
+        """
+        text = self._ask("header", number=number)["header"]
+        if with_sum(text[8:]) != text:
+            raise OSError("a damaged header")
+        return text[8:]
+
+    def read(self, number: int, offset: int, nbytes: int) -> np.ndarray:
+        """Bytes of a record: of this host's keeper its own memory, not a copy."""
+        if self.shares_memory:
+            return self._mapped(self._ask("map", number=number)["nbytes"])[offset : offset + nbytes]
+        self._ask("read", number=number, offset=offset, nbytes=nbytes)
+        return keeper.exactly(self._socket, np.empty(nbytes, np.uint8))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._maps.clear()
+
+    def _mapped(self, nbytes: int) -> np.ndarray:
+        """The memory whose descriptor comes next. It is mapped once, however often it is used again."""
+        _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not fds:
+            raise ConnectionResetError("the connection has ended")
+        try:
+            status = os.fstat(fds[0])
+            key = status.st_dev, status.st_ino
+            if key not in self._maps:
+                self._maps[key] = np.frombuffer(mmap.mmap(fds[0], max(1, nbytes)), np.uint8, nbytes)
+            return self._maps[key]
+        finally:
+            os.close(fds[0])
+
+    def _ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        keeper.send(self._socket, {"ask": what, **fields})
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = keeper.receive(self._socket)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer
+
+
+def with_sum(header: str) -> str:
+    """The header with its checksum in front."""
+    return f"{zlib.crc32(header.encode()):08x}{header}"

@@ -1,0 +1,189 @@
+"""What is kept of a state, and by whom: each byte of it once, by one of the processes that have it.
+
+A leaf is *shared* if it is an array over the processes: one of the processes that have a box of it keeps that box. All
+other leaves (numpy, numbers, arrays on devices of one process) are each process's own. Planning is pure, and all
+processes derive the same plan of the shared leaves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, held_cells, part_boxes
+from mpmd.arrays.mesh import is_local
+
+SHARED, OWN, NUMPY, NUMBER = "shared", "own", "numpy", "number"
+_NUMBERS = (bool, int, float, str)
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptLeaf:
+    """A leaf of a state as it is kept.
+
+    Attributes:
+      name: its path in the tree.
+      kind: `SHARED`, or how each process has its own.
+      shape, dtype: of its data, which for typed keys are integers; dtype by name.
+      key: the implementation of typed keys, or None.
+      weak: it is an array of JAX of a weak type.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    key: str | None = None
+    weak: bool = False
+
+    @property
+    def text(self) -> str:
+        """Its type, for messages."""
+        if self.kind == NUMBER:
+            return f"a {self.dtype}"
+        return f"{'keys of ' if self.key else ''}{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPiece:
+    """A box of a leaf that this process keeps.
+
+    Attributes:
+      leaf: the number of the leaf.
+      box: which part of its data.
+      held: the part that the array has which it is cut from.
+      part, device: that array: the key of an `MpmdArray`'s part (else 0) and the device; None for an own leaf.
+      offset, nbytes: its place in the record.
+    """
+
+    leaf: int
+    box: Box
+    held: Box
+    part: Any
+    device: Any
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """What this process keeps of a state: its leaves, its pieces, and the bytes of its record."""
+
+    leaves: tuple[KeptLeaf, ...]
+    pieces: tuple[KeptPiece, ...]
+    nbytes: int
+
+
+def names_of(tree: Any) -> list[str]:
+    """The paths of a tree's leaves, as the user writes them."""
+    return ["state" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def describe(name: str, leaf: Any) -> KeptLeaf:
+    """A leaf as it is kept.
+
+    Raises:
+      ValueError: it is nothing that can be kept.
+    """
+    if isinstance(leaf, jax.Array):
+        is_own = not isinstance(leaf, MpmdArray) and leaf.is_fully_addressable
+        shape, dtype = keys.data_shape(leaf.shape, leaf.dtype), keys.data_dtype(leaf.dtype)
+        key, weak = keys.implementation(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+        return KeptLeaf(name, OWN if is_own else SHARED, shape, dtype.name, key, weak)
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        return KeptLeaf(name, NUMPY, leaf.shape, leaf.dtype.name)
+    if type(leaf) in _NUMBERS:
+        return KeptLeaf(name, NUMBER, (), type(leaf).__name__)
+    raise ValueError(
+        f"mpmd.resilient: {name} is a {type(leaf).__name__}; the leaves of a state are arrays, numbers and strings."
+        "\n  Keep everything else outside of the state, in the function `body`."
+    )
+
+
+def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Equal for leaves whose layout is the same."""
+    return tuple([
+        (type(x), x.shape, x.dtype, x.mpmd_sharding if isinstance(x, MpmdArray) else getattr(x, "sharding", None))
+        if hasattr(x, "dtype") else type(x) for x in leaves
+    ])  # fmt: skip
+
+
+def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
+    """What the process `rank`, which is this one, keeps of a state with these leaves."""
+    kept = tuple([describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
+    load: dict[int, int] = {}
+    pieces: list[KeptPiece] = []
+    end = 0
+    for number, (leaf, about) in enumerate(zip(leaves, kept, strict=True)):
+        if about.kind == NUMBER:
+            continue
+        itemsize = np.dtype(jax.numpy.dtype(about.dtype)).itemsize
+        if about.kind == SHARED:
+            placed = leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else leaf.sharding
+            cut = _shared(keys.data_sharding(placed, leaf.shape, leaf.dtype), about.shape, itemsize, rank, load)
+        else:
+            box = Box.whole(about.shape)
+            cut = [(box, box, None, None)]
+        for box, held, part, device in cut:
+            pieces.append(KeptPiece(number, box, held, part, device, end, box.nbytes(itemsize)))
+            end += -(-box.nbytes(itemsize) // _ALIGNMENT) * _ALIGNMENT
+    return StateLayout(kept, tuple(pieces), end)
+
+
+def owners(sharding: Any, shape: tuple[int, ...], itemsize: int, load: dict[int, int]) -> dict[Box, int]:
+    """The process that keeps each box of an array: of those that have it the one with the fewest bytes so far.
+
+    Args:
+      load: the bytes of each process so far; these are added to it.
+    """
+    owner: dict[Box, int] = {}
+    for box, processes in held_cells(sharding, shape)[1].items():
+        owner[box] = min(processes, key=lambda p: (load.get(p, 0), p))
+        load[owner[box]] = load.get(owner[box], 0) + box.nbytes(itemsize)
+    return owner
+
+
+def _shared(
+    sharding: Any, shape: tuple[int, ...], itemsize: int, rank: int, load: dict[int, int]
+) -> list[tuple[Box, Box, Any, Any]]:
+    """The boxes of a shared leaf that this process keeps, each with the shard that it is cut from."""
+    mine = [box for box, owner in owners(sharding, shape, itemsize, load).items() if owner == rank]
+    shards = [
+        (held, part, device)
+        for part, boxes in part_boxes(sharding, shape).items()
+        for device, held in boxes.items()
+        if is_local(device)
+    ]
+    given = [0] * len(shards)  # by each, so that the devices share the work
+    found: list[tuple[Box, Box, Any, Any]] = []
+    for box in mine:
+        index = min((i for i, shard in enumerate(shards) if box in shard[0]), key=lambda i: given[i])
+        given[index] += box.size
+        found.append((box, *shards[index]))
+    return found
+
+
+def misfit(kept: Sequence[KeptLeaf], given: Sequence[KeptLeaf]) -> str:
+    """The first difference between a state that was kept and the given one, in words; empty if they fit.
+
+    A number and an array of that shape fit: a step makes the one of the other.
+    """
+    theirs, ours = [leaf.name for leaf in kept], [leaf.name for leaf in given]
+    if more := sorted(set(theirs) - set(ours)):
+        return f"the given state has no {more[0]}"
+    if more := sorted(set(ours) - set(theirs)):
+        return f"it has no {more[0]}"
+    if theirs != ours:
+        return "its leaves are in another order"
+    for mine, theirs in zip(given, kept, strict=True):
+        numbers = NUMBER in (mine.kind, theirs.kind)
+        same = (mine.dtype, mine.key) == (theirs.dtype, theirs.key) or (numbers and not math.prod(theirs.shape) > 1)
+        if mine.shape != theirs.shape or not same:
+            return f"{mine.name} is {theirs.text} there, and {mine.text} in the given state"
+    return ""

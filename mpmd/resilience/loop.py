@@ -1,0 +1,258 @@
+"""`mpmd.resilient`: a loop over steps that goes on after the loss of processes, with the same bits."""
+
+import contextlib
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.job import joining
+from mpmd.resilience import keepers, layout, restoring, versions
+from mpmd.resilience.copies import Copies, say
+from mpmd.resilience.keeper import TOKEN
+from mpmd.resilience.keepers import Address, Connection
+from mpmd.resilience.notice import STATUS, Notice
+from mpmd.resilience.ranks import JobRanks, OnlyRank, Ranks
+from mpmd.resilience.restoring import LostError, Reading
+from mpmd.resilience.versions import Version
+
+_calls = 0
+
+
+@compat.api_boundary
+def resilient(
+    body: Callable[[int, Any], Any], state: Any, num_steps: int, *, copies: int = 1, every: int = 1, start: int = 0
+) -> Any:
+    """Calls `body` for each step, and goes on after the loss of processes with the bits of a run that lost none.
+
+    Under `scripts/launch_multihost.sh --restarts R` each process keeps its part of the state after each step in the
+    memory of its host and of `copies` other hosts. When the job has failed, the launcher starts it over, and the
+    program comes here again with a state of the same tree. The newest state that is whole is then put back into the
+    layout of the given one, also on fewer hosts or in other groups, and the loop goes on with the step after it. Where
+    no whole state is left, the loop begins at `start` with the given state, and says in one line what was lost.
+
+    A process that gets SIGTERM finishes its step, waits until its state is kept, and ends; nothing is computed
+    twice. Everywhere else this is the plain loop. docs/resilience.md says what survives what.
+
+    It costs host memory for two states, and the time in which copies hold up a step; a copy is sent while the next
+    step runs.
+
+    Args:
+      body: `body(i, state)` returns the next state, or `(state, metrics)`; metrics are not looked at. It calls steps of
+        `mpmd.jit`, and all that it computes follows from `i` and `state` alone. All processes call it alike.
+      state: a pytree of arrays, numbers and strings. The tree, shapes and dtypes are those of each later state.
+        The `MpmdArray`s of a state that is put back replace those given here, whose memory is used up.
+      num_steps: where the loop ends.
+      copies: how many other hosts keep each part too.
+      every: keeps the state after each so many steps, and after the last one.
+      start: the first step, for a state that was restored from a checkpoint.
+
+    Returns:
+      The state after the last step.
+
+    Raises:
+      ValueError: an argument is wrong or differs between processes, or `body` returned another tree.
+
+    Examples:
+      >>> import jax.numpy as jnp, mpmd
+      >>> mpmd.resilient(lambda i, x: x * 2 + i, jnp.float32(1), 3)
+      Array(12., dtype=float32)
+    """
+    global _calls
+    names, structure = layout.names_of(state), jax.tree.structure(state)
+    _check(body, names, state, num_steps, copies, every, start)
+    call, _calls = _calls, _calls + 1
+    own = keepers.own(os.environ, "127.0.0.1")
+    job = joining.current()
+    ranks: Ranks = OnlyRank() if job is None else JobRanks(job)
+    if job is None and own is None:
+        for i in range(start, num_steps):
+            state = _next(body(i, state), structure, i)
+        return state
+    if own is not None:
+        own = own._replace(host=ranks.address)
+    meeting = _Meeting(ranks, own, call, (num_steps, copies, every, start))
+    first, state, last = start, state, None
+    if (version := meeting.newest_readable(names, state, start, num_steps)) is not None:
+        state, last = version
+        first = last + 1
+    keeping, notice = meeting.copies(copies, last), Notice(os.environ)
+    with contextlib.nullcontext() if keeping is None else notice.heeded(), _closing(keeping):
+        for i in range(first, num_steps):
+            state = _next(body(i, state), structure, i)
+            if keeping is None or ((i + 1) % every and i + 1 < num_steps):
+                continue
+            keeping.keep(i, state)
+            if notice.came:
+                keeping.finish()
+                say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
+                sys.exit(STATUS)
+        if keeping is not None:
+            keeping.finish()
+    return state
+
+
+def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
+    faults: list[str] = []
+    if not callable(body):
+        faults.append(f"body is a {type(body).__name__}, not a function")
+    for (name, least), value in zip(_NUMBERS.items(), numbers, strict=True):
+        try:
+            if operator.index(value) < least:
+                faults.append(f"{name} is {value}; it must be at least {least}")
+        except TypeError:
+            faults.append(f"{name} is {value!r:.60}, not a whole number")
+    if faults:
+        raise ValueError("mpmd.resilient: " + "; ".join(faults) + ".")
+    for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
+        layout.describe(name, leaf)
+
+
+_NUMBERS = {"num_steps": 0, "copies": 0, "every": 1, "start": 0}  # with the least that each may be
+
+
+def _next(result: Any, structure: Any, step: int) -> Any:
+    """The state that `body` returned.
+
+    Raises:
+      ValueError: it returned something else.
+    """
+    found = jax.tree.structure(result)
+    if found == structure:
+        return result
+    if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == structure:
+        return result[0]
+    raise ValueError(
+        f"mpmd.resilient: body({step}, state) returned another tree than it was given.\n  given:    {structure}\n"
+        f"  returned: {found}\n  Return the next state, or (state, metrics)."
+    )
+
+
+@contextlib.contextmanager
+def _closing(keeping: Copies | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if keeping is not None:
+            keeping.close()
+
+
+class _Meeting:
+    """What the processes find out together before they begin: where keepers are, and what lies with them.
+
+    Args:
+      ranks: the processes.
+      own: the keeper of this host, if there is one.
+      call: which call of `resilient` in the program this is.
+      numbers: arguments that are the same in all processes.
+    """
+
+    def __init__(self, ranks: Ranks, own: Address | None, call: int, numbers: tuple[int, ...]):
+        self._ranks, self._own, self._call = ranks, own, call
+        self._token = os.environ.get(TOKEN, "")
+        self._attempt = int(os.environ.get("MPMD_ATTEMPT", "0"))
+        self._connection, records = self._connected(own) if own is not None else (None, [])
+        mine = {"numbers": numbers, "keeper": own, "records": records} if self._connection else {"numbers": numbers}
+        said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
+        _check_alike({rank: one["numbers"] for rank, one in said.items()})
+        self._keeper_of = {rank: Address(*one["keeper"]) for rank, one in said.items() if "keeper" in one}
+        by_name = {address.name: address for address in reversed(self._keeper_of.values())}
+        self._hosts = sorted(by_name.values(), key=lambda host: [*self._keeper_of.values()].index(host))
+        self._keeper_of = {rank: by_name[address.name] for rank, address in self._keeper_of.items()}
+        self._stored = versions.stored({
+            address: said[rank]["records"] for rank, address in reversed(self._keeper_of.items())
+        })  # fmt: skip
+
+    def newest_readable(self, names: Sequence[str], state: Any, start: int, num_steps: int) -> tuple[Any, int] | None:
+        """The newest state that all processes can read, in the layout of `state`, and the step whose result it is."""
+        leaves, structure = jax.tree.flatten(state)
+        whys: list[str] = []
+        for version in versions.whole(self._stored, self._call):
+            if not start <= version.step < num_steps:
+                whys.append(f"the state after step {version.step} is not of the steps {start} to {num_steps - 1}")
+                continue
+            reading = Reading(version, self._ranks.rank, self._ranks.num_ranks, self._connect)
+            data, why = None, ""
+            try:
+                data = reading.load(names, leaves)
+            except LostError as error:
+                why = f"of the state after step {version.step}, {error}"
+            said = self._exchange("reading a state", why)
+            lost = [text for text in said.values() if text]
+            if lost:
+                whys.append(lost[0])
+                continue
+            assert data is not None
+            made = [restoring.put(leaf, about, d) for leaf, about, d in zip(leaves, reading.leaves, data, strict=True)]
+            self._settle(version)
+            self._say(f"goes on after step {version.step}, from memory" + "".join(f" ({why})" for why in whys))
+            return jax.tree.unflatten(structure, made), version.step
+        self._settle(None)
+        if self._attempt or self._stored:
+            why = whys[0] if whys else versions.lost_text(self._stored, self._call)
+            self._say(f"begins with step {start} and the given state: {why}")
+        return None
+
+    def copies(self, copies: int, last: int | None) -> Copies | None:
+        """What keeps the states of this process from here on; None where there is no keeper."""
+        if len(self._keeper_of) < self._ranks.num_ranks:
+            without = next(rank for rank in range(self._ranks.num_ranks) if rank not in self._keeper_of)
+            where = "" if not self._keeper_of else f" on the host of rank {without}"
+            self._say(f"keeps no copies: no keeper runs{where} (launch_multihost.sh --restarts R starts them)")
+            return None
+        assert self._own is not None and self._connection is not None
+        mine = self._keeper_of[self._ranks.rank]
+        if copies > len(self._hosts) - 1 > 0:
+            self._say(f"copies={copies}, and there are {len(self._hosts) - 1} other hosts to keep one")
+        connections = {mine: self._connection}
+        speaks = self._ranks.rank == min(rank for rank, address in self._keeper_of.items() if address == mine)
+        for buddy in versions.buddies(self._hosts, mine, copies):
+            try:
+                connections[buddy] = self._connect(buddy)
+            except OSError as error:
+                if speaks:
+                    say(f"the keeper on {buddy.host} cannot be reached ({error}): copies go on without it")
+        about = {
+            "attempt": self._attempt, "call": self._call, "owner": self._ranks.rank, "num_ranks": self._ranks.num_ranks
+        }  # fmt: skip
+        return Copies(self._ranks, connections, about, speaks, last)
+
+    def _connected(self, own: Address) -> tuple[Connection | None, list[Any]]:
+        """A connection to the keeper of this host, and what it has; None if it is gone."""
+        try:
+            connection = self._connect(own)
+            return connection, connection.records()
+        except OSError as error:
+            say(f"rank {self._ranks.rank}: the keeper of its host cannot be reached: {error}")
+            return None, []
+
+    def _connect(self, address: Address) -> Connection:
+        is_own = self._own is not None and address.name == self._own.name
+        return Connection(address, self._token, shares_memory=is_own)
+
+    def _settle(self, version: Version | None) -> None:
+        """All have read what they wanted: keepers forget everything else."""
+        if self._connection is not None:
+            wanted = None if version is None else (self._call, version.step)
+            with contextlib.suppress(OSError):
+                self._connection.keep(version.attempt if version else 0, wanted)
+        self._exchange("after reading a state", "")
+
+    def _exchange(self, what: str, text: str) -> dict[int, str]:
+        return self._ranks.exchange(f"mpmd.resilient ({what})", text)
+
+    def _say(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            say(text)
+
+
+def _check_alike(numbers: Mapping[int, Any]) -> None:
+    for rank, theirs in numbers.items():
+        for name, mine, other in zip(_NUMBERS, numbers[0], theirs, strict=True):
+            if mine != other:
+                raise ValueError(f"mpmd.resilient: {name} is {mine} in process 0 and {other} in process {rank}.")

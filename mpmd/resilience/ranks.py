@@ -1,0 +1,74 @@
+"""The processes of a job, as its copies need them: what all say at the start, and which version each has kept."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from mpmd.job.job import Job
+
+_FOLDER = "mpmd/kept/"
+
+
+class Ranks(Protocol):
+    """The processes that a state belongs to."""
+
+    rank: int
+    num_ranks: int
+    address: str
+
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """What each says here; returns when all have."""
+        ...
+
+    def publish(self, kept: str) -> None:
+        """Says which version this process has kept."""
+        ...
+
+    def published(self) -> dict[int, str]:
+        """What each has published last."""
+        ...
+
+    def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
+        """While this process waits for others, for the report when they do not come."""
+        ...
+
+
+class JobRanks:
+    """The processes of a job."""
+
+    def __init__(self, job: Job):
+        self.rank, self.num_ranks, self.address = job.rank, job.num_ranks, job.address
+        self._job = job
+
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        return self._job.exchange(what, text, range(self.num_ranks), ", which every process must call")
+
+    def publish(self, kept: str) -> None:
+        self._job.store.key_value_set(f"{_FOLDER}{self.rank}", kept, allow_overwrite=True)
+
+    def published(self) -> dict[int, str]:
+        return {int(key.rsplit("/", 1)[1]): text for key, text in self._job.store.key_value_dir_get(_FOLDER)}
+
+    def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
+        return self._job.activity.during("agreeing", what, ranks)
+
+
+class OnlyRank:
+    """A process that is alone under the launcher."""
+
+    rank, num_ranks, address = 0, 1, "127.0.0.1"
+
+    def __init__(self):
+        self._kept: dict[int, str] = {}
+
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        return {0: text}
+
+    def publish(self, kept: str) -> None:
+        self._kept[0] = kept
+
+    def published(self) -> dict[int, str]:
+        return self._kept
+
+    def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
+        return nullcontext()

@@ -1,0 +1,207 @@
+"""Puts a state back from the memory of keepers, into the layout of the state that is given.
+
+Each process reads the boxes that its devices want, from the keeper of its own host where that has them, and checks the
+sum of each piece that it reads. The given state is used up only when all processes have all bytes on their hosts.
+Until then another copy, another version or the given state can be taken.
+"""
+
+import collections
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.mesh import is_local
+from mpmd.resilience import layout
+from mpmd.resilience.keepers import Address, Connection
+from mpmd.resilience.layout import NUMBER, NUMPY, SHARED, KeptLeaf
+from mpmd.resilience.versions import Stored, Version
+
+_NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
+
+
+class LostError(Exception):
+    """A version cannot be read: what is lost or does not fit, in words."""
+
+
+class _Entry(NamedTuple):
+    """A piece of a record: which box of a leaf, and where its bytes lie."""
+
+    box: Box
+    offset: int
+    nbytes: int
+    sum: int
+    owner: int
+
+
+class Reading:
+    """A version, as this process reads it.
+
+    Args:
+      version: which one.
+      rank, num_ranks: this process, and how many there are now.
+      connect: makes a connection to a keeper.
+
+    Attributes:
+      leaves: the leaves as they were kept.
+    """
+
+    def __init__(self, version: Version, rank: int, num_ranks: int, connect: Callable[[Address], Connection]):
+        self._version, self._rank, self._num_ranks = version, rank, num_ranks
+        self._connect = connect
+        self._connections: dict[Address, Connection] = {}
+        self._entries: dict[int, list[_Entry]] = collections.defaultdict(list)
+        self._numbers: list[dict[int, Any]] = []
+        self.leaves: list[KeptLeaf] = []
+
+    def load(self, names: Sequence[str], given: Sequence[Any]) -> list[dict[Box | None, Any]]:
+        """Reads all that this process wants of a state, for each leaf: the value of each box, or under None the leaf.
+
+        Raises:
+          LostError: the version does not fit the given state, or some of it is in no copy any more.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [connection.close() for connection in self._connections.values()])
+            self._read_headers()
+            mine = [layout.describe(name, leaf) for name, leaf in zip(names, given, strict=True)]
+            if what := layout.misfit(self.leaves, mine):
+                raise LostError(what)
+            return [self._leaf(i, leaf) for i, leaf in enumerate(given)]
+
+    def _read_headers(self) -> None:
+        for owner, copies in enumerate(self._version.records):
+            header = json.loads(self._first(copies, f"the header of rank {owner}", self._header))
+            if not self.leaves:
+                self.leaves = [KeptLeaf(n, k, tuple(s), *rest) for n, k, s, *rest in header["leaves"]]
+            for leaf, start, stop, offset, nbytes, sum in header["pieces"]:
+                self._entries[leaf].append(_Entry(Box(tuple(start), tuple(stop)), offset, nbytes, sum, owner))
+            self._numbers.append(dict(header["numbers"]))
+
+    def _leaf(self, number: int, given: Any) -> dict[Box | None, Any]:
+        about = self.leaves[number]
+        entries = self._entries[number]
+        if about.kind != SHARED:
+            owner = self._owner_of_own(number)
+            if about.kind == NUMBER:
+                return {None: self._numbers[owner][number]}
+            entries = [entry for entry in entries if entry.owner == owner]
+        dtype, pieces = jnp.dtype(about.dtype), {}
+        return {box: self._box(number, box, dtype, entries, pieces) for box in wanted(given, about)}
+
+    def _owner_of_own(self, number: int) -> int:
+        """The rank whose value of an own leaf this process takes: its own, or anyone's where all have the same."""
+        if self._num_ranks == len(self._version.records):
+            return self._rank
+        if self.leaves[number].kind == NUMBER:
+            values = [numbers[number] for numbers in self._numbers]
+        else:
+            values = [entry.sum for entry in self._entries[number]]
+        if len(set(values)) > 1:
+            there_were = len(self._version.records)
+            raise LostError(
+                f"{self.leaves[number].name} differs between the {there_were} processes of that time, and now there are"
+                f" {self._num_ranks}"
+            )
+        return 0
+
+    def _box(
+        self, number: int, box: Box, dtype: np.dtype, entries: Sequence[_Entry], pieces: dict[_Entry, np.ndarray]
+    ) -> np.ndarray:
+        """The values of a box, put together from the pieces that have some of it."""
+        value = np.empty(box.shape, dtype)
+        missing = box.size
+        for entry in entries:
+            common = box & entry.box
+            if not common.size:
+                continue
+            if entry not in pieces:
+                what = f"{self.leaves[number].name} of rank {entry.owner}"
+                data = self._first(self._version.records[entry.owner], what, lambda c, e=entry: self._piece(c, e))
+                pieces[entry] = data.view(dtype).reshape(entry.box.shape)
+            value[common.relative_to(box).slices] = pieces[entry][common.relative_to(entry.box).slices]
+            missing -= common.size
+        if missing:
+            raise LostError(f"{self.leaves[number].name}: {missing} elements are in no copy")
+        return value
+
+    def _first(self, copies: Sequence[Stored], what: str, read: Callable[[Stored], Any]) -> Any:
+        """What the first copy says that can be read, that of this host first."""
+        errors: list[str] = []
+        for copy in sorted(copies, key=lambda copy: not self._connection(copy.keeper, errors)):
+            with _noting(errors):
+                return read(copy)
+        raise LostError(f"{what} can be read from none of {len(copies)} copies ({'; '.join(errors)})")
+
+    def _connection(self, address: Address, errors: list[str]) -> bool:
+        """Opens a connection to a keeper, and says whether it is that of this host."""
+        with _noting(errors):
+            if address not in self._connections:
+                self._connections[address] = self._connect(address)
+            return self._connections[address].shares_memory
+        return False
+
+    def _header(self, copy: Stored) -> str:
+        return self._connections[copy.keeper].header(copy.number)
+
+    def _piece(self, copy: Stored, entry: _Entry) -> np.ndarray:
+        data = self._connections[copy.keeper].read(copy.number, entry.offset, entry.nbytes)
+        if zlib.crc32(data.data) != entry.sum:
+            raise OSError(f"damaged on {copy.keeper.host}")
+        return data
+
+
+@contextlib.contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError) as error:
+        errors.append(str(error))
+
+
+def wanted(given: Any, about: KeptLeaf) -> list[Box]:
+    """The boxes of a leaf's data that this process needs, to have it where the given leaf is."""
+    if about.kind == NUMPY or not _is_placed(given):
+        return [Box.whole(about.shape)]
+    placed = given.mpmd_sharding if isinstance(given, MpmdArray) else given.sharding
+    by_part = part_boxes(keys.data_sharding(placed, given.shape, given.dtype), about.shape)
+    return list({box for boxes in by_part.values() for device, box in boxes.items() if is_local(device)})
+
+
+def _is_placed(given: Any) -> bool:
+    return isinstance(given, jax.Array) and bool(given.committed)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
+    """The leaf that was kept, where the given one is; that one's memory is used up."""
+    if about.kind == NUMBER:
+        return _NUMBERS[about.dtype](data[None])
+    if about.kind == NUMPY:
+        (value,) = data.values()
+        return value if isinstance(given, np.ndarray) or value.ndim else value[()]
+    dtype = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+    if not _is_placed(given):
+        (value,) = data.values()
+        return keys.from_data(jnp.asarray(value.item() if about.weak and not value.ndim else value), dtype)
+
+    def array(sharding: Any, shape: tuple[int, ...], offset: Sequence[int]) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            return data[Box.from_slices(index or (), shape).shifted(offset)]
+
+        return keys.from_data(jax.make_array_from_callback(shape, sharding, part, jnp.dtype(about.dtype)), dtype)
+
+    if not isinstance(given, MpmdArray):
+        return array(keys.data_sharding(given.sharding, given.shape, dtype), about.shape, (0,) * len(about.shape))
+    given.delete()
+    sharding, shape = given.mpmd_sharding, keys.shape_of_data(about.shape, dtype)
+    placed = keys.data_sharding(sharding, shape, dtype)
+    parts = placed.local_parts(about.shape)
+    arrays = {part.key: array(placed.group_sharding(part.group), part.shape, part.offset) for part in parts}
+    return MpmdArray._unchecked(arrays, sharding, shape, dtype, about.weak)

@@ -1,0 +1,79 @@
+"""Which copies make up a whole state, and on which hosts copies lie: pure functions of what keepers have.
+
+A *record* is what one rank has kept of the state after one step. A *version* is whole when some keeper has the record
+of each rank that the job had then.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpmd.resilience.keepers import Address
+
+
+class Stored(NamedTuple):
+    """One record, and where it lies.
+
+    Attributes:
+      attempt: how often the launcher had started the job over; a version is of one attempt.
+      call: which call of `resilient` in the program.
+      step: the step whose result it is a part of.
+      owner, num_ranks: the rank that has kept it, of how many.
+      keeper, number: where it is.
+    """
+
+    attempt: int
+    call: int
+    step: int
+    owner: int
+    num_ranks: int
+    keeper: Address
+    number: int
+
+
+class Version(NamedTuple):
+    """A whole state.
+
+    Attributes:
+      records: for each rank that the job had, the copies of its record.
+    """
+
+    step: int
+    attempt: int
+    records: tuple[tuple[Stored, ...], ...]
+
+
+def stored(answers: Mapping[Address, Iterable[Mapping[str, Any]]]) -> list[Stored]:
+    """The records that keepers have, as they list them."""
+    return [Stored(**record, keeper=address) for address, records in answers.items() for record in records]
+
+
+def whole(records: Iterable[Stored], call: int) -> list[Version]:
+    """The whole versions of one call, the newest first."""
+    found: dict[tuple[int, int], list[list[Stored]]] = {}
+    for record in records:
+        if record.call == call:
+            owners = found.setdefault((record.step, record.attempt), [[] for _ in range(record.num_ranks)])
+            owners[record.owner].append(record)
+    return [
+        Version(step, attempt, tuple([tuple(copies) for copies in owners]))
+        for (step, attempt), owners in sorted(found.items(), reverse=True)
+        if all(owners)
+    ]
+
+
+def lost_text(records: Iterable[Stored], call: int) -> str:
+    """Why no version is whole, in words."""
+    mine = [record for record in records if record.call == call]
+    if not mine:
+        return "no keeper has a copy"
+    newest = max(mine, key=lambda record: (record.step, record.attempt))
+    same = [r for r in mine if (r.step, r.attempt) == (newest.step, newest.attempt)]
+    missing = sorted(set(range(newest.num_ranks)) - {record.owner for record in same})
+    what = f"rank {missing[0]}" if len(missing) == 1 else f"the ranks {', '.join(map(str, missing))}"
+    return f"of the state after step {newest.step} every copy of {what} is lost"
+
+
+def buddies(hosts: Sequence[Address], own: Address, copies: int) -> list[Address]:
+    """The keepers of the hosts that keep another copy of what `own` keeps: those that follow it in a ring."""
+    first = hosts.index(own)
+    return [hosts[(first + i) % len(hosts)] for i in range(1, min(copies, len(hosts) - 1) + 1)]

@@ -1,0 +1,145 @@
+"""A training loop under `mpmd.resilient`, in which something goes wrong in the first attempts.
+
+    resilience.py CASE NUM_STEPS [FAULT…]    prints `step I BITS` in every rank, and `end HASH` in rank 0
+
+A case is one of `training.py`, for the devices that the job has, and `half` is that of half of its devices (the first
+attempt has twice as many). A fault is JSON: `{"attempt": 0, "rank": 1, "step": 3, "what": …}` and more.
+"""
+
+import functools
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import training
+
+import mpmd
+from mpmd.job import joining
+from mpmd.resilience import copies, keepers
+from mpmd.resilience.keeper import TOKEN
+
+ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
+
+
+def batch_at(i: int):
+    random = np.random.default_rng(i)
+    tokens = random.integers(0, training.VOCABULARY, (training.MICROBATCHES, training.ROWS))
+    keys = jax.random.split(jax.random.key(i), training.MICROBATCHES)
+    wanted = 7 * tokens % training.VOCABULARY
+    return {"tokens": tokens.astype(np.int32), "targets": wanted.astype(np.int32), "key": keys}
+
+
+def keeper_here() -> keepers.Connection:
+    own = keepers.own(os.environ, "127.0.0.1")
+    assert own is not None
+    return keepers.Connection(own, os.environ[TOKEN], shares_memory=True)
+
+
+def damage(step: int, owners: tuple[int, ...]) -> None:
+    """Flips a byte in the middle of what the keeper of this host has of a step, of some ranks, once it is whole."""
+    connection = keeper_here()
+    deadline = time.monotonic() + 60
+    while len(found := [r for r in connection.records() if r["step"] == step]) < jax.process_count():
+        assert time.monotonic() < deadline, connection.records()
+        time.sleep(0.01)
+    for record in found:
+        if record["owner"] in owners:
+            header = json.loads(connection.header(record["number"]))
+            _, _, _, offset, nbytes, _ = max(header["pieces"], key=lambda piece: piece[4])
+            connection.read(record["number"], offset, nbytes)[nbytes // 2] ^= 0x10
+
+
+def prepare(fault: dict) -> None:
+    """What a fault needs before the loop begins."""
+    if fault["what"] == "copy":  # killed while it copies: with half of its bytes written
+        plain = copies.written
+
+        def written(layout, taken, into):
+            if fault.pop("now", False):
+                plain(layout, taken, into)
+                into[into.nbytes // 2 :] = 0
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(layout, taken, into)
+
+        copies.written = written
+
+
+def begin(fault: dict) -> None:
+    """The step begins in which it goes wrong."""
+    match fault["what"]:
+        case "signal":  # somewhere in the step
+            os_kill = functools.partial(os.kill, os.getpid(), fault["signal"])
+            threading.Timer(fault.get("after_s", 0.0), os_kill).start()
+        case "copy":
+            fault["now"] = True
+        case "damage":
+            for step in fault["steps"]:
+                damage(step, tuple(fault["owners"]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "keeper":  # the keeper of this host is killed
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect("\0" + os.environ["MPMD_KEEPER"].partition(":")[2])
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            os.kill(struct.unpack("iII", peer)[0], signal.SIGKILL)
+        case "raise":
+            raise RuntimeError("as was asked for")
+        case "wait":  # for a test that does something to this process
+            print("waits", flush=True)
+            time.sleep(600)
+
+
+def main() -> None:
+    name, num_steps = sys.argv[1], int(sys.argv[2])
+    faults = [json.loads(text) for text in sys.argv[3:]]
+    mpmd.initialize()
+    faults = [f for f in faults if (f["attempt"], f["rank"]) == (ATTEMPT, jax.process_index())]
+    for fault in faults:
+        prepare(fault)
+    case = training.cases(jax.device_count())[name]
+    mesh = training.mesh_of(case)
+    reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
+    step = mpmd.jit(training.make_step(case, mpmd.mark_stage_end, reduce), mpmd_mesh=mesh, donate_argnums=0)
+    make = functools.partial(training.init, num_stages=case.schedule.num_stages)
+    layout = step.lower(jax.eval_shape(make, jax.random.key(0)), batch_at(0)).compile().input_shardings[0][0]
+    rows = mpmd.MpmdSharding(mesh, range(mesh.num_groups), split={g: ((g, g + 1),) for g in range(mesh.num_groups)})
+    state = {
+        "train": mpmd.jit(make, mpmd_mesh=mesh, out_shardings=layout)(jax.random.key(0)),
+        "rows": mpmd.jit(lambda: jnp.arange(4.0)[: mesh.num_groups], mpmd_mesh=mesh, out_shardings=rows)(),
+        "key": jax.random.key(5), "seen": np.zeros(3, np.int16), "number": 0,
+    }  # fmt: skip
+
+    def body(i, state):
+        for fault in faults:
+            if fault["step"] == i:
+                begin(fault)
+        train, metrics = step(state["train"], batch_at(i))
+        if mesh.local_groups:
+            print("step", i, json.dumps(training.bits(metrics)), flush=True)
+        key = jax.random.split(state["key"], 2)[1]
+        number = state["number"] + 1
+        return {
+            "train": train,
+            "rows": state["rows"],
+            "key": key,
+            "seen": state["seen"] + np.int16(i),
+            "number": number,
+        }, metrics
+
+    state = mpmd.resilient(body, state, num_steps)
+    found = jax.tree.map(np.asarray, mpmd.device_get({**state, "key": jax.random.key_data(state["key"])}))
+    if jax.process_index() == 0:
+        assert found["rows"].tolist() == list(range(mesh.num_groups)), found["rows"]
+        print("end", training.digest({k: v for k, v in found.items() if k != "rows"}), flush=True)
+    assert (joining.current() is None) == (jax.process_count() == 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Jobs whose processes are lost under `mpmd.resilient`: each loss, and its sum total, must leave no trace in any bit.
+
+Each job is started by the launcher, as a user starts it. Several losses follow each other in one job, an attempt each.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
+
+import hosts as network  # pyright: ignore[reportMissingImports]
+from launching import PYTHON, ROOT, Launched, alive, command, launch, until  # pyright: ignore[reportMissingImports]
+
+PROGRAM = Path(__file__).parent / "programs" / "resilience.py"
+NUM_STEPS = 8
+LIMIT_S = 400
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """What programs are compiled to once."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAM.parent}",
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(environment):
+    """What the losses, and the end, are where nothing is lost: in one process, which has all devices."""
+    found = {}
+
+    def of(case: str, devices: int):
+        if (case, devices) not in found:
+            with started(environment, "-n", 1, "--cpu-devices", devices, case=case) as job:
+                assert job.finish(LIMIT_S) == 0, job.err
+            found[case, devices] = job
+        return steps(found[case, devices]), end(found[case, devices])
+
+    return of
+
+
+def started(environment, *options, case: str = "1f1b", faults=(), prefix=(), num_steps: int = NUM_STEPS):
+    command = [PYTHON, PROGRAM, case, num_steps, *[json.dumps(fault) for fault in faults]]
+    return launch(*options, "--", *command, prefix=prefix, **environment)
+
+
+def steps(job: Launched) -> dict[int, str]:
+    """The metrics of each step, of which every rank and every attempt must have printed the same bits."""
+    found: dict[int, set[str]] = {}
+    for step, text in re.findall(r"^\[\d+\] step (\d+) (.*)$", job.out, re.MULTILINE):
+        found.setdefault(int(step), set()).add(text)
+    assert all(len(texts) == 1 for texts in found.values()), found
+    return {step: texts.pop() for step, texts in sorted(found.items())}
+
+
+def end(job: Launched) -> str:
+    (text,) = set(job.matches(r"^\[0\] end (\w+)$"))
+    return text
+
+
+def said(job: Launched) -> list[str]:
+    return re.findall(r"^\[\d+\] mpmd\.resilient: (.*)$", job.err, re.MULTILINE)
+
+
+def run(environment, *options, **more) -> Launched:
+    with started(environment, *options, **more) as job:
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    return job
+
+
+def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after_s: float = 0.0) -> dict:
+    return {"attempt": attempt, "rank": rank, "step": step, "what": "signal", "signal": int(number), "after_s": after_s}
+
+
+def test_a_killed_process_leaves_no_trace_in_losses_and_state(environment, unbroken):
+    faults = [kill(0, 1, 4)]
+    job = run(environment, "-n", 2, "--cpu-devices", 2, "--restarts", 1, case="pairs", faults=faults)
+    assert (steps(job), end(job)) == unbroken("pairs", 4)
+    (line,) = said(job)
+    assert int(re.fullmatch(r"goes on after step (\d), from memory", line)[1]) in (
+        1,
+        2,
+        3,
+    )  # that it ran, is no certainty
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["1f1b", "explicit", "uneven"])
+def test_no_loss_of_a_process_leaves_a_trace(environment, unbroken, case):
+    faults = [
+        {"attempt": 0, "rank": 0, "step": 2, "what": "copy"},
+        kill(1, 2, 3, signal.SIGSTOP),
+        {"attempt": 2, "rank": 1, "step": 6, "what": "damage", "steps": [5], "owners": [2]},
+        {"attempt": 3, "rank": 3, "step": 7, "what": "raise"},
+    ]
+    options = "-n 4 --cpu-devices 1 --restarts 4 --hang-timeout 5".split()
+    job = run(environment, *options, case=case, faults=faults)
+    assert (steps(job), end(job)) == unbroken(case, 4)
+    first, *_, damaged, last = said(job)
+    assert first in ("goes on after step 0, from memory", "goes on after step 1, from memory")
+    assert damaged.startswith("goes on after step 4, from memory (of the state after step 5, ")
+    assert last == "goes on after step 6, from memory"
+
+
+@pytest.mark.slow
+def test_after_a_notice_no_step_is_computed_again(environment, unbroken):
+    faults = [kill(0, 3, 3, signal.SIGTERM), kill(1, 0, 6, signal.SIGTERM, 0.01)]
+    job = run(environment, *"-n 4 --cpu-devices 1 --restarts 2".split(), faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    told, went_on, told_again, went_on_again = said(job)
+    kept = [int(re.search(r"\(SIGTERM\); the state after step (\d) is kept", line)[1]) for line in (told, told_again)]
+    assert [f"goes on after step {step}, from memory" for step in kept] == [went_on, went_on_again]
+    of_rank_3 = [int(step) for step in job.matches(r"^\[3\] step (\d) ")]
+    assert [of_rank_3.count(step) for step in range(kept[0] + 1)] == [1] * (kept[0] + 1)
+
+
+@pytest.mark.slow
+def test_a_keeper_that_dies_ends_no_job_and_has_a_successor(environment, unbroken):
+    faults = [
+        {"attempt": 0, "rank": 1, "step": 2, "what": "keeper"}, kill(0, 1, 5, after_s=0.2),
+        kill(1, 2, 6), {"attempt": 2, "rank": 0, "step": 7, "what": "damage", "steps": [6, 5], "owners": [0, 1, 2, 3]},
+    ]  # fmt: skip
+    job = run(environment, *"-n 4 --cpu-devices 1 --restarts 3".split(), faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    gone, ended, lost, again, *_, from_the_start = said(job)
+    assert gone.startswith("the keeper on 127.0.0.1 cannot be used any more (")
+    assert re.fullmatch(r"rank \d has no keeper left: no more copies of the state are made; .*", ended)
+    assert lost == "begins with step 0 and the given state: no keeper has a copy"
+    assert re.fullmatch(r"goes on after step [45], from memory", again)
+    assert from_the_start.startswith("begins with step 0 and the given state: of the state after step 6, ")
+    assert "jax-mpmd: starts a new keeper on localhost: what lay in the memory of the last one is lost" in job.err
+
+
+@pytest.mark.slow
+def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(environment):
+    faults = [{"attempt": 0, "rank": 1, "step": 2, "what": "wait"}]
+    before = set(os.listdir("/dev/shm"))
+    with started(environment, *"-n 2 --cpu-devices 1 --restarts 3".split(), case="1f1b", faults=faults) as job:
+        job.wait_for_line(r"^\[1\] waits")
+        keepers = [pid for pid in job.left() if b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(keepers) == 1
+        for pid in (job.process.pid, *job.left()):
+            if pid not in keepers:
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not alive(keepers[0]), "the end of the keeper")
+        shutil.rmtree(job._temporary.name)
+        os.mkdir(job._temporary.name)  # what was killed can remove nothing
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(st.data())
+def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, data):
+    """Four losses a job, in any rank and at any time, a rank that stops among them."""
+    faults, step = [], 0
+    whats = data.draw(st.permutations(["kill", "copy", "stop", "term"]))  # three alike would end the job
+    for attempt, what in enumerate(whats):
+        step = data.draw(st.integers(step, NUM_STEPS - 1))
+        number = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(what, signal.SIGKILL)
+        fault = kill(attempt, data.draw(st.integers(0, 3)), step, number, data.draw(st.integers(0, 60)) / 1000)
+        faults.append({**fault, "what": "copy"} if what == "copy" else fault)
+    options = "-n 4 --cpu-devices 1 --restarts 4 --hang-timeout 5".split()
+    job = run(environment, *options, faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+
+
+# --- two hosts ------------------------------------------------------------------------------------
+
+REASON = network.missing()
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with network.two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+def over(environment, hosts, *options, **more):
+    options = ("--ssh", hosts.ssh, "-H", "hosta,hostb", *options)
+    return started(environment, *options, prefix=hosts.here.prefix, **more)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_host_that_is_lost_with_its_memory_is_no_loss(environment, unbroken, hosts):
+    """All processes of the other host are killed, its keeper too; the host itself answers again at once."""
+    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
+    with over(environment, hosts, *"-n 2 --cpu-devices 1 --restarts 1".split(), faults=faults) as job:
+        job.wait_for_line(r"^\[3\] waits")
+        for pid in hosts.there.pids():
+            os.kill(pid, signal.SIGKILL)
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+    assert "starts a new keeper on hostb" in job.err
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_damaged_copy_gives_way_to_the_one_on_the_other_host(environment, unbroken, hosts):
+    faults = [{"attempt": 0, "rank": 1, "step": 6, "what": "damage", "steps": [5], "owners": [0, 1, 3]}]
+    options = "-n 2 --cpu-devices 1 --restarts 1".split()
+    with over(environment, hosts, *options, faults=faults) as job:
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert said(job) == ["goes on after step 5, from memory"]
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts):
+    """On half of the devices: two of the four groups are on another device, and there are fewer processes."""
+    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
+    options = "-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1 --hang-timeout 5".split()
+    try:
+        with over(environment, hosts, *options, case="shared", faults=faults) as job:
+            job.wait_for_line(r"^\[3\] waits")
+            hosts.cable("down")
+            cut = time.monotonic()
+            assert job.process.wait(LIMIT_S) == 0, job.out + job.err
+            assert time.monotonic() - cut < LIMIT_S
+            lines = [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+            assert said(job)[-1] in lines, job.err
+            assert "jax-mpmd: goes on without host hostb, which does not answer" in job.err
+            assert (steps(job), end(job)) == unbroken("shared", 4)
+            left = [command(pid) for pid in hosts.there.pids()]
+            until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
+    finally:
+        hosts.cable("up")

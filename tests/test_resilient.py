@@ -1,0 +1,368 @@
+"""`mpmd.resilient` in one process, with a keeper beside it; which copies make up a whole state, and who keeps what."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mpmd
+from mpmd.arrays.boxes import Box, held_cells
+from mpmd.resilience import keepers, layout, loop, versions
+from mpmd.resilience.keeper import TOKEN
+from mpmd.resilience.keepers import Address
+from mpmd.resilience.versions import Stored
+
+PAGE = Path(__file__).parents[1] / "docs" / "resilience.md"
+KEEPER = Path(loop.__file__).with_name("keeper.py")
+A, B, C = (Address(host, 1, host) for host in "abc")
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    """A keeper as the launcher starts one; gives the connection that a rank of this host has."""
+    environment = os.environ | {TOKEN: "secret"}
+    process = subprocess.Popen(
+        [sys.executable, str(KEEPER), "--bind", "127.0.0.1"], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _, port, name = process.stdout.readline().split()
+    monkeypatch.setenv("MPMD_KEEPER", f"{port}:{name}")
+    monkeypatch.setenv(TOKEN, "secret")
+    own = keepers.own(os.environ, "127.0.0.1")
+    assert own is not None
+    connection = keepers.Connection(own, "secret", shares_memory=True)
+    yield connection
+    connection.close()
+    process.stdin.close()
+    with process.stdout:
+        assert process.wait(10) == 0
+
+
+def again(monkeypatch, *arguments, attempt: int = 1, **more):
+    """The same call, as the program makes it when it has been started over."""
+    monkeypatch.setattr(loop, "_calls", 0)
+    monkeypatch.setenv("MPMD_ATTEMPT", str(attempt))
+    return mpmd.resilient(*arguments, **more)
+
+
+class LossError(Exception):
+    """Stands for the loss of a process."""
+
+
+def until(step: int, body):
+    """The body, whose process is lost when a step begins."""
+
+    def failing(i, state):
+        if i == step:
+            raise LossError
+        return body(i, state)
+
+    return failing
+
+
+def same(one, other) -> None:
+    """Asserts that two trees agree in types and bits."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
+        if isinstance(a, jax.Array):
+            assert a.dtype == b.dtype
+            assert getattr(a, "weak_type", False) == getattr(b, "weak_type", False)
+            a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        else:
+            assert (type(a), repr(a)) == (type(b), repr(b))
+        assert isinstance(a, int | str) or np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_outside_a_job_it_is_the_plain_loop():
+    seen = []
+
+    def body(i, state):
+        seen.append(i)
+        return {"x": state["x"] * 2 + i}, {"loss": i}
+
+    assert mpmd.resilient(body, {"x": 1}, 5, start=2) == {"x": ((1 * 2 + 2) * 2 + 3) * 2 + 4}
+    assert seen == [2, 3, 4]
+    assert mpmd.resilient(body, {"x": 7}, 0) == {"x": 7}
+
+
+def test_the_programs_of_the_page_resilience_md_run():
+    loop_text, start_text = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names = {
+        "mpmd": mpmd, "num_steps": 5, "state": 1, "batch_at": lambda i: i, "newest_on_disk": lambda: 3,
+        "step": lambda state, batch: (state * 2 + batch, {"loss": batch}),
+    }  # fmt: skip
+    exec(loop_text, names)
+    assert names["state"] == 58
+    names["state"] = 14  # after three of the steps
+    exec(start_text, names)
+    assert names["state"] == 66
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, 2, 3), "mpmd.resilient: body is a int, not a function."),
+        ((print, 2, -1), "mpmd.resilient: num_steps is -1; it must be at least 0."),
+        ((print, 2, "7"), "mpmd.resilient: num_steps is '7', not a whole number."),
+        (
+            (print, [int], 1),
+            (
+                "mpmd.resilient: state[0] is a type; the leaves of a state are arrays, numbers and strings.\n"
+                "  Keep everything else outside of the state, in the function `body`."
+            ),
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError) as raised:
+        mpmd.resilient(*arguments)
+    assert str(raised.value) == message
+
+
+def test_all_wrong_numbers_are_named_at_once():
+    with pytest.raises(ValueError) as raised:
+        mpmd.resilient(print, 0, 1, copies=-1, every=0)
+    expected = "mpmd.resilient: copies is -1; it must be at least 0; every is 0; it must be at least 1."
+    assert str(raised.value) == expected
+
+
+def test_a_body_that_returns_another_tree_is_told_so():
+    with pytest.raises(ValueError) as raised:
+        mpmd.resilient(lambda i, state: [state, state], 0, 1)
+    assert str(raised.value) == (
+        "mpmd.resilient: body(0, state) returned another tree than it was given.\n  given:    PyTreeDef(*)\n"
+        "  returned: PyTreeDef([*, *])\n  Return the next state, or (state, metrics)."
+    )
+
+
+def everything():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sharded = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh, PartitionSpec("x")))
+    return {
+        "bf16": jnp.arange(5, dtype=jnp.bfloat16), "fp8": jnp.ones(3, "float8_e4m3fn"), "int4": jnp.ones(3, "int4"),
+        "keys": jax.random.split(jax.random.key(1), 3), "rbg": jax.random.key(2, impl="rbg"), "weak": jnp.asarray(2.0),
+        "none": None, "empty": jnp.zeros((0, 3)), "numpy": np.arange(6).reshape(2, 3), "scalar": np.float32(0.1),
+        "bool": True, "int": 1 << 100, "float": float("nan"), "text": "hé", "counter": 0, "sharded": sharded,
+    }  # fmt: skip
+
+
+def one_step(i, state):
+    keys = jax.vmap(lambda key: jax.random.split(key)[1])(state["keys"])
+    numbers = {name: state[name] * 1.5 for name in ("bf16", "weak")} | {"numpy": state["numpy"] * 3 + i}
+    return {**state, **numbers, "keys": keys, "counter": state["counter"] + jnp.int32(1)}
+
+
+def test_every_kind_of_leaf_comes_back_with_its_type_and_bits(keeper, monkeypatch, capfd):
+    expected = everything()
+    for i in range(7):
+        expected = one_step(i, expected)
+    with pytest.raises(LossError):
+        again(monkeypatch, until(4, one_step), everything(), 7, attempt=0)
+    steps = []
+    found = again(monkeypatch, lambda i, state: (steps.append(i), one_step(i, state))[1], everything(), 7)
+    assert steps == [4, 5, 6]
+    same(found, expected)
+    assert found["sharded"].sharding == expected["sharded"].sharding
+    assert capfd.readouterr().err == "mpmd.resilient: goes on after step 3, from memory\n"
+
+
+def groups_of(size: int, kind: AxisType) -> mpmd.MpmdMesh:
+    devices = np.array(jax.devices()).reshape(-1, size)
+    return mpmd.MpmdMesh.from_groups([Mesh(row, ("x",), axis_types=(kind,)) for row in devices])
+
+
+def placed(mesh: mpmd.MpmdMesh, split):
+    """A state in the groups of a mesh: a sharded array in each, one that all have, and one that is split over them."""
+    last = mesh.num_groups - 1
+
+    def put(x, groups, spec=(), **more):
+        wanted = mpmd.MpmdSharding(mesh, groups, spec, **more)
+        return mpmd.jit(lambda: jnp.asarray(x), mpmd_mesh=mesh, out_shardings=wanted)()
+
+    numbers = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    return {
+        "first": put(numbers, 0, PartitionSpec("x")), "last": put(numbers * 2, last, PartitionSpec(None, "x")),
+        "tied": put(numbers * 3, {0, last}), "rows": put(numbers * 4, range(mesh.num_groups), split=split),
+        "key": put(3, {0}), "own": np.int64(5),
+    }  # fmt: skip
+
+
+def test_a_state_comes_back_in_other_groups(keeper, monkeypatch, capfd):
+    old, new = groups_of(2, AxisType.Auto), groups_of(4, AxisType.Explicit)
+    first = placed(old, {g: ((2 * g, 2 * g + 2),) for g in range(4)})
+
+    def body(i, state):
+        return jax.tree.map(lambda x: x, {**state, "own": state["own"] + i})
+
+    with pytest.raises(LossError):
+        again(monkeypatch, until(2, body), first, 4, attempt=0)
+    given = placed(new, {0: ((0, 3), (5, 8)), 1: ((3, 5),)})
+    layouts = {name: x.mpmd_sharding for name, x in given.items() if name != "own"}
+    found = again(monkeypatch, body, given, 4)
+    assert {name: x.mpmd_sharding for name, x in found.items() if name != "own"} == layouts
+    for name, x in found.items():
+        expected = first[name] if name != "own" else np.int64(5 + 6)
+        assert np.asarray(x).tobytes() == np.asarray(expected).tobytes(), name
+    assert given["first"].is_deleted()
+    record = keeper.records()[-1]
+    sizes = 4 * 64 * 4 + 64 + 64  # each array once, whoever has it, and two scalars
+    assert len(keeper.read(record["number"], 0, sizes)) == sizes
+
+
+def damage(keeper, step: int) -> None:
+    (number,) = [r["number"] for r in keeper.records() if r["step"] == step]
+    keeper.read(number, 0, 8)[3] ^= 1
+
+
+def test_a_damaged_copy_gives_way_to_the_version_before_and_then_to_the_given_state(keeper, monkeypatch, capfd):
+    def body(i, state):
+        return {"x": state["x"] + i}
+
+    start = {"x": jnp.zeros(1000)}
+    with pytest.raises(LossError):
+        again(monkeypatch, until(5, body), start, 9, attempt=0)
+    assert [r["step"] for r in keeper.records()] == [3, 4]
+    damage(keeper, 4)
+    with pytest.raises(LossError):
+        again(monkeypatch, until(4, body), start, 9)
+    assert [r["step"] for r in keeper.records()] == [3]
+    lost = "of the state after step {}, state['x'] of rank 0 can be read from none of 1 copies (damaged on 127.0.0.1)"
+    assert capfd.readouterr().err == f"mpmd.resilient: goes on after step 3, from memory ({lost.format(4)})\n"
+    damage(keeper, 3)
+    found = again(monkeypatch, body, start, 9, attempt=2)
+    assert found["x"].tolist() == [sum(range(9))] * 1000
+    assert capfd.readouterr().err == f"mpmd.resilient: begins with step 0 and the given state: {lost.format(3)}\n"
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"y": jnp.zeros(3)}, "the given state has no state['x']"),
+        ({"x": jnp.zeros(4)}, "state['x'] is float32[3] there, and float32[4] in the given state"),
+        ({"x": jnp.zeros(3, int)}, "state['x'] is float32[3] there, and int32[3] in the given state"),
+        ({"x": 5}, "state['x'] is float32[3] there, and a int in the given state"),
+    ],
+)
+def test_a_state_of_another_kind_is_not_taken_for_the_one_that_is_kept(keeper, monkeypatch, capfd, other, why):
+    with pytest.raises(LossError):
+        again(monkeypatch, until(2, lambda i, state: state), {"x": jnp.zeros(3)}, 9, attempt=0)
+    again(monkeypatch, lambda i, state: state, other, 9)
+    expected = f"mpmd.resilient: begins with step 0 and the given state: of the state after step 1, {why}\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_states_are_kept_every_so_many_steps_and_at_the_end(keeper, monkeypatch):
+    again(monkeypatch, lambda i, x: x + 1, np.zeros(3), 8, attempt=0, every=3, start=1)
+    assert [r["step"] for r in keeper.records()] == [5, 7]
+
+
+def test_a_checkpoint_that_is_newer_than_what_lies_in_memory_wins(keeper, monkeypatch, capfd):
+    with pytest.raises(LossError):
+        again(monkeypatch, until(3, lambda i, x: x + 1), np.zeros(3), 8, attempt=0)
+    found = again(monkeypatch, lambda i, x: x + 1, np.full(3, 6.0), 8, start=6)
+    assert found.tolist() == [8, 8, 8]
+    assert capfd.readouterr().err == (
+        "mpmd.resilient: begins with step 6 and the given state: the state after step 2 is not of the steps 6 to 7\n"
+    )
+
+
+def test_memory_is_used_again_and_a_second_loop_replaces_the_first(keeper, monkeypatch):
+    monkeypatch.setattr(loop, "_calls", 0)
+    for _ in range(2):
+        mpmd.resilient(lambda i, x: x + 1, jnp.zeros(1000), 5)
+    assert [(r["call"], r["step"]) for r in keeper.records()] == [(1, 3), (1, 4)]
+    maps = {id(keeper.read(r["number"], 0, 1).base) for r in keeper.records()}
+    assert len(maps) == 2
+
+
+def test_a_connection_without_the_token_is_refused(keeper):
+    own = keepers.own(os.environ, "127.0.0.1")
+    assert own is not None
+    for shares_memory in (True, False):
+        with (
+            pytest.raises(OSError, match=r"ended|reset|Broken pipe"),
+            contextlib.closing(keepers.Connection(own, "guessed", shares_memory=shares_memory)) as connection,
+        ):
+            connection.records()
+
+
+def test_another_host_keeps_and_gives_back_the_same_bytes(keeper):
+    own = keepers.own(os.environ, "127.0.0.1")
+    assert own is not None
+    far = keepers.Connection(own, "secret", shares_memory=False)
+    about = {"attempt": 0, "call": 0, "step": 3, "owner": 1, "num_ranks": 2}
+    data = np.random.default_rng(0).integers(0, 256, 9 << 20).astype(np.uint8)
+    far.put(data, (0, 0), about, "a header")
+    (record,) = far.records()
+    assert record == {**about, "number": 1}
+    assert far.header(1) == "a header"
+    assert np.array_equal(far.read(1, 5, 8 << 20), data[5 : 5 + (8 << 20)])
+    assert np.array_equal(keeper.read(1, 0, data.nbytes), data)
+    far.close()
+
+
+# --- pure parts -----------------------------------------------------------------------------------
+
+
+def kept(keeper: Address, step: int, owner: int, num_ranks: int = 2, attempt: int = 0, call: int = 0) -> Stored:
+    return Stored(attempt, call, step, owner, num_ranks, keeper, 1)
+
+
+def test_a_version_is_whole_when_some_keeper_has_a_record_of_each_rank():
+    records = [kept(A, 5, 0), kept(B, 5, 0), kept(A, 5, 1), kept(A, 6, 0), kept(B, 6, 0), kept(A, 9, 0, 1, call=1)]
+    (version,) = versions.whole(records, 0)
+    assert (version.step, version.records) == (5, ((kept(A, 5, 0), kept(B, 5, 0)), (kept(A, 5, 1),)))
+    assert versions.lost_text(records, 0) == "of the state after step 6 every copy of rank 1 is lost"
+    assert versions.lost_text(records, 2) == "no keeper has a copy"
+
+
+def test_records_of_two_attempts_are_never_mixed():
+    records = [kept(A, 6, 0), kept(A, 6, 1, attempt=1), kept(A, 4, 0, 1, attempt=1)]
+    assert [(v.step, v.attempt) for v in versions.whole(records, 0)] == [(4, 1)]
+
+
+@given(st.integers(1, 6), st.integers(0, 7))
+def test_buddies_are_other_hosts_and_all_hosts_keep_equally_much(num_hosts, copies):
+    hosts = [Address(f"host{i}", i, str(i)) for i in range(num_hosts)]
+    chosen = [versions.buddies(hosts, host, copies) for host in hosts]
+    for host, mine in zip(hosts, chosen, strict=True):
+        assert host not in mine
+        assert len(set(mine)) == len(mine) == min(copies, num_hosts - 1)
+    counts = [sum(host in mine for mine in chosen) for host in hosts]
+    assert set(counts) == {min(copies, num_hosts - 1)}
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
+def test_each_element_is_kept_once_and_by_a_process_that_has_it(arrays):
+    load: dict[int, int] = {}
+    for size, first, is_sharded in arrays:
+        devices = np.array(jax.devices()).reshape(-1, size)
+        mesh = mpmd.MpmdMesh.from_groups([Mesh(row, ("x",)) for row in devices])
+        groups = {0, first % mesh.num_groups}
+        sharding = mpmd.MpmdSharding(mesh, groups, PartitionSpec("x") if is_sharded else PartitionSpec())
+        owners = layout.owners(sharding, (8, 3), 4, load)
+        assert sum(box.size for box in owners) == 24
+        assert not [1 for a in owners for b in owners if a != b and (a & b).size]
+        cells = held_cells(sharding, (8, 3))[1]
+        assert all(owner in cells[box] for box, owner in owners.items())
+    assert sum(load.values()) == 24 * 4 * len(arrays)
+
+
+def test_processes_that_have_the_same_keep_equally_much(monkeypatch):
+    cells = {Box((0,), (4,)): (0, 1, 2)}
+    monkeypatch.setattr(layout, "held_cells", lambda sharding, shape: ((4,), cells))
+    load: dict[int, int] = {}
+    assert [next(iter(layout.owners(None, (4,), 4, load).values())) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
