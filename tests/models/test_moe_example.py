@@ -1,8 +1,9 @@
-"""examples/moe: equal to the same step without a pipeline, in one process and in four; saved and resumed."""
+"""examples/moe: equal to the same step without a pipeline, in one process and in four; saved, resumed, exported."""
 
 import dataclasses
 import functools
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpmd
+import reshard
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("train", "model", "parallel", "experts", "router")
@@ -218,6 +221,47 @@ def test_statistics_of_routers_are_shares(example):
 
 RUN = "--layers 4 --width 32 --hidden 16 --experts 4 --length 16 --batch 32 --microbatches 4 --lr 0.01 --float32"
 RUN += " --steps 4"
+
+
+@pytest.mark.slow
+def test_a_state_goes_on_bitwise_in_other_groups_and_on_one_device_and_as_a_folder(example, tmp_path):
+    """Muon's momentum comes from the host's memory and goes back there; no number depends on the layout."""
+    config = example.model.Config(**SMALL, layers=4)
+    optimizer = example.train.make_optimizer(1e-2, 4)
+    compiled, _, make = compiled_step(
+        example, config, optimizer, example.parallel.make_mesh(4, 1, 2), "zb-h1", num_microbatches=4
+    )
+    state, _ = compiled(make(jax.random.key(0)), tokens(4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    saved = mpmd.device_get(state)
+
+    other, like, _ = compiled_step(
+        example, config, optimizer, example.parallel.make_mesh(2, 1, 4), "1f1b", num_microbatches=4
+    )
+    layout = other.input_shardings[0][0]
+    state = reshard.restore(tmp_path / "state", like, layout)
+    assert jax.tree.map(lambda x: x.mpmd_sharding, state) == layout
+    jax.tree.map(np.testing.assert_array_equal, mpmd.device_get(state), saved)
+    state, metrics = other(state, tokens(4, 1))
+    expected = without_a_pipeline(example, config, optimizer, 1, 4, AxisType.Explicit, [tokens(4), tokens(4, 1)])
+    np.testing.assert_allclose(float(metrics["loss"]), expected[1][1]["loss"], rtol=2e-3)  # Muon magnifies rounding
+
+    alone = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        whole = checkpointer.restore(tmp_path / "state", jax.tree.map(_on_one_device, alone))
+    jax.tree.map(np.testing.assert_array_equal, whole, saved)
+
+    params = reshard.restore(tmp_path / "state", alone, partial=True)["params"]
+    example.train.export(config, params, str(tmp_path / "folder"))
+    back = reshard.restore(tmp_path / "folder", alone["params"], mapping="auto")
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    said = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert said["model_type"] == "mixtral" and said["num_local_experts"] == 4
+
+
+def _on_one_device(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
 @pytest.mark.slow
