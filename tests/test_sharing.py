@@ -18,6 +18,7 @@ import mpmd
 import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.compile.constants import WithConstants, with_constants
+from mpmd.compile.repeats import LEAST, repeated_runs
 from mpmd.compile.subprogram import Pattern, num_equations
 from mpmd.tracing.inline import inline
 
@@ -151,6 +152,31 @@ def test_pieces_with_a_common_value_are_not_independent():
     assert not _check(_jaxpr(fed, scalar, X, X), inner).is_independent
 
 
+def test_what_has_nothing_to_add_runs_the_inner_program_with_minus_zero():
+    def backward(received, w, x):
+        g = jnp.tanh(x @ w)
+        return compat.ad.add_jaxvals(received, g), g @ w
+
+    def without(w, x, y):
+        g = jnp.tanh(jnp.sin(x) @ w)
+        return g, g @ w, jnp.cos(y)
+
+    inner = _jaxpr(backward, X, X, X)
+    cut = _check(_jaxpr(without, X, X, X), inner)
+    assert any(e.primitive.name == "broadcast_in_dim" for e in cut.pieces[0].eqns)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=4))
+def test_repeated_runs_are_equal_and_apart(sequences):
+    taken = set()
+    for runs in repeated_runs(sequences, [[LEAST] * len(s) for s in sequences]):
+        assert len(runs) > 1 and len({tuple(sequences[k][i : i + n]) for k, i, n in runs}) == 1
+        places = [(k, j) for k, i, n in runs for j in range(i, i + n)]
+        assert taken.isdisjoint(places) and len(set(places)) == len(places)
+        taken.update(places)
+
+
 def test_programs_with_effects_stay_whole():
     def printing(x):
         jax.debug.print("{}", x[0, 0])
@@ -248,6 +274,46 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert all(compiled.cost_analysis()[key] > 0 for key in ("flops", "bytes accessed"))
     assert all(m["temporaries"] > 0 and m["peak"] > m["arguments"] for m in compiled.memory_analysis().values())
     assert "executables" in str(compiled.explain())
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "num_devices"), [(AxisType.Auto, 1), pytest.param(AxisType.Explicit, 2, marks=pytest.mark.slow)]
+)
+def test_stages_of_two_and_of_three_layers_share_one(caplog, axis_type, num_devices):
+    """A bias is common to all layers, which drop by keys of their own; the last layer gets no gradient of it to add."""
+
+    def layer(w, x, bias, key):
+        for i in range(25):
+            x = jnp.sin(x * w[i % 4] + bias * x)
+        return x + _dropped(key, x @ w)
+
+    def step(params, batch):
+        def loss(params, x, key):
+            x = jnp.cos(x)
+            for i, w in enumerate(params["layers"]):
+                x = layer(w, x, params["bias"], jax.random.fold_in(key, i))
+                x = mpmd.mark_stage_end(x) if i == 2 else x
+            return jnp.mean(x * x)
+
+        def gradients(microbatch):
+            return jax.value_and_grad(loss)(params, *microbatch)
+
+        value, grads = mpmd.treduce(gradients, batch, schedule=scheduler.OneFOneB(2))
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
+
+    params = {"layers": [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(5)], "bias": jnp.ones(8)}
+    batch = jax.random.normal(jax.random.key(5), (3, 4, 8)), jax.random.split(jax.random.key(6), 3)
+    expected = jax.jit(step)(jax.jit(step)(params, batch)[0], batch)
+    mesh = jax.make_mesh((2, num_devices), ("stage", "data"), (axis_type, axis_type))
+    jitted = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), donate_argnums=0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        found = jitted(jitted(jax.tree.map(jnp.copy, params), batch)[0], batch)
+    assert_same(host(found), host(expected), rtol=1e-5)
+    texts = [record.getMessage() for record in caplog.records]
+    names = {m[1] for text in texts if (m := re.search(r"conversion jit\((step_stage\w+)\)", text))}
+    for kind in "FB" if axis_type is AxisType.Auto else ():
+        assert len([n for n in names if n.endswith(f"{kind}_block")]) == 1, names
+        assert not any(n.endswith(kind) for n in names), names
 
 
 # --- layers that differ in constants alone ---

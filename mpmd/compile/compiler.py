@@ -7,14 +7,16 @@ as one. Equal programs are compiled once and loaded on the devices of each group
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
+from mpmd.compile.blocks import BlockSite, block_of, common_blocks
 from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
+from mpmd.compile.repeats import LEAST
 from mpmd.compile.subprogram import Division, Pattern, ReuseRule, num_equations
 from mpmd.errors import StageError
 from mpmd.graphs import equations
@@ -50,7 +52,7 @@ class Executable:
     @property
     def runs(self) -> tuple[DistinctProgram, ...]:
         """The programs that a call runs, one after the other."""
-        return (self.compiled,) if self.compiled.parts is None else self.compiled.parts.programs
+        return self.compiled.runs
 
 
 class Compiler:
@@ -58,8 +60,9 @@ class Compiler:
 
     Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled beside each
     other. Of two such programs of one family of which one holds the other, the larger one is compiled as the smaller
-    one and what is around it, in every process alike. What runs in other processes alone is compiled here only where
-    the shardings that it tells are needed.
+    one and what is around it, in every process alike. Those of which none holds another, but which are alike for long
+    stretches (stages of two and of three layers), run these stretches as programs of their own. What runs in other
+    processes alone is compiled here only where the shardings that it tells are needed.
 
     Args:
       traced_on: the abstract mesh that jaxprs come on.
@@ -77,6 +80,7 @@ class Compiler:
         self._waiting: dict[DistinctProgram, ReuseRule] = {}
         self._whole: dict[Hashable, list[tuple[Pattern, DistinctProgram]]] = defaultdict(list)
         self._kinds: dict[Hashable, int] = {}  # of equations
+        self._patterns: dict[DistinctProgram, Pattern] = {}
 
     @property
     def num_programs(self) -> int:
@@ -170,9 +174,11 @@ class Compiler:
         ascending = sorted(waiting, key=lambda d: num_equations(d.jaxpr))
         for distinct in ascending:
             self._reuse(distinct, waiting[distinct])
+        self._share_blocks([d for d in ascending if not waiting[d].independent])
         for distinct in reversed(ascending):
             if (mesh := distinct.program.mesh) in self._is_own:
                 distinct.start(mesh)
+        self._patterns.clear()
 
     def _find(
         self,
@@ -260,22 +266,70 @@ class Compiler:
 
     def _reuse(self, distinct: DistinctProgram, reuse: ReuseRule) -> None:
         """Finds a program that makes up most of `distinct`, or offers it to those that come."""
-        pattern = Pattern(distinct.jaxpr, self._kinds)
+        pattern = self._pattern(distinct)
         if pattern.size < reuse.at_least or distinct.program.closed.consts:
             return
         known = self._whole[distinct.family, _where(distinct.program.mesh)]
+        if not self._divide(distinct, known, reuse.independent):
+            known.append((pattern, distinct))
+
+    def _share_blocks(self, programs: Sequence[DistinctProgram]) -> None:
+        """Programs of a family that are alike for a stretch run it as a program of its own."""
+        families: dict[Hashable, list[DistinctProgram]] = defaultdict(list)
+        for distinct in programs:
+            families[distinct.family, _where(distinct.program.mesh)].append(distinct)
+        for family in families.values():
+            wholes = _undivided(family)
+            patterns = [self._pattern(distinct) for distinct in wholes]
+            for spans in common_blocks(patterns) if len(patterns) > 1 else ():
+                whole = wholes[patterns.index(spans[0].pattern)]
+                block = self._block(whole, spans)
+                divided = [d for d in _undivided(family) if block and self._divide(d, [block], independent=False)]
+                if len(divided) == 1:  # one call more would be in vain
+                    divided[0].parts = None
+
+    def _block(self, whole: DistinctProgram, spans: Sequence[BlockSite]) -> tuple[Pattern, DistinctProgram] | None:
+        """The first of equal stretches, which is of `whole`; None where its shardings are not known."""
+        program, block = whole.program, block_of(spans)
+        shardings = whole.shardings
+        ins, outs = (
+            [shardings[v] if v in shardings else _typed(v.aval, program.mesh) for v in vs]
+            for vs in (block.reads, block.writes)
+        )
+        if any(s is None for s in (*ins, *outs)):
+            return None
+        free = {whole.jaxpr.invars[i] for i in program.donate}.difference(spans[0].wanted)
+        donate = [i for i, v in enumerate(block.reads) if v in free]
+        name = f"{program.name}_block"
+        closed = compat.with_new_vars(compat.make_jaxpr(block.reads, block.writes, block.eqns, name))
+        distinct, _ = self._find(name, whole.family, closed, program.mesh, ins, outs, donate)
+        return self._pattern(distinct), distinct
+
+    def _divide(
+        self, distinct: DistinctProgram, known: Sequence[tuple[Pattern, DistinctProgram]], independent: bool
+    ) -> bool:
+        """Runs `distinct` as one of `known` and what is around it, and this in the same way, if it holds one."""
+        pattern = self._pattern(distinct)
         for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
-            cut = pattern.cut(other) if 2 * other.size >= pattern.size else None
-            if cut is not None and (cut.is_independent or not reuse.independent):
+            is_worth_it = 2 * other.size >= pattern.size or other.size >= LEAST
+            cut = pattern.cut(other) if is_worth_it and inner is not distinct else None
+            if cut is not None and (cut.is_independent or not independent):
                 distinct.parts = self._parts(distinct, inner, cut)
             if distinct.parts is not None:
-                return
-        known.append((pattern, distinct))
+                for rest in _undivided(part for part in distinct.parts.programs if part is not inner):
+                    self._divide(rest, known, independent)
+                return True
+        return False
+
+    def _pattern(self, distinct: DistinctProgram) -> Pattern:
+        if distinct not in self._patterns:
+            self._patterns[distinct] = Pattern(distinct.jaxpr, self._kinds)
+        return self._patterns[distinct]
 
     def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Division) -> Parts | None:
         """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
         program, arguments, results = whole.program, whole.jaxpr.invars, whole.jaxpr.outvars
-        shardings = dict(zip((*arguments, *results), (*program.in_shardings, *program.out_shardings), strict=True))
+        shardings = whole.shardings
         at = cut.pieces[cut.inner]
         known = (*inner.program.in_shardings, *inner.program.out_shardings)
         for v, s in zip((*at.reads, *at.writes), known, strict=True):
@@ -310,6 +364,11 @@ class Compiler:
             cut.inner,
             sum(nbytes_on_a_device(v, shardings[v]) for v in between),
         )
+
+
+def _undivided(programs: Iterable[DistinctProgram]) -> list[DistinctProgram]:
+    """What programs run that is not compiled yet, each once."""
+    return list(dict.fromkeys(p for whole in programs for p in whole.runs if not p.is_started))
 
 
 def _where(mesh: Mesh) -> Hashable:

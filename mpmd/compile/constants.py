@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.compile.repeats import repeated_runs
+from mpmd.compile.subprogram import num_equations
 from mpmd.graphs import equations
 from mpmd.graphs.sharded_axes import CHECKPOINTS
 from mpmd.tracing.folding import integer_of
@@ -50,12 +52,14 @@ class _Outline:
 
     Attributes:
       kinds: of each equation; one number for those that differ in constants alone.
+      constants: of each equation.
       values: at each place where there are constants, these.
     """
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Any, int]):
         self.jaxpr = jaxpr
         self.kinds: list[int] = []
+        self.constants: list[list[int]] = []
         self.values: dict[_Site, Counter[int]] = defaultdict(Counter)
         for eqn in jaxpr.eqns:
             found: list[int] = []
@@ -66,9 +70,11 @@ class _Outline:
 
             kind = numbers.setdefault(compat.equation_key(_filled(eqn, blank)), len(numbers))
             self.kinds.append(kind)
+            self.constants.append(found)
             for k, value in enumerate(found):
                 self.values[kind, k][value] += 1
         self.count = Counter(self.kinds)
+        self.weights = [1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns]
 
     def may_hold(self, other: "_Outline") -> bool:
         """Whether the other program may be most of this one."""
@@ -86,6 +92,12 @@ def _differing(outlines: Sequence[_Outline]) -> set[_Site]:
         for inner in first_of.values():
             if outer is not inner and outer.may_hold(inner):
                 found.update(site for site, values in inner.values.items() if values - outer.values[site])
+    wholes = list(first_of.values())
+    for runs in repeated_runs([w.kinds for w in wholes], [w.weights for w in wholes]) if len(wholes) > 1 else ():
+        for places in zip(*(range(run.start, run.start + run.length) for run in runs), strict=True):
+            constants = [wholes[run.sequence].constants[i] for run, i in zip(runs, places, strict=True)]
+            kind = wholes[runs[0].sequence].kinds[places[0]]
+            found.update((kind, k) for k, values in enumerate(zip(*constants, strict=True)) if len(set(values)) > 1)
     return found
 
 

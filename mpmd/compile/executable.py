@@ -98,6 +98,24 @@ class DistinctProgram:
         """What it computes."""
         return self.program.closed.jaxpr
 
+    @property
+    def runs(self) -> "tuple[DistinctProgram, ...]":
+        """The programs that a call runs, one after the other."""
+        return (self,) if self.parts is None else tuple(p for part in self.parts.programs for p in part.runs)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it is being compiled, or has been."""
+        return self._first is not None
+
+    @property
+    def shardings(self) -> dict[compat.Var, NamedSharding | None]:
+        """Those of its arguments and results."""
+        program = self.program
+        return dict(
+            zip((*self.jaxpr.invars, *self.jaxpr.outvars), (*program.in_shardings, *program.out_shardings), strict=True)
+        )
+
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
         """The program on a mesh of its shape, under its own name or another one."""
         program = self._program_on(mesh)

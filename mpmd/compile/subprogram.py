@@ -3,6 +3,9 @@
 The first stage of a model is a middle stage behind an embedding, the last one is a middle stage before a loss, and so
 are their backward tasks. A program that holds another one whole is cut into that one and what is left before and
 after it.
+
+The other one may add what a later stage sends (the gradient of an encoder's output, of a position bias) to a gradient
+of its own. The last stage gets nothing to add: it runs the other one with -0.0, which changes no number.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
+from mpmd.tracing.new_equations import full_equations
 
 
 class ReuseRule(NamedTuple):
@@ -76,7 +80,8 @@ class Pattern:
     """A jaxpr, ready to be looked for in others and they in it.
 
     Attributes:
-      size: the number of equations.
+      weights: of each equation, with those of the functions that it calls.
+      size: the number of equations, so counted.
 
     Args:
       numbers: of kinds of equations; the same for all that are compared.
@@ -84,12 +89,27 @@ class Pattern:
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
         self.jaxpr = jaxpr
-        self.size = num_equations(jaxpr)
+        self.weights = [1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns]
+        self.size = sum(self.weights)
         self.kinds = [numbers.setdefault(compat.equation_key(e), len(numbers)) for e in jaxpr.eqns]
         self.origin = {v: (i, k) for i, e in enumerate(jaxpr.eqns) for k, v in enumerate(e.outvars)}
         made = [v for v in jaxpr.outvars if not isinstance(v, compat.Literal) and v in self.origin]
         self._can_be_cut = len(set(made)) == len(jaxpr.outvars) and not jaxpr.effects
         self._num_of_kind = Counter(self.kinds)
+
+    @functools.cached_property
+    def open_sums(self) -> dict[compat.Var, tuple[compat.Var, compat.Var]]:
+        """Sums of an argument that nothing else reads and a value made here: for each, these two."""
+        num_reads = Counter(v for e in self.jaxpr.eqns for v in equations.variables(e.invars))
+        arguments = {v for v in self.jaxpr.invars if num_reads[v] == 1}.difference(self.jaxpr.outvars)
+        found = {}
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name == SUM and _has_minus_zero(eqn.outvars[0].aval):
+                (a, b), (out,) = eqn.invars, eqn.outvars
+                for argument, made in ((a, b), (b, a)):
+                    if argument in arguments and made in self.origin:
+                        found[out] = argument, made
+        return found
 
     @functools.cached_property
     def num_above(self) -> list[int]:
@@ -100,6 +120,19 @@ class Pattern:
             above.append(functools.reduce(operator.or_, (above[i] | 1 << i for i in found), 0))
         return [bits.bit_count() for bits in above]
 
+    @functools.cached_property
+    def readers(self) -> list[set[int]]:
+        """For each equation, the positions of those that read it; -1 for whoever calls the program."""
+        found: list[set[int]] = [set() for _ in self.kinds]
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for v in equations.variables(eqn.invars):
+                if v in self.origin:
+                    found[self.origin[v][0]].add(i)
+        for v in equations.variables(self.jaxpr.outvars):
+            if v in self.origin:
+                found[self.origin[v][0]].add(-1)
+        return found
+
     def cut(self, inner: "Pattern") -> Division | None:
         """This program as `inner` and what is around it.
 
@@ -107,9 +140,10 @@ class Pattern:
         integers, which are made twice), or stands between its results and its arguments; and where the program hands
         on an argument, or a result twice: XLA would copy it.
         """
-        if not self._can_be_cut or inner.jaxpr.effects or inner.size >= self.size:
+        if not self._can_be_cut or inner.jaxpr.effects or inner.size > self.size:
             return None
-        if inner._num_of_kind - self._num_of_kind:
+        sums = Counter(inner.kinds[inner.origin[v][0]] for v in inner.open_sums)
+        if inner._num_of_kind - self._num_of_kind - sums:
             return None
         found = self._find(inner)
         return None if found is None else self._around(inner, found)
@@ -127,29 +161,39 @@ class Pattern:
         taken: set = set()
         results = [v for v in inner.jaxpr.outvars if not isinstance(v, compat.Literal) and v in inner.origin]
         for v in sorted(results, key=lambda v: inner.num_above[inner.origin[v][0]], reverse=True):
-            position, k = inner.origin[v]
-            same_kind = (e.outvars[k] for e in candidates[inner.kinds[position]])
-            if v not in here and not any(self._match(inner, v, w, here, taken) for w in same_kind):
+            made = [inner.origin[u] for u in (v, *inner.open_sums.get(v, ())[1:])]
+            alike = (e.outvars[k] for position, k in made for e in candidates[inner.kinds[position]])
+            if v not in here and not any(self._match(inner, v, w, here, taken) for w in alike):
                 return None
         return here
 
     def _match(self, inner: "Pattern", v: Any, w: Any, here: dict[Any, Any], taken: set[Any]) -> bool:
-        """Records `w` for `v`, and so on upwards; nothing where something is not alike."""
-        added = []
+        """Records `w` for `v`, and so on upwards; nothing where something is not alike.
+
+        Where only an open sum is not alike, `w` is what it would be with -0.0; its argument gets a variable of its own.
+        """
+        added, now_taken = [], []
         waiting = [(v, w)]
         while waiting:
             v, w = waiting.pop()
             if isinstance(v, compat.Literal) or here.get(v) is w:
                 continue  # literals are part of an equation's kind
             pairs = self._pairs(inner, v, w)
+            if not pairs and v in inner.open_sums and inner.open_sums[v][0] not in here and v not in here:
+                argument, made = inner.open_sums[v]
+                here.update({v: w, argument: compat.Var(argument.aval)})
+                added += [v, argument]
+                waiting.append((made, w))
+                continue
             if not pairs or any(a in here or b in taken for a, b in pairs):
-                for a, b in added:
+                for a in added:
                     del here[a]
-                    taken.discard(b)
+                taken.difference_update(now_taken)
                 return False
             here.update(pairs)
             taken.update(b for _, b in pairs)
-            added += pairs
+            added += [a for a, _ in pairs]
+            now_taken += [b for _, b in pairs]
             if v in inner.origin:
                 above = inner.jaxpr.eqns[inner.origin[v][0]].invars, self.jaxpr.eqns[self.origin[w][0]].invars
                 waiting += zip(*above, strict=True)
@@ -170,8 +214,10 @@ class Pattern:
 
     def _around(self, inner: "Pattern", here: dict) -> Division | None:
         """The pieces, once `inner` is found."""
-        inside = {self.origin[w][0] for v, w in here.items() if v in inner.origin}
-        if len(inside) != len(inner.kinds) or not here.keys() >= set(inner.jaxpr.invars):
+        mine = {*self.origin, *self.jaxpr.invars}
+        nothing = {v: here[a] for v, (a, _) in inner.open_sums.items() if a in here and here[a] not in mine}
+        inside = {self.origin[w][0] for v, w in here.items() if v in inner.origin and v not in nothing}
+        if len(inside) + len(nothing) != len(inner.kinds) or not here.keys() >= set(inner.jaxpr.invars):
             return None
         reads = tuple(here[v] for v in inner.jaxpr.invars)
         writes: dict[compat.Var, None] = {}
@@ -188,20 +234,25 @@ class Pattern:
         if not all(map(_is_copied, copied)):
             return None
         outside = _renamed([*copied, *outside], {v: compat.Var(v.aval) for e in copied for v in e.outvars})
-        before, after, late = [], [], set(writes)
-        for eqn in outside:
-            if late.isdisjoint(equations.variables(eqn.invars)):
-                before.append(eqn)
-            else:
-                after.append(eqn)
-                late.update(eqn.outvars)
-        if not late.isdisjoint(reads):
+        outside = [e for v in nothing.values() for e in full_equations(v, -0.0)] + outside
+        needed = {id(e) for e in equations.live_equations(outside, reads)}
+        before = [e for e in outside if id(e) in needed]
+        if any(v in writes for e in before for v in equations.variables(e.invars)):
             return None
-        if after and {v for e in before for v in e.outvars}.isdisjoint(reads):
-            before, after = [], outside
-        pieces = _pieces([before, [self.jaxpr.eqns[i] for i in sorted(inside)], after], self.jaxpr.outvars)
-        pieces[1] = Subprogram(pieces[1].eqns, reads, tuple(writes))
-        return Division(tuple(p for p in pieces if p.eqns), 1 if before else 0)
+        after = [e for e in outside if id(e) not in needed]
+        if before and not any(v in writes for e in after for v in equations.variables(e.invars)):
+            before, after = outside, []
+        last = _piece(after, self.jaxpr.outvars)
+        first = _piece(before, (*reads, *last.reads, *self.jaxpr.outvars))
+        found = Subprogram(tuple(self.jaxpr.eqns[i] for i in sorted(inside)), reads, tuple(writes))
+        return Division(tuple(p for p in (first, found, last) if p.eqns), 1 if before else 0)
+
+
+SUM = "add_any"
+
+
+def _has_minus_zero(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, np.floating) and aval.dtype.itemsize > 1
 
 
 def _is_rounded_with(v: compat.Var) -> bool:
@@ -228,12 +279,8 @@ def _renamed(eqns: Sequence[compat.JaxprEqn], names: dict[compat.Var, compat.Var
     ]
 
 
-def _pieces(parts: Sequence[Sequence[compat.JaxprEqn]], results: Sequence[Any]) -> list[Subprogram]:
-    """Lists of equations as pieces: each reads what it does not make and writes what others need of it."""
-    pieces = []
-    for k, eqns in enumerate(parts):
-        made = {v for e in eqns for v in equations.outputs(e)}
-        later = [v for other in parts[k + 1 :] for e in other for v in equations.variables(e.invars)]
-        writes = [v for v in (*later, *results) if v in made]
-        pieces.append(Subprogram(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(dict.fromkeys(writes))))
-    return pieces
+def _piece(eqns: Sequence[compat.JaxprEqn], wanted: Sequence[Any]) -> Subprogram:
+    """What reads what it does not make, and writes what is wanted of it."""
+    made = {v for e in eqns for v in equations.outputs(e)}
+    writes = dict.fromkeys(v for v in wanted if v in made)
+    return Subprogram(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(writes))

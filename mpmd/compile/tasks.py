@@ -1,5 +1,7 @@
 """The tasks of a loop as programs: which there are, what each computes, and which accumulators a group has."""
 
+from collections.abc import Sequence
+
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.graphs.body import Place
@@ -70,4 +72,13 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody) -> compat.ClosedJaxpr:
         new.append(total)
     args = [*([partition.index] if body.uses_index else []), *body.operands, *body.reads, *old]
     outs = [*new, *body.writes]
-    return compat.make_jaxpr(args, outs, eqns, str(body.place))
+    return compat.make_jaxpr(args, outs, _sums_with_their_values(eqns, len(body.eqns)), str(body.place))
+
+
+def _sums_with_their_values(eqns: Sequence[compat.JaxprEqn], num_body: int) -> list[compat.JaxprEqn]:
+    """Equations, the sums after the first `num_body` right after what they add: those of a layer stand together."""
+    maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    place = list(range(len(eqns)))
+    for i in range(num_body, len(eqns)):
+        place[i] = max((place[maker[v]] for v in equations.variables(eqns[i].invars) if v in maker), default=i)
+    return [eqns[i] for i in sorted(range(len(eqns)), key=lambda i: place[i])]

@@ -82,6 +82,16 @@ def _mesh_of(avals: Sequence[compat.Aval]) -> AbstractMesh:
     return next(meshes, compat.current_mesh())
 
 
+def full_equations(result: compat.Var, value: float) -> list[compat.JaxprEqn]:
+    """The equations that make `result`, an array of one value."""
+    aval: Any = result.aval
+
+    def full() -> jax.Array:
+        return jax.lax.full(aval.shape, value, aval.dtype, sharding=explicit_sharding(aval))
+
+    return equations_on(_trace_on(full, (), _mesh_of([aval])), ()).named([result])
+
+
 def copy_equations(atom: Atom) -> Equations:
     """The equations that copy a variable or a literal."""
     if isinstance(atom, compat.Literal):
