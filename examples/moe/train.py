@@ -85,7 +85,7 @@ def make_step(config: Config, optimizer: optax.GradientTransformation, schedule:
     def update(grads, optimizer_state, params):
         """What comes out lies as what goes in. Between, XLA chooses: Optax says no shardings of its products."""
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, optimizer_state))
-        auto = jax.sharding.auto_axes(optimizer.update, out_sharding=specs) if is_explicit() else optimizer.update
+        auto: Any = jax.sharding.auto_axes(optimizer.update, out_sharding=specs) if is_explicit() else optimizer.update
         return auto(grads, optimizer_state, params)
 
     def step(state: dict[str, Any], rows: jax.Array) -> tuple[dict[str, Any], dict[str, jax.Array]]:
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     else:
         state = mpmd.jit(first, mpmd_mesh=mesh, out_shardings=layout)(key)
 
-    losses, progress = [], Progress(options.steps, options.batch * options.length, start)
+    losses, progress = [], Progress(options.steps, options.batch * options.length)
     for number in range(start, options.steps):
         rows = batch_at(text, options.seed, number, options.batch, options.length + 1).reshape(shape).astype(np.int32)
         state, metrics = compiled(state, rows)

@@ -186,7 +186,7 @@ def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
     if about.kind == NUMPY:
         (value,) = data.values()
         return value if isinstance(given, np.ndarray) or value.ndim else value[()]
-    dtype = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
     if not _is_placed(given):
         (value,) = data.values()
         return keys.from_data(jnp.asarray(value.item() if about.weak and not value.ndim else value), dtype)
