@@ -119,19 +119,27 @@ def test_stages_of_experts_equal_the_step_without_a_pipeline(example):
 
 
 SLOW = [
-    (4, 1, 2, "1f1b", {}),
     (4, 1, 2, "zb-h1", {"exchange": "gather", "remat": "names", "k": 1}),
     (4, 1, 2, "dualpipe-v", {"layers": 8, "num_microbatches": 8, "remat": "none", "shared": 8}),
     (2, 2, 2, "zb-v", {"layers": 4, "axis_type": AxisType.Auto, "exchange": "gather"}),
-    (2, 1, 2, "interleaved-1f1b", {"layers": 4, "remat": "names"}),
     (2, 1, 4, "1f1b", {"k": 1, "capacity": 0.5}),  # one expert a device; many tokens are dropped
+]
+EXHAUSTIVE = [
+    (4, 1, 2, "1f1b", {}),
+    (2, 1, 2, "interleaved-1f1b", {"layers": 4, "remat": "names"}),
     (2, 2, 1, "1f1b", {"experts": 6, "layers": 3}),  # no device shares its experts; stages of 2 and 1 layers
     (2, 1, 2, "1f1b", {"dtype": jnp.bfloat16}),  # routers compute in float32
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("groups", "data", "expert", "schedule", "options"), SLOW)
+@pytest.mark.parametrize(
+    ("groups", "data", "expert", "schedule", "options"),
+    [
+        pytest.param(*case, marks=mark)
+        for cases, mark in ((SLOW, pytest.mark.slow), (EXHAUSTIVE, pytest.mark.exhaustive))
+        for case in cases
+    ],
+)
 def test_any_layout_schedule_and_exchange_equal_the_step_without_a_pipeline(
     example, groups, data, expert, schedule, options
 ):

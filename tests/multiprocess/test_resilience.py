@@ -160,21 +160,27 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
     assert set(os.listdir("/dev/shm")) <= before
 
 
-@pytest.mark.slow
-@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(st.data())
-def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, data):
+@pytest.mark.parametrize(
+    "num_jobs", [pytest.param(2, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
+)
+def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
     """Four losses a job, in any rank and at any time, a rank that stops among them."""
-    faults, step = [], 0
-    whats = data.draw(st.permutations(["kill", "copy", "stop", "term"]))  # three alike would end the job
-    for attempt, what in enumerate(whats):
-        step = data.draw(st.integers(step, NUM_STEPS - 1))
-        number = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(what, signal.SIGKILL)
-        fault = kill(attempt, data.draw(st.integers(0, 3)), step, number, data.draw(st.integers(0, 60)) / 1000)
-        faults.append({**fault, "what": "copy"} if what == "copy" else fault)
-    options = "-n 4 --cpu-devices 1 --restarts 4 --hang-timeout 5".split()
-    job = run(environment, *options, faults=faults)
-    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+
+    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(st.data())
+    def check(data):
+        faults, step = [], 0
+        whats = data.draw(st.permutations(["kill", "copy", "stop", "term"]))  # three alike would end the job
+        for attempt, what in enumerate(whats):
+            step = data.draw(st.integers(step, NUM_STEPS - 1))
+            number = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(what, signal.SIGKILL)
+            fault = kill(attempt, data.draw(st.integers(0, 3)), step, number, data.draw(st.integers(0, 60)) / 1000)
+            faults.append({**fault, "what": "copy"} if what == "copy" else fault)
+        options = "-n 4 --cpu-devices 1 --restarts 4 --hang-timeout 5".split()
+        job = run(environment, *options, faults=faults)
+        assert (steps(job), end(job)) == unbroken("1f1b", 4)
+
+    check()
 
 
 # --- two hosts ------------------------------------------------------------------------------------
