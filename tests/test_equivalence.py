@@ -40,7 +40,7 @@ def _in_turns():
             yield pytest.param(program.name, schedule, where, id=f"{program.name}-{schedule}", marks=mark)
 
 
-@pytest.mark.parametrize(("name", "schedule", "where"), _in_turns())
+@pytest.mark.parametrize(("name", "schedule", "where"), list(_in_turns()))
 def test_a_program_equals_its_plain_loop(name, schedule, where):
     _check(programs.BY_NAME[name], schedule, where, **_DONATES[schedule, where])
 

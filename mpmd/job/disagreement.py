@@ -38,7 +38,8 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     where = f"in step {max(step for _, _, step, *_ in said.values())}"
     is_one_step = len(set(dids)) == 1
     if len(parts) == 1:
-        found, rule = _other_values({r: values for r, (*_, values, _) in said.items()}), _SAME_VALUES
+        values = {r: values for r, (*_, values, _) in said.items()}
+        found, rule = _other_kinds(values) + _other_values(values), _SAME_VALUES
     else:
         found, rule = _other_types({r: types for r, (*_, types) in said.items()}) if is_one_step else [], _SAME_CALLS
         if not found:
@@ -51,6 +52,20 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     (rank, head), *rest = found[:_MAX_SHOWN]
     head = f"{head} {where} ({dids[0].removeprefix('called ')})"
     return Disagreement(rank, "\n".join([head, *(f"  {line}" for _, line in rest), rule]))
+
+
+def _other_kinds(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[int, str]]:
+    """The arguments that only some ranks gave from their host, a line each; with each, one of these ranks.
+
+    The others gave arrays of devices, such as results of a step: nothing says that these hold the same.
+    """
+    found, way = [], {True: "from the host", False: "as an array on devices"}
+    for name in dict.fromkeys(name for given in values.values() for name in given):
+        most, *others = _parted({r: name in given for r, given in values.items()})
+        for odd in others:
+            is_host = name in values[odd[0]]
+            found.append((odd[0], f"{_ranks(odd)} gave {name} {way[is_host]}, {_ranks(most)} {way[not is_host]}"))
+    return found
 
 
 def _other_values(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[int, str]]:

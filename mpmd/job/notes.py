@@ -22,7 +22,7 @@ class Note:
       step: the number of the step on this rank, as the watchdog counts.
       names, types: of all arguments.
       values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
-        them any more.
+        them any more. None stands for a value that is not compared.
     """
 
     did: str
@@ -34,7 +34,7 @@ class Note:
 
     def nbytes(self) -> int:
         """Of all values."""
-        return sum(x.nbytes for _, x in self.values)
+        return sum(x.nbytes for _, x in self.values if x is not None)
 
     @property
     def is_ready(self) -> bool:
@@ -72,7 +72,9 @@ def _type_text(aval: Any) -> str:
 
 
 def _digest(x: Any, before: int) -> int | None:
-    """Of an array of this process, after what came before it; None if it was deleted meanwhile."""
+    """Of an array of this process, after what came before it; None if it was deleted meanwhile, or is not compared."""
+    if x is None:
+        return None
     data: Any = x
     if type(x) is not np.ndarray:
         try:

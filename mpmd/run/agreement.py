@@ -127,15 +127,13 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
 def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> list[tuple[int, Any]]:
     """Of what this process gives to a call, by position, what every process gives alike: from its host, and keys.
 
-    Large arrays that are on devices already are compared in the first call only. Those that the user has laid out on a
-    mesh (`jax.make_array_from_process_local_data`) are this process's own.
+    Large arrays that are on devices already are compared in the first call only; later None stands for them. Those that
+    the user has laid out on a mesh (`jax.make_array_from_process_local_data`) are this process's own.
     """
     return [
-        (i, x)
+        (i, x if is_first or type(x) is np.ndarray or x.nbytes <= _MAX_SMALL_NBYTES else None)
         for i, x in given
-        if type(x) is np.ndarray
-        or not isinstance(x, jax.Array)
-        or (isinstance(x.sharding, SingleDeviceSharding) and (is_first or x.nbytes <= _MAX_SMALL_NBYTES))
+        if type(x) is np.ndarray or not isinstance(x, jax.Array) or isinstance(x.sharding, SingleDeviceSharding)
     ]
 
 

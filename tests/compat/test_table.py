@@ -74,7 +74,7 @@ def _parameters(function) -> list:
 
 def _runs_both(functions) -> bool:
     values = " ".join(str(value) for function in functions for value in _parameters(function))
-    return all(re.search(rf"\b{schedule}\b", values) for schedule in ("OneFOneB", "ZeroBubbleH1"))
+    return all(re.search(rf"\b({schedule})\b", values) for schedule in ("OneFOneB|1f1b", "ZeroBubbleH1|zb-h1"))
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: row["feature"].replace("`", "")[:60])

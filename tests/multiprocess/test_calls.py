@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpmd
 from mpmd import _jax_compat as compat
@@ -256,6 +257,15 @@ def test_a_rank_that_gives_other_values_is_told_so_with_the_argument(way):
     number, found = told(alike(), calls(1, change), alike())
     assert found is not None and (number, found.rank) == (FIRST_UNLIKE, 1)
     assert found.text == f"rank 1 gave other values of {named} than ranks 0 and 2 in step 4 (train)\n{SAME_VALUES}"
+
+
+def test_a_rank_that_gives_a_host_value_for_an_array_on_devices_is_told_so():
+    """Such as a learning rate that one rank sets on the host, where the others pass on the state of the last step."""
+    on_devices = edit(x=lambda x: jax.device_put(x, NamedSharding(MESH.groups[0], PartitionSpec())))
+    number, found = told(alike(), calls(1, on_devices), alike())
+    assert found is not None and (number, found.rank) == (FIRST_UNLIKE, 1)
+    line = "rank 1 gave x as an array on devices, ranks 0 and 2 from the host in step 4 (train)"
+    assert found.text == f"{line}\n{SAME_VALUES}"
 
 
 @pytest.mark.parametrize("way", OTHER_TYPES)
