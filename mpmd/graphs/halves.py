@@ -137,8 +137,10 @@ def _scan(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes
             break
         carried = more
     first_carry = [c for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
-    later = [s for s in loop.stacks if s not in soon and divided.makes_later(s.inner)]
-    carry = _needed_carries([c for c in loop.carry if c not in first_carry], divided.rest, later)
+    late_carry = [c for c in loop.carry if c not in first_carry]
+    handed_on = [c.before for c in late_carry]
+    later = [s for s in loop.stacks if s not in soon and (divided.makes_later(s.inner) or s.inner in handed_on)]
+    carry = _needed_carries(late_carry, divided.rest, later)
     invars = [*(x.inner for x in (*loop.consts, *loop.rows)), *(c.before for c in first_carry)]
     wanted = [*(c.after for c in carry), *(s.inner for s in later)]
     rest = _rest(divided, invars, wanted, inner, [c.before for c in carry])

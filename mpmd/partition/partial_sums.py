@@ -261,8 +261,8 @@ class _Sums:
     def _scan(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
         """A scan, some of whose results are in parts: stacked ones, and sums that it carries.
 
-        The body is done twice: what a round makes says over which axes a carry has parts, and with this known it is
-        done with the carries in parts too.
+        The body is done until no further carry is in parts: what a round makes says over which axes a carry has parts,
+        and what it makes of that is in parts too.
         """
         closed, (first, num_carry) = eqn.params["jaxpr"], compat.scan_sizes(eqn)
         if closed.consts:
@@ -276,15 +276,17 @@ class _Sums:
             rest = {out for v, out in zip(carries, last, strict=True) if v not in summable} & wanted
             wanted, whole = wanted - rest, whole | rest
             summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
-        sums = _Sums(inner, summable)
-        sums.run(body.eqns)
-        found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
-        parts = {
-            v: Partial(compat.Var(p.parts.aval), p.axes) for v, p in zip(carries, found[:num_carry], strict=True) if p
-        }
-        sums = _Sums(inner, summable, parts)
-        eqns = sums.run(body.eqns)
-        found = [p and sums.partials[v] for v, p in zip(body.outvars, found, strict=True)]
+        parts: dict[Atom, Partial] = {}
+        while True:
+            sums = _Sums(inner, summable, parts)
+            eqns = sums.run(body.eqns)
+            found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
+            pairs = list(zip(carries, found[:num_carry], strict=True))
+            if not (more := {v: Partial(compat.Var(p.parts.aval), p.axes) for v, p in pairs if p and v not in parts}):
+                break
+            parts |= more  # there are only so many carries
+        if any((p and p.axes) != (parts[v].axes if v in parts else None) for v, p in pairs):
+            return None  # JAX cannot type what a carry in parts becomes
         if not any(found):
             return None
         ins = [parts[v].parts if v in parts else v for v in body.invars]

@@ -22,6 +22,7 @@ ODD = ("turned", "uneven")
         (("pairs", *ODD), [TWO_EACH]),
         (ODD, [ONE_EACH]),
         (("across",), [(2, 4), (8, 1)]),
+        (("recomputed",), [TWO_EACH]),
     ],
     ids=lambda x: "+".join(x) if isinstance(x[0], str) else ",".join(f"{p}x{d}" for p, d in x),
 )

@@ -34,12 +34,14 @@ class Case(NamedTuple):
       groups: of which devices each consists.
       explicit: whether the mesh has Explicit axes, rather than Auto ones.
       local_data: the batch is given per process, by those that have a part of it.
+      recomputed: whether the backward computes each layer again.
     """
 
     schedule: Any
     groups: tuple[tuple[int, ...], ...]
     explicit: bool = False
     local_data: bool = False
+    recomputed: bool = False
 
 
 def cases(n: int) -> dict[str, Case]:
@@ -58,6 +60,7 @@ def cases(n: int) -> dict[str, Case]:
         "turned": Case(scheduler.OneFOneB(n // 2), turned),
         "explicit": Case(scheduler.OneFOneB(n // 2), across, explicit=True, local_data=True),
         "uneven": Case(scheduler.OneFOneB(3), ((0, 1), (2,), (n - 1,))),
+        "recomputed": Case(scheduler.DualPipeV(n // 2), across, recomputed=True),
         "shared": Case(scheduler.OneFOneB(4), ((0,), (0,), (n - 1,), (n - 1,))),
     }
 
@@ -92,13 +95,19 @@ def make_step(case: Case | None, mark, reduce):
     def looked_up(embed, tokens):
         return jax.nn.one_hot(tokens, VOCABULARY) @ embed
 
+    def block(layer, x, key):
+        kept = jax.random.bernoulli(key, 0.9, (x.shape[-1],))
+        return x + jnp.tanh(x @ layer["w"] + layer["b"]) * kept
+
+    if case is not None and case.recomputed:
+        block = jax.checkpoint(block)
+
     def loss(params, microbatch):
         x = rows(looked_up(params["embed"], microbatch["tokens"]))
         for stage, layer in enumerate(params["layers"]):
             x = x if stage == 0 else mark(x)
             key = jax.random.fold_in(microbatch["key"], stage)
-            kept = jax.random.bernoulli(key, 0.9, (x.shape[-1],))
-            x = rows(x + jnp.tanh(x @ layer["w"] + layer["b"]) * kept)
+            x = rows(block(layer, x, key))
         logits = x @ params["embed"].T
         wanted = jax.nn.one_hot(microbatch["targets"], VOCABULARY)
         value = -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * wanted, axis=-1))
