@@ -87,8 +87,10 @@ class Inputs:
         ]
 
     def fit(self, leaves: Sequence[Any]) -> bool:
-        """Whether every MpmdArray is where the step reads it, or may be put there."""
+        """Whether every MpmdArray is where the step reads it, or may be put there. What is being traced fits nowhere."""
         for x, sharding in zip(leaves, self.shardings, strict=True):
+            if isinstance(x, compat.Tracer):
+                return False
             if (
                 type(x) is MpmdArray
                 and x._mpmd_sharding is not sharding
