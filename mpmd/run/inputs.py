@@ -87,7 +87,7 @@ class Inputs:
         ]
 
     def fit(self, leaves: Sequence[Any]) -> bool:
-        """Whether every MpmdArray is where the step reads it, or may be put there. What is being traced fits nowhere."""
+        """Whether every MpmdArray is where the step reads it, or may be put there. A traced value fits nowhere."""
         for x, sharding in zip(leaves, self.shardings, strict=True):
             if isinstance(x, compat.Tracer):
                 return False
