@@ -21,6 +21,8 @@ from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.checkpointed_marks import CHECKPOINTS
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
+_LAST_RESORT = 1 << 60  # bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
@@ -29,20 +31,23 @@ class KeptBytes:
     Attributes:
       known: of some variables; another one costs what its type says, `times` over.
       times: how often the equations that are divided run, in the loops around them.
+      scalars: whether a scalar can be held; a `shard_map` hands none out.
     """
 
     known: Mapping[compat.Var, int]
     times: int = 1
+    scalars: bool = True
 
     def of(self, atom: Atom) -> int:
         """Of a variable; a literal costs nothing."""
         if isinstance(atom, compat.Literal):
             return 0
-        return self.known.get(atom, equations.nbytes(atom.aval) * self.times)
+        nbytes = equations.nbytes(atom.aval) * self.times
+        return self.known.get(atom, nbytes if self.scalars or atom.aval.shape else _LAST_RESORT)
 
-    def inside(self, operands: Iterable[tuple[Atom, compat.Var]], times: int = 1) -> "KeptBytes":
+    def inside(self, operands: Iterable[tuple[Atom, compat.Var]], times: int = 1, scalars: bool = True) -> "KeptBytes":
         """Those of inner equations, of whose arguments each stands for an operand."""
-        return KeptBytes({inner: self.of(outer) for outer, inner in operands}, self.times * times)
+        return KeptBytes({inner: self.of(outer) for outer, inner in operands}, self.times * times, scalars)
 
 
 class Halves(NamedTuple):
@@ -222,7 +227,8 @@ class _Slot(NamedTuple):
 def _call(kind: _Call, eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
     """Two calls. The first one also gives what the second one reads."""
     bodies, operands = [fresh_body(closed) for closed in kind.bodies(eqn)], eqn.invars[kind.first :]
-    inner = [costs.inside(zip(operands, body.invars, strict=True)) for body in bodies]
+    scalars = costs.scalars and kind.kept is _same
+    inner = [costs.inside(zip(operands, body.invars, strict=True), scalars=scalars) for body in bodies]
     soon = [i for i, v in enumerate(eqn.outvars) if v in urgent]
     parts = [_divided(b.eqns, [b.outvars[i] for i in soon], c) for b, c in zip(bodies, inner, strict=True)]
     later = [
@@ -245,9 +251,12 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, urgent: Collection[compat.Var], cos
     slots = _slots(kind, eqn, kept, known)
     if slots is None:
         return None
+    absent = [{s.outer: _zeros(eqn, s.outer.aval) for s in slots if j not in s.inner} for j in range(len(bodies))]
+    if any(z.outs[0].aval != v.aval for zeros in absent for v, z in zeros.items()):
+        return None  # of a type that says over which devices of a `shard_map` it varies
     firsts, seconds = [], []
     for j, (body, part, rest) in enumerate(zip(bodies, parts, rests, strict=True)):
-        zeros = {slot.outer: _zeros(eqn, slot.outer.aval) for slot in slots if j not in slot.inner}
+        zeros = absent[j]
         eqns = [*part.first, *(e for z in zeros.values() for e in z.eqns)]
         handed = [slot.inner[j] if j in slot.inner else zeros[slot.outer].outs[0] for slot in slots if slot.is_new]
         firsts.append(_Body(body.invars, [], eqns, [*(body.outvars[i] for i in soon), *handed]))

@@ -38,23 +38,23 @@ def _block(p, x):
     return x + jnp.tanh(x @ p["in"] + p["b"]) @ p["out"]
 
 
-def _rows(tools, batch):
-    spec = ("data", None) if tools.mesh is not None and "data" in tools.mesh.axis_names else ()
+def _rows(tools, batch, rows=("data", None)):
+    spec = rows if tools.mesh is not None and "data" in tools.mesh.axis_names else ()
     return (tools.constrain(batch[name], *spec) for name in "xy")
 
 
-def _stages(tools, block, policy=None, error=squared_error):
+def _stages(tools, block, policy=None, rows=("data", None)):
     """Stages of `block(params, x, seed)`, recomputed; it may give a further loss."""
 
     def loss(params, batch):
-        (x, y), extra = _rows(tools, batch), 0.0
+        (x, y), extra = _rows(tools, batch, rows), 0.0
         recomputed = jax.checkpoint(block, policy=policy)
         for stage, p in enumerate(params):
             x = recomputed(p, x if stage == 0 else tools.mark(x), batch["seed"] + jnp.uint32(stage))
             if isinstance(x, tuple):
                 x, more = x
                 extra += more
-        return error(x, y) + extra
+        return squared_error(x, y) + extra
 
     return train(tools, loss)
 
@@ -129,6 +129,33 @@ def _summed(tools):
             functools.partial(local, axis="data"), mesh=tools.mesh, in_specs=(P(), rows), out_specs=rows
         )
     return _stages(tools, lambda p, x, seed: block(p, x))
+
+
+def _branches_of_shards(tools):
+    """A branch inside of a `shard_map`, on columns of the weights: its number is a scalar of each device."""
+
+    def local(w, out, x, b):
+        def first(x):
+            return jnp.tanh(x @ w) @ out
+
+        def other(x):
+            return jnp.exp(-((x @ w) ** 2))[:, :2] @ out[:2]
+
+        return jax.lax.cond(b[0] > 0, first, other, x)[None]
+
+    def block(p, x, seed):
+        halves = [slice(0, WIDTH // 2), slice(WIDTH // 2, None)]
+        if tools.mesh is None:
+            parts = jnp.concatenate([local(p["in"][:, h], p["out"][h], x, p["b"]) for h in halves])
+        else:
+            columns, rows = P(None, "data"), P("data", None)
+            split = jax.shard_map(
+                local, mesh=tools.mesh, in_specs=(columns, rows, P(), P()), out_specs=P("data"), check_vma=False
+            )
+            parts = split(tools.constrain(p["in"], *columns), tools.constrain(p["out"], *rows), x, p["b"])
+        return tools.constrain(x + jnp.sum(parts, 0), None, None)
+
+    return _stages(tools, block, rows=())
 
 
 @jax.custom_vjp
@@ -266,6 +293,7 @@ CASES = [
     _Case(_callbacks), _Case(_carried), _Case(_plain), _Case(_saves_products), _Case(_saves_names),
     _Case(_stacked, _in_stack), _Case(_scan_in_block), _Case(_summed), _Case(_branches), _Case(_custom),
     _Case(_dropout), _Case(_half_precision, _in_bfloat16, rtol=2e-2), _Case(_tied), _Case(_routed), _Case(_exits),
+    _Case(_branches_of_shards),
 ]  # fmt: skip
 SCHEDULES = ("ZeroBubbleH1", "ZeroBubbleV", "DualPipeV", "KimiK2")
 
@@ -284,7 +312,7 @@ def _combinations() -> list:
     turns = in_turns(CASES, SCHEDULES, ("auto", "explicit"), [((),), (("data",),)], (False, True))
     for parameters in turns:
         case, schedule, where, axes, donate = parameters.values
-        if case.build is _summed and not axes:
+        if case.build in (_summed, _branches_of_shards) and not axes:
             continue
         number = {_callbacks: (), _carried: ("data",)}.get(case.build)
         is_quick = (schedule, where, axes, donate) == ("ZeroBubbleH1", "auto", number, True)
