@@ -119,18 +119,19 @@ def export(config: Config, params: Any, path: str) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    say_default = "(default: %(default)s)"
 
     def number(name: str, default: float, text: str) -> None:
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} {say_default}")
+
+    def choice(name: str, among: Sequence[str], default: str, text: str) -> None:
+        parser.add_argument(f"--{name}", choices=among, default=default, help=f"{text} {say_default}", metavar="NAME")
 
     number("groups", 4, "groups of the pipeline")
     number("data", 1, "devices of a group along the axis of rows and parts of parameters")
     number("expert", 2, "devices of a group along the axis of experts")
-    names = list(catalogue.SCHEDULES)
-    parser.add_argument("--schedule", choices=names, default="1f1b", help="order of the tasks", metavar="NAME")
+    choice("schedule", list(catalogue.SCHEDULES), "1f1b", "order of the tasks")
     number("microbatches", 8, "microbatches of a step")
     number("batch", 32, "rows of a step")
     number("length", 64, "bytes of a row")
@@ -140,11 +141,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     number("experts", 8, "experts of a layer")
     number("k", 2, "experts that a token goes to")
     number("shared", 0, "hidden units of an expert that all tokens take")
-    parser.add_argument("--exchange", choices=EXCHANGES, default="capacity", help="how rows get to experts")
+    choice("exchange", list(EXCHANGES), "capacity", f"how rows get to experts: {', '.join(EXCHANGES)}")
     number("capacity", 1.25, "room of an expert, over an even share")
     number("balance", 0.01, "weight of the loss that balances the experts")
     number("z", 0.001, "weight of the loss that keeps the router's logits small")
-    parser.add_argument("--remat", choices=REMAT, default="full", help="what the backward pass computes again")
+    choice("remat", list(REMAT), "full", f"what the backward pass computes again: {', '.join(REMAT)}")
     parser.add_argument("--float32", action="store_true", help="compute in float32; without it, in bfloat16")
     parser.add_argument("--on-device", action="store_true", help="keep the optimizer's state on the devices")
     number("steps", 200, "training steps")

@@ -183,7 +183,8 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 def effects_outside(eqn: JaxprEqn, effects: Any) -> Any:
     """Of the effects inside of an equation, those that it has itself: a `shard_map` binds the names of its axes."""
-    return core.filter_named_axis_effects(effects, eqn.params.get("newly_manual_axes", ()))
+    bound = eqn.params.get("newly_manual_axes", ())
+    return {e for e in effects if not (isinstance(e, core.NamedAxisEffect) and e.name in bound)}
 
 
 def kept_in_shard_map(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
