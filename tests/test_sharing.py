@@ -276,9 +276,8 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert "executables" in str(compiled.explain())
 
 
-@pytest.mark.parametrize(
-    ("axis_type", "num_devices"), [(AxisType.Auto, 1), pytest.param(AxisType.Explicit, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis_type", "num_devices"), [(AxisType.Auto, 1), (AxisType.Explicit, 2)])
 def test_stages_of_two_and_of_three_layers_share_one(caplog, axis_type, num_devices):
     """A bias is common to all layers, which drop by keys of their own; the last layer gets no gradient of it to add."""
 

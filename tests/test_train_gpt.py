@@ -50,6 +50,7 @@ def test_rotary_scores_depend_on_the_distance_of_two_positions_alone():
         np.testing.assert_allclose(diagonal, np.full_like(diagonal, diagonal[0]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prediction_reads_no_later_byte():
     params = jax.jit(TINY.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 12), 0, 256)

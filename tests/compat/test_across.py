@@ -94,6 +94,7 @@ def test_norms_are_summed_and_stacked_over_the_groups(schedule, axis_type):
     assert [sum(f"({n} B)" in line for line in sent) for n in (4, 8)] == [3 * 3, 3] and len(sent) == 12, text
 
 
+@pytest.mark.slow
 def test_an_all_reduce_has_the_same_bits_in_every_group():
     mesh = mpmd.MpmdMesh(make_mesh(4, AxisType.Auto), "stage")
 

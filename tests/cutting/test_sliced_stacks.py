@@ -101,7 +101,7 @@ def sends(compiled):
     ("make", "axis_type", "num_devices", "schedule", "most"),
     [
         pytest.param(derived, AxisType.Auto, 2, scheduler.OneFOneB(4), 128, marks=pytest.mark.slow),
-        (derived, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), 128),
+        pytest.param(derived, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), 128, marks=pytest.mark.slow),
         (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
         pytest.param(generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),

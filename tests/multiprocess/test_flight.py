@@ -58,6 +58,7 @@ def test_all_processes_get_one_profile_on_one_clock(profiled):
     assert names == ["rank 0", "rank 1"]
 
 
+@pytest.mark.slow
 def test_clocks_that_differ_by_seconds_are_compared_to_within_milliseconds(profiled):
     first, second = profiled
     assert first["offset"] == [0.0, 0.0]
