@@ -3,6 +3,7 @@
 Each job is started by the launcher, as a user starts it. Several losses follow each other in one job, an attempt each.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -89,11 +90,7 @@ def test_a_killed_process_leaves_no_trace_in_losses_and_state(environment, unbro
     job = run(environment, "-n", 2, "--cpu-devices", 2, "--restarts", 1, case="pairs", faults=faults)
     assert (steps(job), end(job)) == unbroken("pairs", 4)
     (line,) = said(job)
-    assert int(re.fullmatch(r"goes on after step (\d), from memory", line)[1]) in (
-        1,
-        2,
-        3,
-    )  # that it ran, is no certainty
+    assert re.fullmatch(r"goes on after step [123], from memory", line)  # which, depends on how far the copies were
 
 
 @pytest.mark.slow
@@ -134,11 +131,13 @@ def test_a_keeper_that_dies_ends_no_job_and_has_a_successor(environment, unbroke
     ]  # fmt: skip
     job = run(environment, *"-n 4 --cpu-devices 1 --restarts 3".split(), faults=faults)
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
-    gone, ended, lost, again, *_, from_the_start = said(job)
-    assert gone.startswith("the keeper on 127.0.0.1 cannot be used any more (")
-    assert re.fullmatch(r"rank \d has no keeper left: no more copies of the state are made; .*", ended)
-    assert lost == "begins with step 0 and the given state: no keeper has a copy"
-    assert re.fullmatch(r"goes on after step [45], from memory", again)
+    *first, from_the_start = said(job)  # a rank that is killed early may not come to say that its keeper is gone
+    text = "\n".join(first)
+    assert re.search(
+        r"the keeper on 127\.0\.0\.1 cannot be used any more \(|rank \d has no keeper left: no more copies", text
+    )
+    assert re.search(r"^begins with step 0 and the given state: no keeper has a copy$", text, re.MULTILINE)
+    assert re.search(r"^goes on after step [45], from memory$", text, re.MULTILINE)
     assert from_the_start.startswith("begins with step 0 and the given state: of the state after step 6, ")
     assert "jax-mpmd: starts a new keeper on localhost: what lay in the memory of the last one is lost" in job.err
 
@@ -153,7 +152,8 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
         assert len(keepers) == 1
         for pid in (job.process.pid, *job.left()):
             if pid not in keepers:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended because another one did
+                    os.kill(pid, signal.SIGKILL)
         until(lambda: not alive(keepers[0]), "the end of the keeper")
         shutil.rmtree(job._temporary.name)
         os.mkdir(job._temporary.name)  # what was killed can remove nothing
