@@ -134,9 +134,11 @@ class JaxppArray(metaclass=_Ours):
 
 
 if TYPE_CHECKING:
-    MpmdArray, MpmdSharding = Array, Sharding
+    MpmdArray = Array
+    MpmdSharding = Sharding
 else:
-    MpmdArray, MpmdSharding = JaxppArray, JaxppSharding
+    MpmdArray = JaxppArray
+    MpmdSharding = JaxppSharding
 
 
 def to_global_jax_array(mpmd_array: Array) -> jax.Array:
