@@ -48,18 +48,25 @@ def start(
 
 
 def finish(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of each; kills what is left at the time limit."""
+    """Exit status, stdout and stderr of each; at the limit kills them all, and shows what they said and do."""
     end = time.monotonic() + limit_s
     found: list[tuple[int, str, str]] = []
+    is_late = False
     try:
         for process in processes:
-            out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            try:
+                out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                is_late = True
+                process.kill()
+                out, err = process.communicate()
             found.append((process.returncode, out, err))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+    assert not is_late, f"not within {limit_s} s:\n" + "\n".join(f"{status}: {err[-8000:]}" for status, _, err in found)
     return found
 
 

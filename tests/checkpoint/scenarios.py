@@ -1,5 +1,6 @@
 """What single processes of the tests do: `python scenarios.py NAME COORDINATOR NUM_PROCESSES PROCESS_ID ARGUMENTS`."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -328,6 +329,7 @@ def random_values(seed: int = 0, scale: int = 1) -> Any:
 
 def main() -> None:
     name, coordinator, num_processes, process_id, arguments = sys.argv[1:]
+    faulthandler.dump_traceback_later(140)  # where it hangs, before the test ends it
     if int(num_processes) > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, int(num_processes), int(process_id))
