@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("scheduler", "mpmd", "reshard")
 STDLIB = sys.stdlib_module_names | {"scheduler"}
 # What the extra `search` may speed up, where it is installed; imported by the functions that use it.
-SEARCH_EXTRA = {"numba", "numpy", "ortools"}
+SEARCH_EXTRA = {"numba", "numpy"}
 # What is imported under another name than it is installed by.
 DISTRIBUTIONS = {"jaxlib": "jax", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 JAX_SHIM = "mpmd/_jax_compat"

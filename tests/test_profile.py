@@ -159,13 +159,6 @@ def test_the_trace_is_as_the_format_asks(made):
     assert {e["args"]["stage"] for e in tasks} == set(range(STAGES))
 
 
-def test_the_picture_is_well_formed_and_shows_each_task_twice(made):
-    root = ET.fromstring(made[2].to_svg())
-    titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
-    for name in ("0F0", "1B2", "2F3"):
-        assert sum(bool(re.match(rf"{name}(:|$)", title)) for title in titles) == 2  # measured and simulated
-
-
 class Elements(HTMLParser):
     """Counts elements by class, and sees that each is closed."""
 
@@ -242,7 +235,6 @@ def test_a_report_without_a_measurement_says_how_to_get_one(tmp_path):
     assert Elements(text).classes["zoomed"] == 0 and "<code>compiled.profile(args)</code>" in text
     profile = compiled.profile((np.ones(3, np.float32),), steps=1)  # a step without a loop
     assert np.asarray(profile.result).tolist() == [4.0] * 3 and "1 process" in str(profile)
-    assert ET.fromstring(profile.to_svg()) is not None
 
 
 def test_the_page_on_profiles_runs_as_printed(made, tmp_path, monkeypatch, capsys):
@@ -253,7 +245,9 @@ def test_the_page_on_profiles_runs_as_printed(made, tmp_path, monkeypatch, capsy
     step = SimpleNamespace(lower=lambda *args: SimpleNamespace(compile=lambda: compiled))
     exec(code, {"step": step, "state": state, "batch": batch})
     assert "median of 5; 3 groups in 1 process" in capsys.readouterr().out
-    assert {p.name for p in tmp_path.iterdir()} == {"step.svg", "step.json", "run.html"}
+    assert {p.name for p in tmp_path.iterdir()} == {"loop.svg", "step.json", "run.html"}
+    title = ET.parse(tmp_path / "loop.svg").findtext("{*}title")
+    assert f"{2 * STAGES * MICROBATCHES} tasks" in title
 
 
 def test_a_timed_call_gives_what_an_untimed_one_gives(made):

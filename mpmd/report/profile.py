@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpmd.report import profile_pictures
+from mpmd.report.chrome_trace import to_chrome_trace
 from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
 from scheduler.base import texts
@@ -109,16 +109,9 @@ class Profile:
 
     __repr__ = object.__repr__
 
-    def to_svg(self) -> str:
-        """The typical step as SVG: what ran, what was on its way, who waited for what; below it the simulated loop."""
-        runs = self.typical.runs
-        shown = [i for i, facts in enumerate(self.loops) if any(r.tasks and r.loop == facts.number for r in runs)]
-        simulated = self.simulated(loop=shown[-1]) if shown else None
-        return profile_pictures.to_svg(self.name, self.typical, simulated)
-
     def to_chrome_trace(self) -> str:
         """All steps as Chrome-trace JSON, which Perfetto opens: one process a rank."""
-        return profile_pictures.to_chrome_trace(self.steps, self.ranks)
+        return to_chrome_trace(self.steps, self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""From task times and a limit of memory to better orders: search, bounds and exact answers."""
+"""From task times and a limit of memory to better orders: search and bounds."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from scheduler.errors import ScheduleError
 from scheduler.optimize.annealing import can_compile, improve
 from scheduler.optimize.bounds import Bound, lower_bound
-from scheduler.optimize.exact import can_solve, solve
 from scheduler.optimize.problem import problem_for
-from scheduler.optimize.rankings import Genes, neighbour, random_genes, ranking_from
+from scheduler.schedules.rankings import Genes, neighbour, random_genes, ranking_from
 from scheduler.schedules.catalogue import SCHEDULES, make
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem, list_schedule
@@ -43,8 +42,6 @@ class Found:
         noisy_gain: The mean gain over that schedule when each cost is off by up to 10%, as a fraction.
         tries: How many orders were looked at.
         complete: False if time ran out before the planned number of tries, so that another run may differ.
-        proved: Whether no order is shorter even where the bound is (one stage a group, with OR-tools; to a thousandth
-            of a task's time).
     """
 
     schedule: CustomSchedule
@@ -55,7 +52,6 @@ class Found:
     noisy_gain: float
     tries: int
     complete: bool
-    proved: bool
 
     @property
     def gain(self) -> float:
@@ -77,8 +73,6 @@ class Found:
             )
         else:
             lines.append("no built-in schedule fits this placement and memory")
-        if self.proved:
-            lines.append("proved: no order is shorter")
         held = ", ".join(f"{nbytes:g}" for nbytes in self.timeline.peak_bytes)
         lines.append(f"most held in each group: {held}; {self.tries} orders tried")
         if not self.complete:
@@ -102,8 +96,7 @@ def search(
 
     Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
     as the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by
-    small moves. The moves are compiled where numba is installed (extra ``search``), and far more are tried then; the
-    same extra has OR-tools, which looks for the best order where each group has one stage.
+    small moves. The moves are compiled where numba is installed (extra ``search``), and far more are tried then.
     :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
@@ -223,7 +216,6 @@ class _OrderSearch:
         self.random = random.Random(seed)
         self.progress = progress
         self.pool = _Pool(lower_bound(problem))
-        self.proved = False
 
     def run(self) -> Found:
         self._check_memory()
@@ -246,7 +238,6 @@ class _OrderSearch:
             _noisy_gain(self.problem, best_seed.orders, best.orders, self.seed + 1) if best_seed else 0.0,
             pool.tries,
             not self.budget.exceeded,
-            self.proved,
         )
 
     def _check_memory(self) -> None:
@@ -268,11 +259,8 @@ class _OrderSearch:
                 f"search: the time ran out (seconds={self.budget.seconds:g}) when {self.pool.tries} orders had been"
                 " tried, before one was found that keeps to memory_limit. Allow more seconds, or raise the limit."
             )
-        exactly = not self.pool.is_at_bound() and can_solve(self.problem)
-        if exactly:
-            self._solve()
-        if not self.pool.is_at_bound() and not self.proved:
-            self._anneal(0.25 if exactly else 0.6)
+        if not self.pool.is_at_bound():
+            self._anneal()
 
     def _rank_randomly(self) -> None:
         """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""
@@ -298,22 +286,13 @@ class _OrderSearch:
             if self.pool.is_at_bound():
                 break
 
-    def _solve(self) -> None:
-        """Looks for the best order by constraint programming: one stage a group, and OR-tools installed."""
-        hint = _split(self.pool.best.orders)
-        orders, self.proved = solve(self.problem, hint, 0.2 * self.budget.seconds, self.random.randrange(2**31))
-        candidate = _timed(self.problem, orders)
-        if candidate is not None and self.pool.improves(candidate.makespan):
-            self.progress(f"constraint programming: {candidate.makespan:g}{', the best' if self.proved else ''}")
-            self.pool.add(candidate)
-
-    def _anneal(self, share: float) -> None:
-        """Makes small moves, from the best few orders, for a share of the time."""
+    def _anneal(self) -> None:
+        """Makes small moves, from the best few orders, for most of the time."""
         problem, pool, compiled = self.problem, self.pool, can_compile()
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
         starts = pool.candidates[: 4 if compiled else 2]
         rounds = 2
-        budget = share * self.budget.seconds * rate / problem.num_tasks
+        budget = 0.6 * self.budget.seconds * rate / problem.num_tasks
         steps = max(50, int(budget / len(starts) / rounds))
         times = sum(map(sum, problem.costs.seconds(problem.num_stages).values()))
         # The mean task, where tasks take time; else the mean share of the makespan.

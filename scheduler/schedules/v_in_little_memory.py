@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from scheduler.schedules.building_block import (
     PERIOD,
@@ -18,7 +17,8 @@ from scheduler.schedules.building_block import (
     straight,
     weights_up_first,
 )
-from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
+from scheduler.schedules.list_scheduling import Problem, list_schedule
+from scheduler.schedules.rankings import ranking_from
 from scheduler.schedules.v_shaped import VSchedule
 from scheduler.task import Orders, check_count
 from scheduler.timing.costs import Costs
@@ -57,7 +57,8 @@ class _MemoryBound(VSchedule):
 
     def _candidates(self, problem: Problem) -> Iterator[Orders]:
         for setting in _SETTINGS:
-            orders = list_schedule(problem, setting.ranking(self.num_groups))
+            genes = {"patience": 0.0, "noise": 0.0, **dict(zip(_NAMES, setting, strict=True))}
+            orders = list_schedule(problem, ranking_from(problem, genes))
             if orders is not None:
                 yield orders
         for block in self._blocks():
@@ -149,53 +150,21 @@ class VMin(_MemoryBound):
         return 2 * -(-(self.num_groups + 2) // 3)
 
 
-class _Setting(NamedTuple):
-    """What is due when, in tasks' time. Turns are in units of the number of groups."""
-
-    pace: float
-    turn_up: float
-    turn_back: float
-    turn_down: float
-    weights_up: float
-    weights_down: float
-    weights_last: bool
-    weights_by_group: float
-    interval: float
-    burst: float
-
-    def ranking(self, num_groups: int) -> Ranking:
-        p = num_groups
-        stages = range(2 * p)
-        return Ranking(
-            due={
-                "F": [stage + (self.turn_up * p if stage >= p else 0.0) for stage in stages],
-                "I": [4 * p - 1 - stage + p * (self.turn_down if stage < p else self.turn_back) for stage in stages],
-                "W": [
-                    4 * p
-                    - stage
-                    + p * (self.weights_down if stage < p else self.weights_up)
-                    + self.weights_by_group * min(stage, 2 * p - 1 - stage)
-                    for stage in stages
-                ],
-            },
-            pace=self.pace,
-            weights_last=self.weights_last,
-            interval=self.interval,
-            burst=int(self.burst * p),
-        )
-
-
-# Found by random search over groups and microbatches; each is the best for some of them.
+# Genes, found by random search over groups and microbatches; each row is the best for some of them.
+_NAMES = (
+    "pace", "turn_up", "turn_back", "turn_down", "weights", "weights_early", "by_group", "weights_last", "interval",
+    "burst",
+)  # fmt: skip
 _SETTINGS = (
-    _Setting(3.0, 0.0, 0.37, 0.0, 2.2, 0.94, False, 1.0, 4.0, 0.5),
-    _Setting(2.5, 0.0, -0.36, 0.0, 4.1, 3.75, False, 0.0, 5.0, 0.75),
-    _Setting(3.0, 0.0, 0.0, 0.0, 2.2, 0.94, False, 1.0, 0.0, 0.5),
-    _Setting(3.0, 0.0, 0.37, -0.17, 2.2, 0.94, False, 1.0, 4.0, 0.5),
-    _Setting(2.0, 0.0, 0.0, -1.52, 3.46, 0.07, False, 0.0, 4.0, 0.5),
-    _Setting(3.0, -0.92, 1.15, -1.19, 0.66, 2.82, True, 0.5, 4.0, 0.75),
-    _Setting(2.0, 0.0, 0.0, -1.52, 3.46, 0.07, True, 0.0, 5.0, 0.5),
-    _Setting(2.0, 0.0, 0.76, 0.0, 1.2, 2.46, True, 0.0, 4.0, 0.75),
-    _Setting(3.0, 0.0, 0.0, -0.19, 3.56, 4.52, True, 0.0, 5.0, 0.25),
-    _Setting(10.0, 0.0, 0.0, 0.0, 1.98, 3.73, True, 0.0, 7.0, 0.75),
-    _Setting(6.0, -0.73, -0.3, 0.0, 4.2, 4.05, False, 1.0, 4.0, 0.5),
+    (1 / 2, 0.0, 0.185, 0.0, 0.4575, 0.235, 1.0, False, 4 / 6, 0.5),
+    (5 / 12, 0.0, -0.18, 0.0, 1.115, 0.9375, 0.0, False, 5 / 6, 0.75),
+    (1 / 2, 0.0, 0.0, 0.0, 0.55, 0.235, 1.0, False, 0.0, 0.5),
+    (1 / 2, 0.0, 0.185, -0.085, 0.4575, 0.2775, 1.0, False, 4 / 6, 0.5),
+    (1 / 3, 0.0, 0.0, -0.76, 0.865, 0.3975, 0.0, False, 4 / 6, 0.5),
+    (1 / 2, -0.46, 0.575, -0.595, -0.1225, 1.0025, 0.5, True, 4 / 6, 0.75),
+    (1 / 3, 0.0, 0.0, -0.76, 0.865, 0.3975, 0.0, True, 5 / 6, 0.5),
+    (1 / 3, 0.0, 0.38, 0.0, 0.11, 0.615, 0.0, True, 4 / 6, 0.75),
+    (1 / 2, 0.0, 0.0, -0.095, 0.89, 1.1775, 0.0, True, 5 / 6, 0.25),
+    (5 / 3, 0.0, 0.0, 0.0, 0.495, 0.9325, 0.0, True, 7 / 6, 0.75),
+    (1.0, -0.365, -0.15, 0.0, 1.125, 1.0125, 1.0, False, 4 / 6, 0.5),
 )

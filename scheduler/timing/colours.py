@@ -11,17 +11,12 @@ HATCHES = {
 
 
 def pattern_definitions() -> str:
-    """What `pattern_of` refers to, to be put into an SVG once."""
+    """The patterns of the kinds, each named by its letter, to be put into an SVG once."""
     made = (
         f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{drawing}</pattern>'
         for kind, drawing in HATCHES.items()
     )
     return "\n".join(["<defs>", *made, "</defs>"])
-
-
-def pattern_of(kind: str) -> str:
-    """What to draw over a task of some kind, as a fill; empty for F."""
-    return f"url(#{kind})" if kind in HATCHES else ""
 
 
 def colour(stage: int, kind: str, num_stages: int) -> str:

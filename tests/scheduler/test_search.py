@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 import sys
@@ -10,14 +9,11 @@ import types
 
 import pytest
 
-from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleH1, ZeroBubbleV, investigate, search, simulate
+from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleV, investigate, search, simulate
 from scheduler.optimize.annealing import _compiled, can_compile, improve
-from scheduler.optimize.bounds import lower_bound
-from scheduler.optimize.exact import can_solve, solve
 from scheduler.ordering import order_faults
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.schedules.v_shaped import v_placement
-from scheduler.timing.simulate import simulate_orders
 
 
 @pytest.fixture(autouse=True)
@@ -134,20 +130,6 @@ def test_moves_shorten_orders_and_tell_their_makespan(compiled):
     makespan, orders = improve(problem, before, steps=800, hot=0.2, cold=0.01, target=0.0, seed=1, compiled=compiled)
     assert order_faults(orders, problem.placement, 6) == []
     assert makespan < simulate(ZeroBubbleV(3), 6, costs).makespan
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools")
-def test_one_stage_a_group_is_solved_to_the_end_and_keeps_to_memory():
-    costs = Costs(1.0, 1.1, 0.8, transfer_s=0.2)
-    problem = Problem((0, 1, 2), 3, 4, costs, (3.0,) * 3)
-    assert can_solve(problem)
-    hint = tuple(tuple(part for task in order for part in task.parts) for order in OneFOneB(3).orders(4))
-    orders, proved = solve(problem, hint, 20, 0)
-    timeline = simulate_orders(orders, problem.placement, 4, costs)
-    assert proved
-    assert order_faults(orders, problem.placement, 4) == []
-    assert max(timeline.peak_bytes) <= 3
-    assert lower_bound(problem).makespan <= timeline.makespan <= simulate(ZeroBubbleH1(3), 4, costs).makespan + 0.01
 
 
 def test_costs_without_time_are_searched():

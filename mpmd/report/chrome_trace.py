@@ -1,0 +1,66 @@
+"""A profile as a Chrome trace, which Perfetto opens."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpmd.observe.records import Ran
+from mpmd.report.steps import Step
+
+
+def to_chrome_trace(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> str:
+    """Chrome-trace JSON: a process for each rank, with its host, its groups' devices, and what comes to it.
+
+    Args:
+      ranks_of: per group, its processes.
+    """
+    return json.dumps({"traceEvents": list(_events(steps, ranks_of)), "displayTimeUnit": "ms"})
+
+
+def _events(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    first = min((s.start for s in steps), default=0.0)
+    ranks = sorted({r for ranks in ranks_of for r in ranks})
+    per_rank = 1 + len(ranks_of)
+    # Of its host; that of group g is g + 1 more. Perfetto takes id 0, and its process's, for the main thread.
+    threads = {rank: ranks[-1] + 1 + i * per_rank for i, rank in enumerate(ranks)}
+    for rank, host in threads.items():
+        yield _named("process_name", rank, host, name=f"rank {rank}")
+        yield _named("process_sort_index", rank, host, sort_index=rank)
+        yield _named("thread_name", rank, host, name="host: starts programs")
+        for group, of_group in enumerate(ranks_of):
+            if rank in of_group:
+                yield _named("thread_name", rank, host + 1 + group, name=f"group {group}: devices")
+    number = 0
+    for count, step in enumerate(steps):
+        for r in step.runs:
+            yield from _run_events(r, count, first, threads[r.rank])
+        for m in step.moves:
+            number += 1
+            common = {"cat": "transfer", "id2": {"local": hex(number)}, "pid": m.rank, "tid": threads[m.rank]}
+            common["name"] = f"from group {m.way.source} to {m.way.target}"  # Perfetto shows a row a name
+            args = {"value": str(m.way.value), "bytes": m.nbytes, "step": count}
+            yield {**common, "ph": "b", "ts": _micros(m.start - first), "args": args}
+            yield {**common, "ph": "e", "ts": max(_micros(m.start - first), _micros(m.end - first))}
+
+
+def _run_events(r: Ran, step: int, first: float, host: int) -> Iterator[dict[str, Any]]:
+    args: dict[str, Any] = {"step": step, "program": r.name}
+    if r.tasks:
+        task = r.tasks[0]
+        args |= {"stage": task.stage, "kind": "+".join(t.kind for t in r.tasks), "microbatch": task.microbatch}
+        args["loop"] = r.loop
+    if r.by is not None:
+        args["waited for"] = str(r.by)
+    for tid, start, end in ((host, r.dispatched, r.returned), (host + 1 + r.group, r.start, r.end)):
+        yield {
+            "ph": "X", "name": r.title, "cat": "task" if r.tasks else "call", "pid": r.rank, "tid": tid,
+            "ts": _micros(start - first), "dur": max(0.0, _micros(end - first) - _micros(start - first)), "args": args,
+        }  # fmt: skip
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
