@@ -10,10 +10,10 @@ from scheduler.errors import ScheduleError
 from scheduler.optimize.annealing import can_compile, improve
 from scheduler.optimize.bounds import Bound, lower_bound
 from scheduler.optimize.problem import problem_for
-from scheduler.schedules.rankings import Genes, neighbour, random_genes, ranking_from
 from scheduler.schedules.catalogue import SCHEDULES, make
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem, list_schedule
+from scheduler.schedules.rankings import Genes, neighbour, random_genes, ranking_from
 from scheduler.task import Orders, Pairs
 from scheduler.timing.costs import Costs
 from scheduler.timing.simulate import simulate_orders

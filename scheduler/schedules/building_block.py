@@ -5,7 +5,7 @@ A slot is the time of one task. Each group runs one task in a slot; two stages o
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 """
 
-from collections.abc import Callable
+from collections import deque
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -70,10 +70,10 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
     return slots
 
 
-def _with_weights(fixed: dict[int, Task], up_first: bool = False) -> dict[int, Task]:
-    """A group's F and I. Each slot that is left goes to the W that has waited longest, or to the later stage's."""
+def _with_weights(fixed: dict[int, Task]) -> dict[int, Task]:
+    """A group's F and I, and its W: each slot that is left goes to the one that has waited longest."""
     row: dict[int, Task] = {}
-    waiting: list[Task] = []
+    waiting: deque[Task] = deque()
     slot, last = 0, max(fixed)
     while slot <= last or waiting:
         if slot in fixed:
@@ -81,19 +81,9 @@ def _with_weights(fixed: dict[int, Task], up_first: bool = False) -> dict[int, T
             if fixed[slot].kind == "I":
                 waiting.append(fixed[slot]._replace(kind="W"))
         elif waiting:
-            latest = max(task.stage for task in waiting) if up_first else waiting[0].stage
-            row[slot] = waiting.pop(next(index for index, task in enumerate(waiting) if task.stage == latest))
+            row[slot] = waiting.popleft()
         slot += 1
     return row
-
-
-def weights_up_first(slots: Slots) -> Slots:
-    """The same slots for F and I. Those of W go to the later stage of a group first."""
-    return [_with_weights(_without_weights(row), up_first=True) for row in slots]
-
-
-def _without_weights(row: dict[int, Task]) -> dict[int, Task]:
-    return {slot: task for slot, task in row.items() if task.kind != "W"}
 
 
 def _parts(block: BuildingBlock, down: int, up: int) -> tuple[tuple[tuple[int, ...], Kind, int], ...]:
@@ -123,67 +113,19 @@ def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: i
             live[group][index] += _HELD[kind]
         return True
 
-    _move_ends(slots, block.input_grad_down[0], block.forward_down[0] + PERIOD * (num_microbatches - 1), moves)
-    return slots
-
-
-def squeeze_past_weights(slots: Slots, num_microbatches: int, memory: int) -> Slots:
-    """Draws both ends of squeezed slots together once more, with F and I going before any W.
-
-    W then takes the slots that are left.
-    """
-    rows = [_without_weights(row) for row in slots]
-    at_first = {task: slot for slot, task in rows[0].items()}
-
-    def moves(group: int, slot: int, free: int) -> bool:
-        row = rows[group]
-        row[free] = row.pop(slot)
-        if _peak(row) <= memory:
-            return True
-        row[slot] = row.pop(free)
-        return False
-
-    _move_ends(rows, at_first[Task(0, "I", 0)], at_first[Task(0, "F", num_microbatches - 1)], moves)
-    return [_with_weights(row) for row in rows]
-
-
-def _move_ends(rows: Slots, back: int, closed: int, moves: Callable[[int, int, int], bool]) -> None:
-    """Moves each task that starts before ``back``, or from ``closed`` on, to the first free slot that it can take.
-
-    Args:
-        rows: The slots, changed in place.
-        back: The slot in which the first microbatch is back in group 0.
-        closed: The slot in which the last microbatch starts.
-        moves: Called with a group, a slot and a free slot: moves the task there if memory allows, and says whether.
-    """
+    # The slots in which the first microbatch is back in group 0, and in which the last one starts there.
+    back, closed = block.input_grad_down[0], block.forward_down[0] + PERIOD * (num_microbatches - 1)
     done: dict[Task, int] = {}
     for slot, group, task in sorted(
-        (slot, group, task) for group, row in enumerate(rows) for slot, task in row.items()
+        (slot, group, task) for group, row in enumerate(slots) for slot, task in row.items()
     ):
         at = slot
         if not back <= slot < closed:
-            first = 1 + max((done[need] for need in _needs(task, 2 * len(rows))), default=-1)
-            free = (index for index in range(first, slot) if index not in rows[group])
+            first = 1 + max((done[need] for need in _needs(task, 2 * len(slots))), default=-1)
+            free = (index for index in range(first, slot) if index not in slots[group])
             at = next((index for index in free if moves(group, slot, index)), slot)
         done[task] = at
-
-
-def _peak(row: dict[int, Task]) -> int:
-    """The most activations that a group holds if W takes each slot that F and I leave."""
-    most = live = waiting = 0
-    for slot in range(max(row) + 1):
-        task = row.get(slot)
-        if task is None:
-            if waiting:
-                waiting -= 1
-                live -= 1
-        elif task.kind == "F":
-            live += 1
-            if live > most:
-                most = live
-        else:
-            waiting += 1
-    return most
+    return slots
 
 
 def _live(row: dict[int, Task], length: int) -> list[int]:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from scheduler.schedules.building_block import (
     PERIOD,
     BuildingBlock,
-    Slots,
     half_speed_down,
     in_order,
     let_run_out,
     repeat,
     squeeze,
-    squeeze_past_weights,
     straight,
-    weights_up_first,
 )
 from scheduler.schedules.list_scheduling import Problem, list_schedule
 from scheduler.schedules.rankings import ranking_from
@@ -73,15 +70,8 @@ class _MemoryBound(VSchedule):
         yield in_order(slots)
         slots = squeeze(slots, block, m, self.memory())
         yield in_order(slots)
-        yield from self._run_out(slots, block, problem, {0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2})
-        closer = squeeze_past_weights(slots, m, self.memory())
-        for others in (weights_up_first(slots), closer, weights_up_first(closer)):
-            yield in_order(others)
-            yield from self._run_out(others, block, problem, {max(0, 2 * p - 3), 2 * p, 2 * p + 2})
-
-    def _run_out(self, slots: Slots, block: BuildingBlock, problem: Problem, after: set[int]) -> Iterator[Orders]:
-        for later in sorted(after):
-            orders = let_run_out(slots, block, problem, PERIOD * (problem.num_microbatches - 1) + later)
+        for later in sorted({0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2}):
+            orders = let_run_out(slots, block, problem, PERIOD * (m - 1) + later)
             if orders is not None:
                 yield orders
 

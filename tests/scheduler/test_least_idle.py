@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Costs, ZeroBubbleV, simulate
-from scheduler.schedules.rankings import random_genes, ranking_from
 from scheduler.schedules.list_scheduling import Problem, list_schedule
+from scheduler.schedules.rankings import random_genes, ranking_from
 from scheduler.schedules.v_shaped import v_placement
 from scheduler.timing.simulate import simulate_orders
 
