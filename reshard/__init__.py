@@ -13,6 +13,9 @@ from reshard.api import (
 from reshard.moving.plan import ReshardPlan, plan
 from reshard.moving.progress import Progress, Stats
 from reshard.places import HostMemory, describe_mesh
+from reshard.streams.publishing import publish, subscribe
+from reshard.streams.receiving import Subscription
+from reshard.streams.stream import Stream, stream
 
 if TYPE_CHECKING:
     from reshard.checkpoint import restore, save
@@ -23,15 +26,20 @@ __all__ = [
     "ReshardError",
     "ReshardPlan",
     "Stats",
+    "Stream",
+    "Subscription",
     "describe_mesh",
     "last_stats",
     "logically_stacked",
     "mpmd_to_mpmd_reshard",
     "mpmd_to_spmd_reshard",
     "plan",
+    "publish",
     "restore",
     "save",
     "spmd_to_mpmd_reshard",
+    "stream",
+    "subscribe",
 ]
 
 

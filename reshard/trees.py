@@ -1,5 +1,6 @@
 """Pytrees of arrays and pytree prefixes of shardings, as flat lists with names."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,17 +23,17 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     return [jax.tree_util.keystr(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], treedef
 
 
-def broadcast(shardings: Any, tree: Any, name: str) -> list[Any]:
-    """One sharding for each leaf of `tree`, from a tree of shardings that may end early.
+def broadcast(shardings: Any, tree: Any, name: str, is_leaf: Callable[[Any], bool] = is_sharding) -> list[Any]:
+    """One sharding for each leaf of `tree`, from a tree of shardings (or what `is_leaf` says) that may end early.
 
     Raises:
         ReshardError: the structures differ.
     """
     try:
-        full = jax.tree.broadcast(shardings, tree, is_leaf=is_sharding)
+        full = jax.tree.broadcast(shardings, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ReshardError(f"{name}: its structure is not that of the arrays, nor a prefix of it.\n  {error}") from None
-    return jax.tree.leaves(full, is_leaf=is_sharding)
+    return jax.tree.leaves(full, is_leaf=is_leaf)
 
 
 def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:

@@ -56,6 +56,7 @@ ROOMS = {
     "reshard/edits": ("storage",),
     "reshard/checkpoint": ("storage", "edits"),
     "reshard/conversion": ("storage", "edits"),
+    "reshard/streams": ("storage", "edits"),
     "scheduler/base": (),
     "scheduler/timing": ("base",),
     "scheduler/schedules": ("base", "timing"),

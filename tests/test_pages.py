@@ -37,7 +37,7 @@ TESTED_ELSEWHERE = {
     "checkpoints": "checkpoint/test_docs.py", "huggingface": "safetensors/test_huggingface_page.py",
     "mistakes": "test_mistakes_page.py", "multihost": "launcher/test_multihost_page.py",
     "profiling": "test_profile.py", "reshard": "reshard/test_reshard_page.py",
-    "resilience": "test_resilient.py",
+    "resilience": "test_resilient.py", "streams": "reshard/test_stream.py",
 }  # fmt: skip
 
 

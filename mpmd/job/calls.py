@@ -42,7 +42,7 @@ _UNHEARD_S = 10.0
 _END_S = 10.0
 
 
-class Stream:
+class SharedCalls:
     """The calls that some ranks make together, as one of them sees them.
 
     Attributes:
@@ -146,7 +146,7 @@ class Calls:
     def __init__(self, rank: int, num_ranks: int, store: Any, activity: Activity, end: Callable[[int, str], None]):
         self._rank, self._store, self._activity, self._end = rank, store, activity, end
         ranks = tuple(range(num_ranks))
-        self._streams = {ranks: Stream(ranks, rank, store)}
+        self._streams = {ranks: SharedCalls(ranks, rank, store)}
         self._found: Disagreement | None = None
         self._cause: Exception | None = None
         self._is_raised = self._is_over = False
@@ -164,7 +164,7 @@ class Calls:
         """
         self.check()
         if (stream := self._streams.get(ranks := tuple(ranks))) is None:
-            stream = self._streams[ranks] = Stream(ranks, self._rank, self._store)
+            stream = self._streams[ranks] = SharedCalls(ranks, self._rank, self._store)
         self._held_nbytes += note.nbytes()
         if self._held_nbytes > _MAX_HELD_NBYTES and note.is_ready:
             _ = note.digests
@@ -218,7 +218,7 @@ class Calls:
         self._wake.set()
         self._thread.join(limit_s)
 
-    def _wait(self, streams: Sequence[Stream], most: int) -> None:
+    def _wait(self, streams: Sequence[SharedCalls], most: int) -> None:
         """Returns when no more than so many calls of each stream are to be compared."""
         behind = [s for s in streams if len(s.notes) > most]
         if not behind:

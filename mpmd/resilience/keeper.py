@@ -59,6 +59,13 @@ def exactly(connection: socket.socket, into: Any) -> Any:
     return into
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Lets a connection to a host whose cable was cut end, so that what was begun for it is given up."""
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def proof(token: str, nonce: bytes) -> bytes:
     """What only who knows the token can answer."""
     return hmac.digest(token.encode(), nonce, "sha256")
@@ -230,10 +237,7 @@ def _accept(listener: socket.socket, memory: Memory, token: str) -> None:
     while True:
         connection, _ = listener.accept()
         if listener.family != socket.AF_UNIX:
-            # A host whose cable was cut says nothing more; what it has begun here is given up.
-            for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            keep_alive(connection)
         threading.Thread(target=_Connection(connection, memory, token).serve, daemon=True).start()
 
 

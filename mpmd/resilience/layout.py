@@ -126,7 +126,7 @@ def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
         itemsize = np.dtype(jax.numpy.dtype(about.dtype)).itemsize
         if about.kind == SHARED:
             placed = leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else leaf.sharding
-            cut = _shared(keys.data_sharding(placed, leaf.shape, leaf.dtype), about.shape, itemsize, rank, load)
+            cut = shared_boxes(keys.data_sharding(placed, leaf.shape, leaf.dtype), about.shape, itemsize, rank, load)
         else:
             box = Box.whole(about.shape)
             cut = [(box, box, None, None)]
@@ -149,10 +149,10 @@ def owners(sharding: Any, shape: tuple[int, ...], itemsize: int, load: dict[int,
     return owner
 
 
-def _shared(
+def shared_boxes(
     sharding: Any, shape: tuple[int, ...], itemsize: int, rank: int, load: dict[int, int]
 ) -> list[tuple[Box, Box, Any, Any]]:
-    """The boxes of a shared leaf that this process keeps, each with the shard that it is cut from."""
+    """The boxes of a shared leaf that this process keeps: each with its shard, that one's part and its device."""
     mine = [box for box, owner in owners(sharding, shape, itemsize, load).items() if owner == rank]
     shards = [
         (held, part, device)

@@ -20,6 +20,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, part_boxes
 from mpmd.arrays.mesh import is_local
+from mpmd.arrays.sharding import MpmdSharding
 from mpmd.resilience import layout
 from mpmd.resilience.keepers import Address, Connection
 from mpmd.resilience.layout import NUMBER, NUMPY, SHARED, KeptLeaf
@@ -191,17 +192,26 @@ def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
         (value,) = data.values()
         return keys.from_data(jnp.asarray(value.item() if about.weak and not value.ndim else value), dtype)
 
+    if isinstance(given, MpmdArray):
+        given.delete()
+        return assembled(given.mpmd_sharding, about, data)
+    return assembled(given.sharding, about, data)
+
+
+def assembled(sharding: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
+    """The array of a sharding whose boxes are given, those of this process."""
+    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+
     def array(sharding: Any, shape: tuple[int, ...], offset: Sequence[int]) -> jax.Array:
         def part(index: Any) -> np.ndarray:
             return data[Box.from_slices(index or (), shape).shifted(offset)]
 
         return keys.from_data(jax.make_array_from_callback(shape, sharding, part, jnp.dtype(about.dtype)), dtype)
 
-    if not isinstance(given, MpmdArray):
-        return array(keys.data_sharding(given.sharding, given.shape, dtype), about.shape, (0,) * len(about.shape))
-    given.delete()
-    sharding, shape = given.mpmd_sharding, keys.shape_of_data(about.shape, dtype)
+    shape = keys.shape_of_data(about.shape, dtype)
     placed = keys.data_sharding(sharding, shape, dtype)
+    if not isinstance(sharding, MpmdSharding):
+        return array(placed, about.shape, (0,) * len(about.shape))
     parts = placed.local_parts(about.shape)
     arrays = {part.key: array(placed.group_sharding(part.group), part.shape, part.offset) for part in parts}
     return MpmdArray._unchecked(arrays, sharding, shape, dtype, about.weak)

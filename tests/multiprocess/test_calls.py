@@ -16,7 +16,7 @@ import mpmd
 from mpmd import _jax_compat as compat
 from mpmd.errors import ScheduleError
 from mpmd.job.activity import Activity
-from mpmd.job.calls import MAX_AHEAD, Calls, Stream
+from mpmd.job.calls import MAX_AHEAD, Calls, SharedCalls
 from mpmd.job.disagreement import disagreement
 from mpmd.job.notes import Note
 from mpmd.run.agreement import values_to_compare
@@ -234,7 +234,7 @@ def alike():
 def told(*ranks, late=()):
     """After which call all ranks are told of a difference, and what. A late rank begins when the others are through."""
     store = Store()
-    streams = [Stream(tuple(range(len(ranks))), r, store) for r in range(len(ranks))]
+    streams = [SharedCalls(tuple(range(len(ranks))), r, store) for r in range(len(ranks))]
     lists = [list(of_rank) for of_rank in ranks]
     for r in set(range(len(ranks))).difference(late) if late else ():
         streams[r].notes.extend(lists[r])

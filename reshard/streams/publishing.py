@@ -1,0 +1,154 @@
+"""Versions between jobs: one publishes them at an address, any number of others subscribe, whenever they start.
+
+Every process that publishes serves its own part. That with the lowest rank listens at the address, and tells a
+subscriber where the others are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.errors import ReshardError
+from mpmd.job import joining
+from mpmd.job.job import Job
+from reshard.streams.receiving import Receiver, Subscription
+from reshard.streams.sending import Sender, sharding_of
+from reshard.streams.serving import FarShelf, ShelfServer
+from reshard.streams.stream import ranks_of_shardings
+from reshard.trees import broadcast
+
+_EVERYWHERE = ("", "0.0.0.0", "::", "*")
+
+
+class _Published(NamedTuple):
+    """What this process serves at an address: a sender for each name."""
+
+    server: ShelfServer
+    senders: dict[str, Sender]
+
+
+# A process listens at an address for as long as it lives.
+_published: dict[str, _Published] = {}
+
+
+@compat.api_boundary
+@compat.no_mesh()
+def publish(name: str, tree: Any, version: int, *, address: str, token: str) -> None:
+    """Publishes a version of a tree for other jobs; starts its copies to the memory of the host, and returns.
+
+    The next step may be called at once, also where it is donated the arrays. All processes of the job call it alike.
+    Subscribers read from the copies, and delay nobody; each one that is at it may hold one version more in memory.
+    Who has no token is refused, but what is sent is not encrypted.
+
+    Args:
+        name: of the tree; an address may have several.
+        tree: arrays on devices, of the same types and shardings in each call.
+        version: 0 or more, each larger than the one before.
+        address: `host:port`. The process with the lowest rank of those that have some of the tree listens there, the
+            others on a free port of the same interface or, on other hosts, of the interface that their own call names.
+        token: a secret that the subscribers know, the same in all calls.
+
+    Raises:
+        ReshardError: there is no token, the address cannot be used, the tree is not one of arrays on devices, or the
+            version is not newer.
+    """
+    host, port = _checked(address, token, "publish")
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ReshardError(f"publish: {name=} is no name: a text without slashes.")
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    ranks = ranks_of_shardings([s for s in map(sharding_of, leaves) if s is not None])
+    job = joining.current()
+    if ranks and _rank(job) not in ranks:
+        return
+    if address not in _published:
+        _published[address] = _Published(_opened(host, port if ranks[:1] in ((), (_rank(job),)) else 0, token), {})
+    server, senders = _published[address]
+    if server.token != token:
+        raise ReshardError(f"publish: {address} was opened with another token.")
+    if name not in senders:
+        senders[name] = _new_sender(name, job, ranks, server)
+    senders[name].send(tree, None, version)
+
+
+def _rank(job: Job | None) -> int:
+    return 0 if job is None else job.rank
+
+
+def _opened(host: str, port: int, token: str) -> ShelfServer:
+    try:
+        return ShelfServer(host, port, token)
+    except OSError as error:
+        raise ReshardError(
+            f"publish: cannot listen at {host}:{port}: {error.strerror or error}. Name an interface of this host."
+        ) from None
+
+
+def _new_sender(name: str, job: Job | None, ranks: Sequence[int], server: ShelfServer) -> Sender:
+    """Serves versions of one more tree."""
+    what, peers = f"publish: {name}", []
+    if job is None or len(ranks) < 2:
+        sender = Sender(what, job, ranks or (0,), "", keeps_all=False)
+    else:
+        number = job.new_number(ranks, f"publishing {name}")
+        sender = Sender(what, job, ranks, f"mpmd/published/{number}/", keeps_all=False)
+        if job.rank != ranks[0]:
+            server.serve(name, sender.shelf)
+        said = job.exchange(f"saying where {name} is published", server.address, ranks)
+        peers = [said[rank] for rank in ranks]
+    server.serve(name, sender.shelf, peers)
+    return sender
+
+
+@compat.api_boundary
+def subscribe(address: str, like: Any, shardings: Any, *, token: str) -> Subscription:
+    """Subscribes to a tree that another job publishes, of any size and layout.
+
+    Args:
+        address: `host:port`, as it was given to `publish`, or `host:port/name` where several trees are published.
+        like: a pytree of `jax.ShapeDtypeStruct` or arrays with the names of the published ones; floats are cast to its
+            dtypes before they are sent.
+        shardings: the same tree of shardings, `MpmdSharding` or JAX's, or a prefix of it.
+        token: the publisher's secret.
+
+    Raises:
+        ReshardError: there is no token, the address is none, or something is no sharding.
+    """
+    placed = broadcast(shardings, like, "shardings")
+    leaves, treedef = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, MpmdArray))
+    for sharding in placed:
+        if not isinstance(sharding, jax.sharding.Sharding):
+            raise ReshardError(f"subscribe: {sharding!r} is a {type(sharding).__name__}, not a sharding of devices.")
+    places = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, placed, strict=True)]
+    door, _, name = str(address).partition("/")
+    host, port = _checked(door, token, "subscribe")
+
+    def connect() -> list[FarShelf]:
+        first = FarShelf(f"{host}:{port}", name or None, token)
+        return [first, *[FarShelf(peer, first.name, token) for peer in first.peers[1:]]]
+
+    job, ranks, receiver = joining.current(), ranks_of_shardings(placed), None
+    if _rank(job) in ranks:
+        what, to = f"subscribe: {address}", jax.tree.unflatten(treedef, places)
+        receiver = Receiver(what, job, ranks, (), connect, to, None, None)
+    return Subscription(receiver, "this process has no device of the shardings of the subscription.")
+
+
+def _checked(address: Any, token: Any, name: str) -> tuple[str, int]:
+    """Host and port of an address.
+
+    Raises:
+        ReshardError: it names no interface, or there is no token.
+    """
+    if not isinstance(token, str) or not token:
+        raise ReshardError(
+            f"{name}: {token=}: give a secret that both sides know, such as secrets.token_hex(16) makes."
+        )
+    host, _, port = str(address).rpartition(":")
+    if host.strip("[]") in _EVERYWHERE or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ReshardError(
+            f"{name}: {address=}: expected host:port with the interface of one host, as '10.0.0.3:5000'."
+        )
+    return host.strip("[]"), int(port)

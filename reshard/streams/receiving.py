@@ -1,0 +1,366 @@
+"""Reads a version from the shelves of all its senders, and makes arrays of it.
+
+What is read is planned once: of the boxes that the devices of this process want, what does not lie here, each byte
+once. All receivers of a stream take the same version, and have all of it before any of them goes on.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeGuard, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.mesh import is_local
+from mpmd.errors import ReshardError
+from mpmd.job.job import Job
+from mpmd.job.verdict import SECONDHAND
+from mpmd.resilience.layout import SHARED, KeptLeaf
+from mpmd.resilience.restoring import assembled
+from reshard.places import aligned_empty
+from reshard.streams import renaming
+from reshard.streams.renaming import Origins
+from reshard.streams.sending import name_of
+from reshard.streams.serving import FarShelf, NearShelf, SentPart
+from reshard.trees import broadcast, fault_of_sharding, is_sharding
+from scheduler.base.texts import first_of
+
+_PART_NBYTES = 64 << 20
+_WAIT_S = 1.0
+_VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this one says what it has seen
+
+
+def is_place(x: Any) -> bool:
+    """Whether it says where a tensor goes: a sharding, or a description that has one."""
+    return is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+class _ReceivePlan:
+    """What this process reads of every version that is described like this.
+
+    Args:
+        descriptions: of each sender.
+        near: the number of the one that is this process, and the boxes that lie here; None if it sends nothing.
+        places: where the tensors go, a tree that may end early.
+        names: as of `stream`.
+        part_nbytes: so much is read at once.
+    """
+
+    def __init__(
+        self, descriptions: Sequence[str], near: tuple[int, Mapping[int, list[Box]]] | None, places: Any, names: Any,
+        part_nbytes: int,
+    ):  # fmt: skip
+        told = [json.loads(text) for text in descriptions]
+        leaves = [KeptLeaf(n, k, tuple(shape), *rest) for n, k, shape, *rest in told[0]["leaves"]]
+        if any(t["leaves"] != told[0]["leaves"] for t in told):
+            raise ReshardError("the senders do not have the same tensors: the trees that they send differ.")
+        made = renaming.identity(leaves) if names is None else renaming.renamed(leaves, names)
+        self._treedef, self._placed, targets = _matched(made, leaves, told[0]["tree"], places, names is None)
+        self._given: dict[int, list[tuple[int, Box]]] = {}
+        for sender, t in enumerate(told):
+            for leaf, start, stop in t["given"]:
+                self._given.setdefault(leaf, []).append((sender, Box(tuple(start), tuple(stop))))
+        self._near, self._part_nbytes = near, part_nbytes
+        self._targets = [about for about, _ in targets]
+        self._wanted = [_wanted(about, place) for about, place in zip(self._targets, self._placed, strict=True)]
+        self.parts: list[SentPart] = []
+        for target, (about, origins) in enumerate(targets):
+            for i, box in enumerate(self._wanted[target]):
+                for rest in box.without(self._wanted[target][:i]):
+                    self.parts += self._parts(target, about, origins, box, rest)
+
+    def _parts(self, target: int, about: KeptLeaf, origins: Origins, wanted: Box, box: Box) -> list[SentPart]:
+        dtype = jnp.dtype(about.dtype)
+        most = max(1, self._part_nbytes // dtype.itemsize)
+        parts: list[SentPart] = []
+        for leaf, source, move in origins(box):
+            for sender, found in self._holders(leaf, source):
+                for chunk, _ in found.split_sized(most):
+                    for one, into, origin in move(chunk):
+                        relative = into.relative_to(wanted)
+                        parts.append(SentPart(sender, leaf, one, dtype, target, wanted, relative, origin))
+        return parts
+
+    def _holders(self, leaf: int, box: Box) -> list[tuple[int, Box]]:
+        """Who gives which part of a box: this process what lies here, then the others the rest, each byte once."""
+        rest, found = [box], []
+        near = [] if self._near is None else [(self._near[0], b) for b in self._near[1].get(leaf, ())]
+        for sender, held in (*near, *self._given.get(leaf, ())):
+            common = [part for r in rest if (part := r & held).size]
+            found += [(sender, part) for part in common]
+            rest = [left for r in rest for left in r - held] if common else rest
+        assert not rest, f"parts that no sender gives: {rest}"
+        return found
+
+    def buffers(self) -> dict[tuple[int, Box], np.ndarray]:
+        """Memory for all that this process wants."""
+        return {
+            (target, box): aligned_empty(box.shape, jnp.dtype(about.dtype))
+            for target, about in enumerate(self._targets)
+            for box in self._wanted[target]
+        }
+
+    def tree(self, buffers: Mapping[tuple[int, Box], np.ndarray]) -> Any:
+        """The tree of arrays, when all parts are in their places."""
+        arrays: list[Any] = []
+        for target, (about, place) in enumerate(zip(self._targets, self._placed, strict=True)):
+            boxes = self._wanted[target]
+            for i, box in enumerate(boxes):
+                for other in boxes[:i]:  # what two boxes have is read once
+                    if (common := box & other).size:
+                        from_other = buffers[target, other][common.relative_to(other).slices]
+                        buffers[target, box][(*common.relative_to(box).slices, ...)] = from_other
+            arrays.append(assembled(place, about, {box: buffers[target, box] for box in boxes}))
+        return jax.tree.unflatten(self._treedef, arrays)
+
+
+def _matched(
+    made: Mapping[str, tuple[KeptLeaf, Origins]], leaves: Sequence[KeptLeaf], tree: str | None, places: Any, same: bool
+) -> tuple[Any, list[Any], list[tuple[KeptLeaf, Origins]]]:
+    """The structure of the received tree, and for each of its leaves the sharding and what it is made of."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)
+    names, placed = [name_of(path) for path, _ in found], [place for _, place in found]
+    known = {_slashed(name): name for name in made}
+    is_full = {_slashed(name) for name in names} == set(known) or any(_is_described(place) for place in placed)
+    if same and tree is not None and not is_full:
+        registry = jax.tree_util.default_registry
+        treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, bytes.fromhex(tree))
+        names = list(made)
+        placed = broadcast(places, jax.tree.unflatten(treedef, names), "target_shardings", is_leaf=is_place)
+    targets: list[tuple[KeptLeaf, Origins]] = []
+    faults = [f"there is no place for {known[name]}" for name in known.keys() - set(map(_slashed, names))]
+    shardings: list[Any] = []
+    for name, place in zip(names, placed, strict=True):
+        if (own := known.get(_slashed(name))) is None:
+            faults.append(f"nobody sends {name}")
+            continue
+        about, origins = made[own]
+        about, fault = _as_wanted(about, place)
+        if fault is not None:
+            faults.append(f"{name}: {fault}")
+        targets.append((about, origins))
+        shardings.append(place.sharding if _is_described(place) else place)
+    if faults:
+        raise ReshardError(f"what is sent does not fit the targets:\n{first_of(faults)}")
+    return treedef, shardings, targets
+
+
+def _slashed(name: str) -> str:
+    """Dots and slashes are alike: tensors of a folder are named with the ones, or nested."""
+    return name.replace(".", "/")
+
+
+def _is_described(place: Any) -> TypeGuard[jax.ShapeDtypeStruct]:
+    return isinstance(place, jax.ShapeDtypeStruct)
+
+
+def _as_wanted(about: KeptLeaf, place: Any) -> tuple[KeptLeaf, str | None]:
+    """A tensor as it arrives, and why it cannot."""
+    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+    shape = keys.shape_of_data(about.shape, dtype)
+    if not _is_described(place):
+        return about, fault_of_sharding(place, shape)
+    if place.shape != shape:
+        return about, f"its shape is {shape}, but the target has {place.shape}"
+    if place.sharding is None:
+        return about, "the target has no sharding"
+    fault = fault_of_sharding(place.sharding, shape)
+    if place.dtype == dtype:
+        return about, fault
+    if about.key or not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(place.dtype, jnp.floating)):
+        return about, f"its dtype is {dtype}, but the target has {place.dtype}: only floats are cast, to floats"
+    return KeptLeaf(about.name, SHARED, about.shape, jnp.dtype(place.dtype).name), fault
+
+
+def _wanted(about: KeptLeaf, sharding: Any) -> list[Box]:
+    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+    placed = keys.data_sharding(sharding, keys.shape_of_data(about.shape, dtype), dtype)
+    by_part = part_boxes(placed, about.shape)
+    return list(dict.fromkeys(box for boxes in by_part.values() for d, box in boxes.items() if is_local(d)))
+
+
+class Receiver:
+    """Receives the versions of one tree, together with the other receivers.
+
+    Args:
+        what: what it is, for messages.
+        job, ranks: the processes, and those that receive; this one among them.
+        senders: those of the same job that send; none if it is another job.
+        connect: gives the shelves of all senders, the first of which tells of new versions.
+        places, names: as of `stream`.
+        part_nbytes: so much is read at once; None is 64 MiB.
+
+    Attributes:
+        last: the version that was received last, -1 before.
+        bytes_received: of tensors, from other processes.
+    """
+
+    def __init__(
+        self, what: str, job: Job | None, ranks: Sequence[int], senders: Sequence[int],
+        connect: Callable[[], Iterable[NearShelf | FarShelf]], places: Any, names: Any, part_nbytes: int | None,
+    ):  # fmt: skip
+        self.last, self.bytes_received = -1, 0
+        self._what, self._job, self._ranks, self._connect = what, job, sorted(ranks), connect
+        self._senders = [rank for rank in senders if job is None or rank != job.rank]
+        self._places, self._names, self._part_nbytes = places, names, part_nbytes or _PART_NBYTES
+        self._shelves: list[NearShelf | FarShelf] = []
+        self._run = ""
+        self._plan: tuple[list[str], _ReceivePlan] | None = None
+
+    def receive(self, wait: bool) -> tuple[Any, int] | None:
+        """The newest whole version after the last one, and its number; without `wait`, None if there is none yet.
+
+        Raises:
+            ReshardError: it does not fit, or a sender cannot be reached. The version before is as good as it was.
+        """
+        leads = self._job is None or self._job.rank == self._ranks[0]
+        version, error = self._try(lambda: self._choose(wait)) if leads else (None, None)
+        version, error = self._agree("which version", version, error)
+        read = None
+        if version is not None and error is None:
+            read, error = self._try(lambda: self._read(version))
+            _, error = self._agree("having a version", None, error)
+        if error is not None:
+            self.close()
+            raise ReshardError(f"{self._what}: {error}")
+        if version is None or read is None:
+            return None
+        self._try(lambda: [shelf.release() for shelf in self._shelves])
+        self.last = version
+        plan, buffers = read
+        return plan.tree(buffers), version
+
+    def close(self) -> None:
+        """Leaves the senders; the next `receive` connects again."""
+        for shelf in self._shelves:
+            shelf.close()
+        self._shelves = []
+
+    def _try(self, act: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What it gives, or what went wrong; all receivers are told before any of them raises."""
+        try:
+            return act(), None
+        except ReshardError as error:
+            return None, str(error)
+        except OSError as error:
+            why = f"{error.strerror or error or type(error).__name__}"
+            if not self._senders:
+                return None, why
+            with self._waiting(f"a version of {self._what}"):
+                time.sleep(_VERDICT_S)
+            return None, f"{SECONDHAND} a version: {why}"
+
+    def _waiting(self, text: str) -> AbstractContextManager:
+        return nullcontext() if self._job is None else self._job.activity.during("reading", text, self._senders)
+
+    def _agree(self, what: str, version: int | None, error: str | None) -> tuple[int | None, str | None]:
+        """The version of the first receiver, and the first error of any."""
+        if self._job is None or len(self._ranks) == 1:
+            return version, error
+        said = self._job.exchange(f"{what} of {self._what}", json.dumps([version, error]), self._ranks)
+        told = [json.loads(said[rank]) for rank in self._ranks]
+        return told[0][0], next((e for _, e in told if e is not None), None)
+
+    def _connected(self) -> list[NearShelf | FarShelf]:
+        if not self._shelves:
+            self._shelves = list(self._connect())
+            if self._shelves[0].run != self._run:  # started again, perhaps from an older version
+                self._run, self.last = self._shelves[0].run, -1
+        return self._shelves
+
+    def _choose(self, wait: bool) -> int | None:
+        """The newest version that all senders have; it is held by all of them from here on."""
+        text = f"a version after {self.last} of {self._what}"
+        with self._waiting(text):
+            first, *others = self._connected()
+            while True:
+                found = set(first.versions(self.last, _WAIT_S if wait else 0.0))
+                for other in others:
+                    found &= set(other.versions(self.last, _WAIT_S if wait and found else 0.0))
+                if found and all(shelf.hold(max(found)) is not None for shelf in (first, *others)):
+                    return max(found)
+                if not found and not wait:
+                    return None
+                if self._job is not None and not self._senders:  # another job may take its time: nobody is held up here
+                    self._job.activity.say("reading", text)
+
+    def _read(self, version: int) -> tuple[_ReceivePlan, dict[tuple[int, Box], np.ndarray]]:
+        """Everything that this process wants of a version that is held."""
+        with self._waiting(f"version {version} of {self._what}"):
+            shelves = self._connected()
+            descriptions = [text for shelf in shelves if (text := shelf.hold(version)) is not None]
+            if len(descriptions) < len(shelves):
+                raise OSError(f"version {version} has gone")
+            if self._plan is None or self._plan[0] != descriptions:
+                near = next(((i, s.boxes) for i, s in enumerate(shelves) if isinstance(s, NearShelf)), None)
+                plan = _ReceivePlan(descriptions, near, self._places, self._names, self._part_nbytes)
+                self._plan = descriptions, plan
+            plan, buffers = self._plan[1], self._plan[1].buffers()
+            parts: list[list[Any]] = [[] for _ in shelves]
+            for part in plan.parts:
+                view = buffers[part.target, part.wanted][(*part.into.slices, ...)]
+                parts[part.sender].append((part, view))
+            with ThreadPoolExecutor(len(shelves)) as pool:
+                reads = [pool.submit(shelf.read, p) for shelf, p in zip(shelves, parts, strict=True) if p]
+                while futures.wait(reads, _WAIT_S).not_done:  # in slices, so that Ctrl-C is heard
+                    pass
+            self.bytes_received += sum(read.result() for read in reads)
+            return plan, buffers
+
+
+class Subscription:
+    """Versions of a tree as this process receives them: each whole, and always the newest one."""
+
+    def __init__(self, receiver: Receiver | None, not_here: str):
+        self._receiver, self._not_here = receiver, not_here
+
+    @property
+    def receives(self) -> bool:
+        """Whether a part of the tree goes to this process."""
+        return self._receiver is not None
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of tensors that this process has read from other processes."""
+        return 0 if self._receiver is None else self._receiver.bytes_received
+
+    @overload
+    def receive(self, *, wait: Literal[True] = True) -> tuple[Any, int]: ...
+    @overload
+    def receive(self, *, wait: bool) -> tuple[Any, int] | None: ...
+
+    @compat.api_boundary
+    @compat.no_mesh()
+    def receive(self, *, wait: bool = True) -> tuple[Any, int] | None:
+        """Receives the newest version that all senders have, once; those between are skipped.
+
+        All processes that have a target device call it alike, and get the same version. What was dispatched before
+        runs on meanwhile. After an error what was received before is as good as it was: go on with it, and ask again.
+
+        Args:
+            wait: for a version that is newer than the last one; else the answer is None where there is none. (What a
+                job publishes that was started again is new, whatever its number.)
+
+        Returns:
+            The tree in the target shardings, and its version.
+
+        Raises:
+            ReshardError: this process has no target, what is sent does not fit, or another job does not publish, is
+                lost on the way, or has another token: in one line.
+        """
+        if self._receiver is None:
+            raise ReshardError(f"receive: {self._not_here}")
+        return self._receiver.receive(wait)
+
+    def close(self) -> None:
+        """Leaves the senders; another `receive` connects again."""
+        if self._receiver is not None:
+            self._receiver.close()

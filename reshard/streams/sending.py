@@ -1,0 +1,199 @@
+"""Puts versions of a tree on this process's shelf: copies that the devices make, and a thread that waits for them."""
+
+import atexit
+import json
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.boxes import Box, part_boxes
+from mpmd.arrays.mesh import is_local
+from mpmd.errors import ReshardError
+from mpmd.job.job import Job
+from mpmd.job.notes import Note
+from mpmd.resilience import copies, layout
+from mpmd.resilience.layout import SHARED, KeptLeaf, KeptPiece, StateLayout
+from reshard.streams.shelf import Shelf, Shelved
+from reshard.trees import broadcast, fault_of_sharding, flatten
+
+_POLL_S = 0.005
+_PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
+_AT_EXIT_S = 10.0
+
+
+class _SendPlan(NamedTuple):
+    """What this process copies of each version, and what it says of that."""
+
+    description: str
+    layout: StateLayout
+
+
+class Sender:
+    """Sends the versions of one tree.
+
+    Args:
+        what: what it is, for messages.
+        job: the processes; None if this one is alone.
+        ranks: those that send, this one among them.
+        folder: of the key-value store, for this sender alone.
+        keeps_all: whether all that this process has lies on its shelf (it receives, too), or what it gives to others.
+    """
+
+    def __init__(self, what: str, job: Job | None, ranks: Sequence[int], folder: str, keeps_all: bool):
+        self.shelf = Shelf()
+        self._what, self._job, self._ranks, self._folder, self._keeps_all = what, job, tuple(ranks), folder, keeps_all
+        self._rank = 0 if job is None else job.rank
+        self._last = -1
+        self._signature: Any = None
+        self._plan: _SendPlan | None = None
+        self._due: queue.Queue[tuple[int, Shelved]] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="mpmd-stream-send", daemon=True).start()
+        atexit.register(self._idle.wait, _AT_EXIT_S)
+
+    def send(self, tree: Any, shardings: Any, version: int) -> None:
+        """Starts the copies of a version and returns.
+
+        Waits first until all senders have the version before on their shelves, which no receiver can delay.
+
+        Raises:
+            ReshardError: the tree does not fit the shardings, or the version is not newer than the last one.
+        """
+        paths, leaves, treedef = flatten(tree)
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise ReshardError(f"{self._what}: {version=} is not a number of 0 or more.")
+        if version <= self._last:
+            raise ReshardError(f"{self._what}: version {version} after version {self._last}; each must be larger.")
+        self._wait_until_idle()
+        if (signature := layout.signature(leaves)) != self._signature:
+            placed = [sharding_of(x) for x in leaves] if shardings is None else broadcast(shardings, tree, self._what)
+            self._check(paths, leaves, placed)
+            self._plan = _planned(leaves, placed, self._rank, self._keeps_all, _described(tree, treedef))
+            self._signature = signature
+        else:
+            self._check(paths, leaves, None)
+        if self._job is not None:
+            self._job.calls.note(self._ranks, Note(f"sent version {version} of {self._what}"))
+        assert self._plan is not None
+        self._last = version
+        taken = copies.started(leaves, self._plan.layout)
+        values: dict[int, list[tuple[Box, Any]]] = {}
+        for piece, value in zip(self._plan.layout.pieces, taken.values, strict=True):
+            values.setdefault(piece.leaf, []).append((piece.box, value))
+        self._idle.clear()
+        self._due.put((version, Shelved(self._plan.description, values)))
+
+    def _check(self, paths: Sequence[str], leaves: Sequence[Any], placed: Sequence[Any] | None) -> None:
+        faults: list[str] = []
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            fault = None
+            if not isinstance(leaf, jax.Array):
+                fault = f"is a {type(leaf).__name__}, not an array on devices"
+            elif leaf.is_deleted():
+                fault = "has been deleted"
+            elif placed is not None and not _fits(leaf, placed[i]):
+                fault = f"is in {sharding_of(leaf)}, but the source sharding is {placed[i]}"
+            if fault is not None:
+                faults.append(f"\n  {path or 'the array'}: {fault}")
+        if faults:
+            raise ReshardError(f"{self._what}: the tree does not fit:{''.join(faults)}")
+
+    def _wait_until_idle(self) -> None:
+        if not self._idle.wait(_PATIENCE_S):
+            others = [rank for rank in self._ranks if rank != self._rank]
+            waiting = f"version {self._last} of {self._what}"
+            if self._job is None:
+                self._idle.wait()
+            else:
+                with self._job.activity.during("reading", waiting, others):
+                    while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
+                        pass
+        if self._error is not None:
+            raise self._error
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            version, shelved = self._due.get()
+            try:
+                jax.block_until_ready([value for boxes in shelved.values.values() for _, value in boxes])
+                self.shelf.put(version, shelved)
+                self._wait_for_others(version)
+                self.shelf.drop_below(version)
+            except BaseException as error:
+                self._error = error
+            finally:
+                del shelved
+                self._idle.set()
+
+    def _wait_for_others(self, version: int) -> None:
+        """Returns when all senders have a version on their shelves."""
+        if self._job is None or len(self._ranks) == 1:
+            return
+        store = self._job.store
+        store.key_value_set(f"{self._folder}{self._rank}", str(version), allow_overwrite=True)
+        while True:
+            told = [int(text) for _, text in store.key_value_dir_get(self._folder)]
+            if len(told) == len(self._ranks) and min(told) >= version:
+                return
+            time.sleep(_POLL_S)
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Where an array is; None if it says nothing."""
+    return leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else getattr(leaf, "sharding", None)
+
+
+def _fits(leaf: Any, sharding: Any) -> bool:
+    held = sharding_of(leaf)
+    if fault_of_sharding(sharding, leaf.shape) is not None:
+        return False
+    return isinstance(leaf, MpmdArray) == hasattr(sharding, "mpmd_mesh") and sharding.is_equivalent_to(held, leaf.ndim)
+
+
+def _described(tree: Any, treedef: Any) -> tuple[list[str], str | None]:
+    """The names of the tensors, and the structure of the tree where it is made of the containers that JAX knows."""
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    try:
+        text = treedef.serialize_using_proto().hex()
+    except ValueError:
+        text = None
+    return [name_of(path) for path, _ in paths], text
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """The name of a tensor: `params/layers/0/w`."""
+    parts = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    return "/".join(part.replace("/", "%2F") for part in parts) or "."
+
+
+def _planned(
+    leaves: Sequence[Any], placed: Sequence[Any], rank: int, keeps_all: bool, about: tuple[list[str], str | None]
+) -> _SendPlan:
+    """What this process copies: the shards that it gives boxes of to others; of a box one process does."""
+    names, tree = about
+    load: dict[int, int] = {}
+    kept: list[KeptLeaf] = []
+    given: list[Any] = []
+    pieces: list[KeptPiece] = []
+    for i, (name, leaf, sharding) in enumerate(zip(names, leaves, placed, strict=True)):
+        shape, dtype = keys.data_shape(leaf.shape, leaf.dtype), keys.data_dtype(leaf.dtype)
+        kept.append(KeptLeaf(name, SHARED, shape, dtype.name, keys.implementation(leaf.dtype)))
+        data_sharding = keys.data_sharding(sharding, leaf.shape, leaf.dtype)
+        mine = layout.shared_boxes(data_sharding, shape, dtype.itemsize, rank, load)
+        given += [(i, box.start, box.stop) for box, *_ in mine if box.size]
+        held = {shard: (part, device) for box, shard, part, device in mine if box.size}
+        for part, boxes in part_boxes(data_sharding, shape).items() if keeps_all else ():
+            held.update({box: (part, d) for d, box in boxes.items() if is_local(d) and box.size and box not in held})
+        pieces += [KeptPiece(i, box, box, *where, 0, 0) for box, where in held.items()]
+    described = {"tree": tree, "leaves": [tuple(leaf.__dict__.values()) for leaf in kept], "given": given}
+    return _SendPlan(json.dumps(described), StateLayout(tuple(kept), tuple(pieces), 0))

@@ -1,0 +1,253 @@
+"""Lets receivers of other processes read what lies on shelves: by TCP, for who knows the token, each part with its sum.
+
+The conversation is that of the keepers (`mpmd/resilience/keeper.py`): messages of JSON, and bytes behind them. What a
+connection holds is released when it ends, however it ends.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+from mpmd.resilience import keeper
+from reshard.streams.shelf import Shelf, Shelved
+
+# The other side is given so long to answer, or to take the next bytes.
+_LIMIT_S = 60.0
+_CHUNK = 4 << 20
+_PART = struct.Struct("!QI")
+
+
+class SentPart(NamedTuple):
+    """What is read at once, and where it goes.
+
+    Attributes:
+        sender: its number.
+        leaf, box, dtype: which tensor of it, which box of that, and what it is cast to.
+        target, wanted, into: the received tensor, which of its boxes is filled, and where in that.
+        origin: how the axes change, if they do.
+    """
+
+    sender: int
+    leaf: int
+    box: Box
+    dtype: np.dtype
+    target: int
+    wanted: Box
+    into: Box
+    origin: Any
+
+    def put(self, data: np.ndarray, view: np.ndarray) -> None:
+        """Puts the values into their place."""
+        view[...] = data if self.origin is None else self.origin.arranged(data)
+
+
+class ShelfServer:
+    """Serves shelves by their names.
+
+    Attributes:
+        token: who does not know it is refused.
+        address: `host:port`, where it listens.
+        bytes_sent: of tensors, to other processes.
+    """
+
+    def __init__(self, host: str, port: int, token: str):
+        self.token, self._run = token, secrets.token_hex(8)
+        self._shelves: dict[str, tuple[Shelf, Sequence[str]]] = {}
+        self.bytes_sent = 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        found = self._listener.getsockname()
+        self.address = f"[{host}]:{found[1]}" if ":" in host else f"{host}:{found[1]}"
+        threading.Thread(target=self._accept, name="mpmd-stream", daemon=True).start()
+
+    def serve(self, name: str, shelf: Shelf, peers: Sequence[str] = ()) -> None:
+        """Lets others read a shelf; `peers` are the servers that together have the versions, if they are several."""
+        self._shelves[name] = shelf, peers
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                keeper.keep_alive(connection)
+                threading.Thread(target=self._serve, args=(connection,), name="mpmd-stream", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError), contextlib.ExitStack() as held:
+            connection.settimeout(_LIMIT_S)
+            nonce = secrets.token_bytes(32)
+            connection.sendall(nonce)
+            proof = bytes(keeper.exactly(connection, bytearray(32)))
+            if not hmac.compare_digest(proof, keeper.proof(self.token, nonce)):
+                keeper.send(connection, {"error": "the token is another one than the publisher's"})
+                return
+            keeper.send(connection, {"run": self._run, "names": sorted(self._shelves)})
+            shelf, peers = self._shelves[keeper.receive(connection)["name"]]
+            keeper.send(connection, {"peers": peers})
+            shelved: Shelved | None = None
+            while True:
+                connection.settimeout(None)  # a receiver may rest
+                message = keeper.receive(connection)
+                connection.settimeout(_LIMIT_S)
+                ask = message["ask"]
+                if ask == "versions":
+                    wait_s = min(float(message["wait_s"]), _LIMIT_S / 2)
+                    keeper.send(connection, {"versions": shelf.versions(message["after"], wait_s)})
+                elif ask == "hold":
+                    shelved = shelf.hold(message["version"])
+                    held.close()  # after that: it may be the same version
+                    if shelved is not None:
+                        held.callback(shelf.release, message["version"])
+                    keeper.send(connection, {"description": None if shelved is None else shelved.description})
+                elif ask == "release":
+                    held.close()
+                    shelved = None
+                    keeper.send(connection, {})
+                elif ask == "read" and shelved is not None:
+                    for part in message["parts"]:
+                        self._send(connection, shelved, *part)
+                else:
+                    return
+
+    def _send(self, connection: socket.socket, shelved: Shelved, leaf: int, start: Any, stop: Any, dtype: str) -> None:
+        data = _bytes_of(shelved.read(leaf, Box(tuple(start), tuple(stop)), jnp.dtype(dtype)))
+        connection.sendall(_PART.pack(data.nbytes, zlib.crc32(data)))
+        for first in range(0, data.nbytes, _CHUNK):
+            connection.sendall(data[first : first + _CHUNK])
+        self.bytes_sent += data.nbytes
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+class NearShelf:
+    """A shelf of this process, as a receiver sees it."""
+
+    run = ""
+
+    def __init__(self, shelf: Shelf):
+        self._shelf = shelf
+        self._held: tuple[int, Shelved] | None = None
+
+    def versions(self, after: int, wait_s: float) -> list[int]:
+        return self._shelf.versions(after, wait_s)
+
+    def hold(self, version: int) -> str | None:
+        shelved = self._shelf.hold(version)
+        self.release()
+        if shelved is None:
+            return None
+        self._held = version, shelved
+        return shelved.description
+
+    @property
+    def boxes(self) -> dict[int, list[Box]]:
+        """For each tensor, what lies here."""
+        assert self._held is not None
+        return {leaf: [box for box, _ in values] for leaf, values in self._held[1].values.items()}
+
+    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> int:
+        assert self._held is not None
+        for part, view in parts:
+            part.put(self._held[1].read(part.leaf, part.box, part.dtype), view)
+        return 0
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._shelf.release(self._held[0])
+            self._held = None
+
+    def close(self) -> None:
+        self.release()
+
+
+class FarShelf:
+    """A shelf of another process. Whatever fails is an OSError.
+
+    Args:
+        address: `host:port` of the process's `ShelfServer`.
+        name: of the shelf; None for the only one.
+
+    Attributes:
+        run: another one when the process was started again.
+        name: of the shelf.
+        peers: the servers that together have the versions; empty if this one has them whole.
+    """
+
+    def __init__(self, address: str, name: str | None, token: str):
+        host, _, port = address.rpartition(":")
+        self.address = address
+        self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=_LIMIT_S)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonce = keeper.exactly(self._socket, bytearray(32))
+            self._socket.sendall(keeper.proof(token, bytes(nonce)))
+            hello = self._answer()
+            if name not in hello["names"] and not (name is None and len(hello["names"]) == 1):
+                names = " and ".join(hello["names"]) or "nothing yet"
+                raise OSError(f"{names} is published there; ask for one of them, as {address}/NAME")
+            self.run, self.name = hello["run"], name or hello["names"][0]
+            keeper.send(self._socket, {"name": self.name})
+            self.peers: list[str] = self._answer()["peers"]
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def versions(self, after: int, wait_s: float) -> list[int]:
+        """The versions after `after`; waits so long for one."""
+        return self._ask("versions", after=after, wait_s=wait_s)["versions"]
+
+    def hold(self, version: int) -> str | None:
+        """Holds a version (and no other) until `release`: its description; None if it has gone."""
+        return self._ask("hold", version=version)["description"]
+
+    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> int:
+        """Reads parts of the version that is held into their places; how many bytes these were."""
+        asked = [(part.leaf, part.box.start, part.box.stop, part.dtype.name) for part, _ in parts]
+        keeper.send(self._socket, {"ask": "read", "parts": asked})
+        total = 0
+        for part, view in parts:
+            is_direct = part.origin is None and view.flags.c_contiguous
+            data = view if is_direct else np.empty(part.box.shape, part.dtype)
+            nbytes, sum = _PART.unpack(keeper.exactly(self._socket, bytearray(_PART.size)))
+            if nbytes != data.nbytes:
+                raise OSError(f"{nbytes} bytes came for {data.nbytes}")
+            if zlib.crc32(keeper.exactly(self._socket, _bytes_of(data))) != sum:
+                raise OSError("a part was damaged on the way")
+            if not is_direct:
+                part.put(data, view)
+            total += nbytes
+        return total
+
+    def release(self) -> None:
+        """The held version may go."""
+        self._ask("release")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _ask(self, ask: str, **details: Any) -> dict[str, Any]:
+        keeper.send(self._socket, {"ask": ask, **details})
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = keeper.receive(self._socket)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer

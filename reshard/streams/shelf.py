@@ -1,0 +1,73 @@
+"""What a process keeps of the versions that it sends: copies in host memory, each until nobody can want it any more."""
+
+import threading
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpmd.arrays.boxes import Box
+
+
+class Shelved(NamedTuple):
+    """What one process has of one version.
+
+    Attributes:
+        description: the tree, its tensors and the boxes that this process gives to others, as JSON.
+        values: for each tensor, the boxes that lie here, and an array in the memory of the host for each.
+    """
+
+    description: str
+    values: dict[int, list[tuple[Box, Any]]]
+
+    def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """The values of a box in one piece of memory, cast to a dtype."""
+        held, value = next((held, value) for held, value in self.values.get(leaf, ()) if box in held)
+        part = np.asarray(np.asarray(value)[box.relative_to(held).slices])
+        with np.errstate(over="ignore"):
+            return part.astype(dtype, order="C", copy=False)
+
+
+class Shelf:
+    """The versions of one tree that lie in this process; threads that serve receivers read them."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._versions: dict[int, Shelved] = {}
+        self._holds: Counter[int] = Counter()
+        self._oldest_of_use = 0
+
+    def put(self, version: int, shelved: Shelved) -> None:
+        """A version that this process has sent."""
+        with self._changed:
+            self._versions[version] = shelved
+            self._changed.notify_all()
+
+    def drop_below(self, version: int) -> None:
+        """All senders have this version: older ones go, as soon as nobody holds them."""
+        with self._changed:
+            self._oldest_of_use = version
+            self._drop()
+
+    def versions(self, after: int, wait_s: float) -> list[int]:
+        """The versions after `after`; waits so long for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(v > after for v in self._versions), wait_s)
+            return [v for v in self._versions if v > after]
+
+    def hold(self, version: int) -> Shelved | None:
+        """Keeps a version until it is released; None if it has gone."""
+        with self._changed:
+            if version in self._versions:
+                self._holds[version] += 1
+            return self._versions.get(version)
+
+    def release(self, version: int) -> None:
+        """The inverse of `hold`."""
+        with self._changed:
+            self._holds[version] -= 1
+            self._drop()
+
+    def _drop(self) -> None:
+        for version in [v for v in self._versions if v < self._oldest_of_use and self._holds[v] <= 0]:
+            del self._versions[version], self._holds[version]

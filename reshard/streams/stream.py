@@ -1,0 +1,181 @@
+"""Streams inside a job: some of its processes send versions of a tree, some receive the newest whole one."""
+
+import itertools
+import json
+import re
+import secrets
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from mpmd import _jax_compat as compat
+from mpmd.errors import ReshardError
+from mpmd.job import joining
+from mpmd.job.job import Job
+from reshard.sizes import threshold_nbytes
+from reshard.streams.receiving import Receiver, Subscription, is_place
+from reshard.streams.sending import Sender
+from reshard.streams.serving import FarShelf, NearShelf, ShelfServer
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_WHAT = "a stream"
+
+
+class Stream(Subscription):
+    """Versions of a tree of arrays, on their way from the processes that train to those that use them.
+
+    A receiver never delays a sender. Of a sender's own part of the tree there are at most three versions in the memory
+    of its host: one that is being read, the newest whole one, and one on its way there.
+
+    Attributes:
+        source_ranks, target_ranks: the processes that send, and those that receive.
+    """
+
+    def __init__(self, source_shardings: Any, target_shardings: Any, part_nbytes: int | None, names: Any):
+        self._sources, self.source_ranks = _plain(source_shardings, "source_shardings")
+        self.target_ranks = _plain(target_shardings, "target_shardings")[1]
+        super().__init__(None, f"this process has no target of the stream; {_shown(self.target_ranks)} may receive.")
+        job = joining.current()
+        rank = 0 if job is None else job.rank
+        ranks = sorted({*self.source_ranks, *self.target_ranks})
+        self._server: ShelfServer | None = None
+        self._sender: Sender | None = None
+        if job is None and ranks != [0]:
+            raise ReshardError(f"stream: this process is alone, but the shardings have devices of {_shown(ranks)}.")
+        if rank not in ranks:
+            return
+        number, doors = 0, {}
+        if job is not None and len(ranks) > 1:
+            number = job.new_number(ranks, "opening a stream", ", which all that send or receive must open")
+        if rank in self.source_ranks:
+            keeps_all = rank in self.target_ranks
+            self._sender = Sender(_WHAT, job, self.source_ranks, f"mpmd/streams/{number}/", keeps_all)
+            if job is not None and self.target_ranks != (rank,):
+                self._server = ShelfServer(job.address, 0, secrets.token_hex(16))
+                self._server.serve(_WHAT, self._sender.shelf)
+        if job is not None and len(ranks) > 1:
+            doors = self._agreed(job, ranks, (source_shardings, target_shardings, names))
+
+        shelf = None if self._sender is None else self._sender.shelf
+
+        def connect() -> Iterator[NearShelf | FarShelf]:
+            for source in self.source_ranks:
+                yield FarShelf(*doors[source]) if shelf is None or source != rank else NearShelf(shelf)
+
+        if rank in self.target_ranks:
+            to = target_shardings, names, part_nbytes
+            self._receiver = Receiver(_WHAT, job, self.target_ranks, self.source_ranks, connect, *to)
+
+    def _agreed(self, job: Job, ranks: list[int], given: tuple[Any, ...]) -> dict[int, tuple[str, str, str]]:
+        """What opens the shelf of each sender; all processes were given the same.
+
+        Raises:
+            ReshardError: they were given other shardings or names.
+        """
+        told = jax.tree.map(str, given, is_leaf=is_place)
+        digest = zlib.crc32(_ADDRESS.sub("0x", repr(told)).encode())
+        door = ("", "") if self._server is None else (self._server.address, self._server.token)
+        said = job.exchange("comparing streams", json.dumps([digest, *door]), ranks)
+        doors = {r: json.loads(text) for r, text in said.items()}
+        if (other := next((r for r in ranks if doors[r][0] != doors[ranks[0]][0]), None)) is not None:
+            raise ReshardError(
+                f"stream: rank {ranks[0]} and rank {other} were given other shardings or names; all that send or"
+                " receive must call it alike."
+            )
+        return {r: (address, _WHAT, token) for r, (_, address, token) in doors.items()}
+
+    @property
+    def sends(self) -> bool:
+        """Whether this process sends a part of the tree."""
+        return self._sender is not None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors that other processes have read from this one."""
+        return 0 if self._server is None else self._server.bytes_sent
+
+    @compat.api_boundary
+    @compat.no_mesh()
+    def send(self, tree: Any, version: int) -> None:
+        """Sends a version: starts its copies to the memory of the host, and returns.
+
+        The next step may be called at once, also where it is donated the arrays. If all senders have not got the
+        version before on their hosts yet, waits for that; never for a receiver. All senders send the same versions.
+
+        Args:
+            tree: the arrays, in the source shardings.
+            version: 0 or more, each larger than the one before.
+
+        Raises:
+            ReshardError: this process has no source, the tree does not fit the shardings, or the version is not newer.
+        """
+        if self._sender is None:
+            raise ReshardError(f"send: this process has no source of the stream; {_shown(self.source_ranks)} may send.")
+        self._sender.send(tree, self._sources, version)
+
+    def close(self) -> None:
+        """Ends this process's part in it."""
+        super().close()
+        if self._server is not None:
+            self._server.close()
+
+
+def _plain(shardings: Any, name: str) -> tuple[Any, tuple[int, ...]]:
+    """The shardings without dtypes, and the processes of their devices.
+
+    Raises:
+        ReshardError: some are none.
+    """
+    leaves, treedef = jax.tree.flatten(shardings, is_leaf=is_place)
+    plain = [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+    for leaf in plain:
+        if not isinstance(leaf, jax.sharding.Sharding):
+            raise ReshardError(f"stream: {name} has {leaf!r}, which is a {type(leaf).__name__}, not a sharding.")
+    if not plain:
+        raise ReshardError(f"stream: {name} has no sharding.")
+    return jax.tree.unflatten(treedef, plain), ranks_of_shardings(plain)
+
+
+def ranks_of_shardings(shardings: Iterable[jax.sharding.Sharding]) -> tuple[int, ...]:
+    """The processes of the devices of shardings."""
+    devices = itertools.chain.from_iterable(sharding.device_set for sharding in set(shardings))
+    return tuple(sorted({device.process_index for device in devices}))
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+@compat.api_boundary
+def stream(
+    source_shardings: Any, target_shardings: Any, *, threshold: int | str | None = None, names: Any = None
+) -> Stream:
+    """Opens a stream: versions of a tree flow from the source shardings to the target shardings, each whole.
+
+    Every process that has a device of either calls it, with the same arguments. Each byte that a process lacks is sent
+    to it once, in parts with checksums, from a copy in the memory of a sender's host.
+
+    Args:
+        source_shardings: a pytree of shardings (`MpmdSharding` or JAX's), or a prefix of one, of what is sent.
+        target_shardings: where it goes, likewise. A leaf may be a `jax.ShapeDtypeStruct` with a sharding: floats are
+            cast to its dtype before they are sent. Give the whole tree where `names` is given, and where the sent
+            tree has nodes of classes of your own.
+        threshold: bytes that are read from a sender at once, also as text (`"64MiB"`, which is the default).
+        names: how the sent tensors become the received ones: a mapping, by name, as a file or as its content, as for
+            checkpoints. None: by their names.
+
+    Raises:
+        ReshardError: something is no sharding or no mapping, or processes call it with other arguments.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, reshard
+        >>> here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> weights = reshard.stream(here, {"w": jax.ShapeDtypeStruct((2,), jnp.bfloat16, sharding=here)})
+        >>> weights.send({"w": jax.device_put(jnp.ones(2), here)}, version=0)
+        >>> tree, version = weights.receive()
+        >>> tree["w"].dtype, version
+        (dtype(bfloat16), 0)
+    """
+    return Stream(source_shardings, target_shardings, threshold_nbytes(threshold), names)

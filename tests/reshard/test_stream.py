@@ -1,0 +1,273 @@
+"""Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
+
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ports import free_port
+from test_reshard_properties import DTYPES, SHAPES, put, shardings
+
+import mpmd
+import reshard
+from mpmd.errors import ReshardError
+from reshard.streams import serving
+from reshard.streams.serving import FarShelf, ShelfServer
+from reshard.streams.shelf import Shelf, Shelved
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "streams.md"
+MESH = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
+PLAIN = jax.make_mesh((2, 4), ("x", "y"))
+STAGES = [mpmd.MpmdSharding(MESH, {i}, P("data")) for i in range(4)]
+
+
+def there(*spec):
+    return NamedSharding(PLAIN, P(*spec))
+
+
+@st.composite
+def cases(draw):
+    shape = draw(st.sampled_from(SHAPES))
+    source, target = draw(shardings(shape)), draw(shardings(shape))
+    assume(not any(isinstance(s, reshard.HostMemory) for s in (source, target)))
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    return shape, dtype, draw(st.sampled_from([dtype, dtype, ml_dtypes.bfloat16])), source, target
+
+
+def check_layouts(case, threshold):
+    shape, dtype, wanted, source, target = case
+    if wanted != dtype and not (jnp.issubdtype(dtype, jnp.floating)):
+        wanted = dtype
+    value = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    like = jax.ShapeDtypeStruct(shape, wanted, sharding=target)
+    stream = reshard.stream({"x": source}, {"x": like}, threshold=threshold)
+    x = put(value, source)
+    stream.send({"x": x}, version=7)
+    x.delete()
+    tree, version = stream.receive()
+    y = tree["x"]
+    assert version == 7 and y.dtype == wanted
+    assert y.sharding == target if not isinstance(y, mpmd.MpmdArray) else y.mpmd_sharding == target
+    assert np.array_equal(np.asarray(mpmd.device_get(y)), value.astype(wanted))
+
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@settings(relaxed, max_examples=25)
+@given(cases(), st.sampled_from([None, 9, 100]))
+def test_any_layout_arrives_in_any_other(case, threshold):
+    check_layouts(case, threshold)
+
+
+@pytest.mark.exhaustive
+@settings(relaxed, max_examples=1000)
+@given(cases(), st.sampled_from([None, 9, 100]))
+def test_any_layout_arrives_in_any_other_many_more_times(case, threshold):
+    check_layouts(case, threshold)
+
+
+def weights(scale=1.0):
+    value = {f"w{i}": scale * np.arange(32.0).reshape(8, 4) for i in range(4)}
+    return {name: put(v.astype(np.float32), STAGES[i]) for i, (name, v) in enumerate(value.items())}
+
+
+SOURCES = {f"w{i}": STAGES[i] for i in range(4)}
+
+
+def test_a_receiver_skips_to_the_newest_version_and_gets_it_once():
+    stream = reshard.stream(SOURCES, there("x"))
+    assert stream.receive(wait=False) is None
+    for version in (2, 3, 9):
+        stream.send(weights(version), version=version)
+    stream._sender._wait_until_idle()
+    tree, version = stream.receive()
+    assert version == 9
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(mpmd.device_get(a), b), weights(9.0), tree))
+    assert stream.receive(wait=False) is None
+    assert stream.bytes_sent == stream.bytes_received == 0  # between processes
+
+
+def test_a_version_that_is_read_stays_while_newer_ones_are_sent():
+    stream = reshard.stream(SOURCES, there("x"))
+    shelf = stream._sender.shelf
+    stream.send(weights(0.0), version=0)
+    stream._sender._wait_until_idle()
+    held = shelf.hold(0)
+    for version in range(1, 8):
+        stream.send(weights(version), version=version)
+        assert len(shelf._versions) <= 3
+    stream._sender._wait_until_idle()
+    assert not held.read(1, held.values[1][0][0], np.dtype(np.float32)).any()
+    assert set(shelf._versions) == {0, 7}
+    shelf.release(0)
+    assert set(shelf._versions) == {7}
+
+
+def test_the_next_step_may_be_donated_what_was_sent():
+    @mpmd.jit(mpmd_mesh=MESH, donate_argnums=0)
+    def step(state):
+        return jax.tree.map(lambda w: w + 1, state)
+
+    stream, state = reshard.stream(SOURCES, there()), weights(0.0)
+    for version in range(5):
+        stream.send(state, version=version)
+        state = step(state)
+        tree, got = stream.receive()
+        assert got == version and all((np.asarray(w) == version).all() for w in tree.values())
+
+
+def test_keys_and_their_target_shardings():
+    source = mpmd.MpmdSharding(MESH, {1, 2})
+    keys = jax.random.split(jax.random.key(3), 4)
+    stream = reshard.stream(source, there("x"))
+    stream.send([reshard.spmd_to_mpmd_reshard(MESH, keys, source, donate=False)], version=0)
+    ([received], _) = stream.receive()
+    assert received.dtype == keys.dtype and np.array_equal(jax.random.key_data(received), jax.random.key_data(keys))
+
+
+NAMES = {
+    "stack": ["blocks"],
+    "rules": [
+        {"tensor": "layers.{layer}.w", "array": "blocks/{layer}/kernel", "axes": "out in -> in out"},
+        {"tensor": "emb", "array": "embed"},
+    ],
+}
+
+
+def test_layers_of_stages_are_stacked_and_transposed_on_the_way_and_back():
+    random = np.random.default_rng(0)
+    layers = [random.normal(size=(8, 4)).astype(np.float32) for _ in range(4)]
+    embed = random.normal(size=(8, 2)).astype(np.float32)
+    apart = {"layers": [{"w": sharding} for sharding in STAGES], "emb": mpmd.MpmdSharding(MESH, {0, 3})}
+    values = {"layers": [{"w": w} for w in layers], "emb": embed}
+    kernel = jax.ShapeDtypeStruct((4, 4, 8), jnp.bfloat16, sharding=there("x", None, "y"))
+    stream = reshard.stream(apart, {"blocks": {"kernel": kernel}, "embed": there("x")}, names=NAMES, threshold=64)
+    stream.send(reshard.spmd_to_mpmd_reshard(MESH, values, apart), version=0)
+    tree, _ = stream.receive()
+    stacked = np.stack([w.T for w in layers])
+    assert np.array_equal(tree["blocks"]["kernel"], stacked.astype(jnp.bfloat16))
+    assert np.array_equal(tree["embed"], embed)
+
+    split = mpmd.MpmdSharding(MESH, range(4), P("stage", None, "data"))
+    together = {"blocks": {"kernel": split}, "embed": mpmd.MpmdSharding(MESH, {0})}
+    back = reshard.stream(
+        together, {"emb": there(), **{f"layers.{i}.w": there("y", "x") for i in range(4)}}, names=NAMES
+    )
+    values = {"blocks": {"kernel": stacked}, "embed": embed}
+    back.send(reshard.spmd_to_mpmd_reshard(MESH, values, together), version=0)
+    tree, _ = back.receive()
+    assert all(np.array_equal(tree[f"layers.{i}.w"], w) for i, w in enumerate(layers))
+
+
+def said(function):
+    with pytest.raises(ReshardError) as error:
+        function()
+    return str(error.value)
+
+
+def test_what_cannot_be_sent_or_received_is_said():
+    stream = reshard.stream(SOURCES, {"w0": there(), "other": jax.ShapeDtypeStruct((8,), "float32", sharding=there())})
+    tree = weights()
+    assert said(lambda: stream.send(tree, version=-1)) == "a stream: version=-1 is not a number of 0 or more."
+    moved = {**tree, "w1": tree["w0"], "w2": np.ones((8, 4))}
+    group_0, group_1 = (f"MpmdSharding(group {i} of 4, P('data',))" for i in range(2))
+    assert said(lambda: stream.send(moved, version=0)).splitlines()[:2] == [
+        "a stream: the tree does not fit:",
+        f"  ['w1']: is in {group_0}, but the source sharding is {group_1}",
+    ]
+    stream.send(tree, version=4)
+    assert said(lambda: stream.send(tree, version=4)) == "a stream: version 4 after version 4; each must be larger."
+    tree["w3"].delete()
+    assert said(lambda: stream.send(tree, version=5)) == "a stream: the tree does not fit:\n  ['w3']: has been deleted"
+    assert "nobody sends other" in said(stream.receive) and "there is no place for w1" in said(stream.receive)
+    as_int = {name: jax.ShapeDtypeStruct((8, 4), "int32", sharding=there()) for name in SOURCES}
+    stream = reshard.stream(SOURCES, as_int)
+    stream.send(weights(), version=0)
+    assert "w0: its dtype is float32, but the target has int32: only floats are cast, to floats" in said(stream.receive)
+    assert said(lambda: reshard.stream(SOURCES, reshard.HostMemory())) == (
+        "stream: target_shardings has HostMemory(process 0), which is a HostMemory, not a sharding."
+    )
+
+
+def test_a_part_that_was_damaged_on_the_way_is_an_error(monkeypatch):
+    server, shelf = ShelfServer("127.0.0.1", 0, "secret"), Shelf()
+    server.serve("x", shelf)
+    box = serving.Box((0,), (4,))
+    shelf.put(1, Shelved("{}", {0: [(box, np.arange(4.0))]}))
+    far = FarShelf(server.address, "x", "secret")
+    assert far.versions(-1, 0) == [1] and far.hold(1) == "{}"
+    part, into = serving.SentPart(0, 0, box, np.dtype(np.float32), 0, box, box, None), np.zeros(4, np.float32)
+    assert far.read([(part, into)]) == 16 and np.array_equal(into, np.arange(4))
+    monkeypatch.setattr(serving.zlib, "crc32", lambda data, before=0: time.monotonic_ns() & 0xFFFF)
+    with pytest.raises(OSError, match="damaged on the way"):
+        far.read([(part, into)])
+    far.close()
+    server.close()
+    with pytest.raises(OSError, match="the token is another one"):
+        FarShelf(ShelfServer("127.0.0.1", 0, "secret").address, None, "guess")
+
+
+def test_a_subscriber_gets_what_is_published_by_its_name():
+    address = f"127.0.0.1:{free_port()}"
+    like = {name: jax.ShapeDtypeStruct((8, 4), jnp.bfloat16) for name in SOURCES}
+    policy = reshard.subscribe(f"{address}/policy", like, there("x"), token="secret")
+    assert said(policy.receive) == f"subscribe: {address}/policy: Connection refused"
+    for version in (3, 5):
+        reshard.publish("policy", weights(version), version, address=address, token="secret")
+    reshard.publish("value", [weights()["w0"]], 1, address=address, token="secret")
+    tree, version = policy.receive()
+    while version < 5:
+        tree, version = policy.receive()
+    assert all(w.dtype == jnp.bfloat16 and w.sharding == there("x") for w in tree.values())
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(mpmd.device_get(a), b), weights(5.0), tree))
+    assert policy.receive(wait=False) is None
+    ((w,), _) = reshard.subscribe(f"{address}/value", [like["w0"]], there(), token="secret").receive()
+    assert np.array_equal(w, mpmd.device_get(weights()["w0"]).astype(jnp.bfloat16))
+    two = reshard.subscribe(address, like, there(), token="secret")
+    text = "policy and value is published there; ask for one of them"
+    assert said(two.receive) == f"subscribe: {address}: {text}, as {address}/NAME"
+    wrong = reshard.subscribe(f"{address}/policy", like, there(), token="guess")
+    assert said(wrong.receive).endswith("the token is another one than the publisher's")
+    assert said(lambda: reshard.publish("more", weights(), 0, address=address, token="guess")) == (
+        f"publish: {address} was opened with another token."
+    )
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_page_run(capsys):
+    program, publish, subscribe, lost = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    names = {}
+    exec(program, names)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"version {i}" for i in range(20)]
+    names["token"], address = "secret", f"127.0.0.1:{free_port()}"
+    for block in (publish, subscribe, lost):
+        if block is lost:
+            names["policy"]._receiver._connect = lambda: [FarShelf("127.0.0.1:1", None, "secret")]
+            names["policy"].close()
+        exec(block.replace("10.0.0.3:5000", address), names)
+    assert names["weights"]["first"].dtype == jnp.bfloat16 and names["version"] == 19
+    assert capsys.readouterr().out == f"subscribe: {address}: Connection refused\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "text"),
+    [
+        ("127.0.0.1:5000", "", "token='': give a secret that both sides know"),
+        ("0.0.0.0:5000", "secret", "expected host:port with the interface of one host"),
+        ("5000", "secret", "expected host:port with the interface of one host"),
+    ],
+)
+def test_there_is_no_publishing_without_a_token_or_an_interface(address, token, text):
+    assert text in said(lambda: reshard.publish("w", weights(), 0, address=address, token=token))
+    assert text in said(lambda: reshard.subscribe(address, {}, {}, token=token))
