@@ -4,6 +4,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 
 from scheduler.base.collector import without_collection
+from scheduler.engine import blocked
 from scheduler.errors import ScheduleError
 from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Value
 from scheduler.programs.task_units import DURATION
@@ -27,8 +28,19 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
     wanted = set(range(program.num_groups) if groups is None else groups)
+    walk = _Merge(program, wanted)
     with without_collection():
-        return tuple(_Merge(program, wanted).run())
+        walk.run()
+    if blocked(walk.position, program.groups):
+        raise ScheduleError("merge: the program deadlocks; check(program) says where.")
+    return tuple(walk.steps)
+
+
+def positions(program: Program) -> list[int]:
+    """How many of its instructions each group comes to on that clock: not all, if the program deadlocks."""
+    walk = _Merge(program, ())
+    walk.run()
+    return walk.position
 
 
 class _Merge:
@@ -60,8 +72,8 @@ class _Merge:
         self.waiting: dict[int, tuple[Value, int, int]] = {}
         self.heap: list[tuple[int, int, int]] = []
 
-    def run(self) -> list[GroupInstruction]:
-        """The instructions in the order in which they start."""
+    def run(self) -> None:
+        """Runs the program to its end, or until all groups that are left wait."""
         for group in range(len(self.groups)):
             self._queue(group)
         heap, groups, position = self.heap, self.groups, self.position
@@ -73,9 +85,6 @@ class _Merge:
             else:
                 self._happen(group, time, _duration(instruction))
                 self._queue(group)
-        if any(at < len(instructions) for at, instructions in zip(position, groups, strict=True)):
-            raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-        return self.steps
 
     def _queue(self, group: int) -> None:
         """Queues the group's next instruction; frees happen at once."""

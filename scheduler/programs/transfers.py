@@ -1,30 +1,28 @@
 """Proves that sends and receives match, and that groups cannot deadlock where each of them waits for the other."""
 
-from array import array
+import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
-from scheduler.engine import blocked, run_until_blocked
-from scheduler.programs.instructions import Program, Recv, Send, Value
+from scheduler.engine import blocked
+from scheduler.programs.instructions import TRANSFERS, Instruction, Program, Recv, Send, Transfer, Value
+from scheduler.programs.merging import positions
 
 Pair = tuple[int, int]
 """Two groups, the sender first."""
-Names = dict[Pair, tuple[list[int], list[int]]]
-"""For pairs whose n-th receive is not always that of the n-th send: numbers of the sends, and of the receives."""
 
 
 def transfer_faults(program: Program) -> list[str]:
     """Sends and receives that do not match, and the circle in which groups wait for each other's."""
     sends, receives = _by_pair(program)
     faults: list[str] = []
-    names: Names = {}
+    partners: dict[Pair, Counter[Value]] = {}
     for pair in sorted(set(sends) | set(receives), key=repr):
         sent, received = sends[pair], receives[pair]
         if sent != received:
             faults += _unmatched(pair, sent, received)
-            names[pair] = _numbers(sent, received)
-    return faults + _deadlock(program, names)
+            partners[pair] = Counter(sent) & Counter(received)
+    return faults + _deadlock(_with_partners(program, partners) if partners else program)
 
 
 def _by_pair(program: Program) -> tuple[dict[Pair, list[Value]], dict[Pair, list[Value]]]:
@@ -56,73 +54,38 @@ def _unmatched(pair: Pair, sent: Sequence[Value], received: Sequence[Value]) -> 
     return faults
 
 
-def _numbers(sent: Sequence[Value], received: Sequence[Value]) -> tuple[list[int], list[int]]:
-    """A number for each send and each receive of a pair, the same on both sides; -1 for what has no partner."""
+def _with_partners(program: Program, partners: dict[Pair, Counter[Value]]) -> Program:
+    """The program without the sends and receives that have no partner.
 
-    def named(values: Sequence[Value]) -> Iterator[tuple[Value, int]]:
-        count: Counter[Value] = Counter()
-        for value in values:
-            count[value] += 1
-            yield value, count[value]
+    Args:
+        program: The program.
+        partners: For pairs of groups, how often each value is both sent and received. Others are left as they are.
+    """
+    seen: Counter[tuple[type, Transfer]] = Counter()
 
-    known = {name: number for number, name in enumerate(named(received))}
-    has_send = set(named(sent))
-    return (
-        [known.get(name, -1) for name in named(sent)],
-        [number if name in has_send else -1 for name, number in known.items()],
-    )
+    def stays(group: int, instruction: Instruction) -> bool:
+        if not isinstance(instruction, TRANSFERS):
+            return True
+        transfer = Transfer.of(group, instruction)
+        seen[type(instruction), transfer] += 1
+        both = partners.get((transfer.source, transfer.target))
+        return both is None or seen[type(instruction), transfer] <= both[transfer.value]
+
+    groups = (tuple(i for i in group if stays(g, i)) for g, group in enumerate(program.groups))
+    return dataclasses.replace(program, groups=tuple(groups))
 
 
-def _deadlock(program: Program, names: Names) -> list[str]:
-    """The circle in which groups wait for each other's transfers, if any. What has no partner is left out."""
-    num_groups = program.num_groups
-    todo = [array("q", (side for side, _ in _sides(program, group, names))) for group in range(num_groups)]
-    position = [0] * num_groups
-    waiting = [-1] * num_groups
-
-    def advance(group: int, happened: Callable[[int], None]) -> int | None:
-        while position[group] < len(todo[group]):
-            side = todo[group][position[group]]
-            number, other = divmod(side, num_groups)
-            if other == group or waiting[other] != (number ^ 1) * num_groups + group:
-                waiting[group] = side
-                return group  # until the other group has come, and goes on for both
-            waiting[other] = -1
-            position[other] += 1
-            position[group] += 1
-            happened(other)
-        return None
-
-    run_until_blocked(num_groups, advance)
-    if not (stuck := blocked(position, todo)):
+def _deadlock(program: Program) -> list[str]:
+    """The circle in which groups wait for each other's transfers, if any."""
+    position = positions(program)
+    if not (stuck := blocked(position, program.groups)):
         return []
-    group, path = stuck[0], list[int]()
+    group, path, links = stuck[0], list[int](), dict[int, str]()
     while group not in path:
         path.append(group)
-        group = todo[group][position[group]] % num_groups
-    cycle = path[path.index(group) :]
-    links = []
-    for one in cycle:
-        side, instruction = next(islice(_sides(program, one, names), position[one], None))
-        links.append(f"group {one} at '{instruction}' waits for group {side % num_groups}")
-    return [f"deadlock: {', '.join(links)}"]
-
-
-def _sides(program: Program, group: int, names: Names) -> Iterator[tuple[int, Send | Recv]]:
-    """A group's transfers in order, each with its side: twice the number in its pair, one more for a send; times the
-    number of groups, and the other group.
-    """
-    num_groups, sent, received = program.num_groups, defaultdict[int, int](int), defaultdict[int, int](int)
-    for instruction in program.groups[group]:
-        if type(instruction) is Send:
-            other, count, pair, is_send = instruction.to_group, sent, (group, instruction.to_group), 1
-        elif type(instruction) is Recv:
-            other, count, pair, is_send = instruction.from_group, received, (instruction.from_group, group), 0
-        else:
-            continue
-        number = count[other]
-        count[other] += 1
-        if names and pair in names:
-            number = names[pair][1 - is_send][number]
-        if number >= 0:
-            yield (2 * number + is_send) * num_groups + other, instruction
+        instruction = program.groups[group][position[group]]
+        assert isinstance(instruction, TRANSFERS), "only transfers wait"
+        other = instruction.to_group if isinstance(instruction, Send) else instruction.from_group
+        links[group] = f"group {group} at '{instruction}' waits for group {other}"
+        group = other
+    return [f"deadlock: {', '.join(links[one] for one in path[path.index(group) :])}"]
