@@ -12,7 +12,8 @@ try:
     from orbax.checkpoint._src.metadata.array_metadata import RANDOM_KEY_IMPL, ArrayMetadata
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
     from orbax.checkpoint._src.multihost import multihost
-    from orbax.checkpoint._src.serialization import jax_array_handlers, replica_slices
+    from orbax.checkpoint._src.serialization import replica_slices
+    from orbax.checkpoint._src.serialization.jax_array_handlers import _async_serialize_replica_slices as write_slices
     from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
     from orbax.checkpoint._src.serialization.type_handlers import ArrayHandler
 except ImportError as error:
@@ -52,8 +53,8 @@ __all__ = [
     "asyncio_utils",
     "future",
     "in_v1",
-    "jax_array_handlers",
     "multihost",
     "optional",
     "replica_slices",
+    "write_slices",
 ]

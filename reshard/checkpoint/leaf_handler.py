@@ -31,8 +31,8 @@ from reshard._orbax_compat import (
     asyncio_utils,
     future,
     in_v1,
-    jax_array_handlers,
     replica_slices,
+    write_slices,
 )
 from reshard.checkpoint import orbax_calls
 from reshard.checkpoint.abstract import abstract
@@ -80,7 +80,7 @@ class MpmdLeaves(ArrayHandler):
         self, on_host: Sequence[Any], infos: Sequence[Any], args: Sequence[Any], impls: Sequence[str | None]
     ) -> None:
         # No sharding file is written: devices and groups of this run would mean nothing to another.
-        written = jax_array_handlers._async_serialize_replica_slices(
+        written = write_slices(
             on_host,
             infos,
             args,

@@ -146,7 +146,9 @@ def _end_threads() -> None:
 
 def _goes_on_with_call(kind: Any, begin: str, run: str, error: str) -> None:
     """`run` is the thread's function, begun in the call; it leaves its error in an attribute."""
-    plain_begin, plain_run = getattr(kind, begin), getattr(kind, run)
+    plain_begin, plain_run = getattr(kind, begin, None), getattr(kind, run, None)
+    if plain_begin is None or plain_run is None:  # another release: its threads then meet the others after an error
+        return
 
     @functools.wraps(plain_begin)
     def begin_in_call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +159,7 @@ def _goes_on_with_call(kind: Any, begin: str, run: str, error: str) -> None:
     def run_in_call(self: Any, *args: Any, **kwargs: Any) -> None:
         with meetings.behind(self._mpmd_call):
             plain_run(self, *args, **kwargs)
-            if (found := getattr(self, error)) is not None:
+            if (found := getattr(self, error, None)) is not None:
                 meetings.tell(found)
 
     setattr(kind, begin, begin_in_call)
@@ -189,8 +191,9 @@ def _end_waiting_for_folders() -> None:
     @functools.wraps(run)
     def run_and_say(self: Any) -> None:
         run(self)
-        if self._exception is not None and not isinstance(self._exception, CancelledError):
-            self._exception = _known(self._exception)
+        error = getattr(self, "_exception", None)
+        if error is not None and not isinstance(error, CancelledError):
+            self._exception = _known(error)
             _say(self._exception, self._send_signals, self._operation_id)
 
     thread.run = run_and_say

@@ -5,7 +5,10 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 from mpmd._jax_compat import processes
+from reshard.checkpoint import orbax_calls
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,14 +61,43 @@ def test_callbacks_that_cannot_be_observed_are_left_as_they_are(monkeypatch):
     assert vars(processes.callback) == {}
 
 
-def test_an_orbax_without_a_name_that_must_be_there_is_told_from_one_that_is_broken():
-    program = (
-        "import sys; sys.modules['orbax.checkpoint._src.futures.future'] = None\n"
-        "from orbax.checkpoint._src import futures\n"
-        "vars(futures).pop('future', None)\n"
-        "import reshard.checkpoint"
-    )
-    program = "import orbax.checkpoint\n" + program
+def test_threads_of_orbax_without_the_functions_that_are_wrapped_are_left_as_they_are():
+    for name in ("start_async_commit", "_thread_func"):
+        kind = type("_AsyncManager", (), {name: lambda self: None})
+        before = dict(vars(kind))
+        orbax_calls._goes_on_with_call(kind, "start_async_commit", "_thread_func", "_exception")
+        assert dict(vars(kind)) == before
+
+
+def test_a_thread_of_orbax_that_keeps_its_error_elsewhere_ends_as_it_does_by_itself(monkeypatch):
+    def done(self):
+        self.is_done = True
+
+    thread = type("_SignalingThread", (), {"run": done})
+    monkeypatch.setattr(orbax_calls.future, "_SignalingThread", thread)
+    monkeypatch.setattr(orbax_calls, "_raises_what_is_said", lambda client: None)
+    orbax_calls._end_waiting_for_folders()
+    assert thread.run is not done
+    one = thread()
+    one.run()
+    assert one.is_done
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        (
+            "from orbax.checkpoint._src import futures\n"
+            "sys.modules['orbax.checkpoint._src.futures.future'] = None; vars(futures).pop('future', None)"
+        ),
+        (
+            "from orbax.checkpoint._src.serialization import jax_array_handlers\n"
+            "del jax_array_handlers._async_serialize_replica_slices"
+        ),
+    ],
+)
+def test_an_orbax_without_a_name_that_must_be_there_is_told_from_one_that_is_broken(gone):
+    program = f"import sys, orbax.checkpoint\n{gone}\nimport reshard.checkpoint"
     run = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, text=True,
         capture_output=True, check=False, timeout=300,
