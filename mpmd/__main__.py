@@ -37,7 +37,6 @@ _CONSTANTS = {
     "link_efficiency": "share of the bandwidth of links that is reached",
     "latency_s": "seconds until a transfer or collective begins to move bytes",
     "launch_s": "seconds to start a program",
-    "reserved_nbytes": "bytes of a device's memory that a program cannot use",
 }
 
 
@@ -113,10 +112,12 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=float, metavar="GB", help="of a device, in place of the data sheet's")
     add("--link", type=float, metavar="GB/s", help="what a device sends to others of its host")
     add("--network", type=float, metavar="GB/s", help="what a device sends to other hosts")
+    share = "share of a device's memory that JAX's allocator takes (default: what it takes by itself, 0.75 of a GPU)"
+    add("--memory-fraction", type=float, metavar="X", help=share)
     for name, what in _CONSTANTS.items():
         default = getattr(Machine, name)
         flag = "--" + name.replace("_", "-")
-        add(flag, type=type(default), default=default, metavar="X", help=f"{what} (default: %(default)s)")
+        add(flag, type=float, default=default, metavar="X", help=f"{what} (default: %(default)s)")
     add("--json", action="store_true", help="all figures as JSON")
 
 

@@ -1,9 +1,11 @@
-"""The collectives that XLA put into a program: kind, bytes, devices, and how often a loop repeats them."""
+"""The collectives that XLA put into a program: kind, bytes, devices, hosts, and how often a loop repeats them."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterable
+
+import numpy as np
 
 _KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -29,6 +31,7 @@ class Collective:
       kind: as XLA calls it.
       nbytes: of its result, on each device.
       num_devices: that take part in each group of it.
+      num_hosts: in which these devices are (or domains of links, where those are larger).
       times: how often a call of the program runs it.
       is_async: whether other work may go on meanwhile.
     """
@@ -36,25 +39,29 @@ class Collective:
     kind: str
     nbytes: int
     num_devices: int
+    num_hosts: int = 1
     times: int = 1
     is_async: bool = False
 
     def __str__(self) -> str:
         times = f"{self.times}× " if self.times > 1 else ""
-        return f"{times}{self.kind} of {self.nbytes / 1e6:.3g} MB among {self.num_devices}"
+        hosts = f" in {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+        return f"{times}{self.kind} of {self.nbytes / 1e6:.3g} MB among {self.num_devices}{hosts}"
 
 
-def collectives_of(hlo: str, num_devices: int) -> list[Collective]:
+def collectives_of(hlo: str, num_devices: int, num_near: int | None = None) -> list[Collective]:
     """The collectives of a compiled program, from its text.
 
     Args:
       hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it; several where it runs as several.
       num_devices: of the program, where an instruction says "all".
+      num_near: how many neighbours, in the order of the program's devices, are one host; None: all.
     """
-    return [c for module in _MODULE.split(hlo) for c in _collectives_of_module(module, num_devices)]
+    near = num_near or num_devices
+    return [c for module in _MODULE.split(hlo) for c in _collectives_of_module(module, num_devices, near)]
 
 
-def _collectives_of_module(hlo: str, num_devices: int) -> Iterable[Collective]:
+def _collectives_of_module(hlo: str, num_devices: int, num_near: int) -> Iterable[Collective]:
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
     for line in hlo.splitlines():
@@ -64,26 +71,28 @@ def _collectives_of_module(hlo: str, num_devices: int) -> Iterable[Collective]:
             entry = current if line.startswith("ENTRY") else entry
         elif current:
             bodies[current].append(line)
-    return _walk(entry, bodies, 1, num_devices)
+    return _walk(entry, bodies, 1, num_devices, num_near)
 
 
-def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int) -> Iterable[Collective]:
+def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int, num_near: int) -> Iterable[Collective]:
     for line in bodies.get(name, ()):
         if match := _INSTRUCTION.search(line):
+            members = _members(line, num_devices)
             yield Collective(
                 match["kind"],
                 _nbytes(match["type"], match["kind"], bool(match["start"])),
-                _group_size(line, num_devices),
+                len(members),
+                _num_hosts(line, members, num_near),
                 times,
                 bool(match["start"]),
             )
         elif match := _WHILE.search(line):
             trips = _TRIPS.search(line)
-            yield from _walk(match["body"], bodies, times * (int(trips[1]) if trips else 1), num_devices)
+            yield from _walk(match["body"], bodies, times * (int(trips[1]) if trips else 1), num_devices, num_near)
         elif " fusion(" not in line:
             for one, several in _CALLED.findall(line):
                 for callee in (one, *re.findall(r"%([\w.-]+)", several)):
-                    yield from _walk(callee, bodies, times, num_devices)
+                    yield from _walk(callee, bodies, times, num_devices, num_near)
 
 
 def _nbytes(text: str, kind: str, is_start: bool) -> int:
@@ -98,13 +107,31 @@ def _nbytes(text: str, kind: str, is_start: bool) -> int:
     return sum(sizes)
 
 
-def _group_size(line: str, num_devices: int) -> int:
-    """How many devices exchange with each other, in each of the ways in which XLA writes it."""
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-        return int(match[2])
+def _members(line: str, num_devices: int) -> np.ndarray:
+    """The devices of one of the groups that exchange with each other, in each of the ways in which XLA writes it.
+
+    Shape (devices,), int: their places in the program.
+    """
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        grid = np.arange(num_devices).reshape(_numbers(match[3]))
+        turned = grid.transpose(_numbers(match[4])) if match[4] else grid
+        return turned.reshape(int(match[1]), int(match[2]))[0]
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        return len(match[1].split(","))
+        return np.array(_numbers(match[1]), int)
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        return math.prod(sizes[name] for name in re.findall(r"'([^']+)'", match[2]))
-    return num_devices
+        grid = np.arange(num_devices).reshape(tuple(sizes.values()))
+        wanted = set(re.findall(r"'([^']+)'", match[2]))
+        return grid[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
+    return np.arange(num_devices)
+
+
+def _num_hosts(line: str, members: np.ndarray, num_near: int) -> int:
+    if match := re.search(r"source_target_pairs=\{([\d,{}]*)\}", line):
+        pairs = np.array(_numbers(match[1].replace("{", "").replace("}", "")), int).reshape(-1, 2) // num_near
+        return 1 + int((pairs[:, 0] != pairs[:, 1]).any())
+    return len(np.unique(members // num_near))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]

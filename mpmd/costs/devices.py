@@ -18,7 +18,6 @@ _WORK_ALONE = Machine(
     dataclasses.replace(_UNKNOWN, link_bandwidth=math.inf, network_bandwidth=math.inf),
     latency_s=0,
     launch_s=0,
-    reserved_nbytes=0,
 )
 
 
@@ -34,7 +33,7 @@ def machine_of(mesh: MpmdMesh) -> Machine:
     """The data sheet of the devices, or that of none in particular."""
     device = mesh.groups[0].devices.flat[0]
     target = mesh.target or next((t for t in Target.known.values() if t.description == device.device_kind), None)
-    return Machine(_UNKNOWN, reserved_nbytes=0) if target is None else Machine(target)
+    return Machine(_UNKNOWN) if target is None else Machine(target)
 
 
 def is_unknown(machine: Machine) -> bool:

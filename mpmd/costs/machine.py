@@ -8,7 +8,11 @@ from jax.sharding import Mesh
 from mpmd.arrays.targets import Target
 from mpmd.costs.collectives import Collective
 from mpmd.costs.work import Work
+from scheduler.base.texts import in_bytes
 
+# The part of a device's memory that JAX's allocator takes by default, and the most that leaves room for NCCL and cuDNN.
+_TAKEN = {"cuda": 0.75, "tpu": 0.98}
+_MOST = 0.93
 # Bytes that each device sends, by the size of the result on a device, among n devices (ring algorithms).
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -31,7 +35,7 @@ class Machine:
       matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach.
       latency_s: of each transfer and collective.
       launch_s: of each program.
-      reserved_nbytes: of each device, what the driver and the communication library keep.
+      memory_fraction: the part of a device's memory that JAX's allocator takes. None: what it takes by default.
     """
 
     target: Target
@@ -41,7 +45,7 @@ class Machine:
     link_efficiency: float = 0.8
     latency_s: float = 15e-6
     launch_s: float = 10e-6
-    reserved_nbytes: int = 2 << 30
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         t = self.target
@@ -49,17 +53,36 @@ class Machine:
             "memory": t.memory_nbytes, "link bandwidth": t.link_bandwidth, "network bandwidth": t.network_bandwidth,
             "devices per host": self.devices_per_host, "matrix efficiency": self.matrix_efficiency,
             "memory efficiency": self.memory_efficiency, "link efficiency": self.link_efficiency,
+            "memory fraction": self.taken_fraction,
         }  # fmt: skip
-        at_least_zero = {"latency": self.latency_s, "launch": self.launch_s, "reserved memory": self.reserved_nbytes}
+        at_least_zero = {"latency": self.latency_s, "launch": self.launch_s}
         faults = [f"{name} is {x}" for name, x in above_zero.items() if not x > 0]
         faults += [f"{name} is {x}" for name, x in at_least_zero.items() if not x >= 0]
+        if self.taken_fraction > 1:
+            faults.append(f"memory fraction is {self.taken_fraction}")
         if faults:
             raise ValueError(f"a machine cannot be like this: {', '.join(faults)}.")
 
     @property
+    def taken_fraction(self) -> float:
+        """The part of a device's memory that JAX's allocator takes."""
+        return _TAKEN.get(self.target.platform, 1.0) if self.memory_fraction is None else self.memory_fraction
+
+    @property
     def usable_nbytes(self) -> int:
         """Device memory that a step may use."""
-        return self.target.memory_nbytes - self.reserved_nbytes
+        return round(self.target.memory_nbytes * self.taken_fraction)
+
+    @property
+    def more_memory(self) -> str | None:
+        """How to give a step more of the memory that a device has; None where it has all."""
+        if self.target.platform != "cuda" or self.taken_fraction >= _MOST:
+            return None
+        return (
+            f"JAX takes {self.taken_fraction:.0%} of a GPU's memory; XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST} in the"
+            f" environment (here: --memory-fraction {_MOST}) gives a step"
+            f" {in_bytes(round(self.target.memory_nbytes * _MOST))}"
+        )
 
     @property
     def num_near(self) -> int:
@@ -92,11 +115,27 @@ class Machine:
 
     def collective_s(self, collective: Collective) -> float:
         """Seconds of a collective, all its repetitions."""
-        n = collective.num_devices
+        n, hosts, kind = collective.num_devices, collective.num_hosts, collective.kind
         if n < 2:
             return 0.0
-        sent = collective.nbytes * _SENT[collective.kind](n)
-        return collective.times * self.transfer_s(sent, n <= self.num_near)
+        if hosts > 1 and "all-to-all" in kind:  # each device sends its part for other hosts itself
+            beside = n // hosts
+            near, far = ((to / n * collective.nbytes / self.bandwidth(is_near)) for to, is_near in
+                         ((beside - 1, True), (n - beside, False)))  # fmt: skip
+            seconds = self.latency_s + max(near, far)
+        elif kind == "collective-permute":
+            seconds = self.transfer_s(collective.nbytes, hosts == 1)
+        else:
+            seconds = self.latency_s + collective.nbytes * _SENT[kind](n) / self.ring_bandwidth(n, hosts)
+        return collective.times * seconds
+
+    def ring_bandwidth(self, num_devices: int, num_hosts: int) -> float:
+        """Bytes a second that each device of a ring sends: of several rings, each leaves a host by another network
+        card, of which each device has one. So two hosts are as near to each other as all of their cards together.
+        """
+        if num_hosts == 1:
+            return self.bandwidth(True)
+        return min(self.bandwidth(True), num_devices // num_hosts * self.bandwidth(False))
 
     def transfer_s(self, nbytes: float, is_near: bool) -> float:
         """Seconds until a value, of which a device has so many bytes, has reached another group."""
@@ -111,7 +150,7 @@ class Machine:
         t = self.target
         return (
             f"{t.name} ({t.description}): {t.memory_nbytes / 1e9:.1f} GB a device,"
-            f" {self.reserved_nbytes / 1e9:.1f} GB of it reserved; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
+            f" {self.usable_nbytes / 1e9:.1f} GB of it for the step; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
             f" {t.flops_float32 / 1e12:.0f} in float32, at {self.matrix_efficiency:.0%};"
             f" memory {t.memory_bandwidth / 1e12:.2f} TB/s at {self.memory_efficiency:.0%};"
             f" links {t.link_bandwidth / 1e9:.0f} GB/s among {self.num_near},"

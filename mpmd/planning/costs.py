@@ -65,7 +65,7 @@ class StepCosts:
             jaxpr = distinct.jaxpr
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
             text = (distinct.compiled_on(mesh).as_text() or "") if mesh.size > 1 else ""
-            collectives = tuple(collectives_of(text, mesh.size))
+            collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near))
             waiting = sum(map(self.machine.collective_s, collectives))
             seconds = self.machine.compute_s(works, mesh.size) + waiting
             self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, seconds, waiting)

@@ -1,9 +1,10 @@
 """A plan of a step on a machine: what each group holds, computes and sends, whether it fits, how long it takes."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -122,8 +123,7 @@ class Plan:
     @property
     def faults(self) -> list[str]:
         """The groups that do not fit, with what would help."""
-        usable = self.machine.usable_nbytes
-        return [_fault_text(g, usable) for g in self.groups if g.memory["peak"] > usable]
+        return [_fault_text(g, self.machine) for g in self.groups if g.memory["peak"] > self.machine.usable_nbytes]
 
     def as_json(self) -> str:
         """All figures, in bytes and seconds."""
@@ -156,7 +156,8 @@ class Plan:
         lines += ["", *_memory_table(self), "", *_cost_table(self), "", *_collective_lines(self)]
         lines += [_loop_line(loop) for loop in self.loops]
         lines += [str(self.picture), ""] if self.picture else []
-        rate = f", {self.tokens / self.step.seconds:,.0f} tokens/s" if self.tokens else ""
+        per_s = (self.tokens or 0) / self.step.seconds
+        rate = f", {per_s:,.0f} tokens/s, {per_s / self.num_devices:,.0f} a device" if self.tokens else ""
         again = f"; {self.hardware_utilization:.1%} with recomputation" if self.total.recomputed else ""
         exposed = max(g.exposed_s for g in self.groups)
         lines.append(
@@ -269,8 +270,9 @@ def _loop_line(loop: LoopPlan) -> str:
     return f"{text}; layers of each stage: {loop.cuts}, {chosen}"
 
 
-def _fault_text(g: GroupPlan, usable_nbytes: int) -> str:
+def _fault_text(g: GroupPlan, machine: Machine) -> str:
     """What does not fit in a group, and what would help."""
+    usable_nbytes = machine.usable_nbytes
     over = g.memory["peak"] - usable_nbytes
     kind = max(KINDS, key=lambda k: g.memory[k])
     named = ", ".join(f"{name} ({in_bytes(nbytes)})" for name, nbytes in g.largest)
@@ -279,7 +281,8 @@ def _fault_text(g: GroupPlan, usable_nbytes: int) -> str:
         f" {in_bytes(over)} more than the {in_bytes(usable_nbytes)} that are usable. Most of it: {kind}"
         f" ({in_bytes(g.memory[kind])}); largest arrays: {named}."
     )
-    return "\n".join([first, *_savings(g.savings, over)])
+    more = [f"  {machine.more_memory}."] if machine.more_memory else []
+    return "\n".join([first, *more, *_savings(g.savings, over)])
 
 
 def _savings(savings: tuple[Saving, ...], over: int) -> list[str]:
@@ -289,22 +292,54 @@ def _savings(savings: tuple[Saving, ...], over: int) -> list[str]:
 
 def _memory_table(plan: Plan) -> list[str]:
     rows = [["group", "stages", "devices", *KINDS, "peak", "of usable"]]
-    for g in plan.groups:
-        stages = ",".join(map(str, g.stages))
+    for groups in _alike(plan.groups, lambda g: (g.num_devices, g.memory)):
+        g = groups[0]
         part = f"{g.memory['peak'] / plan.machine.usable_nbytes:.0%}"
-        rows.append(
-            [str(g.group), stages, str(g.num_devices), *(in_bytes(g.memory[k]) for k in (*KINDS, "peak")), part]
-        )
+        sizes = [in_bytes(g.memory[k]) for k in (*KINDS, "peak")]
+        rows.append([_ids(groups), _stages(groups), str(g.num_devices), *sizes, part])
     return ["memory of each device:", *_table(rows)]
+
+
+def _alike(groups: Sequence[GroupPlan], of: Callable[[GroupPlan], object]) -> list[list[GroupPlan]]:
+    """Groups that follow each other and are alike, together."""
+    return [list(some) for _, some in itertools.groupby(groups, of)]
+
+
+def _ids(groups: Sequence[GroupPlan]) -> str:
+    return str(groups[0].group) if len(groups) == 1 else f"{groups[0].group}–{groups[-1].group}"
+
+
+def _stages(groups: Sequence[GroupPlan]) -> str:
+    if len(groups) == 1:
+        return ",".join(map(str, groups[0].stages))
+    return ",".join(f"{a}–{b}" for a, b in zip(groups[0].stages, groups[-1].stages, strict=False))
 
 
 def _cost_table(plan: Plan) -> list[str]:
     rows = [["group", "a task takes", "computes", "waits for transfers", "sends a step"]]
-    for g in plan.groups:
-        tasks = ", ".join(f"{name} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items()))
-        sent = ", ".join(f"{in_bytes(nbytes)} to {target}" for target, (_, nbytes) in g.sent.items() if nbytes >= 1000)
-        rows.append([str(g.group), tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent or "nothing large"])
+    for groups in _alike(plan.groups, _cost_texts):
+        g = groups[0]
+        tasks, busy, exposed, sent = _cost_texts(g)
+        if len(groups) == 1:
+            tasks = [f"{name} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items())]
+            sent = [f"{in_bytes(nbytes)} to {target}" for target, nbytes in _large(g)]
+        rows.append([_ids(groups), ", ".join(tasks), busy, exposed, ", ".join(sent) or "nothing large"])
     return ["time and communication of each group:", *_table(rows)]
+
+
+def _cost_texts(g: GroupPlan) -> tuple[list[str], str, str, list[str]]:
+    """What a group computes and sends, in words that are the same for groups that do the same."""
+    tasks = [f"{name[0]} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items())]
+    sent = [f"{in_bytes(nbytes)} to {_NEIGHBOURS.get(to - g.group, f'{to - g.group:+}')}" for to, nbytes in _large(g)]
+    return tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent
+
+
+_NEIGHBOURS = {1: "the next", -1: "the one before"}
+
+
+def _large(g: GroupPlan) -> list[tuple[int, int]]:
+    """To which groups it sends much, and how many bytes."""
+    return [(target, nbytes) for target, (_, nbytes) in g.sent.items() if nbytes >= 1000]
 
 
 def _collective_lines(plan: Plan) -> list[str]:

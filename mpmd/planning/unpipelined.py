@@ -71,5 +71,5 @@ def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: W
     rows = max((shape[0] * shape[1] for shape in data), default=1)
     sent = 3 * held["parameters"] * (count - 1) / count  # gathered forward and backward, gradients reduced once
     share = (sum(held.values()) + held["parameters"] + kept) // count
-    communication_s = sent / machine.bandwidth(count <= machine.num_near)
+    communication_s = sent / machine.ring_bandwidth(count, -(-count // machine.num_near))
     return Unpipelined(count, machine.compute_s([total], count), communication_s, share + largest, rows)

@@ -7,7 +7,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from mpmd.arrays.targets import Target
 from mpmd.costs.collectives import Collective, collectives_of
+from mpmd.costs.machine import Machine
 
 
 def text_of(fun, in_specs, out_specs, *shapes):
@@ -59,6 +61,51 @@ def test_each_way_to_write_groups_and_results_is_read():
         Collective("reduce-scatter", 8 * 32 * 4, 4),
         Collective("collective-permute", 16, 16, is_async=True),
     ]
+
+
+GROUPS = {
+    "replica_groups={}": (16, 2),
+    "replica_groups=[2,8]<=[16]": (8, 1),
+    "replica_groups=[8,2]<=[2,8]T(1,0)": (2, 2),
+    "replica_groups=[4,4]<=[2,4,2]T(1,0,2)": (4, 2),
+    "replica_groups={{0,8},{1,9}}": (2, 2),
+    "replica_groups=mesh['a'=8,'b'=2] {'b'}": (2, 1),
+    "replica_groups=mesh['a'=2,'b'=8] {'a'}": (2, 2),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_devices_that_exchange_are_counted_in_their_hosts(groups):
+    hlo = f"ENTRY %main () -> f32[8] {{\n  %r = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
+    devices, hosts = GROUPS[groups]
+    assert collectives_of(hlo, 16, 8) == [Collective("all-reduce", 32, devices, hosts)]
+
+
+def test_a_permutation_is_as_far_as_its_farthest_pair():
+    near = "ENTRY %main () -> f32[8] {\n  %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{8,9}}\n}\n"
+    assert [c.num_hosts for c in collectives_of(near, 16, 8)] == [1]
+    assert [c.num_hosts for c in collectives_of(near.replace("{0,1}", "{7,8}"), 16, 8)] == [2]
+
+
+H100 = Machine(Target.named("h100"), latency_s=0, link_efficiency=1)  # links of 450 GB/s, a network card of 50 for each
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    "kind, devices, hosts, seconds",
+    [
+        ("all-reduce", 8, 1, 2 * 7 / 8 / 450),
+        ("all-reduce", 64, 8, 2 * 63 / 64 / 400),  # eight rings, each over another card of a host
+        ("all-reduce", 8, 8, 2 * 7 / 8 / 50),  # strided: one device in each host
+        ("all-gather", 16, 8, 15 / 16 / 100),
+        ("all-to-all", 64, 8, 56 / 64 / 50),
+        ("all-to-all", 8, 1, 7 / 8 / 450),
+        ("collective-permute", 8, 1, 1 / 450),
+        ("collective-permute", 64, 2, 1 / 50),
+    ],
+)
+def test_a_collective_beyond_one_host_goes_over_the_cards_of_all_its_devices(kind, devices, hosts, seconds):
+    assert H100.collective_s(Collective(kind, GB, devices, hosts)) == pytest.approx(seconds)
 
 
 def test_a_program_that_runs_as_several_has_the_collectives_of_all():

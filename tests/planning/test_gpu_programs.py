@@ -240,12 +240,12 @@ def planned(capsys, *options):
 
 @needs_plugin
 def test_a_device_a_byte_too_small_is_named_and_one_of_the_exact_size_fits(capsys):
-    _, text = planned(capsys, "--json", "--reserved-nbytes", "0")
+    _, text = planned(capsys, "--json", "--memory-fraction", "1")
     needs = {g["group"]: g["memory"]["peak"] for g in json.loads(text)["groups"]}
     group = max(needs, key=lambda g: needs[g])
-    exact = ["--reserved-nbytes", "0", "--memory", repr(needs[group] / 1e9)]
+    exact = ["--memory-fraction", "1", "--memory", repr(needs[group] / 1e9)]
     assert planned(capsys, *exact)[0] == 0
-    less = ["--reserved-nbytes", "0", "--memory", repr((needs[group] - 1) / 1e9)]
+    less = ["--memory-fraction", "1", "--memory", repr((needs[group] - 1) / 1e9)]
     status, text = planned(capsys, *less)
     assert status == 3
     assert f"It does not fit: group {group} needs" in text

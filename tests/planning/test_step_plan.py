@@ -46,7 +46,7 @@ def compiled():
 
 
 def plan_of(compiled, costs=None, **changes):
-    machine = Machine(dataclasses.replace(TARGET, **changes), reserved_nbytes=0)
+    machine = Machine(dataclasses.replace(TARGET, **changes), memory_fraction=1)
     return plan_step(compiled._programs, compiled.program, machine, costs=costs)
 
 
