@@ -93,7 +93,7 @@ def _placement(text: str) -> str | list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m scheduler", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_show, _add_compare, _add_search, _add_check, _add_documents):
+    for add in (_add_show, _add_compare, _add_search, _add_check):
         add(subparsers)
     return parser
 
@@ -168,12 +168,6 @@ def _add_check(subparsers: Any) -> None:
     for name in ("stages", "groups", "microbatches"):
         command.add_argument(f"--{name}", type=_count, metavar=name[0].upper(), help=f"how many {name} it must be for")
     command.add_argument("--forward-only", action="store_true", help="the orders have no backward")
-
-
-def _add_documents(subparsers: Any) -> None:
-    text = "Write the guide to all schedules with its pictures."
-    command = _add_command(subparsers, "documents", commands.documents, text, "documents docs")
-    command.add_argument("folder", help="where schedules.md and the folder schedules/ go")
 
 
 if __name__ == "__main__":

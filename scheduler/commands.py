@@ -18,7 +18,6 @@ from scheduler.programs.instructions import TaskGraph
 from scheduler.programs.lowering import lower
 from scheduler.schedules.catalogue import make, on_groups, split_costs
 from scheduler.schedules.custom import CustomSchedule
-from scheduler.schedules.guide import write_documents
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.timing.costs import Costs
 from scheduler.timing.simulate import simulate
@@ -175,13 +174,6 @@ def check(options: argparse.Namespace) -> int:
             f"{options.file}: right; groups: {schedule.num_groups}, stages: {schedule.num_stages}, "
             f"microbatches: {schedule.num_microbatches}, transfers: {report.num_transfers}"
         )
-    return 0
-
-
-def documents(options: argparse.Namespace) -> int:
-    """The guide to all schedules, with its pictures."""
-    for path in write_documents(Path(options.folder)):
-        print(path)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.schedules.guide import write_documents
+from scripts.schedules_guide import write_documents
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -287,7 +287,7 @@ def test_orders_whose_backward_or_rows_are_cut_off_are_found(capsys, tmp_path):
         )
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["compare"], ["search"], ["check"], ["documents"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["compare"], ["search"], ["check"]])
 def test_every_command_has_help_with_an_example(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
@@ -313,4 +313,4 @@ def test_a_reader_that_has_seen_enough_gets_no_error():
 def test_the_documents_are_up_to_date(tmp_path):
     for path in write_documents(tmp_path):
         committed = path.relative_to(tmp_path)
-        assert path.read_text() == (DOCS / committed).read_text(), "run: python -m scheduler documents docs"
+        assert path.read_text() == (DOCS / committed).read_text(), "run: python scripts/schedules_guide.py docs"

@@ -1,6 +1,10 @@
-"""The guide to the schedules: what they say of themselves, and what the simulator measures."""
+"""Writes the guide to the schedules: what they say of themselves, and what the simulator measures.
+
+python scripts/schedules_guide.py docs
+"""
 
 import inspect
+import sys
 from pathlib import Path
 
 from scheduler.schedules.catalogue import SCHEDULES, make, on_groups, split_costs
@@ -29,7 +33,7 @@ is the gradient of the stage's weights, for which no other task waits. Every sch
     python -m scheduler search --stages 16 --groups 8 --microbatches 16 --placement v --memory 10
     python -m scheduler check orders.csv
 
-This page and its pictures are made by `python -m scheduler documents docs`.
+This page and its pictures are made by `python scripts/schedules_guide.py docs`.
 
 ## Which one to choose
 
@@ -110,3 +114,7 @@ def _description(kind: type) -> str:
     """The docstring up to its example."""
     text = inspect.getdoc(kind) or ""
     return text.split("Examples:")[0].rstrip()
+
+
+if __name__ == "__main__":
+    print(*write_documents(Path(sys.argv[1])), sep="\n")
