@@ -33,7 +33,7 @@ from reshard.streams.serving import FarShelf, NearShelf, SentPart
 from reshard.trees import broadcast, fault_of_sharding, is_sharding
 from scheduler.base.texts import first_of
 
-_PART_NBYTES = 64 << 20
+_PART_NBYTES = 16 << 20
 _WAIT_S = 1.0
 _VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this one says what it has seen
 
@@ -196,18 +196,17 @@ class Receiver:
         senders: those of the same job that send; none if it is another job.
         connect: gives the shelves of all senders, the first of which tells of new versions.
         places, names: as of `stream`.
-        part_nbytes: so much is read at once; None is 64 MiB.
+        part_nbytes: so much is read at once; None is 16 MiB.
 
     Attributes:
         last: the version that was received last, -1 before.
-        bytes_received: of tensors, from other processes.
     """
 
     def __init__(
         self, what: str, job: Job | None, ranks: Sequence[int], senders: Sequence[int],
         connect: Callable[[], Iterable[NearShelf | FarShelf]], places: Any, names: Any, part_nbytes: int | None,
     ):  # fmt: skip
-        self.last, self.bytes_received = -1, 0
+        self.last, self._bytes_before = -1, 0
         self._what, self._job, self._ranks, self._connect = what, job, sorted(ranks), connect
         self._senders = [rank for rank in senders if job is None or rank != job.rank]
         self._places, self._names, self._part_nbytes = places, names, part_nbytes or _PART_NBYTES
@@ -238,8 +237,14 @@ class Receiver:
         plan, buffers = read
         return plan.tree(buffers), version
 
+    @property
+    def bytes_received(self) -> int:
+        """Of tensors, from other processes."""
+        return self._bytes_before + sum(shelf.bytes_received for shelf in self._shelves)
+
     def close(self) -> None:
         """Leaves the senders; the next `receive` connects again."""
+        self._bytes_before = self.bytes_received
         for shelf in self._shelves:
             shelf.close()
         self._shelves = []
@@ -254,12 +259,17 @@ class Receiver:
             why = f"{error.strerror or error or type(error).__name__}"
             if not self._senders:
                 return None, why
-            with self._waiting(f"a version of {self._what}"):
+            with self._waiting(f"a version of {self._what}", self._senders):
                 time.sleep(_VERDICT_S)
             return None, f"{SECONDHAND} a version: {why}"
 
-    def _waiting(self, text: str) -> AbstractContextManager:
-        return nullcontext() if self._job is None else self._job.activity.during("reading", text, self._senders)
+    def _waiting(self, text: str, ranks: Sequence[int] = ()) -> AbstractContextManager:
+        return nullcontext() if self._job is None else self._job.activity.during("reading", text, ranks)
+
+    def _moves(self, text: str) -> None:
+        """This process does not stand still, whatever it waits for."""
+        if self._job is not None:
+            self._job.activity.say("reading", text)
 
     def _agree(self, what: str, version: int | None, error: str | None) -> tuple[int | None, str | None]:
         """The version of the first receiver, and the first error of any."""
@@ -279,7 +289,7 @@ class Receiver:
     def _choose(self, wait: bool) -> int | None:
         """The newest version that all senders have; it is held by all of them from here on."""
         text = f"a version after {self.last} of {self._what}"
-        with self._waiting(text):
+        with self._waiting(text, self._senders):
             first, *others = self._connected()
             while True:
                 found = set(first.versions(self.last, _WAIT_S if wait else 0.0))
@@ -289,14 +299,15 @@ class Receiver:
                     return max(found)
                 if not found and not wait:
                     return None
-                if self._job is not None and not self._senders:  # another job may take its time: nobody is held up here
-                    self._job.activity.say("reading", text)
+                if not self._senders:  # another job may take its time
+                    self._moves(text)
 
     def _read(self, version: int) -> tuple[_ReceivePlan, dict[tuple[int, Box], np.ndarray]]:
         """Everything that this process wants of a version that is held."""
-        with self._waiting(f"version {version} of {self._what}"):
+        text = f"version {version} of {self._what}"
+        with self._waiting(text):  # of no rank: the senders may have come to the end of their programs
             shelves = self._connected()
-            descriptions = [text for shelf in shelves if (text := shelf.hold(version)) is not None]
+            descriptions = [told for shelf in shelves if (told := shelf.hold(version)) is not None]
             if len(descriptions) < len(shelves):
                 raise OSError(f"version {version} has gone")
             if self._plan is None or self._plan[0] != descriptions:
@@ -305,14 +316,18 @@ class Receiver:
                 self._plan = descriptions, plan
             plan, buffers = self._plan[1], self._plan[1].buffers()
             parts: list[list[Any]] = [[] for _ in shelves]
+            before = self.bytes_received
             for part in plan.parts:
                 view = buffers[part.target, part.wanted][(*part.into.slices, ...)]
                 parts[part.sender].append((part, view))
             with ThreadPoolExecutor(len(shelves)) as pool:
                 reads = [pool.submit(shelf.read, p) for shelf, p in zip(shelves, parts, strict=True) if p]
                 while futures.wait(reads, _WAIT_S).not_done:  # in slices, so that Ctrl-C is heard
-                    pass
-            self.bytes_received += sum(read.result() for read in reads)
+                    if (count := self.bytes_received) > before:
+                        before = count
+                        self._moves(text)
+            for read in reads:
+                read.result()
             return plan, buffers
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -52,10 +53,11 @@ class Sender:
         self._last = -1
         self._signature: Any = None
         self._plan: _SendPlan | None = None
-        self._due: queue.Queue[tuple[int, Shelved]] = queue.Queue()
+        self._due: queue.Queue[tuple[int, Shelved] | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
+        self._is_closed = False
         threading.Thread(target=self._run, name="mpmd-stream-send", daemon=True).start()
         atexit.register(self._idle.wait, _AT_EXIT_S)
 
@@ -68,12 +70,14 @@ class Sender:
             ReshardError: the tree does not fit the shardings, or the version is not newer than the last one.
         """
         paths, leaves, treedef = flatten(tree)
+        if self._is_closed:
+            raise ReshardError(f"{self._what}: it has been closed.")
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise ReshardError(f"{self._what}: {version=} is not a number of 0 or more.")
         if version <= self._last:
             raise ReshardError(f"{self._what}: version {version} after version {self._last}; each must be larger.")
         self._wait_until_idle()
-        if (signature := layout.signature(leaves)) != self._signature:
+        if (signature := (treedef, layout.signature(leaves))) != self._signature:
             placed = [sharding_of(x) for x in leaves] if shardings is None else broadcast(shardings, tree, self._what)
             self._check(paths, leaves, placed)
             self._plan = _planned(leaves, placed, self._rank, self._keeps_all, _described(tree, treedef))
@@ -90,6 +94,11 @@ class Sender:
             values.setdefault(piece.leaf, []).append((piece.box, value))
         self._idle.clear()
         self._due.put((version, Shelved(self._plan.description, values)))
+
+    def close(self) -> None:
+        """Ends the thread; nothing is sent after."""
+        self._is_closed = True
+        self._due.put(None)
 
     def _check(self, paths: Sequence[str], leaves: Sequence[Any], placed: Sequence[Any] | None) -> None:
         faults: list[str] = []
@@ -109,21 +118,19 @@ class Sender:
     def _wait_until_idle(self) -> None:
         if not self._idle.wait(_PATIENCE_S):
             others = [rank for rank in self._ranks if rank != self._rank]
-            waiting = f"version {self._last} of {self._what}"
-            if self._job is None:
-                self._idle.wait()
-            else:
-                with self._job.activity.during("reading", waiting, others):
-                    while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
-                        pass
+            waiting = nullcontext() if self._job is None else self._job.activity.during("reading", self._what)
+            with waiting:
+                while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
+                    if self._job is not None and self.shelf.versions(self._last - 1, 0.0):  # else it is still computed
+                        self._job.activity.waits_for(others)
         if self._error is not None:
             raise self._error
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            version, shelved = self._due.get()
+        while (due := self._due.get()) is not None:
+            version, shelved = due
             try:
                 jax.block_until_ready([value for boxes in shelved.values.values() for _, value in boxes])
                 self.shelf.put(version, shelved)
@@ -132,7 +139,7 @@ class Sender:
             except BaseException as error:
                 self._error = error
             finally:
-                del shelved
+                del due, shelved
                 self._idle.set()
 
     def _wait_for_others(self, version: int) -> None:
@@ -190,8 +197,11 @@ def _planned(
         kept.append(KeptLeaf(name, SHARED, shape, dtype.name, keys.implementation(leaf.dtype)))
         data_sharding = keys.data_sharding(sharding, leaf.shape, leaf.dtype)
         mine = layout.shared_boxes(data_sharding, shape, dtype.itemsize, rank, load)
-        given += [(i, box.start, box.stop) for box, *_ in mine if box.size]
         held = {shard: (part, device) for box, shard, part, device in mine if box.size}
+        for shard in held:
+            boxes = [box for box, other, *_ in mine if other == shard]
+            boxes = [shard] if sum(box.size for box in boxes) == shard.size else boxes
+            given += [(i, box.start, box.stop) for box in boxes if box.size]
         for part, boxes in part_boxes(data_sharding, shape).items() if keeps_all else ():
             held.update({box: (part, d) for d, box in boxes.items() if is_local(d) and box.size and box not in held})
         pieces += [KeptPiece(i, box, box, *where, 0, 0) for box, where in held.items()]

@@ -139,7 +139,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 class NearShelf:
     """A shelf of this process, as a receiver sees it."""
 
-    run = ""
+    run, bytes_received = "", 0
 
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
@@ -162,11 +162,10 @@ class NearShelf:
         assert self._held is not None
         return {leaf: [box for box, _ in values] for leaf, values in self._held[1].values.items()}
 
-    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> int:
+    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
         assert self._held is not None
         for part, view in parts:
             part.put(self._held[1].read(part.leaf, part.box, part.dtype), view)
-        return 0
 
     def release(self) -> None:
         if self._held is not None:
@@ -188,11 +187,12 @@ class FarShelf:
         run: another one when the process was started again.
         name: of the shelf.
         peers: the servers that together have the versions; empty if this one has them whole.
+        bytes_received: of tensors.
     """
 
     def __init__(self, address: str, name: str | None, token: str):
         host, _, port = address.rpartition(":")
-        self.address = address
+        self.bytes_received = 0
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=_LIMIT_S)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -217,11 +217,10 @@ class FarShelf:
         """Holds a version (and no other) until `release`: its description; None if it has gone."""
         return self._ask("hold", version=version)["description"]
 
-    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> int:
-        """Reads parts of the version that is held into their places; how many bytes these were."""
+    def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
+        """Reads parts of the version that is held into their places."""
         asked = [(part.leaf, part.box.start, part.box.stop, part.dtype.name) for part, _ in parts]
         keeper.send(self._socket, {"ask": "read", "parts": asked})
-        total = 0
         for part, view in parts:
             is_direct = part.origin is None and view.flags.c_contiguous
             data = view if is_direct else np.empty(part.box.shape, part.dtype)
@@ -232,8 +231,7 @@ class FarShelf:
                 raise OSError("a part was damaged on the way")
             if not is_direct:
                 part.put(data, view)
-            total += nbytes
-        return total
+            self.bytes_received += nbytes
 
     def release(self) -> None:
         """The held version may go."""

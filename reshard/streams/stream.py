@@ -20,7 +20,7 @@ from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, NearShelf, ShelfServer
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_WHAT = "a stream"
+_NAME = "stream"
 
 
 class Stream(Subscription):
@@ -49,12 +49,13 @@ class Stream(Subscription):
         number, doors = 0, {}
         if job is not None and len(ranks) > 1:
             number = job.new_number(ranks, "opening a stream", ", which all that send or receive must open")
+        what = f"{_NAME} {number}" if number else _NAME
         if rank in self.source_ranks:
             keeps_all = rank in self.target_ranks
-            self._sender = Sender(_WHAT, job, self.source_ranks, f"mpmd/streams/{number}/", keeps_all)
+            self._sender = Sender(what, job, self.source_ranks, f"mpmd/streams/{number}/", keeps_all)
             if job is not None and self.target_ranks != (rank,):
                 self._server = ShelfServer(job.address, 0, secrets.token_hex(16))
-                self._server.serve(_WHAT, self._sender.shelf)
+                self._server.serve(_NAME, self._sender.shelf)
         if job is not None and len(ranks) > 1:
             doors = self._agreed(job, ranks, (source_shardings, target_shardings, names))
 
@@ -66,7 +67,7 @@ class Stream(Subscription):
 
         if rank in self.target_ranks:
             to = target_shardings, names, part_nbytes
-            self._receiver = Receiver(_WHAT, job, self.target_ranks, self.source_ranks, connect, *to)
+            self._receiver = Receiver(what, job, self.target_ranks, self.source_ranks, connect, *to)
 
     def _agreed(self, job: Job, ranks: list[int], given: tuple[Any, ...]) -> dict[int, tuple[str, str, str]]:
         """What opens the shelf of each sender; all processes were given the same.
@@ -84,7 +85,7 @@ class Stream(Subscription):
                 f"stream: rank {ranks[0]} and rank {other} were given other shardings or names; all that send or"
                 " receive must call it alike."
             )
-        return {r: (address, _WHAT, token) for r, (_, address, token) in doors.items()}
+        return {r: (address, _NAME, token) for r, (_, address, token) in doors.items()}
 
     @property
     def sends(self) -> bool:
@@ -118,6 +119,8 @@ class Stream(Subscription):
     def close(self) -> None:
         """Ends this process's part in it."""
         super().close()
+        if self._sender is not None:
+            self._sender.close()
         if self._server is not None:
             self._server.close()
 
@@ -162,7 +165,7 @@ def stream(
         target_shardings: where it goes, likewise. A leaf may be a `jax.ShapeDtypeStruct` with a sharding: floats are
             cast to its dtype before they are sent. Give the whole tree where `names` is given, and where the sent
             tree has nodes of classes of your own.
-        threshold: bytes that are read from a sender at once, also as text (`"64MiB"`, which is the default).
+        threshold: bytes that are read from a sender at once, also as text (`"64MiB"`); the default is 16 MiB.
         names: how the sent tensors become the received ones: a mapping, by name, as a file or as its content, as for
             checkpoints. None: by their names.
 

@@ -40,6 +40,7 @@ def test_when_one_is_killed_the_others_end_with_its_verdict(victim):
         assert all(e.verdict and e.verdict.startswith(f"jax-mpmd: rank {victim}: died") for e in ended), job.report()
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_in_one_sentence():
     shapes = "tied: its shape is (64, 16), but the target has (64, 32)"
     other = (
@@ -48,12 +49,12 @@ def test_mistakes_are_told_in_one_sentence():
     assert results("streams.py", "mistakes", 1, processes=2, devices=2) == [
         [
             "receive: this process has no target of the stream; rank 1 may receive.",
-            "a stream: version 3 after version 3; each must be larger.",
+            "stream N: version 3 after version 3; each must be larger.",
             other,
         ],
         [
             "send: this process has no source of the stream; rank 0 may send.",
-            f"a stream: what is sent does not fit the targets:\n  {shapes}",
+            f"stream N: what is sent does not fit the targets:\n  {shapes}",
             other,
         ],
     ]

@@ -7,6 +7,7 @@ streams.py mistakes SENDERS           prints the errors as JSON
 """
 
 import json
+import re
 import sys
 import time
 
@@ -179,7 +180,7 @@ def mistakes(senders: int) -> None:
             function()
             said.append("no error")
         except ReshardError as error:
-            said.append(str(error))
+            said.append(re.sub(r"stream \d+", "stream N", str(error)))
 
     state = {name: array(sources[name], np.zeros((64, 32 if name != "tied" else 16), np.float32)) for name in sources}
     if stream.sends:
