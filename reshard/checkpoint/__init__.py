@@ -5,7 +5,9 @@ Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `Sta
 `MpmdArray`s. What they write is an ordinary Orbax checkpoint. `save` and `restore` are the short forms.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ leaf_handler.register()
 
 @compat.api_boundary
 def save(
-    path: Any,
+    path: str | os.PathLike[str],
     tree: Any,
     *,
     use_zarr3: bool = False,
@@ -84,7 +86,7 @@ def save(
 
 
 def _save(
-    folder: Any,
+    folder: File,
     tree: Any,
     number: int,
     use_zarr3: bool,
@@ -121,7 +123,7 @@ def _save(
 
 @compat.api_boundary
 def restore(
-    path: Any,
+    path: str | os.PathLike[str],
     like: Any,
     shardings: Any = None,
     *,
@@ -172,7 +174,7 @@ def restore(
     return jax.tree.unflatten(treedef, [request.value(x) for request, x in zip(requests, found, strict=True)])
 
 
-def _how_much_is_written(folder: Any, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
+def _how_much_is_written(folder: File, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
     """What `waiting` shows of a save. Of several processes, each is taken to write as much as the others.
 
     Args:
@@ -188,7 +190,7 @@ def _how_much_is_written(folder: Any, tree: Any, written: Sequence[int]) -> Call
     return far
 
 
-def _check_path(folder: Any) -> None:
+def _check_path(folder: File) -> None:
     if found := sorted(set("*?[") & set(str(folder))):
         raise ReshardError(
             f"save: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"

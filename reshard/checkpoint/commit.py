@@ -10,6 +10,7 @@ import re
 import shutil
 import uuid
 import zlib
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class Working(UnfinishedFolder):
     In a store of objects, which has no rename, it is the target.
     """
 
-    def __init__(self, target: Any, number: int, timeout_s: int):
+    def __init__(self, target: File, number: int, timeout_s: int):
         """Returns when all processes have come.
 
         Args:

@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path as File
 
 from reshard.checkpoint.meeting import heard
 from reshard.storage.stored import said
@@ -15,7 +15,7 @@ _CASES = (
 )
 
 
-def known_failure(error: BaseException, folder: Any) -> OSError | None:
+def known_failure(error: BaseException, folder: File | str) -> OSError | None:
     """The error of a save as the user is to see it; None for one that this file knows nothing about."""
     text = "\n".join(map(str, _chain(error)))
     for code, signs, what in _CASES:
@@ -26,7 +26,7 @@ def known_failure(error: BaseException, folder: Any) -> OSError | None:
     return None
 
 
-def failure_of(error: BaseException, folder: Any) -> OSError:
+def failure_of(error: BaseException, folder: File | str) -> OSError:
     """The error of a save, whatever it was, as the user is to see it."""
     if isinstance(told := heard(error), OSError):
         return type(told)(told.errno, told.strerror, str(folder)) if told.errno is not None else told

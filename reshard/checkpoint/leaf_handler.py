@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -224,7 +225,7 @@ def nbytes_written() -> int:
     return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
 
 
-def write_tree(folder: Any, tree: Any, *, use_zarr3: bool, use_compression: bool, in_flight_nbytes: int) -> None:
+def write_tree(folder: File, tree: Any, *, use_zarr3: bool, use_compression: bool, in_flight_nbytes: int) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
     # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -90,7 +91,7 @@ def requests_of(like: Any, shardings: Any) -> tuple[list[Request], Any]:
     return requests, treedef
 
 
-def check_fit(requests: Sequence[Request], folder: Any, stored: Stored, partial: bool) -> None:
+def check_fit(requests: Sequence[Request], folder: File, stored: Stored, partial: bool) -> None:
     """Raises one ReshardError that names every leaf which is not as it was expected."""
     faults = [f"{want.name or 'the tree'}: {fault}" for want in requests if (fault := _fault(want, stored)) is not None]
     known = {want.source for want in requests}
@@ -108,7 +109,7 @@ def check_fit(requests: Sequence[Request], folder: Any, stored: Stored, partial:
         raise ReshardError("\n".join(lines))
 
 
-def check_names(wanted: Mapping[tuple[str, ...], Any], folder: Any, partial: bool) -> None:
+def check_names(wanted: Mapping[tuple[str, ...], Any], folder: File, partial: bool) -> None:
     """As `check_fit` for Orbax's own restore, which goes on to shapes and dtypes: all leaves that only one tree has."""
     there = value_types(folder)
     faults = [

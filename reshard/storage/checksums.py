@@ -9,7 +9,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path as File
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def checksum(array: np.ndarray, before: int = 0) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, before)
 
 
-async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:
+async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:
     """Leaves the sums of what a process writes of each array."""
     found = await asyncio.to_thread(
         lambda: {
@@ -45,7 +45,7 @@ async def write(folder: Any, process: int, parts: Iterable[tuple[str, Iterable[t
     await asyncio.to_thread((directory / FILES.format(number)).write_text, json.dumps(found))
 
 
-async def read(folder: Any) -> Sums:
+async def read(folder: File) -> Sums:
     """The sums that all processes left, by the names of the arrays; nothing for a checkpoint without them.
 
     Raises:

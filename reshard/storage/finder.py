@@ -1,8 +1,8 @@
 """Finds a checkpoint: a folder that Orbax wrote, a step or item of a `CheckpointManager`, or a Hugging Face folder."""
 
+import os
 import re
 from pathlib import Path as File
-from typing import Any
 
 from mpmd.errors import ReshardError
 from reshard.storage.huggingface import is_folder, missing_weights, open_folder
@@ -10,13 +10,15 @@ from reshard.storage.stored import METADATA, UNFINISHED, Checkpoint, absolute, o
 
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
+# A folder, the item and the step that it is, and the other items of the step.
+_Tree = tuple[File, str | None, int | None, tuple[str, ...]]
 
 
 class MissingCheckpoint(ReshardError, FileNotFoundError):
     """There is no checkpoint, or no finished one."""
 
 
-def find(folder: str | File, step: int | None = None, item: str | None = None) -> Checkpoint:
+def find(folder: str | os.PathLike[str], step: int | None = None, item: str | None = None) -> Checkpoint:
     """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
 
     Args:
@@ -40,7 +42,7 @@ def find(folder: str | File, step: int | None = None, item: str | None = None) -
         raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
-def find_by_path(folder: str | File) -> Checkpoint:
+def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
     """Opens the checkpoint that a path names, without a choice of steps.
 
     Raises:
@@ -57,7 +59,7 @@ def find_by_path(folder: str | File) -> Checkpoint:
         raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
 
 
-def _find(folder: Any, step: int | None, item: str | None, by_path: bool) -> tuple[Any, Any, Any, tuple[str, ...]]:
+def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _Tree:
     """The folder of a tree, the item and the step that it is, and the other items of the step."""
     if not folder.exists():
         raise MissingCheckpoint(f"there is no checkpoint at {folder}.{_hint_beside(folder)}")
@@ -85,14 +87,14 @@ def _find(folder: Any, step: int | None, item: str | None, by_path: bool) -> tup
     return _step(found[step], item, step, by_path)
 
 
-def _is_finished(folder: Any) -> bool:
+def _is_finished(folder: File) -> bool:
     """Whether Orbax says so: in a store of objects, which has no rename, by a file."""
     import orbax.checkpoint as ocp  # a second, which `python -m reshard inspect` does not need
 
     return ocp.utils.is_checkpoint_finalized(folder)
 
 
-def _hint_beside(folder: Any) -> str:
+def _hint_beside(folder: File) -> str:
     if not folder.parent.is_dir():
         return ""
     if left := sorted(p.name for p in folder.parent.glob(f"{folder.name}{UNFINISHED}*")):
@@ -101,7 +103,7 @@ def _hint_beside(folder: Any) -> str:
     return f"\n  {folder.parent} has the steps {', '.join(map(str, found))}." if found else ""
 
 
-def _what_it_is(folder: Any) -> str:
+def _what_it_is(folder: File) -> str:
     """A folder without a tree, items and steps."""
     names = sorted(entry.name for entry in folder.iterdir())
     if inside := [name for name in names if (folder / name / METADATA).exists()]:
@@ -110,7 +112,7 @@ def _what_it_is(folder: Any) -> str:
     return f"it has no {METADATA}, no items that have one, and no steps.\n  It holds {shown or 'nothing'}."
 
 
-def _items(folder: Any) -> tuple[str, ...]:
+def _items(folder: File) -> tuple[str, ...]:
     """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
     is_step = (folder / _CHECKPOINT_METADATA).is_file()
     return tuple(
@@ -122,7 +124,7 @@ def _items(folder: Any) -> tuple[str, ...]:
     )
 
 
-def steps(folder: Any) -> dict[int, Any]:
+def steps(folder: File) -> dict[int, File]:
     """The steps in a `CheckpointManager`'s folder, by their names."""
     found = {}
     for entry in folder.iterdir():
@@ -132,7 +134,7 @@ def steps(folder: Any) -> dict[int, Any]:
     return found
 
 
-def _step(folder: Any, item: str | None, step: int | None, by_path: bool) -> tuple[Any, Any, Any, tuple[str, ...]]:
+def _step(folder: File, item: str | None, step: int | None, by_path: bool) -> _Tree:
     if (folder / METADATA).is_file():
         if item is not None:
             raise ReshardError(f"{folder} is one tree: it has no items, so not {item!r} either.")

@@ -170,7 +170,7 @@ class Checkpoint:
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
 
 
-def absolute(path: Any) -> File:
+def absolute(path: str | os.PathLike[str]) -> File:
     """The path of a folder: absolute, unless it is in a store of objects (`gs://…`); its methods are the same."""
     return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
 

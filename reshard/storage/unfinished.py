@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path as File
 
 
 class UnfinishedFolder:
@@ -18,7 +18,7 @@ class UnfinishedFolder:
         folder: where it is written: beside it, with `suffix`.
     """
 
-    def __init__(self, target: Any, suffix: str):
+    def __init__(self, target: File, suffix: str):
         self.target, self.folder = target, target.parent / f"{target.name}{suffix}"
 
     def remove(self) -> None:
