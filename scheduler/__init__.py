@@ -14,7 +14,6 @@ from scheduler.programs.instructions import (
     Send,
     TaskGraph,
     Value,
-    concatenate,
 )
 from scheduler.programs.lowering import lower
 from scheduler.programs.merging import merge
@@ -62,7 +61,6 @@ __all__ = [
     "ZeroBubbleH2",
     "ZeroBubbleV",
     "check",
-    "concatenate",
     "investigate",
     "lower",
     "make",

@@ -1,11 +1,9 @@
 """The instructions of a group of devices, the program they make, and the graph of tasks it comes from."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.errors import ScheduleError
 from scheduler.task import Task
 
 
@@ -273,51 +271,3 @@ class Program:
                 yield f"  {index:4d}  {instruction}"
             if self.outputs_of(group):
                 yield f"    ends with {', '.join(map(str, sorted(self.outputs_of(group), key=str)))}"
-
-
-def concatenate(*programs: Program) -> Program:
-    """One program that does each of ``programs`` in turn; their loops are numbered on.
-
-    What one program leaves alive (its outputs) is there for the next. An input of a later program that an earlier one
-    does not leave becomes an input of the whole; an output that a later program does not expect stays an output.
-
-    Raises:
-        ScheduleError: The programs differ in their number of groups, or give one value name two sizes.
-    """
-    if not programs:
-        raise ScheduleError("concatenate: received no program; expected at least one.")
-    sizes = sorted({program.num_groups for program in programs})
-    if len(sizes) > 1:
-        raise ScheduleError(f"concatenate: the programs have {sizes} groups; expected the same number in each.")
-    nbytes: dict[str, int] = {}
-    for program in programs:
-        for name, size in program.nbytes.items():
-            if nbytes.setdefault(name, size) != size:
-                raise ScheduleError(
-                    f"concatenate: value {name!r} has {nbytes[name]} bytes in one program and {size} in another."
-                )
-    groups, inputs, outputs = [], [], []
-    for group in range(sizes[0]):
-        instructions: list[Instruction] = []
-        needed: set[Value] = set()
-        alive: set[Value] = set()
-        loop = 0
-        for program in programs:
-            needed |= program.inputs_of(group) - alive
-            alive = (alive - program.inputs_of(group)) | program.outputs_of(group)
-            for instruction in program.groups[group]:
-                if loop and isinstance(instruction, Run):
-                    instruction = dataclasses.replace(instruction, loop=instruction.loop + loop)
-                instructions.append(instruction)
-            loop += len(program.tasks)
-        groups.append(tuple(instructions))
-        inputs.append(frozenset(needed))
-        outputs.append(frozenset(alive))
-    placement = max((program.placement for program in programs), key=len)
-    for program in programs:
-        if placement[: program.num_stages] != program.placement:
-            raise ScheduleError(
-                f"concatenate: stages are placed as {placement} in one program and {program.placement} in another."
-            )
-    tasks = tuple(tasks for program in programs for tasks in program.tasks)
-    return Program(tuple(groups), placement, tasks, tuple(inputs), tuple(outputs), nbytes)

@@ -25,7 +25,6 @@ from scheduler import (
     TaskGraph,
     Value,
     check,
-    concatenate,
     lower,
     merge,
 )
@@ -199,22 +198,15 @@ def test_the_consumer_of_a_receive_comes_after_work_that_can_start_at_once():
     assert runs == ["0F0", "0F1", "1F0", "0F2", "1F1", "1F2"]
 
 
-def test_programs_with_calls_and_two_loops_are_concatenated_checked_and_merged():
+def test_a_program_with_calls_and_two_loops_is_checked_and_merged():
     x = Value("x")
-    before = Program(
-        ((Call("init", (), (x,)), Send(x, 1)), (Recv(x, 0), Call("use", (x,), (), (x,)))),
-        (0, 1),
-        (),
-        outputs=(frozenset({x}), frozenset()),
-        nbytes={"x": 4},
-    )
+    before = (Call("init", (), (x,)), Send(x, 1)), (Recv(x, 0), Call("use", (x,), (), (x,)))
     loop = lower(TaskGraph.chain(2), OneFOneB(2), 2)
-    after = Program(((Free(x),), ()), (0, 1), (), inputs=(frozenset({x}), frozenset()))
-    program = concatenate(before, loop, loop, after)
-    assert len(program.tasks) == 2
-    assert {step.loop for step in program.groups[1] if isinstance(step, Run)} == {0, 1}
-    assert program.inputs == (frozenset(), frozenset())
-    assert program.outputs == (frozenset(), frozenset())
+    groups = []
+    for first, again, last in zip(before, loop.groups, ((Free(x),), ()), strict=True):
+        second = [dataclasses.replace(step, loop=1) if isinstance(step, Run) else step for step in again]
+        groups.append((*first, *again, *second, *last))
+    program = Program(tuple(groups), (0, 1), loop.tasks * 2, nbytes={"x": 4, **loop.nbytes})
     assert check(program).peak_bytes == (7, 4)
     assert len(merge(program)) == sum(map(len, program.groups))
     assert str(program.groups[1][1]) == "call use(x!)"
