@@ -31,6 +31,7 @@ class Job:
     Attributes:
       rank, num_ranks: this process, and how many there are.
       store: the key-value store that they share.
+      hang_timeout_s: as of `initialize`.
       activity: what this process is at, for the watchdog.
       watchdog: ends the process when the job cannot go on.
       calls: what this process calls, compared with what the others call.
@@ -39,7 +40,7 @@ class Job:
 
     def __init__(self, store: Any, hang_timeout_s: float | None, environment: Mapping[str, str]):
         self.rank, self.num_ranks = jax.process_index(), jax.process_count()
-        self.store = store
+        self.store, self.hang_timeout_s = store, hang_timeout_s
         coordinator = environment.get("MPMD_COORDINATOR") or compat.coordinator_address() or ""
         self.address = "127.0.0.1" if environment.get("MPMD_LOCAL_ONLY") == "1" else _address_towards(coordinator)
         serves = self.rank == 0 and environment.get("MPMD_SERVICE") != "external"

@@ -118,9 +118,13 @@ def subscribe(address: str, like: Any, shardings: Any, *, token: str) -> Subscri
     """
     placed = broadcast(shardings, like, "shardings")
     leaves, treedef = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, MpmdArray))
-    for sharding in placed:
+    for x, sharding in zip(leaves, placed, strict=True):
         if not isinstance(sharding, jax.sharding.Sharding):
             raise ReshardError(f"subscribe: {sharding!r} is a {type(sharding).__name__}, not a sharding of devices.")
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ReshardError(
+                f"subscribe: `like` has {x!r}, which is a {type(x).__name__}, not a jax.ShapeDtypeStruct."
+            )
     places = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, placed, strict=True)]
     door, _, name = str(address).partition("/")
     host, port = _checked(door, token, "subscribe")
@@ -144,7 +148,7 @@ def _checked(address: Any, token: Any, name: str) -> tuple[str, int]:
     """
     if not isinstance(token, str) or not token:
         raise ReshardError(
-            f"{name}: {token=}: give a secret that both sides know, such as secrets.token_hex(16) makes."
+            f"{name}: there is no token: give a secret that both sides know, as secrets.token_hex(16) makes it."
         )
     host, _, port = str(address).rpartition(":")
     if host.strip("[]") in _EVERYWHERE or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -260,7 +260,7 @@ class Receiver:
             if not self._senders:
                 return None, why
             with self._waiting(f"a version of {self._what}", self._senders):
-                time.sleep(_VERDICT_S)
+                time.sleep(_VERDICT_S + (0.0 if self._job is None else self._job.hang_timeout_s or 0.0))
             return None, f"{SECONDHAND} a version: {why}"
 
     def _waiting(self, text: str, ranks: Sequence[int] = ()) -> AbstractContextManager:

@@ -53,7 +53,7 @@ class Sender:
         self._last = -1
         self._signature: Any = None
         self._plan: _SendPlan | None = None
-        self._due: queue.Queue[tuple[int, Shelved] | None] = queue.Queue()
+        self._due: queue.Queue[Shelved | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
@@ -93,7 +93,7 @@ class Sender:
         for piece, value in zip(self._plan.layout.pieces, taken.values, strict=True):
             values.setdefault(piece.leaf, []).append((piece.box, value))
         self._idle.clear()
-        self._due.put((version, Shelved(self._plan.description, values)))
+        self._due.put(Shelved(version, self._plan.description, values))
 
     def close(self) -> None:
         """Ends the thread; nothing is sent after."""
@@ -129,17 +129,16 @@ class Sender:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (due := self._due.get()) is not None:
-            version, shelved = due
+        while (shelved := self._due.get()) is not None:
             try:
                 jax.block_until_ready([value for boxes in shelved.values.values() for _, value in boxes])
-                self.shelf.put(version, shelved)
-                self._wait_for_others(version)
-                self.shelf.drop_below(version)
+                self.shelf.put(shelved)
+                self._wait_for_others(shelved.version)
+                self.shelf.drop_below(shelved.version)
             except BaseException as error:
                 self._error = error
             finally:
-                del due, shelved
+                del shelved
                 self._idle.set()
 
     def _wait_for_others(self, version: int) -> None:

@@ -119,17 +119,26 @@ class ShelfServer:
                     shelved = None
                     keeper.send(connection, {})
                 elif ask == "read" and shelved is not None:
+                    about = _digest(shelved.description, shelved.version)
                     for part in message["parts"]:
-                        self._send(connection, shelved, *part)
+                        self._send(connection, shelved, about, *part)
                 else:
                     return
 
-    def _send(self, connection: socket.socket, shelved: Shelved, leaf: int, start: Any, stop: Any, dtype: str) -> None:
-        data = _bytes_of(shelved.read(leaf, Box(tuple(start), tuple(stop)), jnp.dtype(dtype)))
-        connection.sendall(_PART.pack(data.nbytes, zlib.crc32(data)))
+    def _send(
+        self, connection: socket.socket, shelved: Shelved, about: int, leaf: int, start: Any, stop: Any, dtype: str
+    ) -> None:
+        box = Box(tuple(start), tuple(stop))
+        data = _bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
+        connection.sendall(_PART.pack(data.nbytes, zlib.crc32(data, _digest(leaf, box, dtype, about))))
         for first in range(0, data.nbytes, _CHUNK):
             connection.sendall(data[first : first + _CHUNK])
         self.bytes_sent += data.nbytes
+
+
+def _digest(*what: Any) -> int:
+    """Begins the checksum of a part with what it is: that of another tensor, box, dtype or version is a wrong one."""
+    return zlib.crc32(repr(what).encode())
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -192,7 +201,7 @@ class FarShelf:
 
     def __init__(self, address: str, name: str | None, token: str):
         host, _, port = address.rpartition(":")
-        self.bytes_received = 0
+        self.bytes_received = self._about = 0
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=_LIMIT_S)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -215,7 +224,9 @@ class FarShelf:
 
     def hold(self, version: int) -> str | None:
         """Holds a version (and no other) until `release`: its description; None if it has gone."""
-        return self._ask("hold", version=version)["description"]
+        description = self._ask("hold", version=version)["description"]
+        self._about = _digest(description, version)
+        return description
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
         """Reads parts of the version that is held into their places."""
@@ -227,7 +238,8 @@ class FarShelf:
             nbytes, sum = _PART.unpack(keeper.exactly(self._socket, bytearray(_PART.size)))
             if nbytes != data.nbytes:
                 raise OSError(f"{nbytes} bytes came for {data.nbytes}")
-            if zlib.crc32(keeper.exactly(self._socket, _bytes_of(data))) != sum:
+            begun = _digest(part.leaf, part.box, part.dtype.name, self._about)
+            if zlib.crc32(keeper.exactly(self._socket, _bytes_of(data)), begun) != sum:
                 raise OSError("a part was damaged on the way")
             if not is_direct:
                 part.put(data, view)

@@ -13,10 +13,12 @@ class Shelved(NamedTuple):
     """What one process has of one version.
 
     Attributes:
+        version: which one.
         description: the tree, its tensors and the boxes that this process gives to others, as JSON.
         values: for each tensor, the boxes that lie here, and an array in the memory of the host for each.
     """
 
+    version: int
     description: str
     values: dict[int, list[tuple[Box, Any]]]
 
@@ -37,10 +39,10 @@ class Shelf:
         self._holds: Counter[int] = Counter()
         self._oldest_of_use = 0
 
-    def put(self, version: int, shelved: Shelved) -> None:
+    def put(self, shelved: Shelved) -> None:
         """A version that this process has sent."""
         with self._changed:
-            self._versions[version] = shelved
+            self._versions[shelved.version] = shelved
             self._changed.notify_all()
 
     def drop_below(self, version: int) -> None:

@@ -1,7 +1,6 @@
 """Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
 
 import re
-import time
 from pathlib import Path
 
 import jax
@@ -214,15 +213,28 @@ def test_a_part_that_was_damaged_on_the_way_is_an_error(monkeypatch):
     server, shelf = ShelfServer("127.0.0.1", 0, "secret"), Shelf()
     server.serve("x", shelf)
     box = serving.Box((0,), (4,))
-    shelf.put(1, Shelved("{}", {0: [(box, np.arange(4.0))]}))
+    shelf.put(Shelved(1, "{}", {0: [(box, np.arange(4.0))]}))
     far = FarShelf(server.address, "x", "secret")
     assert far.versions(-1, 0) == [1] and far.hold(1) == "{}"
     part, into = serving.SentPart(0, 0, box, np.dtype(np.float32), 0, box, box, None), np.zeros(4, np.float32)
     far.read([(part, into)])
     assert far.bytes_received == 16 and np.array_equal(into, np.arange(4))
-    monkeypatch.setattr(serving.zlib, "crc32", lambda data, before=0: time.monotonic_ns() & 0xFFFF)
+    monkeypatch.setattr(far, "_about", far._about + 1)
+    with pytest.raises(OSError, match="damaged on the way"):  # the right bytes, of another version
+        far.read([(part, into)])
+    monkeypatch.undo()
+    exactly = serving.keeper.exactly
+
+    def flip(connection, into):
+        exactly(connection, into)
+        if isinstance(into, memoryview):  # not a header
+            into[3] ^= 1
+        return into
+
+    monkeypatch.setattr(serving.keeper, "exactly", flip)
     with pytest.raises(OSError, match="damaged on the way"):
         far.read([(part, into)])
+    monkeypatch.undo()
     far.close()
     server.close()
     with pytest.raises(OSError, match="the token is another one"):
@@ -276,7 +288,7 @@ def test_the_programs_of_the_page_run(capsys):
 @pytest.mark.parametrize(
     ("address", "token", "text"),
     [
-        ("127.0.0.1:5000", "", "token='': give a secret that both sides know"),
+        ("127.0.0.1:5000", "", "there is no token: give a secret that both sides know"),
         ("0.0.0.0:5000", "secret", "expected host:port with the interface of one host"),
         ("5000", "secret", "expected host:port with the interface of one host"),
     ],
