@@ -5,7 +5,7 @@ subscriber where the others are.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -23,15 +23,8 @@ from reshard.trees import broadcast
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
 
-class _Published(NamedTuple):
-    """What this process serves at an address: a sender for each name."""
-
-    server: ShelfServer
-    senders: dict[str, Sender]
-
-
-# A process listens at an address for as long as it lives.
-_published: dict[str, _Published] = {}
+# What this process serves at each address, for as long as it lives: a sender for each name.
+_published: dict[str, tuple[ShelfServer, dict[str, Sender]]] = {}
 
 
 @compat.api_boundary
@@ -64,7 +57,7 @@ def publish(name: str, tree: Any, version: int, *, address: str, token: str) -> 
     if ranks and _rank(job) not in ranks:
         return
     if address not in _published:
-        _published[address] = _Published(_opened(host, port if ranks[:1] in ((), (_rank(job),)) else 0, token), {})
+        _published[address] = _opened(host, 0 if ranks and _rank(job) != ranks[0] else port, token), {}
     server, senders = _published[address]
     if server.token != token:
         raise ReshardError(f"publish: {address} was opened with another token.")

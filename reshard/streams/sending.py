@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -28,13 +28,6 @@ _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
 _AT_EXIT_S = 10.0
 
 
-class _SendPlan(NamedTuple):
-    """What this process copies of each version, and what it says of that."""
-
-    description: str
-    layout: StateLayout
-
-
 class Sender:
     """Sends the versions of one tree.
 
@@ -52,7 +45,7 @@ class Sender:
         self._rank = 0 if job is None else job.rank
         self._last = -1
         self._signature: Any = None
-        self._plan: _SendPlan | None = None
+        self._description, self._layout = "", StateLayout((), (), 0)
         self._due: queue.Queue[Shelved | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
@@ -80,20 +73,22 @@ class Sender:
         if (signature := (treedef, layout.signature(leaves))) != self._signature:
             placed = [sharding_of(x) for x in leaves] if shardings is None else broadcast(shardings, tree, self._what)
             self._check(paths, leaves, placed)
-            self._plan = _planned(leaves, placed, self._rank, self._keeps_all, _described(tree, treedef))
+            names, structure = _described(tree, treedef)
+            self._layout, given = _planned(names, leaves, placed, self._rank, self._keeps_all)
+            tensors = [tuple(leaf.__dict__.values()) for leaf in self._layout.leaves]
+            self._description = json.dumps({"tree": structure, "leaves": tensors, "given": given})
             self._signature = signature
         else:
             self._check(paths, leaves, None)
         if self._job is not None:
             self._job.calls.note(self._ranks, Note(f"sent version {version} of {self._what}"))
-        assert self._plan is not None
         self._last = version
-        taken = copies.started(leaves, self._plan.layout)
+        taken = copies.started(leaves, self._layout)
         values: dict[int, list[tuple[Box, Any]]] = {}
-        for piece, value in zip(self._plan.layout.pieces, taken.values, strict=True):
+        for piece, value in zip(self._layout.pieces, taken.values, strict=True):
             values.setdefault(piece.leaf, []).append((piece.box, value))
         self._idle.clear()
-        self._due.put(Shelved(version, self._plan.description, values))
+        self._due.put(Shelved(version, self._description, values))
 
     def close(self) -> None:
         """Ends the thread; nothing is sent after."""
@@ -183,10 +178,9 @@ def name_of(path: Sequence[Any]) -> str:
 
 
 def _planned(
-    leaves: Sequence[Any], placed: Sequence[Any], rank: int, keeps_all: bool, about: tuple[list[str], str | None]
-) -> _SendPlan:
-    """What this process copies: the shards that it gives boxes of to others; of a box one process does."""
-    names, tree = about
+    names: Sequence[str], leaves: Sequence[Any], placed: Sequence[Any], rank: int, keeps_all: bool
+) -> tuple[StateLayout, list[Any]]:
+    """The shards that this process copies, and the boxes that it gives to others: of each box one process does."""
     load: dict[int, int] = {}
     kept: list[KeptLeaf] = []
     given: list[Any] = []
@@ -204,5 +198,4 @@ def _planned(
         for part, boxes in part_boxes(data_sharding, shape).items() if keeps_all else ():
             held.update({box: (part, d) for d, box in boxes.items() if is_local(d) and box.size and box not in held})
         pieces += [KeptPiece(i, box, box, *where, 0, 0) for box, where in held.items()]
-    described = {"tree": tree, "leaves": [tuple(leaf.__dict__.values()) for leaf in kept], "given": given}
-    return _SendPlan(json.dumps(described), StateLayout(tuple(kept), tuple(pieces), 0))
+    return StateLayout(tuple(kept), tuple(pieces), 0), given

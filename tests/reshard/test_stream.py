@@ -1,6 +1,8 @@
 """Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
 
 import re
+import secrets
+import socket
 from pathlib import Path
 
 import jax
@@ -209,7 +211,7 @@ def test_what_cannot_be_sent_or_received_is_said():
     )
 
 
-def test_a_part_that_was_damaged_on_the_way_is_an_error(monkeypatch):
+def test_what_was_damaged_on_the_way_is_an_error_and_strangers_are_dropped(monkeypatch):
     server, shelf = ShelfServer("127.0.0.1", 0, "secret"), Shelf()
     server.serve("x", shelf)
     box = serving.Box((0,), (4,))
@@ -235,6 +237,11 @@ def test_a_part_that_was_damaged_on_the_way_is_an_error(monkeypatch):
     with pytest.raises(OSError, match="damaged on the way"):
         far.read([(part, into)])
     monkeypatch.undo()
+    for message in (bytes(64), b"GET / HTTP/1.1\r\n\r\n" * 4, secrets.token_bytes(4096)):  # of strangers
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(message)
+    far.read([(part, into)])
     far.close()
     server.close()
     with pytest.raises(OSError, match="the token is another one"):
