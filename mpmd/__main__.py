@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+import mpmd
+import scheduler
 from mpmd.api import jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.targets import Target
@@ -47,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "replay":
         return _replayed(options.folder)
     try:
-        answer = _planned(options) if options.command == "plan" else _tuned(options)
+        with _users_warnings(options.step):
+            answer = _planned(options) if options.command == "plan" else _tuned(options)
     except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
         print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT
@@ -243,6 +247,23 @@ def _users_errors(where: str, doing: str, but: type[Exception] | tuple[()] = ())
         at = f" in line {lines[-1]}" if lines else ""
         text = (e.msg if isinstance(e, SyntaxError) else str(e)).strip().partition("\n")[0]
         raise ValueError(f"{doing} {where} raised {type(e).__name__}{at}{text and ': ' + text}") from e
+
+
+@contextlib.contextmanager
+def _users_warnings(where: str) -> Iterator[None]:
+    """Warnings for which no line of the user's is running point to the function that made the step."""
+    name, _, function = where.rpartition(":")
+    ours, show = ("<", *(os.path.dirname(m.__file__) for m in (mpmd, scheduler) if m.__file__)), warnings.showwarning
+
+    def show_there(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        code = getattr(getattr(sys.modules.get(Path(name).stem), function, None), "__code__", None)
+        if filename.startswith(ours) and code is not None:
+            filename, lineno = name, code.co_firstlineno
+        show(message, category, filename, lineno, *rest)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show_there
+        yield
 
 
 def _loaded(where: str) -> Callable[..., Any]:

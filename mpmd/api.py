@@ -5,6 +5,7 @@
 Each stage can be printed and asked; calling the decorated step runs through them once per set of shapes.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from mpmd.tracing.arguments import (
     check_leaves,
     check_static,
     donated_leaves,
+    fixed_ways,
     hint_of,
     leaf_type,
     named_positions,
@@ -252,7 +254,8 @@ class Jitted:
         key = *read, tuple(hints), shape_of(self._mesh)
         if (trace := known.get(key)) is None:
             with waiting(lambda: ("mpmd: tracing the step", 0.0)):
-                trace = known[key] = trace_step(fun, avals, call.tree, names, self._mesh)
+                trace = trace_step(fun, avals, call.tree, names, self._mesh)
+                trace = known[key] = dataclasses.replace(trace, fixed=fixed_ways(self._fun, call))
         donated = donated_leaves(call, *self._donated)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
         traced = Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)

@@ -1,9 +1,11 @@
 """Says how the calls of some ranks differ: a pure function of what each rank has noted of one call."""
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _MAX_SHOWN = 5
+_MAX_SHOWN_TEXT = 120
 _SAME_VALUES = (
     "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or a"
     " jax.Array made by jax.make_array_from_process_local_data."
@@ -38,10 +40,13 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     where = f"in step {max(step for _, _, step, *_ in said.values())}"
     is_one_step = len(set(dids)) == 1
     if len(parts) == 1:
-        values = {r: values for r, (*_, values, _) in said.items()}
+        values = {r: values for r, (*_, values, _, _) in said.items()}
         found, rule = _other_kinds(values) + _other_values(values), _SAME_VALUES
     else:
-        found, rule = _other_types({r: types for r, (*_, types) in said.items()}) if is_one_step else [], _SAME_CALLS
+        found, rule = [], _SAME_CALLS
+        if is_one_step:
+            found = other_ways({r: types for r, (*_, types, _) in said.items()})
+            found = found or other_ways({r: structure for r, (*_, structure) in said.items()})
         if not found:
             more = " as another program" * is_one_step
             others = [f"{_ranks(ranks)} {did}{more}" for ranks, did in zip(parts[1:], dids[1:], strict=True)]
@@ -84,17 +89,35 @@ def _other_values(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[
     return found
 
 
-def _other_types(types: Mapping[int, Mapping[str, str]]) -> list[tuple[int, str]]:
-    """The arguments that some ranks gave in another shape or dtype, a line each; with each, one of these ranks."""
+def other_ways(given: Mapping[int, Mapping[str, str]]) -> list[tuple[int, str]]:
+    """The arguments that some ranks gave in another way, a line each; with each, one of these ranks.
+
+    Args:
+      given: per rank, in which way it gave what, such as `{"x": "as float32[8]"}`.
+    """
     found = []
-    for name in dict.fromkeys(name for given in types.values() for name in given):
-        ways = {r: f"as {given[name]}" if name in given else "not at all" for r, given in types.items()}
+    for name in dict.fromkeys(name for ways in given.values() for name in ways):
+        ways = {r: of_rank.get(name, "not at all") for r, of_rank in given.items()}
         most, *others = _parted(ways)
         if others:
+            ways = _from_difference(ways)
             (first, *rest), way = [*others, most], ways[others[0][0]]
             told = [f"{_ranks(ranks)} {ways[ranks[0]]}" for ranks in rest]
             found.append((first[0], f"{_ranks(first)} gave {name} {way}, {', '.join(told)}"))
     return found
+
+
+def _from_difference(ways: Mapping[int, str]) -> Mapping[int, str]:
+    """Long texts from a little before the place where they begin to differ."""
+    if max(map(len, ways.values())) <= _MAX_SHOWN_TEXT:
+        return ways
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*ways.values(), strict=False))
+    start = max(0, sum(1 for _ in same) - _MAX_SHOWN_TEXT // 2)
+    before = "..." * (start > 0)
+    return {
+        r: f"{before}{text[start : start + _MAX_SHOWN_TEXT]}{'...' * (start + _MAX_SHOWN_TEXT < len(text))}"
+        for r, text in ways.items()
+    }
 
 
 def _parted(said: Mapping[int, Hashable]) -> list[list[int]]:

@@ -6,7 +6,7 @@ plans before they run, and the watchdog. A process belongs to one job, as in JAX
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.job import reaching
 from mpmd.job.job import Job
+from mpmd.job.notes import note_of_tree
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
 # JAX's own heartbeat kills without a word, so it comes last.
@@ -105,6 +106,33 @@ def settle() -> None:
     """
     if (job := current()) is not None:
         job.calls.settle()
+
+
+def check() -> None:
+    """Raises the ScheduleError of calls that were found to differ; waits for nothing."""
+    if _job is not None:
+        _job.calls.check()
+
+
+def compare(
+    did: str,
+    types: Mapping[str, str],
+    fixed: Mapping[str, str],
+    identity: int | None = None,
+    ranks: Iterable[int] | None = None,
+) -> None:
+    """Has a call compared with those of `ranks` (None: all), which make it too. `settle` waits for the answer.
+
+    Args:
+      did, types, fixed, identity: as `note_of_tree` takes them.
+
+    Raises:
+      ScheduleError: an earlier call differs.
+    """
+    if (job := current()) is None:
+        return
+    ranks = range(job.num_ranks) if ranks is None else ranks
+    job.calls.note(sorted(ranks), note_of_tree(did, job.activity.step, types, fixed, identity))
 
 
 def compiling() -> contextlib.AbstractContextManager:

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from mpmd.arrays import keys
+from mpmd.arrays.array import MpmdArray
+from scheduler.base.texts import type_text
 
 
 @dataclasses.dataclass
@@ -20,7 +22,9 @@ class Note:
       did: what the rank did, in words: `called train`.
       program: a number of what was called, the same in all ranks.
       step: the number of the step on this rank, as the watchdog counts.
-      names, types: of all arguments.
+      names, types: of all arguments; a type is that of an array, or a text.
+      fixed: what else makes the call, in words by name: of static arguments, `{"mode": "as 'train'"}`.
+      structure: of all arguments, in words by name; it is told where nothing else differs.
       values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
         them any more. None stands for a value that is not compared.
     """
@@ -31,6 +35,8 @@ class Note:
     names: Sequence[str] = ()
     types: Sequence[Any] = ()
     values: Sequence[tuple[int, Any]] = ()
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    structure: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def nbytes(self) -> int:
         """Of all values."""
@@ -64,11 +70,36 @@ class Note:
     def to_json(self) -> list[Any]:
         """Plain data, for the key-value store: what `disagreement` takes."""
         types = dict(zip(self.names, map(_type_text, self.types), strict=False))
-        return [self.did, self.program, self.step, {self.names[i]: d for i, d in self.digests.items()}, types]
+        values = {self.names[i]: d for i, d in self.digests.items()}
+        return [self.did, self.program, self.step, values, {**types, **self.fixed}, dict(self.structure)]
+
+
+def note_of_tree(
+    did: str, step: int, types: Mapping[str, str], fixed: Mapping[str, str], identity: int | None = None
+) -> Note:
+    """A call that every rank makes with arrays of the same names, types and groups.
+
+    Args:
+      types: by the name that messages give an array, its type in words, as `placed_text` gives it.
+      fixed: what else makes the call, in words by name.
+      identity: what is compared in the place of `fixed`.
+    """
+    made = [sorted(types.items()), sorted(fixed.items()) if identity is None else identity]
+    return Note(did, zlib.crc32(repr(made).encode()), step, [*types], [*types.values()], (), fixed)
+
+
+def placed_text(x: Any) -> str:
+    """The type of a leaf; of an array in groups, also where it lies."""
+    if not hasattr(x, "dtype"):
+        return type(x).__name__
+    where = f" in {x.mpmd_sharding}" if isinstance(x, MpmdArray) else ""
+    return f"{type_text(x.shape, x.dtype)}{where}"
 
 
 def _type_text(aval: Any) -> str:
-    return aval.str_short() + " (weak type)" * getattr(aval, "weak_type", False)
+    if isinstance(aval, str):
+        return f"as {aval}"
+    return "as " + aval.str_short() + " (weak type)" * getattr(aval, "weak_type", False)
 
 
 def _digest(x: Any, before: int) -> int | None:

@@ -6,6 +6,8 @@ pipeline.
 
 import dataclasses
 import functools
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +22,12 @@ from mpmd.errors import StageError
 from mpmd.ops.microbatches import check_microbatch_axis, doubt_of, may_be_of_shapes, what_fun_sees
 from mpmd.ops.reductions import Add, Operation, broadcast_operation, check_operations, result_types
 from mpmd.ops.stage_end import mark_p, without
+from mpmd.users_frame import users_frame
 from scheduler import Schedule
 from scheduler.schedules import catalogue
 
+# A loop outside of any jitted function that takes longer to compile is a mistake.
+_SLOW_S = 2.0
 treduce_p = compat.Primitive("treduce")
 treduce_p.multiple_results = True
 
@@ -306,7 +311,15 @@ def _treduce_without_unused(used: Sequence[bool], eqn: compat.JaxprEqn) -> tuple
 
 @treduce_p.def_impl
 def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
-    return jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
+    start = time.monotonic()
+    reduced = jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
+    if (took_s := time.monotonic() - start) > _SLOW_S:
+        warnings.warn(
+            "mpmd.treduce outside of a jitted function compiles its loop again in each call, which took"
+            f" {took_s:.0f} s. Call it in a function of mpmd.jit, which makes a pipeline of it, or of jax.jit.",
+            stacklevel=users_frame(),
+        )
+    return reduced
 
 
 treduce_p.def_effectful_abstract_eval(_treduce_abstract_eval)

@@ -22,6 +22,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
+from mpmd.job.disagreement import other_ways
 from mpmd.job.job import Job
 from mpmd.job.notes import Note
 from scheduler import Program
@@ -106,11 +107,14 @@ def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int
         return number
     job.calls.settle(ranks)  # these may be the plans of different steps, since an earlier call differs
     name = next(n for n in plan.sections if any(n in names for names in different.values()))
-    texts = job.exchange("saying how plans differ", plan.sections[name][:1_000_000], ranks)
+    mine = json.dumps([plan.sections[name][:1_000_000], dict(call.fixed)])
+    told = job.exchange("saying how plans differ", mine, ranks)
+    texts = {rank: json.loads(text)[0] for rank, text in told.items()}
+    fixed = "".join(f"  {line}\n" for _, line in other_ways({r: json.loads(text)[1] for r, text in told.items()}))
     rank = next(r for r, names in different.items() if name in names)
     raise ScheduleError(
         f"the processes are about to run different programs: {name} of rank {rank} differ from those of rank {first}.\n"
-        f"{_difference(texts[first], texts[rank], first, rank)}\n"
+        f"{_difference(texts[first], texts[rank], first, rank)}\n{fixed}"
         "  Every process must call the same step with arguments of the same shapes, in the same order"
         " (a different seed, data shape, option or code version makes another program)."
     )

@@ -13,6 +13,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import Device
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.job.notes import note_of_tree, placed_text
 from mpmd.job.wires import NUMBER_BITS
 from mpmd.run.routes import ValueRoute
 
@@ -33,19 +34,21 @@ def device_get(tree: Any) -> Any:
 
     Raises:
       RuntimeError: an array was deleted.
-      ScheduleError: the processes have called other steps before, or with other values.
+      ScheduleError: the processes have called other steps before, or with other values, or come with another tree.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> mpmd.device_get({"loss": jnp.float32(2.0)})["loss"] + 1
       np.float32(3.0)
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [x for _, x in with_paths]
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
     job = joining.current() if arrays else None
     away = [i for i in arrays if job is not None and len(_readers(leaves[i])) < job.num_ranks]
     if job is not None and away:
-        for i, value in zip(away, _gather(job, [leaves[i] for i in away]), strict=True):
+        names = ["tree" + jax.tree_util.keystr(with_paths[i][0]) for i in away]
+        for i, value in zip(away, _gather(job, names, [leaves[i] for i in away]), strict=True):
             leaves[i] = value
     here = [x._host_readable() if isinstance(x, MpmdArray) else x for x in leaves]
     return jax.tree.unflatten(treedef, jax.device_get(here))
@@ -68,14 +71,16 @@ def _having_all(sharding: jax.sharding.Sharding) -> set[int]:
     return processes if len(processes) == 1 or sharding.is_fully_replicated else set()
 
 
-def _gather(job: Job, leaves: Sequence[Any]) -> list[Any]:
+def _gather(job: Job, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
     """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
     for x in leaves:
         if x.is_deleted():
             raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
     ranks = range(job.num_ranks)
+    types = dict(zip(names, map(placed_text, leaves), strict=True))
+    call = note_of_tree("called mpmd.device_get", job.activity.step, types, {})
+    base = job.new_number(ranks, "mpmd.device_get", ", which every process must call", call) << NUMBER_BITS
     job.calls.settle()
-    base = job.new_number(ranks, "mpmd.device_get", ", which every process must call") << NUMBER_BITS
     with job.as_a_whole():
         arriving = _exchanged(job, leaves, base)
     values = [x if isinstance(x, MpmdArray) else x if keys.is_key(x.dtype) else np.asarray(x) for x in arriving]

@@ -29,6 +29,7 @@ from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
 from mpmd.tracing.trace import Trace
+from mpmd.users_frame import users_frame
 from scheduler import Program
 
 # A code, what to call, slots that are read, written and freed, and its number: see `BoundInstruction`.
@@ -57,7 +58,7 @@ class Executor:
                 f"mpmd: process {jax.process_index()} has none of the mesh's devices, which are those of"
                 f" {', '.join(map(str, self.ranks))}: it takes no part in the step and cannot read its results."
                 " Start as many processes as the mesh needs, or give each fewer devices.",
-                stacklevel=2,
+                stacklevel=users_frame(),
             )
         self._alone = alone() if job is None and joining.current() is None else None
         watched = self._alone if self._job is None else self._job
@@ -69,6 +70,7 @@ class Executor:
         self._next_piece: int | None = None
         self._programs = programs
         self._arguments = whole.in_names, [v.aval for v in whole.arguments]
+        self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}"}
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
@@ -132,7 +134,8 @@ class Executor:
     def _note(self, number: int, values: Sequence[tuple[int, Any]] = ()) -> Note:
         """Of the next call; `number` is 0 before the processes have agreed on the program."""
         assert self._job is not None
-        return Note(f"called {self._programs.name}", number, self._job.activity.step + 1, *self._arguments, values)
+        step = self._job.activity.step + 1
+        return Note(f"called {self._programs.name}", number, step, *self._arguments, values, *self._ways)
 
     def compare(self, given: Sequence[tuple[int, Any]], is_first: bool) -> None:
         """Has the next call compared with those of the other processes: a first call now, others while they run.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +198,18 @@ def argument_names(fun: Callable, call: CallArguments) -> list[str]:
         for root, arg in [*zip(roots, args, strict=True), *sorted(kwargs.items())]
         for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
     ]
+
+
+def fixed_ways(fun: Callable, call: CallArguments) -> dict[str, str]:
+    """The static arguments of a call, and which others are given by keyword, in words by name."""
+    names = [p.name for p in _parameters(fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    found = {}
+    for where, _, value in call.fixed:
+        is_named = isinstance(where, str) or where < len(names)
+        name = (where if isinstance(where, str) else names[where]) if is_named else f"args[{where}]"
+        found[name] = f"as {_ADDRESS.sub('0x', repr(value))}"
+    keywords = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))[1]
+    return found | {"keyword arguments": f"({', '.join(sorted(keywords))})" if keywords else "(none)"}
 
 
 def _parameters(fun: Callable) -> list[inspect.Parameter]:

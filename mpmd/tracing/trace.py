@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Trace:
       consts: their values.
       in_tree, out_tree: structures of `(args, kwargs)` and of the result.
       in_names, out_names: a path per flat input and output, for messages.
+      fixed: static arguments, and which are given by keyword, in words by name, for messages.
     """
 
     jaxpr: compat.Jaxpr
@@ -38,6 +39,7 @@ class Trace:
     out_tree: Any
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> list[compat.Var]:

@@ -18,6 +18,7 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
+from reshard.checkpoint.alike import about_save, compared_restore
 from reshard.checkpoint.commit import Working, saves
 from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
@@ -67,7 +68,8 @@ def save(
 
     Raises:
         FileExistsError: something is at `path` already, or another job has put it there meanwhile.
-        ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read.
+        ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read;
+            or the processes save to other paths, or trees of other names, shapes, dtypes or groups.
         ScheduleError: the processes have called other steps, or with other values, so that the tree is not to be
             trusted.
         OSError: it cannot be written there. What was saved before is untouched.
@@ -81,7 +83,9 @@ def save(
         {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
     """
     number = next(saves)
-    with meetings.together("save"):
+    with meetings.together("save", about=about_save(path, tree)):
+        joining.settle()
+        joining.compare("called reshard.save", {}, {})
         _save(absolute(path), tree, number, use_zarr3, timeout_s, tensors, use_compression)
 
 
@@ -96,7 +100,6 @@ def _save(
 ) -> None:
     _check_path(folder)
     _check_leaves(tree)
-    joining.settle()
     working = Working(folder, number, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -157,11 +160,15 @@ def restore(
     Raises:
         FileNotFoundError: there is no finished checkpoint at `path`.
         ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
+        ScheduleError: `shardings` are of several processes, and these restore different checkpoints, or into different
+            trees. (One checkpoint may have another path in each process.)
     """
     requests, treedef = requests_of(like, shardings)
-    checkpoint = as_wanted(find_by_path(path), mapping, requests)
-    stored = leaves_by_name(checkpoint)
-    check_fit(requests, checkpoint.folder, stored, partial)
+    with compared_restore(path, requests) as found:
+        found.append(find_by_path(path))
+        checkpoint = as_wanted(found[0], mapping, requests)
+        stored = leaves_by_name(checkpoint)
+        check_fit(requests, checkpoint.folder, stored, partial)
     limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
     reads = Reads() if reads is None else reads
 

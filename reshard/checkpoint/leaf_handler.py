@@ -37,13 +37,16 @@ from reshard._orbax_compat import (
 )
 from reshard.checkpoint import orbax_calls
 from reshard.checkpoint.abstract import abstract
+from reshard.checkpoint.alike import about_arrays
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.matching import check_names, tree_path
+from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import read_requests
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
 from reshard.storage.arrays import Reads
+from reshard.storage.identity import identity
 from reshard.storage.paths import Key
 from scheduler.base.texts import type_text
 
@@ -69,6 +72,8 @@ class MpmdLeaves(ArrayHandler):
         joining.settle()
         args = args or [ocp.SaveArgs()] * len(values)
         _check_savable(values, infos)
+        if (call := meetings.call) is not None and "the tree" not in call.about:
+            call.about |= about_arrays((info.name, x) for info, x in zip(infos, values, strict=True))
         for info, arg in zip(infos, args, strict=True):
             if isinstance(arg, _Uncompressed):
                 info.use_compression = False
@@ -166,6 +171,9 @@ class MpmdLeaves(ArrayHandler):
             (stored.Leaf((Key(info.name),), "jax.Array", extra=extras.get(info.name)), _request(info.name, arg))
             for info, arg in zip(infos, args, strict=True)
         ]
+        if (call := meetings.call) is not None:
+            number = await asyncio.to_thread(identity, here, [(info.name,) for info in infos])
+            call.about["the checkpoint"] = f"as {number:08x}"
         return await read_requests(here, wanted, Reads(), getattr(info.byte_limiter, "max_bytes", None))
 
 

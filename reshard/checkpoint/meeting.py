@@ -13,17 +13,21 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
+from mpmd.job import joining
+from mpmd.job.disagreement import other_ways
 
 # Those who wait look this often whether somebody has failed.
 _SLICE_MS = 500
+_MAX_SHOWN = 5
 _MARK = "_mpmd_said"
 # How many calls those ranks have made together.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -34,10 +38,15 @@ class SharedCall:
     """One call that all of `ranks` make together, and the threads that go on with it after it has returned.
 
     It gets its number where it first waits for the others, or fails: one that does neither counts nowhere.
+
+    Attributes:
+        about: what the others must have alike, in words by name: `{"step": "as 7"}`. It may grow during the call.
     """
 
     def __init__(self, what: str, ranks: tuple[int, ...]):
         self.what, self.ranks = what, ranks
+        self.about: dict[str, str] = {}
+        self._compared: dict[str, str] = {}
         self._folder = ""
         self._counts: Counter[str] = Counter()
 
@@ -56,6 +65,31 @@ class SharedCall:
         with _lock:
             self._counts[key] += 1
             return f"{folder}/{key}/{self._counts[key]}"
+
+    def publish(self) -> None:
+        """Says what this process's call is about."""
+        if self.about != self._compared:
+            place = f"{self.folder}/about/{jax.process_index()}"
+            _store().key_value_set(place, json.dumps(self.about), allow_overwrite=True)
+
+    def compare(self) -> None:
+        """Compares it with what the others have said.
+
+        Raises:
+            ReshardError: it differs.
+        """
+        mine = dict(self.about)
+        if mine == self._compared:
+            return
+        read = _store().key_value_dir_get(f"{self.folder}/about/")
+        said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in read}
+        told = {r: {name: of_rank.get(name) for name in mine if name in of_rank} for r, of_rank in said.items()}
+        names = set(mine).intersection(*told.values())
+        if found := other_ways({r: {name: ways[name] for name in mine if name in names} for r, ways in told.items()}):
+            lines = "".join(f"\n  {line}" for _, line in found[:_MAX_SHOWN])
+            raise ReshardError(f"{self.what}: the processes do not {self.what} the same:{lines}")
+        if len(told) == len(self.ranks) and len(names) == len(mine):
+            self._compared = mine
 
 
 class Meetings:
@@ -76,13 +110,21 @@ class Meetings:
         return self._here.get()[1]
 
     @contextlib.contextmanager
-    def together(self, what: str, ranks: set[int] | None = None) -> Iterator[None]:
-        """Around a call of all `ranks`: what one raises, the others raise where they wait. Within one: a part of it."""
+    def together(
+        self, what: str, ranks: set[int] | None = None, about: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[None]:
+        """Around a call of all `ranks`: what one raises, the others raise where they wait. Within one: a part of it.
+
+        Args:
+            about: what all must have alike, in words by name.
+        """
         if self.call is not None or jax.process_count() == 1:
             yield
             return
-        before = self._here.set((SharedCall(what, _in_order(ranks)), False))
+        call = SharedCall(what, _in_order(ranks))
+        before = self._here.set((call, False))
         try:
+            call.about |= about
             yield
         except Exception as error:
             self.tell(error)
@@ -108,6 +150,8 @@ class Meetings:
 
         Raises:
             OSError: one of them cannot save; as `tell` was told.
+            ReshardError: they do not save or restore the same.
+            ScheduleError: the others have called something else.
             TimeoutError: one has not come in time; the others are told so.
         """
         call, num = self.call, len(_in_order(ranks))
@@ -115,15 +159,21 @@ class Meetings:
             call = _outside.setdefault(_in_order(ranks), SharedCall("barrier", _in_order(ranks)))
         place, store, end = call.place(key), _store(), time.monotonic() + timeout_ms / 1000
         self._raise_if_told(call)
+        call.publish()
         if store.key_value_increment(f"{place}/come", 1) == num:
             store.key_value_set(f"{place}/all", "")
+            call.compare()
             return
         while True:
             left_ms = max(1, round(1000 * (end - time.monotonic())))
             if _get(f"{place}/all", min(_SLICE_MS, left_ms)) is not None:
+                call.compare()
                 return
             try:
                 self._raise_if_told(call)
+                call.compare()
+                if not self.is_behind:
+                    joining.check()
                 if time.monotonic() > end:
                     late = TimeoutError(f"only {_get(f'{place}/come')} of {num} processes have come")
                     self.tell(late)

@@ -42,16 +42,32 @@ def _is_made_together(kind: Any, name: str) -> None:
         options = getattr(self, "_multiprocessing_options", None)
         return getattr(self, "_active_processes", None) or getattr(options, "active_processes", None)
 
-    what = "CheckpointManager" if name == "__init__" else name
-    setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of))
+    what, is_manager = "CheckpointManager" if name == "__init__" else name, issubclass(kind, ocp.CheckpointManager)
+
+    def about(self: Any, place: Any = None, *_: Any, **named: Any) -> dict[str, str]:
+        place = named.get("step", named.get("directory")) if place is None else place
+        if name == "__init__" or place is None:
+            return {}
+        if is_manager:
+            return {"the step": f"as {place}"} | ({"the folder": f"as {self.directory}"} if name == "save" else {})
+        return {"the path": f"as {place}"} if name == "save" else {}  # what is read may have other paths elsewhere
+
+    setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of, about))
+
+
+def _nothing(*_: Any, **__: Any) -> dict[str, str]:
+    return {}
 
 
 def _made_together(
-    plain: Callable[..., Any], what: str, ranks_of: Callable[..., set[int] | None]
+    plain: Callable[..., Any],
+    what: str,
+    ranks_of: Callable[..., set[int] | None],
+    about: Callable[..., dict[str, str]] = _nothing,
 ) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with meetings.together(what, ranks_of(*args, **kwargs)), _named(what):
+        with meetings.together(what, ranks_of(*args, **kwargs), about(*args, **kwargs)), _named(what):
             return plain(*args, **kwargs)
 
     return call

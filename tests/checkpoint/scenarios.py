@@ -62,6 +62,48 @@ def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", sc
 
 
 @scenario
+def unlike(path: str) -> Any:
+    """Saves and restores of which each process makes another one; what is raised, and that equal ones go on."""
+    import shutil
+
+    import orbax.checkpoint as ocp
+    from layouts import check_equal, mesh_of, place_all, shardings_for
+
+    import mpmd
+    import reshard.checkpoint
+
+    rank, shardings = jax.process_index(), shardings_for(mesh_of(2))
+    trees = [place_all(random_values(seed), shardings) for seed in range(2)]
+    like = reshard.checkpoint.abstract(trees[0])
+    args = ocp.args
+    manager = ocp.CheckpointManager(f"{path}/run")
+    for step, tree in enumerate(trees):
+        manager.save(step, args=args.StandardSave(tree))
+        manager.wait_until_finished()
+    if rank == 0:
+        shutil.copytree(f"{path}/run/0", f"{path}/copy/0")
+    mpmd.device_get(trees[0])
+    found = []
+
+    def refused(call: Any) -> None:
+        try:
+            call()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error).replace(path, "PATH"))
+
+    refused(lambda: reshard.checkpoint.save(f"{path}/{rank}", trees[0]))
+    refused(lambda: reshard.checkpoint.save(f"{path}/new", {"a" * (1 + rank): trees[0]}))
+    refused(lambda: manager.save(7 + rank, args=args.StandardSave(trees[0])))
+    refused(lambda: manager.restore(rank, args=args.StandardRestore(like)))
+    for place in (f"{path}/run/0", f"{path}/copy/0"):  # one checkpoint in two places
+        folder = place if rank else f"{path}/run/0"
+        jax.tree.map(check_equal, reshard.checkpoint.restore(f"{folder}/default", like), random_values(0))
+    refused(lambda: reshard.checkpoint.restore(f"{path}/run/{rank}/default", like))
+    return found
+
+
+@scenario
 def save_stock(path: str, scale: int = 1) -> Any:
     """Stock Orbax over all processes, each array sharded over all devices; this library is never imported."""
     import numpy as np

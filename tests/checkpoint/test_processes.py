@@ -64,6 +64,19 @@ def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
         assert one["held"] <= one["read"] < one["held"] * 1.02 + 80_000
 
 
+def test_processes_that_save_or_restore_unlike_checkpoints_are_all_told_at_once(tmp_path):
+    for found in run("unlike", 2, 1, path=str(tmp_path)):
+        paths, trees, steps, restored, by_reshard = (text.replace(" (so process 0 says)", "") for text in found)
+        head = "save: the processes do not save the same:\n  rank 1 gave"
+        assert paths.replace(" (so process 1 says)", "") == f"{head} the path as PATH/1, rank 0 as PATH/0"
+        assert trees.startswith(f"{head} the tree as aa/")
+        assert steps.replace(" (so process 1 says)", "") == f"{head} the step as 8, rank 0 as 7"
+        assert "restore the same:\n  rank 1 gave the step as 1, rank 0 as 0" in restored
+        assert "\n  rank 1 gave the checkpoint as " in restored
+        assert by_reshard.startswith("rank 1 gave path as PATH/run/1/default (checkpoint ")
+        assert ", rank 0 as PATH/run/0/default (checkpoint " in by_reshard
+
+
 @pytest.mark.slow
 def test_a_checkpoint_manager_of_many_processes_keeps_steps_that_others_restore(tmp_path):
     saved = run("manager", 2, 2, path=str(tmp_path / "run"), groups=2, steps=2)

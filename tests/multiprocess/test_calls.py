@@ -20,7 +20,7 @@ from mpmd.job.calls import MAX_AHEAD, Calls, SharedCalls
 from mpmd.job.disagreement import disagreement
 from mpmd.job.notes import Note
 from mpmd.run.agreement import values_to_compare
-from mpmd.tracing.arguments import argument_names
+from mpmd.tracing.arguments import argument_names, fixed_ways
 
 NUM_CALLS, FIRST_UNLIKE = 6, 3
 SAME_VALUES = (
@@ -70,7 +70,10 @@ def called(step, args, kwargs, number=0):
     given = [(i, x if isinstance(x, jax.Array) else np.array(x, t[1])) for i, (x, t) in enumerate(leaves)]
     names = argument_names(jitted._fun, call)
     types = [compat.shaped_array(x) for x in call.leaves]
-    return Note(f"called {jitted.__name__}", program, number, names, types, values_to_compare(given, False))
+    values, structure = values_to_compare(given, False), {"the arguments": f"in the structure {call.tree}"}
+    return Note(
+        f"called {jitted.__name__}", program, number, names, types, values, fixed_ways(jitted._fun, call), structure
+    )
 
 
 def arguments(number):
@@ -129,6 +132,10 @@ def renamed(args, kwargs):
     kwargs["more"]["other"] = kwargs["more"].pop("wave")
 
 
+def by_keyword(args, kwargs):
+    kwargs["y"] = args.pop()
+
+
 def shuffled(x):
     return x[np.random.default_rng(99).permutation(len(x))]
 
@@ -182,11 +189,18 @@ OTHER_TYPES = {
         edit(lr=np.float32), {"lr": ("as float32[]", "as float32[] (weak type)")}
     ),
 }  # fmt: skip
+# Per way, the edit of the arguments, and what is told first.
 OTHER_PROGRAM = {
-    "a tuple for a list": edit(list=tuple),
-    "a static value": edit(mode=lambda mode: "test"),
-    "a static value that is equal": edit(mode=lambda mode: 1.0),
-}
+    "a tuple for a list": (
+        edit(list=tuple),
+        "gave the arguments ...nt': *, 'flag': *, 'half': *, 'key': *, 'large': *, 'list': (*, *), ",
+    ),
+    "a static value": (edit(mode=lambda mode: "test"), "gave mode as 'test', ranks 0 and 2 not at all"),
+    "a static value of another type": (edit(mode=lambda mode: 1.0), "gave mode as 1.0, ranks 0 and 2 not at all"),
+    "an argument by keyword": (
+        by_keyword, "gave keyword arguments (lr, more, y), ranks 0 and 2 (lr, more) in step 4 (train)"
+    ),
+}  # fmt: skip
 TRAIN, EVALUATE, GET = "train", "evaluate", Note("came to mpmd.device_get")
 # Per way, what rank 1 does from call 3 on, where the others train, and what is said of it.
 ORDERS = {
@@ -284,10 +298,10 @@ def test_a_rank_that_gives_other_shapes_or_dtypes_is_told_so_with_the_argument(w
 
 @pytest.mark.parametrize("way", OTHER_PROGRAM)
 def test_a_rank_whose_arguments_make_another_program_is_told_so(way):
-    number, found = told(alike(), calls(1, OTHER_PROGRAM[way]), alike())
+    change, text = OTHER_PROGRAM[way]
+    number, found = told(alike(), calls(1, change), alike())
     assert found is not None and (number, found.rank) == (FIRST_UNLIKE, 1)
-    where = "where ranks 0 and 2 called train, in step 4"
-    assert found.text == f"rank 1 called train as another program {where}\n{SAME_CALLS}"
+    assert found.text.startswith(f"rank 1 {text}") and found.text.endswith(SAME_CALLS)
 
 
 class BrokenStore(Store):
@@ -333,7 +347,7 @@ def test_a_rank_that_is_late_is_not_told_anything_and_one_that_differs_is_when_i
 
 def test_all_parts_into_which_ranks_fall_are_named():
     def note(*values):
-        return ["called train", 3, 5, dict(zip("abc", values, strict=True)), {}]
+        return ["called train", 3, 5, dict(zip("abc", values, strict=True)), {}, {}]
 
     found = disagreement({0: note(1, 7, 0), 1: note(1, 7, 1), 2: note(2, 7, 2), 3: note(1, 8, None)})
     assert found is not None and found.rank == 2

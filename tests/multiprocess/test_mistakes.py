@@ -32,6 +32,13 @@ def test_host_arrays_are_the_same_in_all_processes_also_in_those_that_do_not_use
 
 
 @pytest.mark.slow
+def test_a_device_get_of_another_tree_is_told_before_anything_is_sent():
+    for rank in ended("trees"):
+        assert rank.status == 1
+        assert "ScheduleError: rank 1 gave tree[1] as float32[64,64] in MpmdSharding(group 1 of 2, P())" in rank.err
+
+
+@pytest.mark.slow
 def test_no_checkpoint_is_written_after_ranks_were_given_other_values(tmp_path):
     with jobs.Job("calls.py", "values", str(tmp_path), processes=2, hang_timeout_s=60) as job:
         both = job.wait(limit_s=120)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpmd
 import scheduler
+from mpmd.__main__ import _loaded, _users_warnings
 from mpmd.arrays.targets import Target
 from mpmd.costs.machine import Machine
 from mpmd.planning.plan import plan_step
@@ -197,3 +199,13 @@ def test_a_plan_that_takes_long_says_what_it_is_at_and_how_far(compiled):
     assert texts[0] == "mpmd: checking that the step cannot deadlock"
     assert texts[-1] == "mpmd: memory and communication of group 3"
     assert list(shares) == sorted(shares) and shares[0] == 0.0 and 0.9 < shares[-1] < 1
+
+
+def test_a_warning_of_the_command_points_to_the_function_that_made_the_step(tmp_path):
+    file = tmp_path / "made_for_a_warning.py"
+    file.write_text("\n\ndef build(mesh):\n    pass\n")
+    with pytest.warns(UserWarning) as found, _users_warnings(f"{file}:build"):
+        _loaded(f"{file}:build")
+        warnings.warn_explicit("all compute the same", UserWarning, scheduler.__file__, 12)
+        warnings.warn_explicit("the user's own", UserWarning, "/somewhere/model.py", 7)
+    assert [(w.filename, w.lineno) for w in found] == [(str(file), 3), ("/somewhere/model.py", 7)]

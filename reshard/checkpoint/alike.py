@@ -1,0 +1,78 @@
+"""Has the saves and restores of a process compared with those of the others: they make them together.
+
+Ranks that restored different checkpoints would go on without a word, and ranks that save to different paths would wait
+for each other.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from mpmd.arrays.sharding import MpmdSharding
+from mpmd.job import joining
+from mpmd.job.notes import placed_text
+from reshard.checkpoint.matching import tree_path
+from reshard.checkpoint.requests import Request
+from reshard.storage.identity import identity
+from reshard.storage.stored import Checkpoint, absolute
+
+# The types of more arrays are not compared: each process would read them of every other one.
+_MAX_COMPARED = 1000
+
+
+def about_save(path: Any, tree: Any) -> dict[str, str]:
+    """What all processes that save a tree have alike."""
+    if jax.process_count() == 1:
+        return {}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"the path": f"as {absolute(path)}"} | about_arrays(("/".join(tree_path(keys)), x) for keys, x in leaves)
+
+
+def about_arrays(arrays: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Names and types of some arrays, as processes compare them; nothing of very many."""
+    types = sorted(f"{name}: {placed_text(x)}" for name, x in arrays)
+    return {"the tree": f"as {', '.join(types)}"} if len(types) <= _MAX_COMPARED else {}
+
+
+@contextlib.contextmanager
+def compared_restore(path: Any, requests: Sequence[Request]) -> Iterator[list[Checkpoint]]:
+    """Around what finds a checkpoint and puts it into the list that this gives. Then all have found the same.
+
+    Only where arrays go to devices of several processes: what a process reads for itself is its own affair.
+
+    Raises:
+        ScheduleError: others restore another checkpoint, or into another tree, or have failed where this one has not.
+    """
+    ranks, found = _ranks_of(requests), []
+    if len(ranks) < 2 or jax.process_index() not in ranks:
+        yield found
+        return
+    types, number, text = {r.name: _placed(r) for r in requests}, 0, ""
+    try:
+        yield found
+        number = identity(found[0], {request.source for request in requests})
+        text = f"checkpoint {number:08x}"
+    except Exception as error:
+        text = f"{type(error).__name__}"
+        raise
+    finally:
+        joining.compare("called reshard.restore", types, {"path": f"as {absolute(path)} ({text})"}, number, ranks)
+    joining.settle()
+
+
+def _ranks_of(requests: Sequence[Request]) -> set[int]:
+    """The processes of all meshes that arrays go to."""
+    ranks: set[int] = set()
+    for sharding in {request.sharding for request in requests}:
+        if isinstance(sharding, MpmdSharding):
+            ranks.update(rank for of_group in sharding.mpmd_mesh.processes for rank in of_group)
+        elif sharding is not None:
+            ranks.update(d.process_index for d in sharding.device_set)
+    return ranks
+
+
+def _placed(request: Request) -> str:
+    where = f" in {request.sharding}" if isinstance(request.sharding, MpmdSharding) else ""
+    return f"{request.expected}{where}"
