@@ -16,11 +16,14 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.buckets import Bucketing, Buckets, MicrobatchList
 from mpmd.job import joining
+from mpmd.ops import lists
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
     CallArguments,
+    Hint,
     argument_names,
     broadcast,
     check_leaves,
@@ -147,12 +150,23 @@ class Jitted:
         self._cache: _Kept[Compiled] = _Kept()
         self._traced: _Kept[Traced] = _Kept()
         self._wished: dict[Any, list[Any]] = {}
+        self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
+        self._bucketed: _Kept[Buckets] = _Kept()
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
         if compat.setting("jax_disable_jit"):
             args, kwargs = _on_one_device((args, kwargs))
             return self._fun(*args, **kwargs)
+        return self._finding_lists(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if xs := self._lists_in(args, kwargs):
+            steps, ordinary, call = self._buckets_for(args, kwargs, xs)
+            step = next((step for step in steps if step.fits(call.leaves)), None)
+            if step is None:
+                steps.append(step := Buckets(ordinary))
+            return step(call.leaves, xs)
         call = self._read(args, kwargs)
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves):
@@ -171,11 +185,49 @@ class Jitted:
 
         A step is cut and compiled once: a call with such arguments runs what `.trace(...).lower().compile()` gives.
         """
+        return self._finding_lists(self._traced_for, args, kwargs)
+
+    def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        if xs := self._lists_in(args, kwargs):
+            return self._buckets_for(args, kwargs, xs)[1].traced([x.largest for x in xs], None)
         return self._trace(self._read(args, kwargs))
+
+    def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`act`, again whenever the step turns out to do something with a list."""
+        while True:
+            try:
+                return act(args, kwargs)
+            except lists.TakesList as found:
+                ways = self._lists.setdefault(found.path, set())
+                assert type(found) not in ways
+                ways.add(type(found))
+
+    def _lists_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicrobatchList]:
+        """The lists of microbatches among the arguments, as far as they are known."""
+        found = ((path, lists.at((args, kwargs), path)) for path in self._lists)
+        return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) is list]
+
+    @functools.cached_property
+    def _explicit(self) -> set[str]:
+        return {*self._mesh.tracing_mesh().explicit_axes} - {self._mesh.mpmd_axis_name}
+
+    def _buckets_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]
+    ) -> tuple[list[Buckets], Bucketing, CallArguments]:
+        """The steps for lists of microbatches beside such other arguments, how more are made, and these arguments."""
+
+        def read(ones: Sequence[Any]) -> CallArguments:
+            new = {id(x.given): x.standing_for(one, self._lists[x.path]) for x, one in zip(xs, ones, strict=True)}
+            return self._read(*lists.replaced((args, kwargs), new))
+
+        call = read([None] * len(xs))
+        key = call.key, tuple((x.path, x.tree) for x in xs)
+        return self._bucketed[key], Bucketing(read, self._trace), call
 
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as that of a function of `jax.jit` does."""
         self._cache.clear()
+        self._bucketed.clear()
         self._traced.clear()
         _traces_of(self._fun).clear()
 
@@ -202,8 +254,7 @@ class Jitted:
             fixed = tuple((where, type(value), value) for where, value in found)  # 2, 2.0 and True are equal
             check_static(fixed)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
-        mesh = self._mesh.tracing_mesh()
-        explicit = {*mesh.explicit_axes} - {self._mesh.mpmd_axis_name}
+        explicit = self._explicit
         wishes = self._wishes(tree, fixed, len(args))
         types, fault = (), None
         try:
@@ -223,14 +274,22 @@ class Jitted:
         if (key := (tree, static, num_args)) not in self._wished:
             args_tree, kwargs_tree = tree.children()
             wishes = broadcast(self._in_shardings, args_tree, "in_shardings", skip=static, total=num_args)
+            numbers = lists.numbers(args_tree)
+            wishes = [None if i in numbers else wish for i, wish in enumerate(wishes)]
             self._wished[key] = wishes + [None] * kwargs_tree.num_leaves
         return self._wished[key]
 
-    def _trace(self, call: CallArguments) -> Traced:
+    def _trace(self, call: CallArguments, given: Mapping[int, Hint] | None = None) -> Traced:
+        """The step for such arguments.
+
+        Args:
+          given: the layouts of some, whatever they have now.
+        """
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
         wishes = self._wishes(call.tree, call.fixed, call.num_args)
         hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wishes, call.leaves, names, strict=True)]
+        hints = [(given or {}).get(i, hint) for i, hint in enumerate(hints)]
         lowering = self._mesh.tracing_mesh()
         avals = [
             traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
@@ -243,7 +302,8 @@ class Jitted:
                     args.insert(where, value)
                 else:
                     kwargs[where] = value
-            return self._fun(*args, **kwargs)
+            with lists.of_arguments((tuple(args), kwargs), self._lists):
+                return self._fun(*args, **kwargs)
 
         fun.__wrapped__ = self._fun  # pyright: ignore[reportFunctionMemberAccess]
         read = call.key, tuple(names), surroundings(self._fun)

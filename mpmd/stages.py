@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -50,6 +50,8 @@ from mpmd.users_frame import users_frame
 from scheduler import Program, Timeline
 from scheduler.base.collector import without_collection
 from scheduler.base.waiting import waiting
+
+_C = TypeVar("_C", bound="Compiled")
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
@@ -229,8 +231,14 @@ class Lowered:
     def _compiled(self) -> "Compiled":
         return self._begin_to_compile()
 
-    def _begin_to_compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
-        """As `compile`, but a first call may begin while later programs are compiled."""
+    def _begin_to_compile(
+        self, compiler_options: Mapping[str, Any] | None = None, kind: "type[_C] | None" = None
+    ) -> "_C | Compiled":
+        """As `compile`, but a first call may begin while later programs are compiled.
+
+        Args:
+          kind: what to make; None: a `Compiled`.
+        """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
         options = {**described, **self._options, **(compiler_options or {})}
         with joining.compiling():
@@ -244,7 +252,7 @@ class Lowered:
                         warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                    return Compiled(programs, program, self._donated, self._split)
+                    return (kind or Compiled)(programs, program, self._donated, self._split)
             finally:
                 programs.compiler.close()
 
@@ -268,13 +276,16 @@ class Compiled:
         self._program = program
         self._donated = usable(programs, donated)
         self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
-        self._bound = None if programs.mesh.is_described else Executor(programs, program, split.whole)
+        self._bound = None if programs.mesh.is_described else self._executor_of(programs, program, split)
         self._timed: Profile | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
         self._split = split
         self._inputs = Inputs(programs, split)
         self._results = Results(programs, split)
+
+    def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> Executor | None:
+        return Executor(programs, program, split.whole)
 
     def _wait(self) -> None:
         """Waits for all programs that will be called."""

@@ -275,7 +275,7 @@ def test_a_loop_inside_a_loop_is_refused_with_its_line():
 
 def test_leaves_without_a_microbatch_axis_are_listed_but_not_by_the_hundred():
     with pytest.raises(mpmd.StageError, match=r"xs\[7\] has shape \(\)\n  … and 92 more\n"):
-        mpmd.treduce(sum, [1.0] * 100, schedule=None)
+        mpmd.treduce(sum, (1.0,) * 100, schedule=None)
 
 
 def test_a_loop_inside_a_scan_is_refused_with_its_line():

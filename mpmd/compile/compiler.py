@@ -68,15 +68,22 @@ class Compiler:
       traced_on: the abstract mesh that jaxprs come on.
       own: the meshes of this process's groups.
       options: for XLA, as `compiler_options` of `jax.jit`.
+      others: a compiler for the same groups, whose programs are used too.
     """
 
-    def __init__(self, traced_on: AbstractMesh, own: Sequence[Mesh], options: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        traced_on: AbstractMesh,
+        own: Sequence[Mesh],
+        options: Mapping[str, Any] | None = None,
+        others: "Compiler | None" = None,
+    ):
         self.traced_on = traced_on
-        self._options = dict(options) if options else None
+        self.options = dict(options) if options else None
         self._own = {_shape(mesh): mesh for mesh in reversed(own)}
         self._is_own = set(own)
         self._threads = Threads()
-        self._distinct: dict[Hashable, DistinctProgram] = {}
+        self._distinct: dict[Hashable, DistinctProgram] = {} if others is None else dict(others._distinct)
         self._waiting: dict[DistinctProgram, ReuseRule] = {}
         self._whole: dict[Hashable, list[tuple[Pattern, DistinctProgram]]] = defaultdict(list)
         self._kinds: dict[Hashable, int] = {}  # of equations
@@ -198,7 +205,7 @@ class Compiler:
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self._options)
+            program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self.options)
             self._distinct[key] = found = DistinctProgram(self._threads, program, family)
             return found, True
         if mesh in self._is_own and found.program.mesh not in self._is_own:

@@ -178,6 +178,45 @@ def _programs_of(
     return StepPrograms(outline, mesh, step.compiler, segments, constants, donated, tuple(loops), layouts, name)
 
 
+def compile_bucket(
+    outline: Outline,
+    first: StepPrograms,
+    in_layouts: Sequence[Layout | None],
+    donated_args: Set[int],
+    alike: Iterable[Sequence[compat.Var]] = (),
+) -> StepPrograms:
+    """Compiles the loops of a step for microbatches of another shape; all around them is that of `first`.
+
+    Args:
+      outline: the step, which does the same around its loops.
+      first: the step for microbatches of the first shape.
+      in_layouts, donated_args, alike: as for `compile_step`.
+    """
+    mesh, options = first.mesh, first.compiler.options
+    first_of = {v: pieces[0] for pieces in alike for v in pieces}
+    layouts = _Layouts(outline, in_layouts, [None] * len(outline.outputs), first_of)
+    known = {name: first.layouts[v] for v, name in first.outline.names.items() if v in first.layouts}
+    layouts.found |= {layouts.one(v): known[name] for v, name in outline.names.items() if name in known}
+    step = _StepCompiler(outline, mesh, layouts, first.name, options, first.compiler)
+    try:
+        loops = tuple(map(step.loop, outline.loops))
+        step.compiler.start()
+    finally:
+        step.compiler.close()
+    found = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **layouts.found}
+    found |= {v: found.get(one, REPLICATED) for v, one in first_of.items()}
+    donated = donations(outline, mesh, donated_args)
+    return dataclasses.replace(
+        first, outline=outline, compiler=step.compiler, donated=donated, loops=loops, layouts=found
+    )
+
+
+def with_outline(programs: StepPrograms, outline: Outline) -> StepPrograms:
+    """The programs of a step for the same step with other numbers of microbatches."""
+    loops = [dataclasses.replace(p, loop=loop) for p, loop in zip(programs.loops, outline.loops, strict=True)]
+    return dataclasses.replace(programs, outline=outline, loops=tuple(loops))
+
+
 def _segment_bodies(outline: Outline, mesh: MpmdMesh) -> dict[str, WithConstants]:
     """What each segment computes. Without a loop, segments are stages (or make their state), which differ in numbers.
 
@@ -210,7 +249,7 @@ class _Layouts:
         args = outline.trace.arguments
         self._first_of = first_of
         self.found: dict[compat.Var, Layout] = {
-            self._one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
+            self.one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
         }
         self._wanted: dict[compat.Var, Layout] = {}
         self._donors: dict[compat.Var, compat.Var] = {}
@@ -222,40 +261,46 @@ class _Layouts:
             if donor is not None:
                 self._donors.setdefault(v, args[donor])
 
-    def _one(self, v: compat.Var) -> compat.Var:
+    def one(self, v: compat.Var) -> compat.Var:
         """The variable that speaks for all pieces of an array."""
         return self._first_of.get(v, v)
 
     def known(self, v: compat.Var, mesh: Mesh) -> NamedSharding | None:
         """The sharding that a variable has on a group's mesh; None lets XLA choose."""
-        layout = self.found.get(self._one(v))
+        layout = self.found.get(self.one(v))
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def asked(self, v: compat.Var | compat.Literal, mesh: Mesh) -> NamedSharding | None:
         """The sharding that a result must have: the user's, its twin's in another group, or its donor's."""
         if isinstance(v, compat.Literal):
             return NamedSharding(mesh, PartitionSpec())
-        layout = self._wanted.get(v) or self.found.get(self._one(v))
+        layout = self._wanted.get(v) or self.found.get(self.one(v))
         if layout is None and v in self._donors:
-            layout = self.found.get(self._one(self._donors[v]))
+            layout = self.found.get(self.one(self._donors[v]))
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def record(self, atoms: Iterable[Any], shardings: Iterable[NamedSharding]) -> None:
         """What an executable takes or gives; the first word counts."""
         for v, s in zip(atoms, shardings, strict=True):
             if not isinstance(v, compat.Literal):
-                self.found.setdefault(self._one(v), (shortest(s.spec), memory_kind(s)))
+                self.found.setdefault(self.one(v), (shortest(s.spec), memory_kind(s)))
 
 
 class _StepCompiler:
     """Compiles the items of an outline, one after the other."""
 
     def __init__(
-        self, outline: Outline, mesh: MpmdMesh, layouts: _Layouts, name: str, options: Mapping[str, Any] | None
+        self,
+        outline: Outline,
+        mesh: MpmdMesh,
+        layouts: _Layouts,
+        name: str,
+        options: Mapping[str, Any] | None,
+        others: Compiler | None = None,
     ):
         self.layouts = layouts
         own = [mesh.groups[g] for g in mesh.local_groups]
-        self.compiler = Compiler(mesh.groups[0].abstract_mesh, own, options)
+        self.compiler = Compiler(mesh.groups[0].abstract_mesh, own, options, others)
         self._mesh = mesh
         self._name = name
         self._segment_names = segment_names(name, outline)

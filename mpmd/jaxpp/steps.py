@@ -59,7 +59,8 @@ def treduce(fun: Callable[[Any], Any], xs: Any, schedule: Any, axis: int = 0, op
       operation: a pytree prefix of the outputs of `fun`, of `Add`, `Max`, `Concat(axis)`, operations of `mpmd`, and
         objects with JaxPP's methods `state(n, a)` and `update(state, update, index)`.
     """
-    return loops.treduce(fun, xs, schedule, axis=axis, operation=_operations(operation))
+    # A list is a list of microbatches to `mpmd.treduce`; to JaxPP it is a pytree as any other.
+    return loops.treduce(lambda x: fun(x[0]), (xs,), schedule, axis=axis, operation=_operations(operation))
 
 
 @compat.api_boundary

@@ -19,6 +19,8 @@ from mpmd.job.activity import Activity
 
 # Pieces of all steps of a program are numbered from its own number, shifted so far.
 NUMBER_BITS = 44
+# Of a step whose microbatches have several shapes, a number of their order stands from here on.
+ORDER_BITS = 32
 
 
 class Wire(Protocol):

@@ -251,6 +251,17 @@ def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: 
             )
 
 
+def check_alike(first: Sequence[Any], others: Sequence[Any], operations: Sequence[Operation]) -> None:
+    """Raises a StageError where two microbatches of a list have outputs of different types."""
+    for one, other, op in zip(first, others, operations, strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise StageError(
+                f"treduce: fun returns {one.str_short()} for one microbatch of the list and {other.str_short()} for"
+                f" another, and {op!r} reduces outputs of one shape.\n"
+                "  Reduce over the axes that differ inside of fun, or pad what it returns to one shape."
+            )
+
+
 def _check_accumulator(op: Operation, aval: Any, name: str) -> None:
     """An operation of one's own keeps the type of its accumulator."""
     if type(op).__module__ == __name__:

@@ -19,8 +19,20 @@ from jax import lax
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
 from mpmd.errors import StageError
+from mpmd.ops import lists
+from mpmd.ops.lists import Microbatches
+from mpmd.ops.means import Means
 from mpmd.ops.microbatches import check_microbatch_axis, doubt_of, may_be_of_shapes, what_fun_sees
-from mpmd.ops.reductions import Add, Operation, broadcast_operation, check_operations, result_types
+from mpmd.ops.reductions import (
+    Add,
+    Max,
+    Min,
+    Operation,
+    broadcast_operation,
+    check_alike,
+    check_operations,
+    result_types,
+)
 from mpmd.ops.stage_end import mark_p, without
 from mpmd.users_frame import users_frame
 from scheduler import Schedule
@@ -40,6 +52,7 @@ class LoopInfo:
       schedule: as the user gave it; None for a loop without a pipeline.
       cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
       doubt: what a microbatch looks like, if its rows may have been taken for microbatches.
+      path: of the argument that is the list of its microbatches, if there is one.
     """
 
     schedule: Schedule | str | None
@@ -47,6 +60,7 @@ class LoopInfo:
     operations: tuple[Operation, ...]
     cuts: tuple[int, ...] | None = None
     doubt: str | None = dataclasses.field(default=None, compare=False)
+    path: lists.Path | None = None
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))
@@ -65,8 +79,14 @@ def treduce(
     axis: int = 0,
     operation: Any = Add,
     cuts: Sequence[int] | None = None,
+    weights: Callable | None = None,
 ) -> Any:
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
+
+    Microbatches of several shapes are a list: each entry is a microbatch, a pytree of arrays. Give the list as an
+    argument of the step. `fun` is traced once for each distinct shape, and each stage compiled once for each; any
+    number of microbatches of these shapes in any order runs without tracing or compiling. Sums are made in the order
+    of the list.
 
     Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
     loop, which is what a schedule orders. With `schedule=None`, or outside of `mpmd.jit`, this is a
@@ -75,7 +95,8 @@ def treduce(
     Args:
       fun: takes a slice of `xs` (the microbatch axis removed) and returns a pytree of arrays. It may close
         over parameters and anything else that is the same for every microbatch.
-      xs: a pytree of arrays, each with the same number of microbatches on axis `axis`.
+      xs: a pytree of arrays, each with the same number of microbatches on axis `axis`; or a list of microbatches of
+        one structure. (Several arrays with a microbatch axis stand in a tuple or a dict.)
       schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`; or its name, `"1f1b"`: then
         the groups of the mesh and the marks say for how many stages; or None.
       axis: the microbatch axis of every leaf of `xs`.
@@ -85,12 +106,15 @@ def treduce(
         schedule. Layer k ends with the k-th mark; what precedes the first layer belongs to the first stage, what
         follows the last one to the last stage. With n marks the numbers add up to n (a last 0: the last stage begins
         behind the last mark), or to n + 1 if the last layer has no mark. None: chosen by cost and memory.
+      weights: for `Mean`, from a microbatch to its weight, a scalar such as its number of tokens: the outputs are
+        multiplied by it, summed, and divided by the sum of all weights. None: microbatches count alike.
 
     Returns:
       The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
 
     Raises:
-      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis.
+      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis; of a list, if the
+        microbatches have several structures, or `fun` returns other shapes for some of them.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd
@@ -98,22 +122,124 @@ def treduce(
       >>> w, xs = jnp.ones((3, 3)), jnp.ones((4, 2, 3))   # 4 microbatches of 2 rows
       >>> value, grad = mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule=None)
     """
+    if weights is not None and not callable(weights):
+        raise StageError(
+            f"treduce: weights is a {type(weights).__name__}. Pass a function from a microbatch to its weight, a"
+            " scalar: weights=lambda x: x['mask'].sum()."
+        )
+    if isinstance(xs, list):
+        return _treduce_list(fun, xs, schedule, axis, operation, cuts, weights)
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(xs)
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for _, leaf in paths_and_leaves]
     names = ["xs" + jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     num_microbatches = check_microbatch_axis(names, leaves, axis)
+    means = None if weights is None else Means(fun, operation, weights, num_microbatches)
+    given = fun if means is None else means.sums
 
     def take(index):
         sliced = [_slice(leaf, index, axis % leaf.ndim) for leaf in leaves]
         try:
-            return fun(jax.tree.unflatten(treedef, sliced))
+            return given(jax.tree.unflatten(treedef, sliced))
         except Exception as error:
             if may_be_of_shapes(error):
                 error.add_note(what_fun_sees(names, leaves, sliced, axis))
             raise
 
     doubt = doubt_of(names, [(x.shape[: axis % x.ndim] + x.shape[axis % x.ndim + 1 :], x.dtype) for x in leaves])
-    return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce", doubt)
+    if means is None:
+        return _treduce(take, num_microbatches, schedule, operation, cuts, "treduce", doubt)
+    return means.of(_treduce(take, num_microbatches, schedule, means.operations, cuts, "treduce", doubt))
+
+
+def _treduce_list(
+    fun: Callable, xs: list, schedule: Any, axis: Any, operation: Any, cuts: Any, weights: Callable | None
+) -> Any:
+    """`treduce` of a list: a loop for one microbatch that stands for all where the step is made a pipeline."""
+    if axis != 0:
+        raise StageError(f"treduce: axis is {axis!r}, and xs is a list, whose entries are whole microbatches.")
+
+    def given(x):
+        try:
+            return fun(x)
+        except Exception as error:
+            if may_be_of_shapes(error):
+                error.add_note(
+                    "treduce: xs is a list, and fun sees one entry of it, a microbatch. Arrays with a microbatch axis"
+                    " stand in a tuple or a dict."
+                )
+            raise
+
+    if schedule is None or compat.setting("jax_disable_jit") or lists.arguments.get() is None:
+        if schedule is not None:
+            _check_schedule(schedule, "treduce")
+        _checked_cuts(cuts, schedule, "treduce")
+        return _plain_list(given, xs, operation, weights)
+    if not isinstance(xs, Microbatches):
+        list(lists.elements(xs))
+        raise lists.found(xs)
+    means = Means(given, operation, weights, xs.number)
+    leaves, treedef = jax.tree.flatten(xs.one)
+
+    def take(index):
+        outs = means.sums(jax.tree.unflatten(treedef, [_whole(x, index) for x in leaves]))
+        if not xs.is_counted and any(type(op) not in (Add, Max, Min) for op in means.operations):
+            raise lists.CountsList(xs.path)
+        return outs
+
+    return means.of(_treduce(take, xs.num_microbatches, schedule, means.operations, cuts, "treduce", path=xs.path))
+
+
+def _whole(x: Any, index: Any) -> jax.Array:
+    """All of a microbatch's array, as a slice that begins at the index: what depends on it is not made before the loop.
+
+    XLA drops such a slice: it begins at 0, wherever it is said to begin.
+    """
+    if not x.ndim:
+        return lax.squeeze(_whole(lax.expand_dims(x, (0,)), index), (0,))
+    return lax.dynamic_slice(x, (index, *[np.int32(0)] * (x.ndim - 1)), x.shape, allow_negative_indices=False)
+
+
+def _plain_list(fun: Callable, xs: list, operation: Any, weights: Callable | None) -> Any:
+    """The plain loop over a list; `fun` is traced once for each distinct shape."""
+    # In a pipelined step the number belongs to the call: here, too, XLA must not divide by a constant.
+    means = Means(fun, operation, weights, lax.optimization_barrier(jnp.int32(len(xs))))
+    runs: dict[Any, Callable] = {}
+    first: list = []
+    accs: list = []
+    for i, (leaves, treedef) in enumerate(lists.elements(xs)):
+        leaves = [x if is_plain(x) else jnp.asarray(x) for x in leaves]
+        types = tuple(map(jax.typeof, leaves))
+        if types not in runs:
+            runs[types], outs = _run_of(means, leaves, treedef)
+            first = first or outs
+            check_operations(means.operations, outs, "treduce")
+            check_alike(first, outs, means.operations)
+        if i == 0:
+            accs = [op.init(aval, len(xs)) for op, aval in zip(means.operations, first, strict=True)]
+        accs = runs[types](lax.optimization_barrier(accs), np.int32(i), leaves)
+    return means.of([op.finish(acc, len(xs)) for op, acc in zip(means.operations, accs, strict=True)])
+
+
+def _run_of(means: Means, leaves: list, treedef: Any) -> tuple[Callable, list]:
+    """From accumulators to those after a microbatch, traced for the shapes of its leaves, and the types of its outputs.
+
+    Stage ends mark nothing in it.
+    """
+
+    def sums(*xs):
+        return means.sums(jax.tree.unflatten(treedef, xs))
+
+    if compat.setting("jax_disable_jit"):  # `fun` sees the values
+        outs = list(map(jax.typeof, sums(*leaves)))
+        return lambda accs, index, leaves: _updated(means.operations, accs, sums(*leaves), index), outs
+    body = jax.make_jaxpr(sums)(*leaves)
+    closed = compat.ClosedJaxpr(compat.constvars_to_invars(without(body.jaxpr, (mark_p,))), ())
+
+    def update(accs, index, leaves, consts):
+        return _updated(means.operations, accs, compat.jaxpr_as_fun(closed)(*consts, *leaves), index)
+
+    run = jax.jit(update)
+    return lambda accs, index, leaves: run(accs, index, leaves, body.consts), body.out_avals
 
 
 @compat.api_boundary
@@ -144,7 +270,14 @@ def _slice(x: Any, index: Any, axis: int) -> jax.Array:
 
 
 def _treduce(
-    take: Callable, num_microbatches: int, schedule: Any, operation: Any, cuts: Any, name: str, doubt: str | None = None
+    take: Callable,
+    num_microbatches: int,
+    schedule: Any,
+    operation: Any,
+    cuts: Any,
+    name: str,
+    doubt: str | None = None,
+    path: lists.Path | None = None,
 ) -> Any:
     """Traces `take(index)` once and binds the loop; values it closes over become operands."""
     if schedule is not None:
@@ -164,16 +297,42 @@ def _treduce(
 
     index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
     body = compat.written_out(_without_outer_refs(jax.make_jaxpr(flat)(index), name))
+    if path is not None:
+        body = _varying(body)
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
     jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
     closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
-    info = LoopInfo(schedule, num_microbatches, operations, cuts, doubt=doubt)
+    info = LoopInfo(schedule, num_microbatches, operations, cuts, doubt, path)
     reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=info)
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
     return jax.tree.unflatten(out_tree, leaves)
+
+
+def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
+    """A loop's body in which each output depends on the index: what is the same for all microbatches of one shape, such
+    as its number of tokens, is another for those of another shape.
+    """
+    (index,) = body.jaxpr.invars
+    moving = {index}
+    for eqn in body.jaxpr.eqns:
+        if not moving.isdisjoint(v for v in eqn.invars if isinstance(v, compat.Var)):
+            moving.update(eqn.outvars)
+    still = [isinstance(v, compat.Literal) or v not in moving for v in body.jaxpr.outvars]
+    if not any(still):
+        return body
+
+    def varying(index):
+        outs = compat.jaxpr_as_fun(body)(index)
+        return [_whole(jnp.asarray(x), index) if fixed else x for x, fixed in zip(outs, still, strict=True)]
+
+    return jax.make_jaxpr(varying)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
+
+
+def _updated(operations: Sequence[Operation], accs: Sequence[Any], outs: Sequence[Any], index: Any) -> list:
+    return [op.update(acc, x, index) for op, acc, x in zip(operations, accs, outs, strict=True)]
 
 
 def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJaxpr:

@@ -12,6 +12,7 @@ run together before the next transfer (`levels`); and the outline (`assemble`).
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -123,3 +124,17 @@ class Outline:
                 )
                 lines += ["  " + line for line in str(item.partition).splitlines()]
         return "\n".join(lines)
+
+
+def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
+    """A step whose loops have other numbers of microbatches, by the number of the loop."""
+
+    def changed(loop: Loop) -> Loop:
+        if (count := numbers.get(loop.number)) is None:
+            return loop
+        info = dataclasses.replace(loop.partition.info, num_microbatches=count)
+        partition = dataclasses.replace(loop.partition, info=info)
+        return dataclasses.replace(loop, partition=partition, orders=info.schedule.orders(count))
+
+    items = tuple(changed(item) if isinstance(item, Loop) else item for item in outline.items)
+    return dataclasses.replace(outline, items=items)

@@ -4,7 +4,7 @@ Worked out once, before the first step. A step's values stand in one list; each 
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import scheduler
 from mpmd import _jax_compat as compat
+from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.compiler import Executable
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.graphs.body import Place
 from mpmd.job.job import Job
+from mpmd.job.wires import ORDER_BITS
 from mpmd.run import device_put
 from mpmd.run.pieces import pieces
 from mpmd.run.routes import ValueRoute
@@ -119,10 +121,60 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     Args:
       job: None where all groups are this process's.
     """
-    outline, local = programs.outline, programs.mesh.local_groups
-    slots = _Slots(programs, job)
-    limits = None if job is None else Limits(job, programs, program)
-    calls, transfers = _Calls(programs, slots), _Transfers(programs, program, job, slots, limits)
+    slots, limits = Slots(programs.mesh, job), None if job is None else Limits(job, programs, program)
+    return _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()))
+
+
+class BoundBuckets:
+    """One program, bound with the executables of each bucket: instruction by instruction they do the same, for
+    microbatches of other shapes.
+
+    Args:
+      buckets: a step for each shape.
+      dealt: names of the arguments of which each microbatch has its own.
+
+    Attributes:
+      of: per bucket, its bindings; the slots are those of all.
+    """
+
+    def __init__(self, buckets: Sequence[StepPrograms], program: Program, job: Job | None, dealt: Set[str]):
+        self.slots = Slots(buckets[0].mesh, job)
+        self._limits = None if job is None else Limits(job, buckets[0], program, ORDER_BITS)
+        self._calls = [_Calls(programs, self.slots, dealt) for programs in buckets]
+        pairs = zip(buckets, self._calls, strict=True)
+        self.of = [_bind(programs, program, job, self._limits, calls) for programs, calls in pairs]
+        self.template = self.slots.template()
+
+    def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
+        """Two tasks that run as one executable where their microbatches have one shape, one after the other."""
+        halves = [
+            self._calls[bucket].alone(b.group, b.loop, task) for bucket, task in zip(buckets, b.tasks, strict=True)
+        ]
+        first, second = (half.act.call for half in halves)
+        cut = len(halves[0].reads)
+
+        def act(*arrays: jax.Array) -> list[jax.Array]:
+            return [*first(*arrays[:cut]), *second(*arrays[cut:])]
+
+        return dataclasses.replace(
+            halves[0],
+            act=act if self._limits is None else self._limits.counted(b.group, act),
+            reads=halves[0].reads + halves[1].reads,
+            writes=halves[0].writes + halves[1].writes,
+            donates=halves[0].donates + halves[1].donates,
+            text=b.text,
+            tasks=b.tasks,
+            frees=b.frees,
+        )
+
+
+def _bind(
+    programs: StepPrograms, program: Program, job: Job | None, limits: Limits | None, calls: "_Calls"
+) -> Bindings:
+    outline, local, slots = programs.outline, programs.mesh.local_groups, calls.slots
+    if limits is not None:
+        limits.begin()
+    transfers = _Transfers(programs, program, job, slots, limits)
     inputs = slots.of_all(zip(outline.trace.jaxpr.invars, outline.inputs, strict=True))
     found: list[BoundInstruction] = []
     last: dict[int, BoundInstruction] = {}  # of each group
@@ -157,12 +209,16 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved)
 
 
-class _Slots:
-    """Numbers the values that groups of this process hold."""
+class Slots:
+    """Numbers the values that groups of this process hold.
 
-    def __init__(self, programs: StepPrograms, job: Job | None):
-        self._mesh = programs.mesh
-        self._names = programs.outline.names
+    Attributes:
+      names: of variables around the loops.
+    """
+
+    def __init__(self, mesh: MpmdMesh, job: Job | None):
+        self._mesh = mesh
+        self.names: dict[compat.Var, str] = {}
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._constants: dict[int, tuple[np.generic, Any]] = {}
@@ -172,7 +228,7 @@ class _Slots:
 
     def around(self, group: int, v: compat.Var) -> int:
         """The slot of a variable of the step, outside of the loops."""
-        return self.of(group, Value(self._names[v]))
+        return self.of(group, Value(self.names[v]))
 
     def of_all(self, held: Iterable[tuple[Any, Iterable[int]]]) -> list[list[tuple[int, int]]]:
         """Per variable, the groups of this process that hold it and its slots there."""
@@ -200,11 +256,14 @@ class _Slots:
 
 
 class _TaskValues(NamedTuple):
-    """What tasks of one stage and kind take and give: slots of values around the loop, names of values in it."""
+    """What tasks of one stage and kind take and give: slots of values around the loop, names of values in it.
+
+    Operands of which each microbatch has its own are names.
+    """
 
     constants: list[int]
     uses_index: bool
-    operands: list[int]
+    operands: list[int | str]
     reads: list[str]
     writes: list[str]
     accumulators: list[int]
@@ -213,21 +272,23 @@ class _TaskValues(NamedTuple):
 class _Calls:
     """Binds the instructions that call executables."""
 
-    def __init__(self, programs: StepPrograms, slots: _Slots):
+    def __init__(self, programs: StepPrograms, slots: Slots, dealt: Set[str]):
         self._programs = programs
-        self._slots = slots
+        self.slots = slots
+        slots.names.update(programs.outline.names)
+        self._dealt = dealt
         self._values: dict[tuple[int, Place], _TaskValues] = {}
 
     def call(self, group: int, instruction: Call) -> BoundInstruction:
         slots = [
-            tuple(self._slots.of(group, v) for v in values)
+            tuple(self.slots.of(group, v) for v in values)
             for values in (instruction.reads, instruction.writes, instruction.donates)
         ]
         text = f"{instruction.name} in group {group}"
         frees = tuple(set(slots[2]) - set(slots[1]))
         act = self._programs.named[instruction.name]
         constants = self._programs.constants.get(instruction.name, ())  # zeros have none
-        reads = (*(self._slots.of_constant(group, c) for c in constants), *slots[0])
+        reads = (*(self.slots.of_constant(group, c) for c in constants), *slots[0])
         return BoundInstruction(RUN, act, reads, slots[1], group, text, frees=frees, donates=slots[2])
 
     def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
@@ -236,6 +297,13 @@ class _Calls:
         return [
             self._task(group, program, executable, tasks) for executable, tasks in self._programs.calls(instruction)
         ]
+
+    def alone(self, group: int, loop: int, task: Task) -> BoundInstruction:
+        """A task, in an executable of its own."""
+        program = self._programs.loops[loop]
+        executable = program.tasks[Place(task.stage, task.kind)].executable
+        assert executable is not None
+        return self._task(group, program, executable, (task,))
 
     def _task(
         self, group: int, program: LoopProgram, executable: Executable, tasks: tuple[Task, ...]
@@ -246,10 +314,11 @@ class _Calls:
         donates: tuple[int, ...] = ()
         for task in tasks:
             values, microbatch = self._values_of(group, program, Place(task.stage, task.kind)), task.microbatch
-            index = (self._slots.of_constant(group, np.int32(microbatch)),) if values.uses_index else ()
-            taken = [self._slots.of(group, Value(name, microbatch)) for name in values.reads]
-            given = [self._slots.of(group, Value(name, microbatch)) for name in values.writes]
-            reads += (*values.constants, *index, *values.operands, *taken, *values.accumulators)
+            index = (self.slots.of_constant(group, np.int32(microbatch)),) if values.uses_index else ()
+            own = [x if isinstance(x, int) else self.slots.of(group, Value(x, microbatch)) for x in values.operands]
+            taken = [self.slots.of(group, Value(name, microbatch)) for name in values.reads]
+            given = [self.slots.of(group, Value(name, microbatch)) for name in values.writes]
+            reads += (*values.constants, *index, *own, *taken, *values.accumulators)
             writes += (*values.accumulators, *given)
             donates += (*values.accumulators,)
         text = f"{'+'.join(map(str, tasks))} in group {group}"
@@ -263,14 +332,18 @@ class _Calls:
             constants = program.tasks[place].constants
             results = [loop.partition.accumulators[k].result for k in body.accumulates]
             self._values[key] = _TaskValues(
-                [self._slots.of_constant(group, c) for c in constants],
+                [self.slots.of_constant(group, c) for c in constants],
                 body.uses_index,
-                [self._slots.around(group, v) for v in body.operands],
+                [self._operand(group, v) for v in body.operands],
                 [edge_name(loop, v) for v in body.reads],
                 [edge_name(loop, v) for v in body.writes],
-                [self._slots.around(group, v) for v in results],
+                [self.slots.around(group, v) for v in results],
             )
         return self._values[key]
+
+    def _operand(self, group: int, v: compat.Var) -> int | str:
+        name = self.slots.names[v]
+        return name if name in self._dealt else self.slots.around(group, v)
 
 
 class _Way(NamedTuple):
@@ -286,7 +359,7 @@ class _Way(NamedTuple):
 class _Transfers:
     """Binds sends and receives, and counts what goes."""
 
-    def __init__(self, programs: StepPrograms, program: Program, job: Job | None, slots: _Slots, limits: Limits | None):
+    def __init__(self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None):
         self.num_pieces = 0
         self.bytes_moved = 0
         self._programs, self._program = programs, program

@@ -23,8 +23,8 @@ from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
-from mpmd.run.agreement import agree, plan_of, values_to_compare, warm_up
-from mpmd.run.bindings import MOVE, RECV, RUN, SEND, bind
+from mpmd.run.agreement import Announcement, agree, plan_of, values_to_compare, warm_up
+from mpmd.run.bindings import MOVE, RECV, RUN, SEND, Bindings, bind
 from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
@@ -63,7 +63,7 @@ class Executor:
         self._alone = alone() if job is None and joining.current() is None else None
         watched = self._alone if self._job is None else self._job
         self._activity = None if watched is None else watched.activity
-        self.bindings = bind(programs, program, self._job)
+        self.bindings = self._bind(programs, program)
         self.program = program
         self.flight = Flight(len(self.bindings.instructions))
         self._num_steps = 0
@@ -75,6 +75,9 @@ class Executor:
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
             self.finish()
+
+    def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
+        return bind(programs, program, self._job)
 
     def finish(self) -> None:
         """Waits for all programs, once."""
@@ -126,10 +129,13 @@ class Executor:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
         if self._job is None or self._next_piece is not None:
             return False
-        plan = plan_of(self._programs, self.program)
+        plan = self._plan()
         self._next_piece = agree(self._job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
         warm_up(self._job, self._programs.mesh, self.ranks)
         return True
+
+    def _plan(self) -> Announcement:
+        return plan_of(self._programs, self.program)
 
     def _note(self, number: int, values: Sequence[tuple[int, Any]] = ()) -> Note:
         """Of the next call; `number` is 0 before the processes have agreed on the program."""
@@ -204,15 +210,20 @@ class Executor:
         base = 0
         if self._job is not None:
             self.prepare()
-            assert self._next_piece is not None
-            base = self._next_piece
-            self._next_piece += self.bindings.num_pieces
+            base = self._first_piece()
         self._activity.enter_step(self)
         try:
             with contextlib.nullcontext() if self._job is None else self._job.as_a_whole():
                 yield base
         finally:
             self._activity.leave_step()
+
+    def _first_piece(self) -> int:
+        """The number of the first piece of the next step."""
+        assert self._next_piece is not None
+        base = self._next_piece
+        self._next_piece += self.bindings.num_pieces
+        return base
 
     def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions one after the other."""

@@ -1,11 +1,13 @@
 """Checks the arguments of a call, and brings them to the groups that read them."""
 
+import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
@@ -43,12 +45,31 @@ class Inputs:
         of_arguments = zip(trace.arguments, shardings[len(trace.consts) :], strict=True)
         self.pieces = [(v.aval, s) for v, s in of_arguments]
         self._whole = split.whole
+        self._names: Sequence[str] = split.whole.in_names
         self._rows = split.ins
         self._of_pieces = [[self.pieces[k][1] for k in ks] for ks in split.in_positions]
         self.shardings = [
             of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, tuple(s.groups[0] for s in of_pieces))
             for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
         ]
+
+    def dealt(self, absent: Set[int], more: Sequence[tuple[str, compat.Aval, MpmdSharding]]) -> "Inputs":
+        """The inputs of a call with a list of microbatches, whose arrays come last.
+
+        Args:
+          absent: positions of arguments in whose place they come; a call has anything there.
+          more: name, type and sharding of each array of the microbatches.
+        """
+        found = copy.copy(self)
+        nowhere = MpmdSharding(self.shardings[0].mpmd_mesh, (), PartitionSpec())
+        shardings = [nowhere if i in absent else s for i, s in enumerate(self.shardings)]
+        found.shardings = [*shardings, *(s for _, _, s in more)]
+        found.avals = [*self.avals, *(aval for _, aval, _ in more)]
+        found._names = [*self._names, *(name for name, _, _ in more)]
+        found._rows = (*self._rows, *[None] * len(more))
+        of_pieces = [[nowhere] if i in absent else of for i, of in enumerate(self._of_pieces)]
+        found._of_pieces = [*of_pieces, *([s] for _, _, s in more)]
+        return found
 
     def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flat arguments, if they are those that the step was compiled for.
@@ -125,12 +146,12 @@ class Inputs:
         for i, x in enumerate(leaves):
             sharding, rows, aval = self.shardings[i], self._rows[i], self.avals[i]
             if type(x) is MpmdArray:
-                x._check_not_gone(self._whole.in_names[i])
+                x._check_not_gone(self._names[i])
                 if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
                     arguments += [x._arrays] if rows is None else _pieces_in_place(x, rows, self._of_pieces[i])
                     continue
             elif isinstance(x, jax.Array) and not isinstance(x, compat.Tracer) and x.is_deleted():
-                name, of_type = self._whole.in_names[i], aval.str_short(short_dtypes=True)
+                name, of_type = self._names[i], aval.str_short(short_dtypes=True)
                 raise RuntimeError(f"{name}: this {of_type} was deleted, or donated to a step: use the step's output.")
             for piece, where in zip(_pieces(x, rows), self._of_pieces[i], strict=True):
                 if isinstance(piece, jax.Array):

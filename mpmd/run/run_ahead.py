@@ -69,6 +69,7 @@ class Flow:
         self.every = _MOST
         self.per_step = 0  # values
         self.pieces_per_step = 1
+        self.number_bits = NUMBER_BITS
 
     def sending(self, carry: Callable) -> Callable:
         """`carry`, which sends the next value of a step."""
@@ -110,7 +111,7 @@ class Flow:
 
     def _count(self, index: int, base: int) -> int:
         """How many values came before, over all steps."""
-        return (base & ((1 << NUMBER_BITS) - 1)) // self.pieces_per_step * self.per_step + index
+        return (base & ((1 << self.number_bits) - 1)) // self.pieces_per_step * self.per_step + index
 
     def _key(self, count: int, base: int, sender: int, receiver: int) -> str:
         return f"mpmd/ahead/{base >> NUMBER_BITS}/{self._name}/{count}/{sender}/{receiver}"
@@ -119,7 +120,8 @@ class Flow:
 class Limits:
     """Which transfers of a program are held up, and by what."""
 
-    def __init__(self, job: Job, programs: StepPrograms, program: Program):
+    def __init__(self, job: Job, programs: StepPrograms, program: Program, number_bits: int = NUMBER_BITS):
+        self._number_bits = number_bits
         self._job, self._mesh, self._nbytes = job, programs.mesh, program.nbytes
         one_way = [loop.loop for loop in programs.loops if _only_goes_forward(loop)]
         self._in_one_way = {edge_name(loop, v) for loop in one_way for v in loop.partition.names}
@@ -137,10 +139,16 @@ class Limits:
         if (source, target) not in self._flows:
             tasks, name = self._tasks.setdefault(target, Tasks()), f"group {target} from group {source}"
             self._flows[source, target] = Flow(self._job, name, senders, receivers, tasks)
+            self._flows[source, target].number_bits = self._number_bits
         flow = self._flows[source, target]
         flow.every = min(flow.every, max(_FEWEST, _BYTES // max(1, self._nbytes.get(value.name, 0))))
         flow.tasks.every = min(flow.tasks.every, flow.every)
         return flow
+
+    def begin(self) -> None:
+        """The transfers of a program come, the first one first; those of equal programs are held up alike."""
+        for flow in self._flows.values():
+            flow.per_step = 0
 
     def counted(self, group: int, fun: Callable) -> Callable:
         """An executable of a group, counted if the group is waited for."""

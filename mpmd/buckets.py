@@ -1,0 +1,321 @@
+"""Steps that take lists of microbatches of several shapes: an ordinary step for each distinct shape, and one program.
+
+Each shape is a *bucket*: the step, traced, cut and compiled for microbatches of this shape alone. All that is around
+the loops, and what the tasks take and give, is the same in every bucket; this is checked. So one program runs any
+number of microbatches in any order of their shapes, each task with the executable of its microbatch's bucket.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.compile.donation import donations
+from mpmd.compile.program import step_program
+from mpmd.compile.step import StepPrograms, compile_bucket, with_outline
+from mpmd.cutting.cut import with_given_cuts
+from mpmd.cutting.split_rows import SplitStep
+from mpmd.errors import StageError
+from mpmd.job import joining
+from mpmd.ops import lists
+from mpmd.ops.lists import CountsList, Microbatches, ReadsList
+from mpmd.ops.reductions import check_alike
+from mpmd.ops.treduce import treduce_p
+from mpmd.partition.outline import Outline, Segment, with_microbatches
+from mpmd.run.bucket_executor import BucketExecutor, MicrobatchArray, Order
+from mpmd.run.inputs import Inputs
+from mpmd.stages import Compiled, Lowered, Traced
+from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
+from scheduler import Program
+from scheduler.base.collector import without_collection
+
+# So many orders and numbers of microbatches are kept.
+_NUM_KEPT = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicrobatchList:
+    """A list of microbatches, an argument of a call.
+
+    Attributes:
+      leaves, types: of each microbatch.
+      tree: the structure of each.
+    """
+
+    path: lists.Path
+    given: list
+    leaves: list[list]
+    tree: Any
+    types: list[tuple]
+
+    @classmethod
+    def of(cls, path: lists.Path, given: list, explicit: Set[str]) -> "MicrobatchList":
+        """Reads a list.
+
+        Args:
+          explicit: the Explicit axes of the groups' meshes.
+        """
+        found = list(lists.elements(given))
+        leaves = [xs for xs, _ in found]
+        return cls(path, given, leaves, found[0][1], [tuple(leaf_type(x, explicit) for x in xs) for xs in leaves])
+
+    @property
+    def largest(self) -> Any:
+        """A microbatch of the shape with most elements."""
+        return max(self.given, key=lambda x: sum(np.size(leaf) for leaf in jax.tree.leaves(x)))
+
+    def standing_for(self, one: Any, ways: Set[type]) -> Microbatches:
+        """What the step sees of it."""
+        items = self.given if ReadsList in ways else None
+        return Microbatches(self.path, one, np.int32(len(self.given)), len(self.given), CountsList in ways, items)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucketing:
+    """Makes the step for one microbatch of each list."""
+
+    read: Callable[[Sequence[Any]], CallArguments]
+    trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
+
+    def traced(self, ones: Sequence[Any], known: Mapping[int, Hint] | None) -> Traced:
+        """The step for these microbatches, which are not donated.
+
+        Args:
+          known: the layouts of other arguments.
+        """
+        traced = self.trace(self.read(ones), known)
+        return dataclasses.replace(traced, _donated=traced._donated - self.positions(ones).keys())
+
+    def positions(self, ones: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """Where the arrays of the microbatches stand among all leaves: which of which list each is."""
+        trees = [jax.tree.structure(one) for one in ones]
+        numbered = [
+            jax.tree.unflatten(tree, [_Leaf(k, n) for n in range(tree.num_leaves)]) for k, tree in enumerate(trees)
+        ]
+        leaves = self.read(numbered).leaves
+        return {i: (x.of, x.number) for i, x in enumerate(leaves) if isinstance(x, _Leaf)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Stands for an array of a microbatch."""
+
+    of: int
+    number: int
+    shape: tuple[int, ...] = ()
+    dtype: Any = np.float32
+
+
+class Buckets:
+    """The steps for the shapes that have come in lists so far, beside other arguments of one kind.
+
+    Args:
+      bucketing: makes the step for a new shape.
+    """
+
+    def __init__(self, bucketing: Bucketing):
+        self._bucketing = bucketing
+        self._numbers: list[dict[tuple, int]] = []  # per list, the bucket of each shape
+        self._examples: list[Any] = []  # a microbatch of each list
+        self._positions: dict[int, tuple[int, int]] = {}
+        self._step: BucketedStep | None = None
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether it can be called with these arrays, in the place of which microbatches may not be."""
+        return self._step is None or self._step.fits_apart(leaves)
+
+    def __call__(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList]) -> Any:
+        self._add_new(xs)
+        assert self._step is not None
+        order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
+        return self._step.run(leaves, xs, order)
+
+    def _add_new(self, xs: Sequence[MicrobatchList]) -> None:
+        """Makes the steps for shapes that have not come before."""
+        if self._step is None:
+            self._paths = [x.path for x in xs]
+            self._numbers, self._examples = [{} for _ in xs], [x.largest for x in xs]
+        new = [
+            {types: one for types, one in zip(x.types, x.given, strict=True) if types not in known}
+            for known, x in zip(self._numbers, xs, strict=True)
+        ]
+        if not any(new):
+            return
+        # The first bucket, which says what is around the loops, has the largest shapes.
+        ordered = [sorted(n.items(), key=lambda item: -sum(np.prod(t[0]) for t in item[0])) for n in new]
+        with joining.compiling(), without_collection():
+            for some in itertools.zip_longest(*ordered):
+                ones = [e if s is None else s[1] for e, s in zip(self._examples, some, strict=True)]
+                number = self._add(ones)
+                for known, s in zip(self._numbers, some, strict=True):
+                    if s is not None:
+                        known[s[0]] = number
+
+    def _add(self, ones: Sequence[Any]) -> int:
+        """The number of a new step."""
+        if self._step is not None:
+            known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
+            traced = self._bucketing.traced(ones, known)
+            if (cuts := self._cuts) is not None:  # stages end where they do in the first bucket
+                traced = dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))
+            return self._step.add(traced._lowered)
+        traced = self._bucketing.traced(ones, None)
+        self._hints, self._positions = traced._hints, self._bucketing.positions(ones)
+        lowered = traced._lowered
+        self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
+        step = lowered._begin_to_compile(kind=BucketedStep)
+        assert isinstance(step, BucketedStep)
+        step.begin(self._paths, self._positions)
+        self._step = step
+        return 0
+
+
+class BucketedStep(Compiled):
+    """A step for lists of microbatches, as `Compiled` is one for arrays: the first bucket, and those that come."""
+
+    def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> None:
+        return None
+
+    def begin(self, paths: list[lists.Path], positions: Mapping[int, tuple[int, int]]) -> None:
+        """What it is the first bucket of.
+
+        Args:
+          paths: of the lists.
+          positions: of the arguments that stand for a microbatch, each the array of some number of one of the lists.
+        """
+        self._positions = positions
+        self._first = self._inputs
+        self._buckets = [(self._programs, self._inputs)]
+        infos = {loop.number: loop.partition.info for loop in self._programs.outline.loops}
+        self._list_of = {n: paths.index(info.path) for n, info in infos.items() if info.path is not None}
+        self._executors: dict[Hashable, BucketExecutor] = {}
+        self._views: dict[Order, tuple[list[MicrobatchArray], Inputs]] = {}
+
+    def add(self, lowered: Lowered) -> int:
+        """One bucket more; its number."""
+        ins = [h.layout for h in lowered._ins]
+        _check_alike(self._programs, lowered)
+        programs = compile_bucket(lowered._outline, self._programs, ins, lowered._donated, lowered._split.stacks)
+        self._buckets.append((programs, Inputs(programs, lowered._split)))
+        self._executors.clear()
+        return len(self._buckets) - 1
+
+    def fits_apart(self, leaves: Sequence[Any]) -> bool:
+        """Whether it can be called with these arguments, beside any microbatches."""
+        return self._first.fit(self._with_places(leaves))
+
+    def _with_places(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments, with something in the place of the arrays of one microbatch."""
+        rest = iter(leaves)
+        return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]
+
+    def run(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> Any:
+        """A call with these lists."""
+        if order not in self._views:
+            if len(self._views) >= _NUM_KEPT:
+                del self._views[next(iter(self._views))]
+            self._views[order] = self._view(xs, order)
+        arrays, self._inputs = self._views[order]
+        self._bound = self._executor_for(tuple(len(x.given) for x in xs))
+        self._bound.take(order, arrays)
+        return self._run([*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)])
+
+    def _view(self, xs: Sequence[MicrobatchList], order: Order) -> tuple[list[MicrobatchArray], Inputs]:
+        """The arrays of all microbatches, and the inputs of a call with them."""
+        at = {own: i for i, own in self._positions.items()}
+        names, argument = self._split.whole.in_names, self._argument_names
+        arrays = []
+        for k, (x, buckets) in enumerate(zip(xs, order, strict=True)):
+            places = [at[k, n] for n in range(x.tree.num_leaves)]
+            for m, bucket in enumerate(buckets):
+                inputs = self._buckets[bucket][1]
+                arrays += [
+                    MicrobatchArray(
+                        argument[i], m, names[i].replace("[*]", f"[{m}]"), inputs.avals[i], inputs.shardings[i]
+                    )
+                    for i in places
+                ]
+        more = [(a.name, a.aval, a.sharding) for a in arrays]
+        return arrays, self._first.dealt(self._positions.keys(), more)
+
+    @functools.cached_property
+    def _argument_names(self) -> dict[int, str]:
+        """The names, in the program, of the arguments that stand for a microbatch."""
+        outline, split = self._programs.outline, self._split
+        return {i: outline.names[outline.trace.arguments[split.in_positions[i][0]]] for i in self._positions}
+
+    def _executor_for(self, counts: tuple[int, ...]) -> BucketExecutor:
+        """Runs lists of these lengths."""
+        if counts not in self._executors:
+            if len(self._executors) >= _NUM_KEPT:
+                del self._executors[next(iter(self._executors))]
+            outline = with_microbatches(self._programs.outline, {n: counts[k] for n, k in self._list_of.items()})
+            first = with_outline(self._programs, outline)
+            with without_collection():
+                program = step_program(first.outline, first.mesh.num_groups, first.donated)
+            skip = len(first.outline.trace.consts)
+            absent = frozenset(skip + self._split.in_positions[i][0] for i in self._positions)
+            self._executors[counts] = BucketExecutor(
+                [first, *(programs for programs, _ in self._buckets[1:])],
+                program,
+                self._split.whole,
+                frozenset(self._argument_names.values()),
+                absent,
+                self._list_of,
+            )
+        return self._executors[counts]
+
+
+_NOTHING = np.zeros((), np.float32)
+
+
+def _check_alike(first: StepPrograms, lowered: Lowered) -> None:
+    """A step for microbatches of another shape must do the same around its loops, and have the same tasks.
+
+    Raises:
+      StageError: it does not.
+    """
+    counts = {loop.number: loop.partition.info.num_microbatches for loop in first.outline.loops}
+    one, two = first.outline, with_microbatches(lowered._outline, counts)
+    for a, b in zip(_loops(one), _loops(two), strict=True):
+        check_alike(a.params["jaxpr"].out_avals, b.params["jaxpr"].out_avals, a.params["info"].operations)
+    donated = donations(two, first.mesh, lowered._donated)
+    with without_collection():
+        programs = [step_program(o, first.mesh.num_groups, d) for o, d in ((one, first.donated), (two, donated))]
+    for what, a, b in (
+        ("segments around its loops", _segments(one), _segments(two)),
+        ("sums", _accumulators(one), _accumulators(two)),
+        ("instructions", *(p.groups for p in programs)),
+        ("arguments and results", *((p.inputs, p.outputs) for p in programs)),
+        ("tasks", _tasks(one), _tasks(two)),
+    ):
+        if a != b:
+            raise StageError(
+                f"treduce: the step has other {what} for microbatches of some shapes of the list than for others.\n"
+                "  Python code that looks at the shape of a microbatch may do that. Let what is around fun, and what a"
+                " stage hands to the next, be the same for all shapes."
+            )
+
+
+def _loops(outline: Outline) -> list[compat.JaxprEqn]:
+    return [eqn for eqn in outline.trace.jaxpr.eqns if eqn.primitive is treduce_p]
+
+
+def _segments(outline: Outline) -> list[Hashable]:
+    items = [item for item in outline.items if isinstance(item, Segment)]
+    return [(s.name, s.group, compat.jaxpr_key(compat.make_jaxpr(s.reads, s.writes, s.eqns, s.name))) for s in items]
+
+
+def _accumulators(outline: Outline) -> list[Hashable]:
+    found = [(loop.number, a) for loop in outline.loops for a in loop.partition.accumulators]
+    return [(n, a.place, a.operation, a.value.aval.shape, a.value.aval.dtype) for n, a in found]
+
+
+def _tasks(outline: Outline) -> list[Hashable]:
+    """Which tasks compute something."""
+    return [(loop.number, [(t.place, t.is_empty) for t in loop.partition.tasks]) for loop in outline.loops]

@@ -1,0 +1,218 @@
+"""Lists of microbatches as the arguments of a step: how one is found, and what the step sees of it while it is traced.
+
+A list belongs to the call: how many microbatches it has, and in which order, is no part of the trace. So a step is
+traced for one microbatch of each shape, and sees `Microbatches` in the place of the list. Code of the step that reads
+the list itself (its length, an item) makes it part of the trace, as anything else that Python reads.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from mpmd.errors import StageError
+
+Path = tuple[Any, ...]  # JAX's keys, from `(args, kwargs)` to the list
+
+# What a step is traced with, `(args, kwargs)`; None outside of `mpmd.jit`.
+arguments: ContextVar[Any] = ContextVar("arguments", default=None)
+
+
+class TakesList(BaseException):
+    """A loop takes an argument that is a list: the step is traced again, for one microbatch of each shape.
+
+    Args:
+      path: of the argument.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+
+class ReadsList(TakesList):
+    """The step reads the list itself, its length or an item: it is traced again for this list."""
+
+
+class CountsList(TakesList):
+    """What the step returns has a shape that depends on the length of the list: it is traced again for this length."""
+
+
+class Microbatches(list):
+    """A list argument while a step is traced: one microbatch stands for all.
+
+    Args:
+      path: of the argument.
+      one: a microbatch, a pytree.
+      number: how many there are, an array.
+      num_microbatches: how many there are in the call for which the step is traced.
+      is_counted: whether the trace is for this number alone.
+      plain: the items, where the step reads them itself.
+
+    Attributes:
+      is_guarded: whether the step has it: then only its items can be read.
+    """
+
+    def __init__(self, path: Path, one: Any, number: Any, num_microbatches: int, is_counted: bool, plain: Any = None):
+        super().__init__(plain or ())
+        self.path, self.one, self.number = path, one, number
+        self.num_microbatches, self.is_counted = num_microbatches, is_counted
+        self.plain = None if plain is None else tuple(plain)
+        self.is_guarded = False
+
+    def check_is_plain(self) -> None:
+        """Raises for a list of which only one microbatch is there."""
+        if self.is_guarded and self.plain is None:
+            raise ReadsList(self.path)
+
+
+def _reading(name: str) -> Callable:
+    method = getattr(list, name)
+
+    def read(self: Microbatches, *args: Any) -> Any:
+        self.check_is_plain()
+        return method(self, *args)
+
+    return read
+
+
+_READING = """
+    __len__ __iter__ __getitem__ __contains__ __eq__ __add__ __mul__ __rmul__ __reversed__ __repr__ append copy count
+    extend index pop reverse sort
+"""
+for _name in _READING.split():
+    setattr(Microbatches, _name, _reading(_name))
+
+
+class _One:
+    """A key in paths: `xs[*]`, any microbatch."""
+
+    def __str__(self):
+        return "[*]"
+
+
+class _AboutList:
+    """What a pytree of `Microbatches` keeps beside its leaves."""
+
+    def __init__(self, xs: Microbatches):
+        self.path, self.num_microbatches, self.is_counted = xs.path, xs.num_microbatches, xs.is_counted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AboutList) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Any:
+        return self.path, self.num_microbatches if self.is_counted else None
+
+
+def _flatten(xs: Microbatches) -> tuple[tuple, Any]:
+    xs.check_is_plain()
+    if xs.is_guarded:
+        return (xs.plain,), None
+    return (xs.one, xs.number, xs.plain), _AboutList(xs)
+
+
+def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, Any]:
+    children, kept = _flatten(xs)
+    keys = [_One(), jax.tree_util.GetAttrKey("number"), jax.tree_util.GetAttrKey("items")][-len(children) :]
+    return tuple(zip(keys, children, strict=True)), kept
+
+
+def _unflatten(kept: _AboutList | None, children: Iterable[Any]) -> Any:
+    children = tuple(children)
+    if kept is None:
+        return list(children[0])
+    return Microbatches(kept.path, children[0], children[1], kept.num_microbatches, kept.is_counted, children[2])
+
+
+jax.tree_util.register_pytree_with_keys(Microbatches, _flatten_with_keys, _unflatten, _flatten)
+
+
+@contextlib.contextmanager
+def of_arguments(tree: Any, paths: Iterable[Path]) -> Iterator[None]:
+    """Around a step that is traced with these arguments, `(args, kwargs)`; lists are known at `paths`."""
+    for path in paths:
+        if isinstance(xs := at(tree, path), Microbatches):
+            xs.is_guarded = True
+    token = arguments.set(tree)
+    try:
+        yield
+    finally:
+        arguments.reset(token)
+
+
+def numbers(tree: Any) -> set[int]:
+    """The positions, among the leaves of arguments, of how many microbatches there are."""
+    found = jax.tree.unflatten(tree, range(tree.num_leaves))
+    parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
+    return {x.number for x in parts if isinstance(x, Microbatches)}
+
+
+def path_of(xs: list, tree: Any) -> Path | None:
+    """Where a list stands in a pytree, as this object."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is xs)
+    return next((path for path, x in found if x is xs), None)
+
+
+def at(tree: Any, path: Path) -> Any:
+    """What stands at a path, or None."""
+    for key in path:
+        try:
+            if hasattr(key, "idx"):
+                tree = tree[key.idx]
+            elif hasattr(key, "name"):
+                tree = getattr(tree, key.name)
+            else:
+                tree = tree[key.key]
+        except (IndexError, KeyError, TypeError, AttributeError):
+            return None
+    return tree
+
+
+def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
+    """A pytree with other objects in the place of some, given by their `id`."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: id(x) in new)
+    return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
+
+
+def found(xs: list) -> TakesList:
+    """What to raise for a list of microbatches that a pipelined loop is given while a step is traced.
+
+    Raises:
+      StageError: it is no argument of the step.
+    """
+    given = arguments.get()
+    path = path_of(xs, given)
+    if path is None:
+        raise StageError(
+            "treduce: xs is a list that the step has made, or has in a jax.jit of its own.\n"
+            "  Pass a list of microbatches on as the step gets it, as an argument, and do inside of fun what is to be"
+            " done to each; or stack microbatches of one shape along a new axis."
+        )
+    return TakesList(path)
+
+
+def elements(xs: list) -> Iterator[tuple[list, Any]]:
+    """The leaves and the structure of each microbatch.
+
+    Raises:
+      StageError: there is none, or they have different structures.
+    """
+    if not xs:
+        raise StageError("treduce: xs is an empty list. At least one microbatch is needed.")
+    first = jax.tree.structure(xs[0])
+    for i, x in enumerate(xs):
+        leaves, structure = jax.tree.flatten(x)
+        if structure != first:
+            raise StageError(
+                f"treduce: microbatch {i} of xs has another structure than microbatch 0.\n"
+                f"  got      {structure}\n  expected {first}\n"
+                "  In a list, each entry is a microbatch. Arrays with a microbatch axis go into a tuple or a dict."
+            )
+        if not leaves:
+            raise StageError("treduce: the microbatches of xs hold no arrays.")
+        yield leaves, structure

@@ -1,0 +1,72 @@
+"""Means as sums, which are divided after the loop: by weights, or by a number that belongs to the call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpmd.errors import StageError
+from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation
+
+
+class Means:
+    """A loop's function whose means are sums.
+
+    Args:
+      fun, operation: of the loop.
+      weights: from a microbatch to its weight; None where all count alike.
+      number: of the microbatches, a number or an array.
+
+    Attributes:
+      operations: of what `sums` returns, once it has been called.
+    """
+
+    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: Any):
+        self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
+        self.operations: list[Operation] = []
+        self._is_mean: list[bool] = []
+        self._tree: Any = None
+
+    def sums(self, x: Any) -> list:
+        """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
+        outs, self._tree = jax.tree.flatten(self._fun(x))
+        given = broadcast_operation(self._operation, self._tree, "treduce")
+        self._is_mean = [type(op) is Mean for op in given]
+        self.operations[:] = [Add(once=op.once) if type(op) is Mean else op for op in given]
+        if self._weights is None:
+            return [self._to_sum(out) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)]
+        weight = self._weight_of(x)
+        self.operations.append(Add())
+        pairs = zip(outs, self._is_mean, strict=True)
+        return [*(_scaled(self._to_sum(out), weight) if mean else out for out, mean in pairs), weight]
+
+    def _to_sum(self, x: Any) -> Any:
+        x = jnp.asarray(x)
+        return x.astype(np.int32) if x.dtype == np.bool_ else x
+
+    def _weight_of(self, x: Any) -> jax.Array:
+        weight = jnp.asarray(self._weights(x))  # pyright: ignore[reportOptionalCall]
+        if weight.shape or not jnp.issubdtype(weight.dtype, jnp.number):
+            raise StageError(
+                f"treduce: weights returns {jax.typeof(weight).str_short()} for a microbatch. It must return a scalar."
+            )
+        return weight
+
+    def of(self, reduced: list) -> Any:
+        """The outputs of the loop, from what `sums` was reduced to."""
+        reduced = list(reduced)
+        number = self._number if self._weights is None else reduced.pop()
+        pairs = zip(reduced, self._is_mean, strict=True)
+        outs = [Mean().finish(x, _like(x, number)) if mean else x for x, mean in pairs]
+        return jax.tree.unflatten(self._tree, outs)
+
+
+def _scaled(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return x * _like(x, weight)
+
+
+def _like(x: jax.Array, number: Any) -> Any:
+    """A number in the dtype of a float array, which keeps it."""
+    return number.astype(x.dtype) if hasattr(number, "astype") and jnp.issubdtype(x.dtype, jnp.inexact) else number

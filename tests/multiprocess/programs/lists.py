@@ -1,0 +1,51 @@
+"""Lists of microbatches of several shapes, in a job: the losses of all steps, or the last order on one rank alone."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpmd
+
+ORDERS = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2), (2, 2, 5, 3), (5, 2, 4), (4, 2, 5)]
+WIDTH = 6
+
+
+def batch(rows, seed):
+    """Microbatches of so many rows."""
+    rng = np.random.default_rng(seed)
+    return [{name: rng.normal(size=(4, n, WIDTH)).astype(np.float32) for name in ("x", "y")} for n in rows]
+
+
+def step(params, microbatches):
+    """One step of two stages."""
+
+    def one(x):
+        def of(params):
+            h = mpmd.mark_stage_end(jnp.tanh(x["x"] @ params[0]))
+            return jnp.vdot(h @ params[1], x["y"]), x["x"].shape[1]
+
+        return jax.value_and_grad(of, has_aux=True)(params)
+
+    (value, rows), grads = mpmd.treduce(one, microbatches, "1f1b")
+    return [p - 0.001 * g for p, g in zip(params, grads, strict=True)], (value, rows)
+
+
+def main(what):
+    mpmd.initialize()
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2, 1), ("stage", "data")), "stage")
+    train = mpmd.jit(step, mpmd_mesh=mesh)
+    params = [np.eye(WIDTH, dtype=np.float32)] * 2
+    losses = []
+    for seed, rows in enumerate(ORDERS):
+        if what == "other" and seed == len(ORDERS) - 1 and jax.process_index() == 1:
+            rows = rows[::-1]
+        params, told = train(params, batch(rows, seed))
+        losses.append([float(x) for x in mpmd.device_get(told)])
+    print(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,290 @@
+"""Lists of microbatches of several shapes: the numbers of the plain loop, and nothing is traced for new orders."""
+
+import itertools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+import scheduler
+from mpmd.compile import executable
+from mpmd.errors import StageError
+
+WIDTH = 6
+SHAPES = (2, 3, 4, 5)  # rows of a microbatch
+
+
+def groups(num):
+    return mpmd.MpmdMesh.from_groups(
+        [jax.make_mesh((1,), ("data",), devices=[d], axis_types=(AxisType.Auto,)) for d in jax.devices()[:num]]
+    )
+
+
+def sharded(kind):
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+    return mpmd.MpmdMesh(mesh, "stage")
+
+
+def microbatches(rows, seed=0):
+    rng = np.random.default_rng([seed, *rows])
+    return [
+        {**{name: rng.normal(size=(4, n, WIDTH)).astype(np.float32) for name in "xy"}, "scale": np.float32(n)}
+        for n in rows
+    ]
+
+
+class Step:
+    """A step of some stages that counts how often its loop's function is traced.
+
+    Losses are dot products: XLA fuses other sums with what stands around them, and then rounds in another order.
+    """
+
+    def __init__(self, num_stages, schedule, operation=mpmd.Add, weights=None, change=None, rate=0.01):
+        self.count, self._rate = 0, rate
+        self._stages, self._schedule, self._operation, self._weights = num_stages, schedule, operation, weights
+        self._change = change
+
+    def params(self):
+        rng = np.random.default_rng(1)
+        return [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(self._stages)]
+
+    def _loss(self, params, x):
+        self.count += 1
+        h = x["x"]
+        for stage, w in enumerate(params):
+            h = jnp.tanh(h @ w)
+            h = mpmd.mark_stage_end(h) if stage + 1 < self._stages else h
+        loss = jnp.vdot(h, x["y"]) * x["scale"]
+        return loss, {"loss": loss, "rows": x["x"].shape[1]}
+
+    def __call__(self, params, xs):
+        def one(x):
+            return jax.grad(self._loss, has_aux=True)(params, x)
+
+        grads, told = mpmd.treduce(one, xs, self._schedule, operation=self._operation, weights=self._weights)
+        told = told if self._change is None else self._change(told, xs)
+        if self._rate is None:
+            return grads, told
+        return [p - self._rate * g for p, g in zip(params, grads, strict=True)], told
+
+
+def check(step, mesh, orders, **options):
+    """Runs steps over lists as a pipeline and as a plain loop. How often the function was traced for each."""
+    pipelined, plain = mpmd.jit(step, mpmd_mesh=mesh, **options), jax.jit(step)
+    a = b = step.params()
+    counts = []
+    for seed, rows in enumerate(orders):
+        xs, before = microbatches(rows, seed), step.count
+        a, told = pipelined(a, xs)
+        counts.append(step.count - before)
+        b, expected = plain(b, xs)
+        for got, want in zip(jax.tree.leaves((a, told)), jax.tree.leaves((b, expected)), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+    return counts
+
+
+ORDERS = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2, 2, 2), (2, 2, 5, 4, 3), (5, 4, 3, 2, 2)]
+ONCE_PER_SHAPE = [3, 0, 0, 1, 0]
+
+
+def test_each_shape_is_traced_and_compiled_once_whatever_the_order(monkeypatch):
+    compiled = []
+    compile_program = executable.Threads.compile
+    monkeypatch.setattr(
+        executable.Threads, "compile", lambda *args: compiled.append(args[-1].name) or compile_program(*args)
+    )
+    step = Step(2, "1f1b", mpmd.Mean)
+    assert check(step, groups(2), ORDERS, donate_argnums=0) == ONCE_PER_SHAPE
+    tasks = [name for name in compiled if "_stage" in name]
+    kinds = 4  # F and B of two unlike stages
+    assert len(tasks) == kinds * len(SHAPES)
+    assert len(compiled) - len(tasks) <= 6  # zeros and updates, which have no shape of a microbatch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "num_groups"),
+    [
+        (scheduler.ZeroBubbleH1(2), 2),
+        (scheduler.InterleavedOneFOneB(4, 2), 2),
+        (scheduler.DualPipeV(2), 2),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_schedules(schedule, num_groups):
+    orders = [(2, 3, 2, 4), (4, 2, 3, 3), (2, 2, 5, 4, 3, 2), (5, 4, 3, 2, 2, 4)]
+    assert check(Step(schedule.num_stages, schedule), groups(num_groups), orders) == [3, 0, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_groups_of_several_devices(kind):
+    assert check(Step(2, "1f1b"), sharded(kind), ORDERS) == ONCE_PER_SHAPE
+
+
+@pytest.mark.slow
+def test_rows_are_sharded_as_the_user_says():
+    def step(params, xs):
+        def loss(x):
+            return jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0])) @ params[1], x)
+
+        return mpmd.treduce(loss, xs, "1f1b")
+
+    params = Step(2, "1f1b").params()
+    pipelined = mpmd.jit(step, mpmd_mesh=sharded(AxisType.Auto), in_shardings=(None, P("data")))
+    for rows in ORDERS:
+        xs = [x["x"] for x in microbatches(rows)]
+        np.testing.assert_allclose(pipelined(params, xs), step(params, xs), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_means_by_weights():
+    step = Step(2, "1f1b", mpmd.Mean, weights=lambda x: x["x"].shape[1])
+    assert check(step, groups(2), ORDERS) == ONCE_PER_SHAPE
+    xs = microbatches((2, 3))
+    mean = mpmd.treduce(lambda x: x["x"].mean(), xs, None, operation=mpmd.Mean, weights=lambda x: x["x"].size)
+    np.testing.assert_allclose(mean, np.concatenate([x["x"].ravel() for x in xs]).mean(), rtol=1e-5)
+
+
+def test_weights_of_an_array_of_microbatches():
+    xs, ws = jnp.arange(8.0).reshape(4, 2), jnp.array([1, 2, 3, 4])
+    mean = mpmd.treduce(lambda x: x[0].sum(), (xs, ws), None, operation=mpmd.Mean, weights=lambda x: x[1])
+    np.testing.assert_allclose(mean, (xs.sum(1) * ws).sum() / ws.sum())
+
+
+@pytest.mark.slow
+def test_stacked_results_are_traced_for_each_number_of_microbatches():
+    operation = (mpmd.Add, {"loss": mpmd.Concat, "rows": mpmd.Max})
+    counts = check(Step(2, "1f1b", operation), groups(2), [(2, 3, 2), (3, 2, 2), (3, 2), (2, 3)])
+    assert counts[1::2] == [0, 0] and counts[2] == 2
+
+
+@pytest.mark.slow
+def test_a_list_that_the_step_reads_is_part_of_the_trace():
+    step = Step(2, "1f1b", change=lambda told, xs: {**told, "mean": told["loss"] / len(xs), "first": xs[0]["x"][0, 0]})
+    counts = check(step, groups(2), [(2, 3, 2), (2, 3, 2), (3, 2, 2)])
+    assert counts[1:] == [0, 2]
+
+
+def test_a_loop_without_a_schedule_in_a_pipelined_step():
+    def step(w, xs):
+        return mpmd.treduce(lambda x: (x["x"] @ w).sum(), xs, None)
+
+    w, xs = np.eye(WIDTH, dtype=np.float32), microbatches((2, 3, 2))
+    np.testing.assert_allclose(mpmd.jit(step, mpmd_mesh=groups(2))(w, xs), step(w, xs), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_lists():
+    def step(params, first, second):
+        def loss(x):
+            return jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0])) @ params[1], x)
+
+        return mpmd.treduce(loss, first["xs"], "gpipe"), mpmd.treduce(loss, second, "1f1b", operation=mpmd.Mean)
+
+    params = Step(2, "1f1b").params()
+    pipelined = mpmd.jit(step, mpmd_mesh=groups(2))
+    for one, other in itertools.product([(2, 3, 2), (3, 4)], [(5, 3), (3, 5, 3)]):
+        xs, ys = ([x["x"] for x in microbatches(rows)] for rows in (one, other))
+        for got, want in zip(pipelined(params, {"xs": xs}, ys), step(params, {"xs": xs}, ys), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+LISTS = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=9)
+
+
+class Random:
+    """The gradients of one step in all examples: shapes are traced once in all of them."""
+
+    step = Step(2, "1f1b", mpmd.Mean, rate=None)
+    jitted = mpmd.jit(step, mpmd_mesh=groups(2))
+    seen: ClassVar[set[int]] = set()
+
+
+@jax.jit
+def _plain_update(params, sums, x):
+    """Of the plain loop: the sums after one microbatch."""
+    found = jax.grad(Step(2, None)._loss, has_aux=True)(params, x)
+    return found if sums is None else jax.tree.map(jnp.add, sums, found)
+
+
+def _check_list(rows, seed):
+    before = Random.step.count
+    params, xs = Random.step.params(), microbatches(rows, seed)
+    got = Random.jitted(params, xs)
+    assert Random.step.count - before == len(set(rows) - Random.seen)
+    Random.seen.update(rows)
+    want = None
+    for x in xs:
+        want = _plain_update(params, want, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b / len(xs))
+
+
+@given(LISTS, st.integers(0, 9))
+@settings(max_examples=4)
+def test_some_random_lists(rows, seed):
+    _check_list(rows, seed)
+
+
+@pytest.mark.exhaustive
+@given(LISTS, st.integers(0, 99))
+@settings(max_examples=300)
+def test_random_lists(rows, seed):
+    _check_list(rows, seed)
+
+
+def fault(function, xs, **options):
+    def step(w, xs):
+        return mpmd.treduce(lambda x: function(w, x), xs, "1f1b", **options)
+
+    with pytest.raises(StageError) as error:
+        mpmd.jit(step, mpmd_mesh=groups(2))(np.eye(WIDTH, dtype=np.float32), xs)
+    return str(error.value)
+
+
+def output(w, x):
+    return mpmd.mark_stage_end(x["x"] @ w) @ w
+
+
+def test_mistakes_are_told():
+    xs = microbatches((2, 3))
+    assert fault(output, []) == "treduce: xs is an empty list. At least one microbatch is needed."
+    assert "microbatch 1 of xs has another structure than microbatch 0" in fault(output, [xs[0], xs[1]["x"]])
+    assert "fun returns float32[4,3,6] for one microbatch of the list and float32[4,2,6] for another" in fault(
+        output, xs, operation=mpmd.Concat
+    )
+    assert "axis is 1, and xs is a list, whose entries are whole microbatches" in fault(output, xs, axis=1)
+    assert "weights is a list" in fault(output, xs, weights=[1, 2])
+    assert "weights returns" in fault(output, xs, operation=mpmd.Mean, weights=lambda x: x["x"])
+
+    def made(w, xs):
+        return mpmd.treduce(lambda x: output(w, x).sum(), list(xs), "1f1b")
+
+    with pytest.raises(StageError, match="xs is a list that the step has made"):
+        mpmd.jit(made, mpmd_mesh=groups(2))(np.eye(WIDTH, dtype=np.float32), xs)
+
+
+def test_a_list_of_arrays_with_a_microbatch_axis_is_told():
+    with pytest.raises(TypeError) as error:
+        mpmd.treduce(lambda xy: (lambda x, y: x @ y)(*xy), [jnp.ones((4, 2, 3)), jnp.ones((4, 3))], None)
+    assert any("xs is a list, and fun sees one entry of it" in note for note in error.value.__notes__)
+
+
+def test_a_step_whose_tasks_depend_on_the_shape_is_told():
+    def other(w, x):
+        h = x["x"] @ w
+        if x["x"].shape[1] == 2:
+            return jnp.vdot(mpmd.mark_stage_end(h), x["y"])
+        h, more = mpmd.mark_stage_end((h, jnp.tanh(h) @ w))
+        return jnp.vdot(h + more, x["y"])
+
+    assert "the step has other instructions for microbatches of some shapes" in fault(other, microbatches((2, 3)))
