@@ -14,7 +14,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
-from reshard.streams.receiving import Receiver, Subscription
+from reshard.streams.receiving import Subscription
 from reshard.streams.sending import Sender, sharding_of
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.stream import ranks_of_shardings
@@ -126,11 +126,8 @@ def subscribe(address: str, like: Any, shardings: Any, *, token: str) -> Subscri
         first = FarShelf(f"{host}:{port}", name or None, token)
         return [first, *[FarShelf(peer, first.name, token) for peer in first.peers[1:]]]
 
-    job, ranks, receiver = joining.current(), ranks_of_shardings(placed), None
-    if _rank(job) in ranks:
-        what, to = f"subscribe: {address}", jax.tree.unflatten(treedef, places)
-        receiver = Receiver(what, job, ranks, (), connect, to, None, None)
-    return Subscription(receiver, "this process has no device of the shardings of the subscription.")
+    to = jax.tree.unflatten(treedef, places)
+    return Subscription(f"subscribe: {address}", joining.current(), ranks_of_shardings(placed), (), connect, to)
 
 
 def _checked(address: Any, token: Any, name: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, TypeGuard, overload
 
 import jax
@@ -41,6 +41,11 @@ _VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this
 def is_place(x: Any) -> bool:
     """Whether it says where a tensor goes: a sharding, or a description that has one."""
     return is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def shown(ranks: Iterable[int]) -> str:
+    """Ranks in words."""
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 class _ReceivePlan:
@@ -187,41 +192,67 @@ def _wanted(about: KeptLeaf, sharding: Any) -> list[Box]:
     return list(dict.fromkeys(box for boxes in by_part.values() for d, box in boxes.items() if is_local(d)))
 
 
-class Receiver:
-    """Receives the versions of one tree, together with the other receivers.
+class Subscription:
+    """Versions of a tree as this process receives them, together with the other receivers: each whole, and the newest.
 
     Args:
         what: what it is, for messages.
-        job, ranks: the processes, and those that receive; this one among them.
+        job, ranks: the processes, and those that receive.
         senders: those of the same job that send; none if it is another job.
         connect: gives the shelves of all senders, the first of which tells of new versions.
         places, names: as of `stream`.
         part_nbytes: so much is read at once; None is 16 MiB.
-
-    Attributes:
-        last: the version that was received last, -1 before.
     """
 
     def __init__(
         self, what: str, job: Job | None, ranks: Sequence[int], senders: Sequence[int],
-        connect: Callable[[], Iterable[NearShelf | FarShelf]], places: Any, names: Any, part_nbytes: int | None,
+        connect: Callable[[], Iterable[NearShelf | FarShelf]], places: Any, names: Any = None,
+        part_nbytes: int | None = None,
     ):  # fmt: skip
-        self.last, self._bytes_before = -1, 0
-        self._what, self._job, self._ranks, self._connect = what, job, sorted(ranks), connect
-        self._senders = [rank for rank in senders if job is None or rank != job.rank]
+        self._what, self._job, self._rank, self._ranks = what, job, 0 if job is None else job.rank, sorted(ranks)
+        self._senders, self._connect = [rank for rank in senders if rank != self._rank], connect
         self._places, self._names, self._part_nbytes = places, names, part_nbytes or _PART_NBYTES
         self._shelves: list[NearShelf | FarShelf] = []
-        self._run = ""
+        self._last, self._run, self._bytes_before = -1, "", 0
         self._plan: tuple[list[str], _ReceivePlan] | None = None
 
-    def receive(self, wait: bool) -> tuple[Any, int] | None:
-        """The newest whole version after the last one, and its number; without `wait`, None if there is none yet.
+    @property
+    def receives(self) -> bool:
+        """Whether a part of the tree goes to this process."""
+        return self._rank in self._ranks
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of tensors that this process has read from other processes."""
+        return self._bytes_before + sum(shelf.bytes_received for shelf in self._shelves)
+
+    @overload
+    def receive(self, *, wait: Literal[True] = True) -> tuple[Any, int]: ...
+    @overload
+    def receive(self, *, wait: bool) -> tuple[Any, int] | None: ...
+
+    @compat.api_boundary
+    @compat.no_mesh()
+    def receive(self, *, wait: bool = True) -> tuple[Any, int] | None:
+        """Receives the newest version that all senders have, once; those between are skipped.
+
+        All processes that have a target device call it alike, and get the same version. What was dispatched before
+        runs on meanwhile. After an error what was received before is as good as it was: go on with it, and ask again.
+
+        Args:
+            wait: for a version that is newer than the last one; else the answer is None where there is none. (What a
+                job publishes that was started again is new, whatever its number.)
+
+        Returns:
+            The tree in the target shardings, and its version.
 
         Raises:
-            ReshardError: it does not fit, or a sender cannot be reached. The version before is as good as it was.
+            ReshardError: this process has no target, what is sent does not fit, or another job does not publish, is
+                lost on the way, or has another token: in one line.
         """
-        leads = self._job is None or self._job.rank == self._ranks[0]
-        version, error = self._try(lambda: self._choose(wait)) if leads else (None, None)
+        if not self.receives:
+            raise ReshardError(f"receive: this process has no target; {shown(self._ranks)} may receive.")
+        version, error = self._try(lambda: self._choose(wait)) if self._rank == self._ranks[0] else (None, None)
         version, error = self._agree("which version", version, error)
         read = None
         if version is not None and error is None:
@@ -232,18 +263,15 @@ class Receiver:
             raise ReshardError(f"{self._what}: {error}")
         if version is None or read is None:
             return None
-        self._try(lambda: [shelf.release() for shelf in self._shelves])
-        self.last = version
+        with suppress(OSError):  # the version is here; the next call finds out
+            for shelf in self._shelves:
+                shelf.hold(None)
+        self._last = version
         plan, buffers = read
         return plan.tree(buffers), version
 
-    @property
-    def bytes_received(self) -> int:
-        """Of tensors, from other processes."""
-        return self._bytes_before + sum(shelf.bytes_received for shelf in self._shelves)
-
     def close(self) -> None:
-        """Leaves the senders; the next `receive` connects again."""
+        """Leaves the senders; another `receive` connects again."""
         self._bytes_before = self.bytes_received
         for shelf in self._shelves:
             shelf.close()
@@ -256,7 +284,8 @@ class Receiver:
         except ReshardError as error:
             return None, str(error)
         except OSError as error:
-            why = f"{error.strerror or error or type(error).__name__}"
+            ended = isinstance(error, BrokenPipeError | ConnectionResetError)
+            why = "the connection has ended" if ended else f"{error.strerror or error or type(error).__name__}"
             if not self._senders:
                 return None, why
             with self._waiting(f"a version of {self._what}", self._senders):
@@ -283,18 +312,18 @@ class Receiver:
         if not self._shelves:
             self._shelves = list(self._connect())
             if self._shelves[0].run != self._run:  # started again, perhaps from an older version
-                self._run, self.last = self._shelves[0].run, -1
+                self._run, self._last = self._shelves[0].run, -1
         return self._shelves
 
     def _choose(self, wait: bool) -> int | None:
         """The newest version that all senders have; it is held by all of them from here on."""
-        text = f"a version after {self.last} of {self._what}"
+        text = f"a version after {self._last} of {self._what}"
         with self._waiting(text, self._senders):
             first, *others = self._connected()
             while True:
-                found = set(first.versions(self.last, _WAIT_S if wait else 0.0))
+                found = set(first.versions(self._last, _WAIT_S if wait else 0.0))
                 for other in others:
-                    found &= set(other.versions(self.last, _WAIT_S if wait and found else 0.0))
+                    found &= set(other.versions(self._last, _WAIT_S if wait and found else 0.0))
                 if found and all(shelf.hold(max(found)) is not None for shelf in (first, *others)):
                     return max(found)
                 if not found and not wait:
@@ -329,53 +358,3 @@ class Receiver:
             for read in reads:
                 read.result()
             return plan, buffers
-
-
-class Subscription:
-    """Versions of a tree as this process receives them: each whole, and always the newest one."""
-
-    def __init__(self, receiver: Receiver | None, not_here: str):
-        self._receiver, self._not_here = receiver, not_here
-
-    @property
-    def receives(self) -> bool:
-        """Whether a part of the tree goes to this process."""
-        return self._receiver is not None
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of tensors that this process has read from other processes."""
-        return 0 if self._receiver is None else self._receiver.bytes_received
-
-    @overload
-    def receive(self, *, wait: Literal[True] = True) -> tuple[Any, int]: ...
-    @overload
-    def receive(self, *, wait: bool) -> tuple[Any, int] | None: ...
-
-    @compat.api_boundary
-    @compat.no_mesh()
-    def receive(self, *, wait: bool = True) -> tuple[Any, int] | None:
-        """Receives the newest version that all senders have, once; those between are skipped.
-
-        All processes that have a target device call it alike, and get the same version. What was dispatched before
-        runs on meanwhile. After an error what was received before is as good as it was: go on with it, and ask again.
-
-        Args:
-            wait: for a version that is newer than the last one; else the answer is None where there is none. (What a
-                job publishes that was started again is new, whatever its number.)
-
-        Returns:
-            The tree in the target shardings, and its version.
-
-        Raises:
-            ReshardError: this process has no target, what is sent does not fit, or another job does not publish, is
-                lost on the way, or has another token: in one line.
-        """
-        if self._receiver is None:
-            raise ReshardError(f"receive: {self._not_here}")
-        return self._receiver.receive(wait)
-
-    def close(self) -> None:
-        """Leaves the senders; another `receive` connects again."""
-        if self._receiver is not None:
-            self._receiver.close()

@@ -112,12 +112,8 @@ class ShelfServer:
                     shelved = shelf.hold(message["version"])
                     held.close()  # after that: it may be the same version
                     if shelved is not None:
-                        held.callback(shelf.release, message["version"])
+                        held.callback(shelf.release, shelved.version)
                     keeper.send(connection, {"description": None if shelved is None else shelved.description})
-                elif ask == "release":
-                    held.close()
-                    shelved = None
-                    keeper.send(connection, {})
                 elif ask == "read" and shelved is not None:
                     about = _digest(shelved.description, shelved.version)
                     for part in message["parts"]:
@@ -152,37 +148,31 @@ class NearShelf:
 
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
-        self._held: tuple[int, Shelved] | None = None
+        self._held: Shelved | None = None
 
     def versions(self, after: int, wait_s: float) -> list[int]:
         return self._shelf.versions(after, wait_s)
 
-    def hold(self, version: int) -> str | None:
+    def hold(self, version: int | None) -> str | None:
         shelved = self._shelf.hold(version)
-        self.release()
-        if shelved is None:
-            return None
-        self._held = version, shelved
-        return shelved.description
+        if self._held is not None:  # after that: it may be the same version
+            self._shelf.release(self._held.version)
+        self._held = shelved
+        return None if shelved is None else shelved.description
 
     @property
     def boxes(self) -> dict[int, list[Box]]:
         """For each tensor, what lies here."""
         assert self._held is not None
-        return {leaf: [box for box, _ in values] for leaf, values in self._held[1].values.items()}
+        return {leaf: [box for box, _ in values] for leaf, values in self._held.values.items()}
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
         assert self._held is not None
         for part, view in parts:
-            part.put(self._held[1].read(part.leaf, part.box, part.dtype), view)
-
-    def release(self) -> None:
-        if self._held is not None:
-            self._shelf.release(self._held[0])
-            self._held = None
+            part.put(self._held.read(part.leaf, part.box, part.dtype), view)
 
     def close(self) -> None:
-        self.release()
+        self.hold(None)
 
 
 class FarShelf:
@@ -209,8 +199,9 @@ class FarShelf:
             self._socket.sendall(keeper.proof(token, bytes(nonce)))
             hello = self._answer()
             if name not in hello["names"] and not (name is None and len(hello["names"]) == 1):
-                names = " and ".join(hello["names"]) or "nothing yet"
-                raise OSError(f"{names} is published there; ask for one of them, as {address}/NAME")
+                names = " and ".join(hello["names"])
+                ask = f"{names} is published there; ask for one of them, as {address}/NAME"
+                raise OSError(ask if names else "nothing is published there yet")
             self.run, self.name = hello["run"], name or hello["names"][0]
             keeper.send(self._socket, {"name": self.name})
             self.peers: list[str] = self._answer()["peers"]
@@ -222,8 +213,8 @@ class FarShelf:
         """The versions after `after`; waits so long for one."""
         return self._ask("versions", after=after, wait_s=wait_s)["versions"]
 
-    def hold(self, version: int) -> str | None:
-        """Holds a version (and no other) until `release`: its description; None if it has gone."""
+    def hold(self, version: int | None) -> str | None:
+        """Holds a version and no other: its description; None if it has gone. None holds none."""
         description = self._ask("hold", version=version)["description"]
         self._about = _digest(description, version)
         return description
@@ -244,10 +235,6 @@ class FarShelf:
             if not is_direct:
                 part.put(data, view)
             self.bytes_received += nbytes
-
-    def release(self) -> None:
-        """The held version may go."""
-        self._ask("release")
 
     def close(self) -> None:
         self._socket.close()

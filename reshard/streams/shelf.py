@@ -57,12 +57,13 @@ class Shelf:
             self._changed.wait_for(lambda: any(v > after for v in self._versions), wait_s)
             return [v for v in self._versions if v > after]
 
-    def hold(self, version: int) -> Shelved | None:
+    def hold(self, version: int | None) -> Shelved | None:
         """Keeps a version until it is released; None if it has gone."""
         with self._changed:
-            if version in self._versions:
-                self._holds[version] += 1
-            return self._versions.get(version)
+            shelved = None if version is None else self._versions.get(version)
+            if shelved is not None:
+                self._holds[shelved.version] += 1
+            return shelved
 
     def release(self, version: int) -> None:
         """The inverse of `hold`."""

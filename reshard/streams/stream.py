@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,11 +14,10 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.sizes import threshold_nbytes
-from reshard.streams.receiving import Receiver, Subscription, is_place
+from reshard.streams.receiving import Subscription, is_place, shown
 from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, NearShelf, ShelfServer
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _NAME = "stream"
 
 
@@ -36,38 +34,31 @@ class Stream(Subscription):
     def __init__(self, source_shardings: Any, target_shardings: Any, part_nbytes: int | None, names: Any):
         self._sources, self.source_ranks = _plain(source_shardings, "source_shardings")
         self.target_ranks = _plain(target_shardings, "target_shardings")[1]
-        super().__init__(None, f"this process has no target of the stream; {_shown(self.target_ranks)} may receive.")
         job = joining.current()
         rank = 0 if job is None else job.rank
         ranks = sorted({*self.source_ranks, *self.target_ranks})
+        if job is None and ranks != [0]:
+            raise ReshardError(f"stream: this process is alone, but the shardings have devices of {shown(ranks)}.")
+        number, several = 0, job if rank in ranks and len(ranks) > 1 else None
+        if several is not None:
+            number = several.new_number(ranks, "opening a stream", ", which all that send or receive must open")
+        what = f"{_NAME} {number}" if number else _NAME
+        to = target_shardings, names, part_nbytes
+        super().__init__(what, job, self.target_ranks, self.source_ranks, self._connected_to, *to)
         self._server: ShelfServer | None = None
         self._sender: Sender | None = None
-        if job is None and ranks != [0]:
-            raise ReshardError(f"stream: this process is alone, but the shardings have devices of {_shown(ranks)}.")
-        if rank not in ranks:
-            return
-        number, doors = 0, {}
-        if job is not None and len(ranks) > 1:
-            number = job.new_number(ranks, "opening a stream", ", which all that send or receive must open")
-        what = f"{_NAME} {number}" if number else _NAME
         if rank in self.source_ranks:
-            keeps_all = rank in self.target_ranks
-            self._sender = Sender(what, job, self.source_ranks, f"mpmd/streams/{number}/", keeps_all)
-            if job is not None and self.target_ranks != (rank,):
-                self._server = ShelfServer(job.address, 0, secrets.token_hex(16))
+            self._sender = Sender(what, job, self.source_ranks, f"mpmd/streams/{number}/", self.receives)
+            if several is not None:
+                self._server = ShelfServer(several.address, 0, secrets.token_hex(16))
                 self._server.serve(_NAME, self._sender.shelf)
-        if job is not None and len(ranks) > 1:
-            doors = self._agreed(job, ranks, (source_shardings, target_shardings, names))
+        if several is not None:
+            self._doors = self._agreed(several, ranks, (source_shardings, target_shardings, names))
 
-        shelf = None if self._sender is None else self._sender.shelf
-
-        def connect() -> Iterator[NearShelf | FarShelf]:
-            for source in self.source_ranks:
-                yield FarShelf(*doors[source]) if shelf is None or source != rank else NearShelf(shelf)
-
-        if rank in self.target_ranks:
-            to = target_shardings, names, part_nbytes
-            self._receiver = Receiver(what, job, self.target_ranks, self.source_ranks, connect, *to)
+    def _connected_to(self) -> Iterator[NearShelf | FarShelf]:
+        for source in self.source_ranks:
+            sender = self._sender if source == self._rank else None
+            yield FarShelf(*self._doors[source]) if sender is None else NearShelf(sender.shelf)
 
     def _agreed(self, job: Job, ranks: list[int], given: tuple[Any, ...]) -> dict[int, tuple[str, str, str]]:
         """What opens the shelf of each sender; all processes were given the same.
@@ -76,7 +67,7 @@ class Stream(Subscription):
             ReshardError: they were given other shardings or names.
         """
         told = jax.tree.map(str, given, is_leaf=is_place)
-        digest = zlib.crc32(_ADDRESS.sub("0x", repr(told)).encode())
+        digest = zlib.crc32(repr(told).encode())
         door = ("", "") if self._server is None else (self._server.address, self._server.token)
         said = job.exchange("comparing streams", json.dumps([digest, *door]), ranks)
         doors = {r: json.loads(text) for r, text in said.items()}
@@ -113,11 +104,11 @@ class Stream(Subscription):
             ReshardError: this process has no source, the tree does not fit the shardings, or the version is not newer.
         """
         if self._sender is None:
-            raise ReshardError(f"send: this process has no source of the stream; {_shown(self.source_ranks)} may send.")
+            raise ReshardError(f"send: this process has no source; {shown(self.source_ranks)} may send.")
         self._sender.send(tree, self._sources, version)
 
     def close(self) -> None:
-        """Ends this process's part in it."""
+        """Ends this process's part; call it when the receivers have what they want."""
         super().close()
         if self._sender is not None:
             self._sender.close()
@@ -145,10 +136,6 @@ def ranks_of_shardings(shardings: Iterable[jax.sharding.Sharding]) -> tuple[int,
     """The processes of the devices of shardings."""
     devices = itertools.chain.from_iterable(sharding.device_set for sharding in set(shardings))
     return tuple(sorted({device.process_index for device in devices}))
-
-
-def _shown(ranks: Iterable[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 @compat.api_boundary

@@ -48,12 +48,12 @@ def test_mistakes_are_told_in_one_sentence():
     )
     assert results("streams.py", "mistakes", 1, processes=2, devices=2) == [
         [
-            "receive: this process has no target of the stream; rank 1 may receive.",
+            "receive: this process has no target; rank 1 may receive.",
             "stream N: version 3 after version 3; each must be larger.",
             other,
         ],
         [
-            "send: this process has no source of the stream; rank 0 may send.",
+            "send: this process has no source; rank 0 may send.",
             f"stream N: what is sent does not fit the targets:\n  {shapes}",
             other,
         ],
@@ -79,10 +79,8 @@ def test_jobs_that_publish_and_subscribe_come_and_go():
                 _until(lambda: all(sampler.output(r).count("got") > before[r] + 2 for r in range(2)))
             assert sampler.running() == [0, 1], sampler.report()
             lines = [line for line in sampler.output(0).splitlines() if line.startswith("lost")]
-            assert lines[0] in [
-                f"lost: subscribe: 127.0.0.1:{port}: {why}"
-                for why in ("the connection has ended", "Connection reset by peer", "Connection refused")
-            ]
+            whys = ("the connection has ended", "Connection refused")
+            assert lines[0] in [f"lost: subscribe: 127.0.0.1:{port}: {why}" for why in whys]
 
 
 @pytest.mark.exhaustive

@@ -285,7 +285,7 @@ def test_the_programs_of_the_page_run(capsys):
     names["token"], address = "secret", f"127.0.0.1:{free_port()}"
     for block in (publish, subscribe, lost):
         if block is lost:
-            names["policy"]._receiver._connect = lambda: [FarShelf("127.0.0.1:1", None, "secret")]
+            names["policy"]._connect = lambda: [FarShelf("127.0.0.1:1", None, "secret")]
             names["policy"].close()
         exec(block.replace("10.0.0.3:5000", address), names)
     assert names["weights"]["first"].dtype == jnp.bfloat16 and names["version"] == 19
