@@ -400,7 +400,7 @@ def test_uneven_numbers_of_microbatches_are_refused(schedule):
 
 
 def test_uneven_numbers_of_microbatches_on_another_axis_are_refused():
-    xs = [jnp.zeros((2, 3)), jnp.zeros((2, 4))]
+    xs = (jnp.zeros((2, 3)), jnp.zeros((2, 4)))
     with pytest.raises(mpmd.StageError) as raised:
         mpmd.treduce(lambda x: x[0], xs, schedule=None, axis=1)
     assert str(raised.value) == (
