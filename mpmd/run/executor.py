@@ -70,7 +70,10 @@ class Executor:
         self._next_piece: int | None = None
         self._programs = programs
         self._arguments = whole.in_names, [v.aval for v in whole.arguments]
-        self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}"}
+        outline = programs.outline
+        groups = zip(outline.trace.in_names, outline.inputs[len(outline.trace.consts) :], strict=True)
+        placed = {name: f"in groups {sorted(of_argument)}" for name, of_argument in groups}
+        self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}", **placed}
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
