@@ -161,7 +161,7 @@ class Jitted:
         return self._finding_lists(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if xs := self._lists_in(args, kwargs):
+        if self._lists and (xs := self._lists_in(args, kwargs)):
             steps, ordinary, call = self._buckets_for(args, kwargs, xs)
             step = next((step for step in steps if step.fits(call.leaves)), None)
             if step is None:

@@ -31,7 +31,7 @@ from mpmd.run.bucket_executor import BucketExecutor, MicrobatchArray, Order
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
 from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
-from scheduler import Program
+from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.collector import without_collection
 
 # So many orders and numbers of microbatches are kept.
@@ -191,6 +191,7 @@ class BucketedStep(Compiled):
         self._positions = positions
         self._first = self._inputs
         self._buckets = [(self._programs, self._inputs)]
+        self._are_like_first = [True]
         infos = {loop.number: loop.partition.info for loop in self._programs.outline.loops}
         self._list_of = {n: paths.index(info.path) for n, info in infos.items() if info.path is not None}
         self._executors: dict[Hashable, BucketExecutor] = {}
@@ -199,9 +200,10 @@ class BucketedStep(Compiled):
     def add(self, lowered: Lowered) -> int:
         """One bucket more; its number."""
         ins = [h.layout for h in lowered._ins]
-        _check_alike(self._programs, lowered)
+        is_like_first = _check_alike(self._programs, lowered)
         programs = compile_bucket(lowered._outline, self._programs, ins, lowered._donated, lowered._split.stacks)
         self._buckets.append((programs, Inputs(programs, lowered._split)))
+        self._are_like_first.append(is_like_first)
         self._executors.clear()
         return len(self._buckets) - 1
 
@@ -254,15 +256,20 @@ class BucketedStep(Compiled):
         if counts not in self._executors:
             if len(self._executors) >= _NUM_KEPT:
                 del self._executors[next(iter(self._executors))]
-            outline = with_microbatches(self._programs.outline, {n: counts[k] for n, k in self._list_of.items()})
-            first = with_outline(self._programs, outline)
+            numbers = {n: counts[k] for n, k in self._list_of.items()}
+            found: list[tuple[StepPrograms, Program]] = []
             with without_collection():
-                program = step_program(first.outline, first.mesh.num_groups, first.donated)
-            skip = len(first.outline.trace.consts)
+                for programs, is_like_first in zip((p for p, _ in self._buckets), self._are_like_first, strict=True):
+                    programs = with_outline(programs, with_microbatches(programs.outline, numbers))
+                    if not found or not is_like_first:
+                        program = step_program(programs.outline, programs.mesh.num_groups, programs.donated)
+                    else:
+                        program = found[0][1]
+                    found.append((programs, program))
+            skip = len(self._programs.outline.trace.consts)
             absent = frozenset(skip + self._split.in_positions[i][0] for i in self._positions)
             self._executors[counts] = BucketExecutor(
-                [first, *(programs for programs, _ in self._buckets[1:])],
-                program,
+                found,
                 self._split.whole,
                 frozenset(self._argument_names.values()),
                 absent,
@@ -274,8 +281,9 @@ class BucketedStep(Compiled):
 _NOTHING = np.zeros((), np.float32)
 
 
-def _check_alike(first: StepPrograms, lowered: Lowered) -> None:
-    """A step for microbatches of another shape must do the same around its loops, and have the same tasks.
+def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
+    """A step for microbatches of another shape must do the same around its loops, have the same tasks, and send from
+    the same groups to the same groups. Whether its program is the same throughout.
 
     Raises:
       StageError: it does not.
@@ -290,7 +298,7 @@ def _check_alike(first: StepPrograms, lowered: Lowered) -> None:
     for what, a, b in (
         ("segments around its loops", _segments(one), _segments(two)),
         ("sums", _accumulators(one), _accumulators(two)),
-        ("instructions", *(p.groups for p in programs)),
+        ("instructions", *map(_skeleton, programs)),
         ("arguments and results", *((p.inputs, p.outputs) for p in programs)),
         ("tasks", _tasks(one), _tasks(two)),
     ):
@@ -300,6 +308,25 @@ def _check_alike(first: StepPrograms, lowered: Lowered) -> None:
                 "  Python code that looks at the shape of a microbatch may do that. Let what is around fun, and what a"
                 " stage hands to the next, be the same for all shapes."
             )
+    return programs[0].groups == programs[1].groups
+
+
+def _skeleton(program: Program) -> list[list[Hashable]]:
+    """Per group, the tasks, transfers and calls in order; of what tasks hand on within a group nothing is said."""
+    return [[what for i in instructions if (what := _what(i)) is not None] for instructions in program.groups]
+
+
+def _what(i: Instruction) -> Hashable:
+    match i:
+        case Run():
+            return "run", i.tasks, i.loop
+        case Free() if i.value.microbatch is not None:
+            return None
+        case Send() if i.value.microbatch is not None:
+            return "send", i.to_group, i.value.microbatch
+        case Recv() if i.value.microbatch is not None:
+            return "receive", i.from_group, i.value.microbatch
+    return i
 
 
 def _loops(outline: Outline) -> list[compat.JaxprEqn]:

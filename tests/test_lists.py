@@ -183,6 +183,25 @@ def test_a_loop_without_a_schedule_in_a_pipelined_step():
 
 
 @pytest.mark.slow
+def test_stages_may_keep_other_values_for_other_shapes():
+    def step(params, xs):
+        def loss(params, x):
+            h = jnp.tanh(x["x"] @ params[0])
+            h = mpmd.mark_stage_end(h if h.shape[1] == 2 else jnp.sin(h) * jnp.cos(h))
+            return jnp.vdot(h @ params[1], x["y"])
+
+        return mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, "1f1b")
+
+    params, pipelined, plain = Step(2, "1f1b").params(), mpmd.jit(step, mpmd_mesh=groups(2)), jax.jit(step)
+    for rows in ORDERS[:3]:
+        xs = microbatches(rows)
+        for got, want in zip(pipelined(params, xs), plain(params, xs), strict=True):
+            np.testing.assert_array_equal(got, want)
+    ((buckets,),) = pipelined._bucketed.values()
+    assert len(set(buckets._step._are_like_first)) == 2  # the last shape keeps less
+
+
+@pytest.mark.slow
 def test_two_lists():
     def step(params, first, second):
         def loss(x):

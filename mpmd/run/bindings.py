@@ -126,23 +126,23 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
 
 
 class BoundBuckets:
-    """One program, bound with the executables of each bucket: instruction by instruction they do the same, for
-    microbatches of other shapes.
+    """The programs of buckets, bound: instruction by instruction they do the same, for microbatches of other shapes.
 
     Args:
-      buckets: a step for each shape.
+      buckets: a step for each shape, with its program.
       dealt: names of the arguments of which each microbatch has its own.
 
     Attributes:
       of: per bucket, its bindings; the slots are those of all.
     """
 
-    def __init__(self, buckets: Sequence[StepPrograms], program: Program, job: Job | None, dealt: Set[str]):
-        self.slots = Slots(buckets[0].mesh, job)
-        self._limits = None if job is None else Limits(job, buckets[0], program, ORDER_BITS)
-        self._calls = [_Calls(programs, self.slots, dealt) for programs in buckets]
+    def __init__(self, buckets: Sequence[tuple[StepPrograms, Program]], job: Job | None, dealt: Set[str]):
+        (first, program), *others = buckets
+        self.slots = Slots(first.mesh, job)
+        self._limits = None if job is None else Limits(job, first, program, ORDER_BITS, [p for p, _ in others])
+        self._calls = [_Calls(programs, self.slots, dealt) for programs, _ in buckets]
         pairs = zip(buckets, self._calls, strict=True)
-        self.of = [_bind(programs, program, job, self._limits, calls) for programs, calls in pairs]
+        self.of = [_bind(programs, program, job, self._limits, calls) for (programs, program), calls in pairs]
         self.template = self.slots.template()
 
     def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
@@ -225,6 +225,10 @@ class Slots:
 
     def of(self, group: int, value: Hashable) -> int:
         return self._numbers.setdefault((group, value), len(self._numbers))
+
+    def has(self, group: int, value: Hashable) -> bool:
+        """Whether an instruction reads or writes a value."""
+        return (group, value) in self._numbers
 
     def around(self, group: int, v: compat.Var) -> int:
         """The slot of a variable of the step, outside of the loops."""

@@ -1,8 +1,9 @@
 """Runs a step whose microbatches have several shapes: each instruction as the bucket of its microbatch does it.
 
-A *bucket* is the step for microbatches of one shape. All buckets have one program, instruction by instruction: only the
-executables and the sizes of what is sent differ. So the proof that the program cannot deadlock holds for every order of
-the shapes, and a new order picks one bound instruction in each place.
+A *bucket* is the step for microbatches of one shape. All buckets run the same tasks and make the same transfers in the
+same places of their programs; executables, sizes, and what stays in a group between two tasks may differ. What belongs
+to one microbatch happens where the program of its bucket has it, and that has been proved free of deadlock. So the
+proof holds for every order of the shapes, and a new order picks one bound instruction in each place.
 """
 
 import dataclasses
@@ -48,8 +49,7 @@ class BucketExecutor(Executor):
     """Runs this process's part of a program for any order of microbatches.
 
     Args:
-      buckets: the step for each shape.
-      program: theirs.
+      buckets: the step for each shape, and its program.
       whole: the step as it was traced first.
       dealt: names of the arguments of which each microbatch has its own.
       absent: positions of these arguments, constants included.
@@ -58,8 +58,7 @@ class BucketExecutor(Executor):
 
     def __init__(
         self,
-        buckets: Sequence[StepPrograms],
-        program: Program,
+        buckets: Sequence[tuple[StepPrograms, Program]],
         whole: Trace,
         dealt: frozenset[str],
         absent: frozenset[int],
@@ -68,16 +67,15 @@ class BucketExecutor(Executor):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
         self._number = 0  # of the order
         self._kept: dict[Order, tuple[list[BoundInstruction], list[Instruction], int]] = {}
-        super().__init__(buckets[0], program, whole)
+        super().__init__(*buckets[0], whole)
         self._of_step = self._arguments
         self.finish()
 
     def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
-        self._bound_buckets = BoundBuckets(self._buckets, program, self._job, self._dealt)
+        self._bound_buckets = BoundBuckets(self._buckets, self._job, self._dealt)
         first, *others = self._bound_buckets.of
-        texts = [(b.group, b.code, b.text) for b in first.instructions]
         for other in others:
-            assert [(b.group, b.code, b.text) for b in other.instructions] == texts
+            assert list(map(_what, other.instructions)) == list(map(_what, first.instructions))
             assert other.num_pieces == first.num_pieces
         loops = {edge.name: n for n, p in enumerate(programs.loops) for edge in loop_graph(p.loop).edges}
         self._places = [self._microbatches(b, loops) for b in first.instructions]
@@ -95,7 +93,7 @@ class BucketExecutor(Executor):
     def finish(self) -> None:
         """Waits for all programs, once."""
         if not self._is_finished:
-            for bindings, programs in zip(self._bound_buckets.of, self._buckets, strict=True):
+            for bindings, (programs, _) in zip(self._bound_buckets.of, self._buckets, strict=True):
                 bindings.finish()
                 programs.compiler.release()
             self._tuples = [_tuples(bindings.instructions) for bindings in self._bound_buckets.of]
@@ -112,7 +110,8 @@ class BucketExecutor(Executor):
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
             value = Value(a.argument, a.microbatch)
-            inputs.append([(g, slots.of(g, value)) for g in a.sharding.groups if g in local])
+            groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
+            inputs.append([(g, slots.of(g, value)) for g in groups])
         self.bindings = dataclasses.replace(self.bindings, instructions=tuple(bound), inputs=inputs)
         names, avals = self._of_step
         self._arguments = [*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]
@@ -136,7 +135,7 @@ class BucketExecutor(Executor):
 
     def _plan(self) -> Announcement:
         sections = dict(super()._plan().sections)
-        for number, programs in enumerate(self._buckets[1:], start=1):
+        for number, (programs, _) in enumerate(self._buckets[1:], start=1):
             trace = programs.outline.trace
             lines = [f"{n}: {v.aval.str_short()}" for n, v in zip(trace.in_names, trace.arguments, strict=True)]
             sections[f"arguments of microbatches of shape {number}"] = "\n".join(lines)
@@ -152,6 +151,12 @@ class BucketExecutor(Executor):
         assert self._next_piece is not None
         kept = self._number % (1 << (wires.NUMBER_BITS - wires.ORDER_BITS))
         return super()._first_piece() + (kept << wires.ORDER_BITS)
+
+
+def _what(b: BoundInstruction) -> Any:
+    """What all buckets do in one place."""
+    crossing = None if b.crossing is None else (b.crossing.source, b.crossing.target, b.crossing.value.microbatch)
+    return b.group, b.code, b.tasks, crossing
 
 
 def _tuples(bound: Sequence[BoundInstruction]) -> list[Instruction]:

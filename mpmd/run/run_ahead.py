@@ -120,12 +120,15 @@ class Flow:
 class Limits:
     """Which transfers of a program are held up, and by what."""
 
-    def __init__(self, job: Job, programs: StepPrograms, program: Program, number_bits: int = NUMBER_BITS):
+    def __init__(
+        self, job: Job, programs: StepPrograms, program: Program, number_bits: int = NUMBER_BITS,
+        others: Iterable[StepPrograms] = (),
+    ):  # fmt: skip
         self._number_bits = number_bits
         self._job, self._mesh, self._nbytes = job, programs.mesh, program.nbytes
-        one_way = [loop.loop for loop in programs.loops if _only_goes_forward(loop)]
+        one_way = [loop.loop for p in (programs, *others) for loop in p.loops if _only_goes_forward(loop)]
         self._in_one_way = {edge_name(loop, v) for loop in one_way for v in loop.partition.names}
-        self._is_one_way = len(one_way) == len(programs.loops)
+        self._is_one_way = all(map(_only_goes_forward, programs.loops))
         self._flows: dict[tuple[int, int], Flow] = {}
         self._tasks: dict[int, Tasks] = {}
 
