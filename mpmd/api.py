@@ -290,7 +290,7 @@ class Jitted:
         wishes = self._wishes(call.tree, call.fixed, call.num_args)
         hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wishes, call.leaves, names, strict=True)]
         hints = [(given or {}).get(i, hint) for i, hint in enumerate(hints)]
-        lowering = self._mesh.tracing_mesh()
+        lowering = self._mesh.groups[0]
         avals = [
             traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)
         ]

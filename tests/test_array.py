@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import mpmd
+import reshard
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
@@ -332,6 +334,25 @@ def test_arrays_are_given_in_any_order_or_by_group(mesh):
         MpmdArray([parts[1]], sharding)
     with pytest.raises(ValueError, match="arrays is one array"):
         MpmdArray(parts[1], sharding)
+
+
+def test_an_array_of_a_group_of_this_process_may_be_left_out_and_no_step_takes_it(mesh, tmp_path):
+    sharding = MpmdSharding(mesh, {1, 3}, P("data"))
+    x = MpmdArray([], sharding, VALUE.shape, VALUE.dtype)
+    assert x.shape == VALUE.shape and x.dtype == VALUE.dtype and x.mpmd_sharding == sharding
+    assert not x.is_partially_addressable and not x.is_fully_addressable
+    assert x.to_mpmd_local_array is x.first_mpmd_replica is None and x.addressable_shards == []
+    with pytest.raises(ValueError, match="so shape and dtype must be given"):
+        MpmdArray([], sharding, VALUE.shape)
+    with pytest.raises(RuntimeError, match="which has no shard of it"):
+        np.asarray(x)
+    with pytest.raises(
+        ValueError, match=r"^x: MpmdArray\(.* was made without the arrays of all groups of this process"
+    ):
+        mpmd.jit(lambda x: x + 1, mpmd_mesh=mesh, donate_argnums=0)(x)
+    with pytest.raises(reshard.ReshardError, match=r"x: float32\[.*\] was made without the arrays of this process"):
+        reshard.save(tmp_path / "saved", {"x": x})
+    assert not x.is_deleted()
 
 
 def test_arrays_of_groups_on_one_device_are_taken_in_the_order_of_the_groups():

@@ -1,4 +1,4 @@
-"""Moves a jaxpr from the whole mesh, on which it was traced, to the mesh of one group."""
+"""Moves a jaxpr from the mesh on which it was traced, and from others that it names, to the mesh of one group."""
 
 from typing import Any
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 from jax._src import config, core
-from jax._src import mesh as mesh_internals
 from jax.sharding import AbstractMesh, NamedSharding
+
+from mpmd._jax_compat.jaxprs import ClosedJaxpr
+from mpmd._jax_compat.rebasing import rebase
 
 
 def trace_context() -> Hashable:
@@ -32,10 +34,20 @@ def is_profiling() -> bool:
 class _Tracing:
     """The step that is being traced in this thread."""
 
-    whole: AbstractMesh
-    groups: frozenset[AbstractMesh]
+    mesh: AbstractMesh
+    others: frozenset[AbstractMesh]  # that the user may name, and mean `mesh`
     axis: str | None
     is_mesh_set: bool  # by the user
+
+    def own_mesh(self, mesh: Any) -> Any:
+        """The mesh of the step, in the place of another one."""
+        return self.mesh if not mesh.empty and mesh.abstract_mesh in self.others else mesh
+
+    def own_sharding(self, sharding: Any) -> Any:
+        """A sharding on the mesh of the step, if it is on another one that stands for it."""
+        if isinstance(sharding, NamedSharding) and (mesh := self.own_mesh(sharding.mesh)) is not sharding.mesh:
+            return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return sharding
 
 
 # Part of the keys of JAX's caches: what is traced here is not reused elsewhere, nor the other way round.
@@ -44,34 +56,37 @@ _tracing = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def tracing(
-    whole: AbstractMesh, groups: frozenset[AbstractMesh] = frozenset(), axis: str | None = None
+    mesh: AbstractMesh, others: frozenset[AbstractMesh] = frozenset(), axis: str | None = None
 ) -> Iterator[None]:
-    """A context to trace a step, or a part of it, in: `whole` is the current mesh, whatever the caller had set.
+    """A context to trace a step, or a part of it, in: `mesh` is the current mesh, whatever the caller had set.
 
-    A group's mesh is taken for the whole one. Derivatives of `shard_map` leave the mpmd axis out, over which nothing is
-    split or summed. Flax applies the names of partitioned variables if the caller had set a mesh.
+    The `others` (the whole mesh, those of other groups) are taken for it. Derivatives of `shard_map` leave the mpmd
+    axis out, over which nothing is split or summed. Flax applies the names of partitioned variables if the caller had
+    set a mesh.
     """
     _install_hooks()
     is_mesh_set = not current_mesh().empty
-    with _tracing(_Tracing(whole, groups, axis, is_mesh_set)), use_abstract_mesh(whole):
+    with _tracing(_Tracing(mesh, others, axis, is_mesh_set)), use_abstract_mesh(mesh):
         yield
 
 
 def _install_hooks() -> None:
     for name, wrapper in _HOOKS.items():
-        module, _, function = name.rpartition(".")
+        place, _, function = name.rpartition(".")
+        module = place if place in sys.modules else place.rpartition(".")[0]  # the place may be a class
         if module in sys.modules:
-            _hook(module, function, wrapper)
+            _hook(module, place[len(module) + 1 :], function, wrapper)
 
 
 @functools.cache
-def _hook(module: str, name: str, wrapper: Callable) -> None:
+def _hook(module: str, owner: str, name: str, wrapper: Callable) -> None:
     """Lets `wrapper(original, step, *args)` stand for a function, wherever it was imported, while a step is traced.
 
     It stays, since other threads may trace, and does nothing outside of a trace. In a release without such a function
     nothing is done: a step that needs it (one that names a group's mesh, say) gets JAX's own error.
     """
-    original = getattr(sys.modules[module], name, None)
+    place = getattr(sys.modules[module], owner, None) if owner else sys.modules[module]
+    original = getattr(place, name, None)
     if original is None:
         return
 
@@ -80,38 +95,67 @@ def _hook(module: str, name: str, wrapper: Callable) -> None:
         step = _tracing.value
         return original(*args, **kwargs) if step is None else wrapper(original, step, *args, **kwargs)
 
+    if owner:
+        setattr(place, name, hooked)
+        return
     package = module.partition(".")[0]
     for other in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == package]:
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, hooked)
 
 
-def _whole_for_group(step: _Tracing, mesh: Any) -> Any:
-    is_group = not mesh.empty and mesh.abstract_mesh in step.groups and current_mesh() == step.whole
-    return step.whole if is_group else mesh
+def _own_mesh(step: _Tracing, mesh: Any) -> Any:
+    """The mesh of the step in the place of another one that the user names, unless in a context of its own."""
+    return step.own_mesh(mesh) if current_mesh() == step.mesh else mesh
 
 
-def _shard_map_of_a_group(original: Any, step: _Tracing, mesh: Any, *args: Any):
-    return original(mesh if mesh is None else _whole_for_group(step, mesh), *args)
+def _own_sharding(step: _Tracing, sharding: Any) -> Any:
+    return step.own_sharding(sharding) if current_mesh() == step.mesh else sharding
 
 
-def _sharding_of_a_group(original: Any, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):
-    if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
-        sharding = NamedSharding(mesh, sharding.spec)
-    return original(sharding, *args, **kwargs)
+def _shard_map_of_another(original: Any, step: _Tracing, mesh: Any, *args: Any):
+    return original(mesh if mesh is None else _own_mesh(step, mesh), *args)
 
 
-def _type_of_a_groups_array(original: Any, step: _Tracing, aval: Any, sharding: Any, *args: Any, **kwargs: Any):
+def _sharding_of_another(original: Any, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):
+    own = _own_sharding(step, sharding)
+    return original(own if own is sharding else own.with_memory_kind(None), *args, **kwargs)
+
+
+def _array_of_another(original: Any, step: _Tracing, aval: Any, sharding: Any, *args: Any, **kwargs: Any):
     """For the type of an array that the step closes over, such as a parameter."""
-    if isinstance(sharding, NamedSharding) and (mesh := _whole_for_group(step, sharding.mesh)) is not sharding.mesh:
-        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-    return original(aval, sharding, *args, **kwargs)
+    return original(aval, _own_sharding(step, sharding), *args, **kwargs)
+
+
+def _axes_of_another(original: Any, step: _Tracing, *args: Any, shardings: Any = None):
+    """For `auto_axes`, whose results have shardings."""
+    return original(*args, shardings=jax.tree.map(functools.partial(_own_sharding, step), shardings))
+
+
+def _context_of_another(original: Any, step: _Tracing, context: Any):
+    named, context.mesh = context.mesh, _own_mesh(step, context.mesh)
+    try:
+        return original(context)
+    finally:
+        context.mesh = named
+
+
+def _jaxpr_of_another(original: Any, step: _Tracing, jaxpr: Any, *args: Any, **kwargs: Any):
+    """For what was traced outside of the step."""
+    if {e.ctx.cur_abstract_mesh for e in jaxpr.eqns} & step.others - {step.mesh}:
+        jaxpr = rebase(ClosedJaxpr(jaxpr, ()), step.mesh, step.mesh).jaxpr
+    return original(jaxpr, *args, **kwargs)
 
 
 def _replicated_without_a_rule(
     original: Any, step: _Tracing, primitive: Any, rule: Any, other_rule: Any, num_out: Any, *avals: Any, **params: Any
 ):
-    """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated."""
+    """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated.
+
+    An operand that was computed while the step is traced may be on the whole mesh.
+    """
+    if len({aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}) > 1:
+        avals = tuple(a.update(sharding=step.own_sharding(a.sharding)) for a in avals)
     try:
         return original(primitive, rule, other_rule, num_out, *avals, **params)
     except (NotImplementedError, core.ShardingTypeError):
@@ -127,22 +171,25 @@ def _without_the_axis(original: Any, step: _Tracing, *args: Any):
 
 
 def _is_mesh_set(original: Any, step: _Tracing):
-    return original() and (step.is_mesh_set or current_mesh() != step.whole)
+    return original() and (step.is_mesh_set or current_mesh() != step.mesh)
 
 
 @contextlib.contextmanager
-def _computed_without_a_mesh(original: Any, step: _Tracing):
-    """What is computed while the step is traced: the abstract mesh of the whole has no devices to compute on."""
-    with original(), _no_abstract_mesh() if mesh_internals.get_concrete_mesh().empty else contextlib.nullcontext():
+def _computed_outside(original: Any, step: _Tracing):
+    """What is computed while the step is traced: the step's mesh has no devices to compute on."""
+    with original(), no_mesh() if core.trace_state_clean() else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 
 
 _HOOKS: dict[str, Callable] = {
-    "jax._src.core.ensure_compile_time_eval": _computed_without_a_mesh,
-    "jax._src.shard_map._shmap_checks": _shard_map_of_a_group,
-    "jax._src.sharding_impls.canonicalize_sharding": _sharding_of_a_group,
-    "jax._src.core.update_aval_with_sharding": _type_of_a_groups_array,
-    "jax._src.dispatch.update_dp_aval": _type_of_a_groups_array,
+    "jax._src.core.ensure_compile_time_eval": _computed_outside,
+    "jax._src.core.eval_jaxpr": _jaxpr_of_another,
+    "jax._src.mesh.use_abstract_mesh.__enter__": _context_of_another,
+    "jax._src.shard_map._shmap_checks": _shard_map_of_another,
+    "jax._src.sharding_impls.canonicalize_sharding": _sharding_of_another,
+    "jax._src.core.update_aval_with_sharding": _array_of_another,
+    "jax._src.dispatch.update_dp_aval": _array_of_another,
+    "jax._src.pjit._get_new_mesh": _axes_of_another,
     "jax._src.lax.utils.call_sharding_rule": _replicated_without_a_rule,
     "jax._src.shard_map._all_mesh_names_except_spmd": _without_the_axis,
     "jax._src.shard_map._all_newly_manual_mesh_names": _without_the_axis,
@@ -171,9 +218,5 @@ def sharding_here() -> NamedSharding | None:
 @contextlib.contextmanager
 def use_abstract_mesh(mesh: AbstractMesh) -> Iterator[None]:
     """A context in which `mesh` is the current abstract mesh, whatever the caller had set."""
-    with _no_abstract_mesh(), jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
-
-
-def _no_abstract_mesh() -> Any:
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -50,7 +50,8 @@ class MpmdArray(ReadableArray):
     Args:
         arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. Where groups share
             devices, equal meshes are filled in ascending order; or a mapping from group to array says it. Empty if this
-            process has none of `mpmd_sharding.mesh_ids`. Of a split array: one array for each range, those of one
+            process has none of `mpmd_sharding.mesh_ids`, or shall have nothing of the array: then no step takes it
+            here. Of a split array: one array for each range, those of one
             group in the order of their rows, or a mapping from (start, stop) to array.
         mpmd_sharding: where the array is.
         shape: needed if `arrays` is empty.

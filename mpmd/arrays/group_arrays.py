@@ -36,12 +36,13 @@ def whole_shape(arrays: Arrays, sharding: MpmdSharding, shape: Sequence[int] | N
 
 
 def arrays_by_key(arrays: Arrays, sharding: MpmdSharding, shape: tuple[int, ...]) -> dict[Key, jax.Array]:
-    """The array of each part that this process holds, from a mapping by key or a sequence in any order.
+    """The array of each part that this process holds, from a mapping by key or a sequence in any order. Without any
+    array none is held.
 
     Raises:
       ValueError: the arrays are not one for each part of this process that `sharding` names.
     """
-    local = sharding.local_parts(shape)
+    local = sharding.local_parts(shape) if arrays else []
     keys = [part.key for part in local]
     if isinstance(arrays, Mapping):
         if set(arrays) != set(keys):

@@ -224,7 +224,10 @@ class MpmdMesh:
         return self.groups[0]
 
     def tracing_mesh(self) -> Mesh:
-        """The mesh under which steps are traced: the whole mesh, or the first of separate groups."""
+        """The mesh that a step names for its own: the whole mesh, or the first of separate groups.
+
+        Inside of the step the mpmd axis has size 1.
+        """
         return self.groups[0] if self.jax_mesh is None else self.jax_mesh
 
     @compat.api_boundary

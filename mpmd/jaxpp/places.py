@@ -114,12 +114,8 @@ class JaxppArray(metaclass=_Ours):
         dtype: Any = None,
     ) -> Array:
         arrays = list(partially_addressable_arrays)
-        if len(arrays) >= len(mpmd_sharding.local_groups) or mpmd_sharding.split_axis is not None:
+        if not arrays or len(arrays) >= len(mpmd_sharding.local_groups) or mpmd_sharding.split_axis is not None:
             return Array(arrays, mpmd_sharding, shape, dtype)
-        if not arrays:
-            if shape is None or dtype is None:
-                raise ValueError("MpmdArray: no array is given, so shape and dtype must be.")
-            return Array._unchecked({}, mpmd_sharding, tuple(shape), np.dtype(dtype))
         mesh = mpmd_sharding.mpmd_mesh
         groups = [mesh.group_of(next(iter(array.sharding.device_set))) for array in arrays]
         for group, array in zip(groups, arrays, strict=True):  # what is there has to fit, group by group

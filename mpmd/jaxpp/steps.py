@@ -6,14 +6,13 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
 import mpmd.ops.treduce as loops
 from mpmd import _jax_compat as compat
 from mpmd.api import Jitted, jit
-from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
@@ -22,9 +21,6 @@ from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
 from mpmd.stages import Compiled
 from mpmd.users_frame import users_frame
-
-Indices = int | Sequence[int] | None
-Names = str | Iterable[str] | None
 
 default_op = (Concat(), Add)
 
@@ -79,29 +75,34 @@ def pipeline_enter_stage(anchor: Any, name: str | None = None) -> Any:
 # --- steps --------------------------------------------------------------------------------------------
 
 
+class JitOptions(TypedDict, total=False):
+    """What `mpmd.jit` takes, in JaxPP's words: None means that nothing is said."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    compiler_options: Mapping[str, Any] | None
+
+
 @compat.api_boundary
 def mpmd_jit_with_loop(
     fun: Callable[..., Any],
     mpmd_mesh: MpmdMesh,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
-    donate_argnums: Indices = None,
-    donate_argnames: Names = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    **options: Unpack[JitOptions],
 ) -> "JaxppStep":
     """`mpmd.jit`. None means that nothing is said.
 
     Args:
-      fun, mpmd_mesh, static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options: as for
-        `mpmd.jit`.
-      in_shardings, out_shardings: of the arguments and results, as for `mpmd.jit`; the mpmd axis in a spec means
-        nothing.
-      in_specs, out_specs: other names for these.
+      fun, mpmd_mesh: as for `mpmd.jit`.
+      in_specs, out_specs: other names for `in_shardings` and `out_shardings`.
+      options: `in_shardings`, `out_shardings`, `static_argnums`, `static_argnames`, `donate_argnums`,
+        `donate_argnames`, `compiler_options`, as for `mpmd.jit`; the mpmd axis in a spec means nothing.
 
     Returns:
       A callable with `.compile(*args)`, whose result has `.in_shardings`, `(args, kwargs)` of `MpmdSharding`.
@@ -109,14 +110,14 @@ def mpmd_jit_with_loop(
     Raises:
       ValueError: both names are given for one.
     """
-    for one, other, name in ((in_shardings, in_specs, "in"), (out_shardings, out_specs, "out")):
-        if one is not None and other is not None:
+    for name, specs in (("in", in_specs), ("out", out_specs)):
+        if specs is not None and options.get(f"{name}_shardings") is not None:
             raise ValueError(f"mpmd_jit_with_loop: {name}_shardings and {name}_specs are one argument. Pass one.")
-    ins = in_specs if in_shardings is None else in_shardings
-    outs = out_specs if out_shardings is None else out_shardings
-    return JaxppStep(
-        fun, mpmd_mesh, ins, outs, static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options
-    )
+    if in_specs is not None:
+        options["in_shardings"] = in_specs
+    if out_specs is not None:
+        options["out_shardings"] = out_specs
+    return JaxppStep(fun, mpmd_mesh, **options)
 
 
 @compat.api_boundary
@@ -125,25 +126,16 @@ def mpmd_jit_by_yield(
     mpmd_mesh: MpmdMesh,
     *,
     target_num_stages: int | None = None,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
-    donate_argnums: Indices = None,
-    donate_argnames: Names = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    **options: Unpack[JitOptions],
 ) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, whose stages are between its marks.
 
     Args:
       target_num_stages: how many stages there are; the marks say it.
-      others: as for `mpmd_jit_with_loop`.
+      fun, mpmd_mesh, options: as for `mpmd_jit_with_loop`.
     """
     del target_num_stages
-    return JaxppStep(
-        fun, mpmd_mesh, in_shardings, out_shardings,
-        static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options,
-    )  # fmt: skip
+    return JaxppStep(fun, mpmd_mesh, **options)
 
 
 @compat.api_boundary
@@ -152,60 +144,34 @@ def mpmd_jit_rev(
     mpmd_mesh: MpmdMesh,
     *,
     out_refs: Any,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
-    donate_argnums: Indices = None,
-    donate_argnames: Names = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    **options: Unpack[JitOptions],
 ) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
 
     Args:
       out_refs: the tree of the results, of a set of groups each.
-      out_shardings: the same tree of specs; None for whole copies in each group.
-      others: as for `mpmd_jit_with_loop`.
+      fun, mpmd_mesh, options: as for `mpmd_jit_with_loop`; `out_shardings` is the same tree of specs, or None for whole
+        copies in each group.
     """
 
     def sharding(groups: Iterable[int], wish: Any = None) -> MpmdSharding:
         return MpmdSharding(mpmd_mesh, groups, as_spec(getattr(wish, "spec", wish)), getattr(wish, "memory_kind", None))
 
-    trees = (out_refs,) if out_shardings is None else (out_refs, out_shardings)
-    return JaxppStep(
-        fun, mpmd_mesh, in_shardings, jax.tree.map(sharding, *trees),
-        static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options,
-    )  # fmt: skip
+    wishes = options.get("out_shardings")
+    options["out_shardings"] = jax.tree.map(sharding, *((out_refs,) if wishes is None else (out_refs, wishes)))
+    return JaxppStep(fun, mpmd_mesh, **options)
 
 
 class JaxppStep:
     """A step as JaxPP has it, with all that `mpmd.jit` returns (`.trace`, `.lower`, …)."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        mpmd_mesh: MpmdMesh,
-        in_shardings: Any,
-        out_shardings: Any,
-        static_argnums: Indices,
-        static_argnames: Names,
-        donate_argnums: Indices,
-        donate_argnames: Names,
-        compiler_options: Mapping[str, Any] | None,
-    ):
+    def __init__(self, fun: Callable[..., Any], mpmd_mesh: MpmdMesh, **options: Unpack[JitOptions]):
         functools.update_wrapper(self, fun)
         self.mpmd_mesh = mpmd_mesh
-        self._jitted: Jitted = jit(
-            fun,
-            mpmd_mesh=mpmd_mesh,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnums=() if static_argnums is None else static_argnums,
-            static_argnames=_names(static_argnames),
-            donate_argnums=() if donate_argnums is None else donate_argnums,
-            donate_argnames=_names(donate_argnames),
-            compiler_options=compiler_options,
-        )
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        for name in {"static_argnames", "donate_argnames"} & given.keys():
+            given[name] = given[name] if isinstance(given[name], str) else tuple(given[name])
+        self._jitted: Jitted = jit(fun, mpmd_mesh=mpmd_mesh, **given)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_jitted" not in vars(self):
@@ -223,7 +189,7 @@ class JaxppStep:
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _task_times.get() is None:
-            return _called(self._jitted, args, kwargs)
+            return self._jitted(*args, **kwargs)
         return self.compile(*args, **kwargs)(*args, **kwargs)
 
 
@@ -258,29 +224,11 @@ class JaxppCompiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         times = _task_times.get()
         if times is None:
-            return _called(self._compiled, args, kwargs)
+            return self._compiled(*args, **kwargs)
         profile = self._compiled.profile(args, kwargs, steps=1)
         for ran in (ran for step in profile.steps for ran in step.runs):
             times[_title(ran)].append(1000 * (ran.end - ran.start))
         return profile.result
-
-
-def _called(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a step. An array that was made without those of some groups here fails in it: that is told by its name."""
-    try:
-        return step(*args, **kwargs)
-    except KeyError:
-        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if isinstance(x, MpmdArray) and len(x._arrays) < len(x.mpmd_sharding.local_groups) and not x.is_deleted():
-                name = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"The argument {name}, {x!r}, was made without the arrays of all groups of this process."
-                ) from None
-        raise
-
-
-def _names(names: Names) -> str | Sequence[str]:
-    return names if isinstance(names, str) else tuple(names or ())
 
 
 # --- times of tasks -------------------------------------------------------------------------------------

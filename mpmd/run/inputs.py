@@ -52,6 +52,7 @@ class Inputs:
             of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, tuple(s.groups[0] for s in of_pieces))
             for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
         ]
+        self._num_here = [len(s.local_groups) for s in self.shardings]
 
     def dealt(self, absent: Set[int], more: Sequence[tuple[str, compat.Aval, MpmdSharding]]) -> "Inputs":
         """The inputs of a call with a list of microbatches, whose arrays come last.
@@ -148,6 +149,9 @@ class Inputs:
             if type(x) is MpmdArray:
                 x._check_not_gone(self._names[i])
                 if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
+                    if len(x._arrays) < self._num_here[i]:
+                        name = self._whole.in_names[i]
+                        raise ValueError(f"{name}: {x!r} was made without the arrays of all groups of this process.")
                     arguments += [x._arrays] if rows is None else _pieces_in_place(x, rows, self._of_pieces[i])
                     continue
             elif isinstance(x, jax.Array) and not isinstance(x, compat.Tracer) and x.is_deleted():

@@ -67,7 +67,7 @@ def trace_step(
     in_names: Sequence[str],
     mpmd_mesh: MpmdMesh,
 ) -> Trace:
-    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the whole `mpmd_mesh`.
+    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the first group.
 
     Args:
       fun: the user's step.
@@ -88,11 +88,12 @@ def trace_step(
         _check_results(fun, out_names, [x for _, x in paths])
         return [x for _, x in paths]
 
-    whole, axis = mpmd_mesh.tracing_mesh().abstract_mesh, mpmd_mesh.mpmd_axis_name
-    with compat.tracing(whole, frozenset(g.abstract_mesh for g in mpmd_mesh.groups), axis):
+    mesh, axis = mpmd_mesh.groups[0].abstract_mesh, mpmd_mesh.mpmd_axis_name
+    others = frozenset(m.abstract_mesh for m in (mpmd_mesh.tracing_mesh(), *mpmd_mesh.groups))
+    with compat.tracing(mesh, others, axis):
         closed, jaxpr = _traced(flat, avals)
     _check_axis(jaxpr, axis)
-    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mpmd_mesh.groups[0].abstract_mesh, whole).jaxpr
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mesh, mesh).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 

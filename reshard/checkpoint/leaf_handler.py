@@ -205,6 +205,8 @@ def fault_of_array(array: Any) -> str | None:
     what = type_text(array.shape, array.dtype)
     if not isinstance(array, np.ndarray) and array.is_deleted():
         return f"{what} has been deleted, or donated to a step: save what the step returned"
+    if isinstance(array, MpmdArray) and array.mpmd_sharding.local_groups and not array.is_partially_addressable:
+        return f"{what} was made without the arrays of this process"
     if array.size == 0:
         return f"{what} has no elements, and Orbax stores no empty arrays"
     if jax.process_count() > 1 and is_plain(array) and array.is_fully_addressable:

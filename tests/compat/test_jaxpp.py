@@ -367,10 +367,7 @@ def test_an_array_may_lack_what_another_process_would_have():
     assert nothing.to_mpmd_local_array is None and second.first_mpmd_replica is None
     assert all(isinstance(x, jaxpp.MpmdArray) and x.is_mpmd_replicated for x in (nothing, second, both))
     assert jaxpp._to_global_jax_array(both).sharding == sharding.sharding
-    with pytest.raises(ValueError) as error:
-        jaxpp.MpmdArray([], sharding)
-    assert str(error.value) == "MpmdArray: no array is given, so shape and dtype must be."
-    with pytest.raises(ValueError, match=r"^The argument \[0\]\[0\], .* was made without the arrays of all groups"):
+    with pytest.raises(ValueError, match=r"^x: .* was made without the arrays of all groups"):
         jaxpp.mpmd_jit_with_loop(lambda x: x + 1, mesh)(nothing)
     with pytest.raises(ValueError, match=r"the arrays are in the groups \[1\]"):
         jaxpp.MpmdArray([jax.device_put(jnp.ones(2), sharding.group_sharding(1))], sharding)

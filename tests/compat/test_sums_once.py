@@ -275,16 +275,20 @@ _SCHEDULES = (scheduler.OneFOneB(2), scheduler.GPipe(2), scheduler.ZeroBubbleH1(
 
 
 def _specs_with_axes_of_length_1():
-    """Rows, another axis of the batch, weights, axis types, schedule: 216 cases, of which five are quick."""
-    cases = itertools.product(
-        _LENGTH_1, (None, "one", "replica"), (P(), P("one"), P(None, "one"), P("replica")), _TYPES
-    )
-    for number, (rows, other, weights, types) in enumerate(cases):
+    """Rows, another axis of the batch, weights, axis types, where it is said, schedule: 240 cases, of which four are
+    quick. Each pair of axis types and schedule has 20.
+    """
+    specs = itertools.product(_LENGTH_1, (None, "one", "replica"), (P(), P("one"), P(None, "one"), P("replica")))
+    different = []
+    for rows, other, weights in specs:
         named = [other, *([rows] if isinstance(rows, str) else rows), *(weights.partitions or ())]
         if not any(n is not None and named.count(n) > 1 for n in named):  # JAX refuses a product of such types
-            case = rows, other, weights, types, _SCHEDULES[number % 3]
-            mark = () if number % 46 == 10 else pytest.mark.slow if number % 10 == 3 else pytest.mark.exhaustive
-            yield pytest.param(*case, id=f"{rows}-{other}-{weights}-{number % 4}", marks=mark)
+            different.append((rows, other, weights))
+    cases = itertools.product(different, _TYPES, ("outside", "inside"))
+    for number, ((rows, other, weights), types, where) in enumerate(cases):
+        case = rows, other, weights, types, where, _SCHEDULES[number % 3]
+        mark = () if number % 71 == 10 else pytest.mark.slow if number % 17 == 3 else pytest.mark.exhaustive
+        yield pytest.param(*case, id=f"{rows}-{other}-{weights}-{number // 2 % 4}-{where}", marks=mark)
 
 
 @pytest.fixture(scope="module")
@@ -293,13 +297,36 @@ def dense_without_a_pipeline():
     return params, batch, host(jax.jit(_step(lambda p, m: _dense_loss(p, m, ()), None))(params, batch))
 
 
-@pytest.mark.parametrize(("rows", "other", "weights", "types", "schedule"), _specs_with_axes_of_length_1())
-def test_axes_of_length_1_in_specs_change_no_number(rows, other, weights, types, schedule, dense_without_a_pipeline):
+def _said(x, spec):
+    """`x` on the Explicit axes of a spec and on its Auto ones: JAX has a function for each."""
+    types = dict(zip((mesh := jax.sharding.get_abstract_mesh()).axis_names, mesh.axis_types, strict=True))
+    for axis_type, say in ((EXPLICIT, jax.reshard), (AUTO, jax.lax.with_sharding_constraint)):
+        entries = [(e,) if isinstance(e, str) else e or () for e in spec]
+        entries = [tuple(n for n in e if types[n] == axis_type) or None for e in entries]
+        x = say(x, P(*entries)) if any(entries) else x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("rows", "other", "weights", "types", "where", "schedule"), list(_specs_with_axes_of_length_1())
+)
+def test_axes_of_length_1_in_specs_change_no_number(
+    rows, other, weights, types, where, schedule, dense_without_a_pipeline
+):
     params, batch, expected = dense_without_a_pipeline
     devices = np.array(jax.devices()[:4]).reshape(2, 1, 2, 1)
     mesh = Mesh(devices, ("stage", "replica", "data", "one"), axis_types=types)
     specs = [{"w": weights, "b": P()}] * 2, P(None, rows, other)
-    compiled = _compiled(_step(lambda p, m: _dense_loss(p, m, ()), schedule), params, batch, mesh, in_shardings=specs)
+
+    def loss(params, m):
+        assert jax.sharding.get_abstract_mesh().shape["stage"] == 1
+        if where == "inside":
+            params = [{"w": _said(p["w"], weights), "b": p["b"]} for p in params]
+            m = jax.tree.map(lambda x: _said(x, P(rows, other)), m)
+        return _dense_loss(params, m, ())
+
+    said = {"in_shardings": specs} if where == "outside" else {}
+    compiled = _compiled(_step(loss, schedule), params, batch, mesh, **said)
     assert_same(host(compiled(params, batch)), expected, 2e-5)
     if weights == P() and other is None:
         assert not _split(compiled)[0]

@@ -1,5 +1,6 @@
 """Other transformations and switches of JAX, in stages and around the step."""
 
+import contextlib
 import re
 
 import jax
@@ -323,6 +324,49 @@ def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_ty
     expected = jax.jit(_stages(plain)(plain_loop()))(state, batch)
     step = _pipelined_step(apply, schedule, mpmd.MpmdMesh(mesh, "stage"))
     assert_same(host(step(state, batch)), host(expected), 2e-5)
+
+
+@pytest.mark.parametrize("is_mesh_set", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_inside_of_a_step_the_mpmd_axis_has_length_1_whatever_names_the_whole_mesh(axis_type, is_mesh_set):
+    whole = make_mesh(2, axis_type, ("data",))
+    constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
+    rows, kept = NamedSharding(whole, P("data")), jax.device_put(jnp.eye(4), NamedSharding(whole, P()))
+    traced = jax.make_jaxpr(lambda x: jnp.tanh(x) + 1)
+    with jax.set_mesh(whole):  # a jaxpr that names the whole mesh
+        made = traced(jax.ShapeDtypeStruct((4, 4), np.float32, sharding=NamedSharding(whole, P())))
+
+    def stage(x):
+        with jax.sharding.use_abstract_mesh(whole.abstract_mesh):
+            x = x @ kept + jnp.ones((4, 4))
+        x = jax.sharding.auto_axes(lambda x: jnp.sort(x, 0), out_sharding=rows)(x)
+        x = constrain(jax.device_put(x, rows), NamedSharding(whole, P()))
+        return jax.core.eval_jaxpr(made.jaxpr, made.consts, x)[0]
+
+    def plain(x):
+        return jnp.tanh(jnp.sort(x + 1, 0)) + 1
+
+    def spread(x):
+        """As an optimizer does that works on all devices of a mesh."""
+        mesh = jax.sharding.get_abstract_mesh()
+        assert dict(mesh.shape) == {"stage": 1, "data": 2}
+        axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+        return constrain(constrain(x, P(axes)) * 2, P())
+
+    def step(ws, xs, stage, spread, schedule):
+        def loss(ws, x):
+            return jnp.sum((mpmd.mark_stage_end(stage(x @ ws[0])) @ ws[1]) ** 2)
+
+        total, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule=schedule)
+        return [w - 0.1 * spread(g) for w, g in zip(ws, grads, strict=True)], total
+
+    args = [jnp.eye(4) / 2] * 2, jnp.linspace(-1, 1, 64).reshape(4, 4, 4)
+    expected = jax.jit(lambda ws, xs: step(ws, xs, plain, lambda g: 2 * g, None))(*args)
+    pipelined_step = mpmd.jit(
+        lambda ws, xs: step(ws, xs, stage, spread, "1f1b"), mpmd_mesh=mpmd.MpmdMesh(whole, "stage")
+    )
+    with jax.set_mesh(whole) if is_mesh_set else contextlib.nullcontext():
+        assert_same(host(pipelined_step(*args)), host(expected), 2e-6)
 
 
 def _mean_loss(params, xs):
