@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax._src import config, core
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, NamedSharding
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr
@@ -127,9 +128,9 @@ def _array_of_another(original: Any, step: _Tracing, aval: Any, sharding: Any, *
     return original(aval, _own_sharding(step, sharding), *args, **kwargs)
 
 
-def _axes_of_another(original: Any, step: _Tracing, *args: Any, shardings: Any = None):
+def _axes_of_another(original: Any, step: _Tracing, *args: Any, **kwargs: Any):
     """For `auto_axes`, whose results have shardings."""
-    return original(*args, shardings=jax.tree.map(functools.partial(_own_sharding, step), shardings))
+    return original(*args, **jax.tree.map(functools.partial(_own_sharding, step), kwargs))
 
 
 def _context_of_another(original: Any, step: _Tracing, context: Any):
@@ -154,8 +155,9 @@ def _replicated_without_a_rule(
 
     An operand that was computed while the step is traced may be on the whole mesh.
     """
-    if len({aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}) > 1:
-        avals = tuple(a.update(sharding=step.own_sharding(a.sharding)) for a in avals)
+    shaped = [aval for aval in avals if isinstance(aval, ShapedArray)]
+    if len({aval.sharding.mesh for aval in shaped if not aval.sharding.mesh.empty}) > 1 and len(shaped) == len(avals):
+        avals = tuple(aval.update(sharding=step.own_sharding(aval.sharding)) for aval in shaped)
     try:
         return original(primitive, rule, other_rule, num_out, *avals, **params)
     except (NotImplementedError, core.ShardingTypeError):
