@@ -104,6 +104,9 @@ class _AboutList:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def __repr__(self):
+        return "one for all of a list, which the jitted step takes"
+
     @property
     def _key(self) -> Any:
         return self.path, self.num_microbatches if self.is_counted else None
