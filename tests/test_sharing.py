@@ -20,6 +20,7 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.repeats import LEAST, repeated_runs
 from mpmd.compile.subprogram import Pattern, num_equations
+from mpmd.compile.updates import apart, common_leaves
 from mpmd.tracing.inline import inline
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -259,12 +260,23 @@ def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
 
 
 @pytest.mark.slow
-def test_fused_pairs_share_it_too(caplog):
+def test_fused_pairs_share_it_too(caplog, monkeypatch):
+    """As on GPUs, where one program for two tasks is worth compiling."""
+    monkeypatch.setattr("mpmd.compile.step.hides_communication", lambda mesh: True)
     names = _compiled_names(caplog, "DualPipeV", "auto")
     assert [n for n in names if re.fullmatch(r"step_stage\d_F(_before|_after)?", n)] == [
         "step_stage1_F", "step_stage3_F_after", "step_stage0_F_before",
     ]  # fmt: skip
+    assert any(re.search(r"stage\d_[FB]_stage\d_[FB]", n) for n in names)
     assert not any(re.search(r"stage\d_[FB]_stage\d_[FB]_(before|after)", n) for n in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["auto", "explicit"])
+def test_a_schedule_of_halves_and_of_whole_backwards_compiles_the_halves_alone(caplog, where):
+    names = _compiled_names(caplog, "DualPipeV", where)
+    assert not any(re.search(r"stage\d_(B|[FBIW]_stage)", n) for n in names), names
+    assert any("_I" in n for n in names) and any("_W" in n for n in names)
 
 
 @pytest.mark.slow
@@ -433,3 +445,97 @@ def test_a_constant_of_which_floats_are_made_stays():
     found = pair(with_key, jax.eval_shape(lambda: jax.random.key(0)), X)
     assert [f.constants for f in found] == [(1,), (2,)]
     assert compat.jaxpr_key(found[0].closed) == compat.jaxpr_key(found[1].closed)
+
+
+# --- updates by leaves ---
+
+
+def _update(scale, rates, grads, state):
+    """Leaves are clipped and get a momentum each, in more equations than a call is worth."""
+    factor = jnp.minimum(1.0, 1.0 / jnp.sqrt(scale)) * jnp.take(rates, 1)
+    new = []
+    for g, m in zip(grads, state, strict=True):
+        m = 0.9 * m + factor * g
+        for _ in range(LEAST):
+            m = m + 0.1 * jnp.sin(m)
+        new.append(m)
+    return new
+
+
+def _apart(num_leaves, *args, free=()):
+    jaxpr = inline(_jaxpr(_update, jnp.float32(1), jnp.ones(3), *args))
+    found = apart(jaxpr, lambda v: None, [jaxpr.invars[i] for i in free])
+    assert found is not None and len(found.leaves) == num_leaves
+    return jaxpr, found
+
+
+def test_an_update_is_numbers_and_leaves():
+    big = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    jaxpr, found = _apart(3, [big, X, big], [big, X, big], free=(5, 6, 7))
+    assert not found.last.eqns and all(v.aval.shape == () for v in found.numbers.writes)
+    assert [[found.leaves[i].piece.reads[k].aval.shape for k in found.leaves[i].donate] for i in range(3)] == [
+        [(64, 64)], [(4, 4)], [(64, 64)],
+    ]  # fmt: skip
+    assert found.leaves[0].kind == found.leaves[2].kind != found.leaves[1].kind
+    assert sum(len(p.eqns) for p in (found.numbers, *(leaf.piece for leaf in found.leaves))) == len(jaxpr.eqns)
+
+
+def test_leaves_alike_are_called_with_what_they_have_in_common_once():
+    big = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    updates = [_apart(n + 2, [big] * n + [X] * 2, [big] * n + [X] * 2)[1] for n in (1, 3)]
+    left, (first, second) = common_leaves(updates)
+    assert [[i.number for i in instances] for instances in (first, second)] == [[0, 1], [1, 1]]
+    assert [len(instances[0].leaves) for instances in (first, second)] == [3, 1] and left == [[], []]
+    for instance in (*first, *second):
+        for leaf, takes in zip(instance.leaves, instance.takes, strict=True):
+            assert [instance.piece.reads[i] for i in takes] == list(leaf.piece.reads)
+        assert len(set(instance.piece.reads)) == len(instance.piece.reads)
+
+
+def test_leaves_that_need_a_number_of_all_of_them_are_no_parts():
+    def clipped(grads):
+        norm = sum(jnp.sum(g * g) for g in grads)
+        return [g / norm for g in grads], norm
+
+    def measured(grads):
+        return [jnp.sin(g) for g in grads], sum(jnp.sum(g * g) for g in grads)
+
+    big = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    assert apart(inline(_jaxpr(clipped, big)), lambda v: None, []) is None
+    found = apart(inline(_jaxpr(measured, big)), lambda v: None, [])
+    assert found is not None and [v.aval.shape for v in found.last.writes] == [()]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type):
+    """In its second call the state is what the first one gave, whose memory it takes over."""
+
+    def loss(params, x):
+        x = x @ params["first"]
+        for w in params["layers"]:
+            x = mpmd.mark_stage_end(jnp.tanh(x @ w))
+        return jnp.mean((x @ params["last"]) ** 2)
+
+    def step(state, xs):
+        params, moments = state
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, schedule=scheduler.OneFOneB(4))
+        scale = sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
+        flat, tree = jax.tree.flatten(grads)
+        moments = jax.tree.unflatten(tree, _update(scale, jnp.full(3, 0.1), flat, jax.tree.leaves(moments)))
+        return (jax.tree.map(jnp.subtract, params, moments), moments), scale
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "first": jax.random.normal(keys[0], (5, 8)),
+        "layers": [0.3 * jax.random.normal(k, (8, 8)) for k in keys[1:4]],
+        "last": jax.random.normal(keys[4], (8, 3)),
+    }
+    state, xs = (params, jax.tree.map(jnp.zeros_like, params)), jax.random.normal(keys[0], (3, 4, 5))
+    expected = jax.jit(step)(jax.jit(step)(state, xs)[0], xs)
+    mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
+    jitted = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        found = jitted(jitted(jax.tree.map(jnp.copy, state), xs)[0], xs)
+    assert_same(host(found), host(expected), rtol=1e-5)
+    names = {m[1] for r in caplog.records if (m := re.search(r"conversion jit\((step_after\w+)\)", r.getMessage()))}
+    assert len([n for n in names if n.endswith("_leaves")]) == 1, names

@@ -13,11 +13,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.layouts import memory_kind
+from mpmd.arrays.layouts import memory_kind, shortest
 from mpmd.compile.blocks import BlockSite, block_of, common_blocks
 from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.compile.repeats import LEAST
-from mpmd.compile.subprogram import Division, Pattern, ReuseRule, num_equations
+from mpmd.compile.subprogram import Pattern, ReuseRule, Subprogram, num_equations, renamed_equations
+from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
 
@@ -175,12 +176,48 @@ class Compiler:
             fused.start(mesh)
         return Executable(name, mesh, fused, ins, outs)
 
+    def chain(
+        self,
+        name: str,
+        halves: Sequence[Executable],
+        num_args: int,
+        takes: Sequence[Sequence[int]],
+        results: Sequence[int],
+    ) -> Executable:
+        """Two programs of a group that run one after the other as one. Nothing is compiled for it.
+
+        Args:
+          takes, results: positions of the arguments of each half and of the results among the `num_args` arguments of
+            the whole and, after them, the results of the first and of the second half.
+        """
+        mesh, programs = halves[0].mesh, [half.compiled for half in halves]
+        closed = _joined(name, [p.program.closed for p in programs], takes, num_args, results)
+        at: dict[int, NamedSharding] = {}
+        begin = num_args
+        for half, taken in zip(halves, takes, strict=True):
+            at = dict(zip(taken, half.in_shardings, strict=True)) | at
+            at |= dict(enumerate(half.out_shardings, begin))
+            begin += len(half.out_shardings)
+        donate = sorted(takes[h][i] for h, half in enumerate(programs) for i in half.program.donate)
+        ins, outs = [at[i] for i in range(num_args)], [at[i] for i in results]
+        chain, is_new = self._find(name, "".join(p.family for p in programs), closed, mesh, ins, outs, donate)
+        if is_new:
+            first = dict(enumerate(programs[0].jaxpr.outvars, num_args))
+            handed = set(takes[1]).intersection(first).difference(results)
+            nbytes = sum(nbytes_on_a_device(first[i], at[i]) for i in handed)
+            chain.parts = Parts(tuple(programs), tuple(map(tuple, takes)), tuple(results), 0, nbytes)
+        if mesh in self._is_own:
+            chain.start(mesh)
+        return Executable(name, mesh, chain, tuple(ins), tuple(outs))
+
     def start(self) -> None:
         """Begins to compile what has come since the last time, the largest first."""
         waiting, self._waiting = self._waiting, {}
         ascending = sorted(waiting, key=lambda d: num_equations(d.jaxpr))
+        self._share_leaves([d for d in ascending if waiting[d].by_leaves])
         for distinct in ascending:
-            self._reuse(distinct, waiting[distinct])
+            if distinct.parts is None:
+                self._reuse(distinct, waiting[distinct])
         self._share_blocks([d for d in ascending if not waiting[d].independent])
         for distinct in reversed(ascending):
             if (mesh := distinct.program.mesh) in self._is_own:
@@ -232,14 +269,12 @@ class Compiler:
         ins: Sequence[NamedSharding | None],
         outs: Sequence[NamedSharding | None],
     ) -> DistinctProgram:
-        # Both may hold the same cheap equation.
-        halves: tuple[compat.Jaxpr, ...] = first.jaxpr, compat.with_new_vars(second.program.closed).jaxpr
-        closed = compat.make_jaxpr(
-            [v for half in halves for v in half.invars],
-            [v for half in halves for v in half.outvars],
-            [e for half in halves for e in half.eqns],
-            name,
-        )
+        num_args = [len(half.jaxpr.invars) for half in (first, second)]
+        takes = range(num_args[0]), range(num_args[0], sum(num_args))
+        num_results = len(first.jaxpr.outvars) + len(second.jaxpr.outvars)
+        results = range(sum(num_args), sum(num_args) + num_results)
+        halves = first.program.closed, second.program.closed
+        closed = _joined(name, halves, takes, sum(num_args), results)
         donate = [*first.program.donate, *(len(first.jaxpr.invars) + i for i in second.program.donate)]
         fused, is_new = self._find(name, first.family + second.family, closed, mesh, ins, outs, donate)
         if is_new and (first.parts or second.parts):
@@ -321,7 +356,7 @@ class Compiler:
             is_worth_it = 2 * other.size >= pattern.size or other.size >= LEAST
             cut = pattern.cut(other) if is_worth_it and inner is not distinct else None
             if cut is not None and (cut.is_independent or not independent):
-                distinct.parts = self._parts(distinct, inner, cut)
+                distinct.parts = self._parts(distinct, cut.pieces, {cut.inner: inner}, cut.inner)
             if distinct.parts is not None:
                 for rest in _undivided(part for part in distinct.parts.programs if part is not inner):
                     self._divide(rest, known, independent)
@@ -333,24 +368,35 @@ class Compiler:
             self._patterns[distinct] = Pattern(distinct.jaxpr, self._kinds)
         return self._patterns[distinct]
 
-    def _parts(self, whole: DistinctProgram, inner: DistinctProgram, cut: Division) -> Parts | None:
-        """The programs to run `whole` as; None where `inner` has other shardings or takes over what it must not."""
+    def _parts(
+        self,
+        whole: DistinctProgram,
+        pieces: Sequence[Subprogram],
+        given: Mapping[int, DistinctProgram],
+        inner: int = 0,
+    ) -> Parts | None:
+        """The programs to run `whole` as; None where one has other shardings or takes over what it must not.
+
+        Args:
+          given: those of the pieces that are there already.
+          inner: as in `Parts`.
+        """
         program, arguments, results = whole.program, whole.jaxpr.invars, whole.jaxpr.outvars
         shardings = whole.shardings
-        at = cut.pieces[cut.inner]
-        known = (*inner.program.in_shardings, *inner.program.out_shardings)
-        for v, s in zip((*at.reads, *at.writes), known, strict=True):
-            if _spec(shardings.setdefault(v, s)) != _spec(s):
-                return None
         free = {arguments[i] for i in program.donate}
-        last = {v: k for k, piece in enumerate(cut.pieces) for v in piece.reads}
-        for v in (at.reads[i] for i in inner.program.donate):
-            if last[v] != cut.inner or v in results or (v in arguments and v not in free):
-                return None
+        last = {v: k for k, piece in enumerate(pieces) for v in piece.reads}
+        for k, distinct in given.items():
+            known = (*distinct.program.in_shardings, *distinct.program.out_shardings)
+            for v, s in zip((*pieces[k].reads, *pieces[k].writes), known, strict=True):
+                if _spec(shardings.setdefault(v, s)) != _spec(s):
+                    return None
+            for v in (pieces[k].reads[i] for i in distinct.program.donate):
+                if last[v] != k or v in results or (v in arguments and v not in free):
+                    return None
         programs = []
-        for k, piece in enumerate(cut.pieces):
-            if k == cut.inner:
-                programs.append(inner)
+        for k, piece in enumerate(pieces):
+            if k in given:
+                programs.append(given[k])
                 continue
             for v in (*piece.reads, *piece.writes):
                 if v not in shardings:
@@ -359,18 +405,84 @@ class Compiler:
             if any(s is None for s in (*ins, *outs)):
                 return None
             donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
-            name = f"{program.name}_{'before' if k < cut.inner else 'after'}"
+            name = f"{program.name}_{'before' if k < min(given) else 'after'}"
             closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
             programs.append(self._find(name, whole.family, closed, program.mesh, ins, outs, donate)[0])
-        position = {v: i for i, v in enumerate((*arguments, *(v for piece in cut.pieces for v in piece.writes)))}
-        between = {v for piece in cut.pieces for v in piece.writes}.difference(results)
+        position = {v: i for i, v in enumerate((*arguments, *(v for piece in pieces for v in piece.writes)))}
+        between = {v for piece in pieces for v in piece.writes}.difference(results)
         return Parts(
             tuple(programs),
-            tuple(tuple(position[v] for v in piece.reads) for piece in cut.pieces),
+            tuple(tuple(position[v] for v in piece.reads) for piece in pieces),
             tuple(position[v] for v in results),
-            cut.inner,
+            inner,
             sum(nbytes_on_a_device(v, shardings[v]) for v in between),
         )
+
+    # --- updates by leaves ------------------------------------------------------------------------
+
+    def _share_leaves(self, programs: Sequence[DistinctProgram]) -> None:
+        """Updates that do the same with many leaves run this as a program of its own."""
+        updates: dict[Hashable, list[tuple[DistinctProgram, Update]]] = defaultdict(list)
+        for distinct in programs:
+            update = self._update(distinct) if self._pattern(distinct).can_be_cut else None
+            if update is not None:
+                updates[_where(distinct.program.mesh)].append((distinct, update))
+        for alike in updates.values():
+            wholes = [distinct for distinct, _ in alike]
+            shared: list[list[tuple[Subprogram, DistinctProgram]]] = [[] for _ in alike]
+            left, found = common_leaves([update for _, update in alike])
+            for instances in found:
+                program = self._program_of_leaves(wholes[instances[0].number], instances)
+                for instance in instances:
+                    shared[instance.number].append((instance.piece, program))
+            for (distinct, update), mine, rest in zip(alike, shared, left, strict=True):
+                if mine:
+                    last = joined([*rest, update.last], distinct.jaxpr.outvars)
+                    pieces = [update.numbers, *(piece for piece, _ in mine), last]
+                    given = {id(piece): program for piece, program in mine}
+                    pieces = [piece for piece in pieces if piece.eqns or id(piece) in given]
+                    at = {k: given[id(piece)] for k, piece in enumerate(pieces) if id(piece) in given}
+                    distinct.parts = self._parts(distinct, pieces, at, min(at))
+
+    def _update(self, distinct: DistinctProgram) -> Update | None:
+        jaxpr, shardings = distinct.jaxpr, distinct.shardings
+
+        def spec(v: compat.Var) -> Hashable:
+            return _spec(shardings.get(v) or _typed(v.aval, distinct.program.mesh))
+
+        return apart(jaxpr, spec, [jaxpr.invars[i] for i in distinct.program.donate])
+
+    def _program_of_leaves(self, whole: DistinctProgram, instances: Sequence[Instance]) -> DistinctProgram:
+        """The first of instances that are alike, which is of `whole`."""
+        model, program, shardings = instances[0], whole.program, whole.shardings
+        reads, writes = model.piece.reads, model.piece.writes
+        begin = len(reads)
+        results = range(begin, begin + len(writes))
+        name = f"{program.name}_leaves"
+        closed = _joined(name, [leaf.closed for leaf in model.leaves], model.takes, len(reads), results)
+        ins, outs = ([shardings.get(v) or _typed(v.aval, program.mesh) for v in vs] for vs in (reads, writes))
+        donate = sorted(taken[i] for leaf, taken in zip(model.leaves, model.takes, strict=True) for i in leaf.donate)
+        return self._find(name, whole.family, closed, program.mesh, ins, outs, donate)[0]
+
+
+def _joined(
+    name: str,
+    programs: Sequence[compat.ClosedJaxpr],
+    takes: Sequence[Sequence[int]],
+    num_args: int,
+    results: Sequence[int],
+) -> compat.ClosedJaxpr:
+    """Programs as one; positions as in `Parts`."""
+    at: dict[int, Any] = {}
+    eqns: list[compat.JaxprEqn] = []
+    begin = num_args
+    for program, taken in zip(programs, takes, strict=True):
+        jaxpr = compat.with_new_vars(program).jaxpr  # several may hold the same cheap equation
+        names = {v: at.setdefault(i, v) for i, v in zip(taken, jaxpr.invars, strict=True)}
+        eqns += renamed_equations(jaxpr.eqns, names)
+        at |= {i: compat.renamed(v, names) for i, v in enumerate(jaxpr.outvars, begin)}
+        begin += len(jaxpr.outvars)
+    return compat.make_jaxpr([at[i] for i in range(num_args)], [at[i] for i in results], eqns, name)
 
 
 def _undivided(programs: Iterable[DistinctProgram]) -> list[DistinctProgram]:
@@ -398,4 +510,4 @@ def _typed(aval: Any, mesh: Mesh) -> NamedSharding | None:
 
 
 def _spec(sharding: Any) -> Hashable:
-    return None if sharding is None else (str(sharding.spec), memory_kind(sharding))
+    return None if sharding is None else (str(shortest(sharding.spec)), memory_kind(sharding))

@@ -23,7 +23,7 @@ from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.donation import donations
 from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
-from mpmd.compile.subprogram import SEGMENTS, TASKS
+from mpmd.compile.subprogram import SEGMENTS, TASKS, UPDATES
 from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
 from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
@@ -236,7 +236,7 @@ class _Layouts:
     """The layout of each variable of a step, as far as it is known.
 
     Attributes:
-      found: what arguments came in with, and what programs were compiled for.
+      found: what arguments came in with, packed scalars, and what programs were compiled for.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class _Layouts:
     ):
         args = outline.trace.arguments
         self._first_of = first_of
-        self.found: dict[compat.Var, Layout] = {
+        self.found: dict[compat.Var, Layout] = dict.fromkeys(outline.packed, REPLICATED) | {
             self.one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
         }
         self._wanted: dict[compat.Var, Layout] = {}
@@ -304,6 +304,7 @@ class _StepCompiler:
         self._mesh = mesh
         self._name = name
         self._segment_names = segment_names(name, outline)
+        self._reuse = UPDATES if outline.loops else SEGMENTS
         self._zeros_of: dict[Hashable, compat.ClosedJaxpr] = {}
 
     def segment(self, item: Segment, body: WithConstants, donated: Set[compat.Var]) -> Executable:
@@ -313,7 +314,7 @@ class _StepCompiler:
             [*[None] * skip, *(self.layouts.known(v, mesh) for v in item.reads)],
             [self.layouts.asked(v, mesh) for v in item.writes],
             [i for i, v in enumerate(item.reads, skip) if v in donated],
-            reuse=SEGMENTS,
+            reuse=self._reuse,
         )  # fmt: skip
         self.layouts.record(item.reads, executable.in_shardings[skip:])
         self.layouts.record(item.writes, executable.out_shardings)
@@ -322,7 +323,7 @@ class _StepCompiler:
     def loop(self, loop: Loop) -> LoopProgram:
         tasks: dict[Place, TaskProgram] = {}
         for _, bodies in itertools.groupby(task_bodies(loop), key=lambda body: body.place.kind):
-            tasks |= self._tasks(loop, list(bodies))
+            tasks |= self._tasks(loop, list(bodies), tasks)
             self.compiler.start()
         zeros = {group: self._zeros(loop, own, group) for group, own in accumulators_of(loop).items()}
         return LoopProgram(loop, tasks, self._fused(loop, tasks), zeros)
@@ -330,6 +331,8 @@ class _StepCompiler:
     def _fused(self, loop: Loop, tasks: Mapping[Place, TaskProgram]) -> dict[tuple[Place, Place], Executable]:
         """Pairs as one executable: arguments and results of the first, then those of the second."""
         fused: dict[tuple[Place, Place], Executable] = {}
+        if not hides_communication(self._mesh.groups[0]):
+            return fused
         for first, second in loop.schedule.fused(loop.partition.info.num_microbatches):
             pair = Place(first.stage, first.kind), Place(second.stage, second.kind)
             halves = [tasks[p].executable for p in pair if p in tasks]
@@ -337,16 +340,39 @@ class _StepCompiler:
                 fused[pair] = self.compiler.fuse(task_name(self._name, loop, *pair), halves[0], halves[1])
         return fused
 
-    def _tasks(self, loop: Loop, bodies: Sequence[TaskBody]) -> dict[Place, TaskProgram]:
-        """The programs of tasks of one kind."""
+    def _tasks(
+        self, loop: Loop, bodies: Sequence[TaskBody], earlier: Mapping[Place, TaskProgram]
+    ) -> dict[Place, TaskProgram]:
+        """The programs of tasks of one kind, after those of `earlier` kinds."""
         programs = {body.place: TaskProgram(body, None) for body in bodies}
-        busy = [body for body in bodies if not body.is_empty]
+        for body in bodies:
+            halves = [earlier.get(Place(body.place.stage, kind)) for kind in "IW" if body.place.kind == "B"]
+            found = [half for half in halves if half is not None and half.executable is not None]
+            if len(found) == 2 and not hides_communication(self._mesh.groups[0]):
+                programs[body.place] = self._in_halves(loop, body, found)
+        busy = [body for body in bodies if not body.is_empty and programs[body.place].executable is None]
         with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
             found = with_constants([task_jaxpr(loop.partition, body) for body in busy])
         for body, (closed, constants) in zip(busy, found, strict=True):
             executable = self._task(loop, body, closed, len(constants))
             programs[body.place] = TaskProgram(body, executable, constants)
         return programs
+
+    def _in_halves(self, loop: Loop, body: TaskBody, halves: Sequence[TaskProgram]) -> TaskProgram:
+        """A whole backward as the programs of its halves."""
+        constants = [c for half in halves for c in half.constants]
+        position = {v: i for i, v in enumerate(_arguments(loop, body, range(len(constants))))}
+        num_args, begin, takes = len(position), 0, []
+        for half in halves:
+            own = range(begin, begin + len(half.constants))
+            takes.append([position[v] for v in _arguments(loop, half.body, own)])
+            begin += len(half.constants)
+            given = [("new", k) for k in half.body.accumulates], half.body.writes
+            position |= {v: i for i, v in enumerate(itertools.chain(*given), len(position))}
+        results = [position[v] for v in (*(("new", k) for k in body.accumulates), *body.writes)]
+        executables = [half.executable for half in halves if half.executable is not None]
+        name = task_name(self._name, loop, body.place)
+        return TaskProgram(body, self.compiler.chain(name, executables, num_args, takes, results), tuple(constants))
 
     def _task(self, loop: Loop, body: TaskBody, closed: compat.ClosedJaxpr, num_constants: int) -> Executable:
         mesh = self._mesh.groups[loop.group(body.place)]
@@ -386,3 +412,15 @@ class _StepCompiler:
             self._zeros_of[key] = closed
         name, outs = zeros_name(self._name, loop, group), [self.layouts.known(a.result, mesh) for a in accs]
         return self.compiler.compile(name, "zeros", closed, mesh, [], outs)
+
+
+def hides_communication(mesh: Mesh) -> bool:
+    """Whether a program's collectives run beside its own other work, so that one for two tasks is worth compiling."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
+def _arguments(loop: Loop, body: TaskBody, constants: Iterable[int]) -> list[Hashable]:
+    """Names for the arguments of a task's program; accumulators have those of their results."""
+    index = [loop.partition.index] if body.uses_index else []
+    accumulators = [loop.partition.accumulators[k].result for k in body.accumulates]
+    return [*constants, *index, *body.operands, *body.reads, *accumulators]

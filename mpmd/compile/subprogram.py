@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,13 +31,16 @@ class ReuseRule(NamedTuple):
       at_least: equations that the other one must have, to be worth a further call.
       independent: whether the two must have no value in common that floats are rounded with: arrays of integers and
         keys may be.
+      by_leaves: whether it is an update, whose leaves may be programs of their own.
     """
 
     at_least: int
     independent: bool
+    by_leaves: bool = False
 
 
 TASKS = ReuseRule(16, independent=False)
+UPDATES = ReuseRule(16, independent=True, by_leaves=True)
 # How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
 SEGMENTS = ReuseRule(16, independent=True)
 
@@ -94,7 +97,7 @@ class Pattern:
         self.kinds = [numbers.setdefault(compat.equation_key(e), len(numbers)) for e in jaxpr.eqns]
         self.origin = {v: (i, k) for i, e in enumerate(jaxpr.eqns) for k, v in enumerate(e.outvars)}
         made = [v for v in jaxpr.outvars if not isinstance(v, compat.Literal) and v in self.origin]
-        self._can_be_cut = len(set(made)) == len(jaxpr.outvars) and not jaxpr.effects
+        self.can_be_cut = len(set(made)) == len(jaxpr.outvars) and not jaxpr.effects
         self._num_of_kind = Counter(self.kinds)
 
     @functools.cached_property
@@ -140,7 +143,7 @@ class Pattern:
         integers, which are made twice), or stands between its results and its arguments; and where the program hands
         on an argument, or a result twice: XLA would copy it.
         """
-        if not self._can_be_cut or inner.jaxpr.effects or inner.size > self.size:
+        if not self.can_be_cut or inner.jaxpr.effects or inner.size > self.size:
             return None
         sums = Counter(inner.kinds[inner.origin[v][0]] for v in inner.open_sums)
         if inner._num_of_kind - self._num_of_kind - sums:
@@ -233,7 +236,7 @@ class Pattern:
         copied = equations.live_equations([self.jaxpr.eqns[i] for i in sorted(inside)], wanted)
         if not all(map(_is_copied, copied)):
             return None
-        outside = _renamed([*copied, *outside], {v: compat.Var(v.aval) for e in copied for v in e.outvars})
+        outside = renamed_equations([*copied, *outside], {v: compat.Var(v.aval) for e in copied for v in e.outvars})
         outside = [e for v in nothing.values() for e in full_equations(v, -0.0)] + outside
         needed = {id(e) for e in equations.live_equations(outside, reads)}
         before = [e for e in outside if id(e) in needed]
@@ -272,7 +275,8 @@ def _is_copied(eqn: compat.JaxprEqn) -> bool:
 _MAX_COPIED = 1024
 
 
-def _renamed(eqns: Sequence[compat.JaxprEqn], names: dict[compat.Var, compat.Var]) -> list[compat.JaxprEqn]:
+def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var, Any]) -> list[compat.JaxprEqn]:
+    """Equations with other variables."""
     return [
         e.replace(invars=[compat.renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
         for e in eqns

@@ -20,14 +20,17 @@ def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:
 
 
 def task_bodies(loop: Loop) -> list[TaskBody]:
-    """The bodies of the tasks that a loop's schedule has, in data-flow order; a `B` beside `I` and `W` is both."""
+    """The bodies of the tasks that a loop's schedule has, in data-flow order.
+
+    A `B` beside `I` and `W` is both, and comes after them.
+    """
     partition = loop.partition
     kinds = {t.kind for order in loop.orders for t in order}
     bodies = {b.place: b for b in partition.tasks}
     if "B" in kinds and any(p.kind == "I" for p in bodies):
         for stage in range(loop.schedule.num_stages):
             bodies[Place(stage, "B")] = _whole_backward(partition, stage)
-    rank = {"F": 0, "I": 1, "B": 1, "W": 2}
+    rank = {"F": 0, "I": 1, "W": 2, "B": 3}
     stages = loop.schedule.num_stages
     order = sorted(bodies, key=lambda p: (rank[p.kind], p.stage if p.kind == "F" else stages - p.stage))
     return [bodies[p] for p in order if p.kind in kinds]
