@@ -502,7 +502,7 @@ def _encoders(kind: str, num_stages: int) -> tuple[float, float, str]:
 
 
 def _moe(schedule: str) -> tuple[float, float, str]:
-    """The step of `examples/moe` in float32, its optimizer's state on the devices; without a schedule: `jax.jit`."""
+    """The step of `examples/moe`, its optimizer's state on the devices; without a schedule: `jax.jit`."""
     sys.path[0] = str(ROOT / "examples" / "moe")
     import jax
     import numpy as np
@@ -511,7 +511,7 @@ def _moe(schedule: str) -> tuple[float, float, str]:
     import mpmd
 
     parallel, train, experts = map(importlib.import_module, ("parallel", "train", "experts"))
-    config, optimizer = train.config_of(train.parse(["--float32"])), train.make_optimizer(3e-3, 100)
+    config, optimizer = train.config_of(train.parse([])), train.make_optimizer(3e-3, 100)
     step = train.make_step(config, optimizer, schedule or None, offload=False)
     first, key = train.make_init(config, optimizer), jax.random.key(0)
     rows = np.random.default_rng(0).integers(0, 256, (8, 4, 65)).astype(np.int32)
