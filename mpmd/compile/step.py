@@ -347,9 +347,9 @@ class _StepCompiler:
         programs = {body.place: TaskProgram(body, None) for body in bodies}
         for body in bodies:
             halves = [earlier.get(Place(body.place.stage, kind)) for kind in "IW" if body.place.kind == "B"]
-            found = [half for half in halves if half is not None and half.executable is not None]
-            if len(found) == 2 and not hides_communication(self._mesh.groups[0]):
-                programs[body.place] = self._in_halves(loop, body, found)
+            busy_halves = [half for half in halves if half is not None and half.executable is not None]
+            if len(busy_halves) == 2 and not hides_communication(self._mesh.groups[0]):
+                programs[body.place] = self._in_halves(loop, body, busy_halves)
         busy = [body for body in bodies if not body.is_empty and programs[body.place].executable is None]
         with compat.use_abstract_mesh(self._mesh.groups[0].abstract_mesh):
             found = with_constants([task_jaxpr(loop.partition, body) for body in busy])
