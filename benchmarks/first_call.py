@@ -59,7 +59,7 @@ RATIOS = (
     ("whisper-8-stages", "whisper-jit", 1.4),
     ("whisper-4-stages", "whisper-jit", 1.4),
     ("moe-1f1b", "moe-jit", 1.5),
-    ("moe-zb-h1", "moe-jit", 1.5),
+    ("moe-zb-h1", "moe-jit", 2.5),
     ("moe-dualpipe-v", "moe-jit", 2.5),
     ("gpt-8-stages with a folder", "gpt-jit with a folder", 1.6),
     ("gpt-8-stages, second start", "gpt-8-stages with a folder", 0.3),
