@@ -72,9 +72,10 @@ def test_the_reference_has_each_public_name_once():
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
-            6,
+            7,
             [
                 "as under jax.jit: True",
+                "6 microbatches, as the plain loop: True",
                 "layers of each stage: (3, 4, 3, 2)",
                 "; no cut is faster",
                 "axis 0 split {0: 0:4, 1: 4:8, 2: 8:11, 3: 11:12}",
