@@ -318,6 +318,11 @@ def test_the_number_of_names_that_orbax_does_not_document_does_not_grow():
     assert len(names) > MOST_ORBAX_NAMES - 5, "lower the bound"
 
 
+def test_a_file_of_tests_has_a_name_of_its_own():
+    count = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))  # pytest imports them by it
+    assert [name for name, times in count.items() if times > 1] == []
+
+
 def test_a_class_name_has_one_meaning():
     places = collections.defaultdict(list)
     for source in (source for package in PACKAGES for source in _sources(package)):

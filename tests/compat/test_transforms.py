@@ -327,8 +327,8 @@ def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_ty
 
 
 @pytest.mark.parametrize("is_mesh_set", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_inside_of_a_step_the_mpmd_axis_has_length_1_whatever_names_the_whole_mesh(axis_type, is_mesh_set):
+@pytest.mark.parametrize("axis_type, schedule", [(AxisType.Auto, "1f1b"), (AxisType.Explicit, "zb-h1")])
+def test_inside_of_a_step_the_mpmd_axis_has_length_1_whatever_names_the_whole_mesh(axis_type, schedule, is_mesh_set):
     whole = make_mesh(2, axis_type, ("data",))
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
     rows, kept = NamedSharding(whole, P("data")), jax.device_put(jnp.eye(4), NamedSharding(whole, P()))
@@ -363,7 +363,7 @@ def test_inside_of_a_step_the_mpmd_axis_has_length_1_whatever_names_the_whole_me
     args = [jnp.eye(4) / 2] * 2, jnp.linspace(-1, 1, 64).reshape(4, 4, 4)
     expected = jax.jit(lambda ws, xs: step(ws, xs, plain, lambda g: 2 * g, None))(*args)
     pipelined_step = mpmd.jit(
-        lambda ws, xs: step(ws, xs, stage, spread, "1f1b"), mpmd_mesh=mpmd.MpmdMesh(whole, "stage")
+        lambda ws, xs: step(ws, xs, stage, spread, schedule), mpmd_mesh=mpmd.MpmdMesh(whole, "stage")
     )
     with jax.set_mesh(whole) if is_mesh_set else contextlib.nullcontext():
         assert_same(host(pipelined_step(*args)), host(expected), 2e-6)
