@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +50,26 @@ def start(
 
 def finish(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of each; at the limit kills them all, and shows what they said and do."""
-    end = time.monotonic() + limit_s
-    found: list[tuple[int, str, str]] = []
-    is_late = False
-    try:
-        for process in processes:
-            try:
-                out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                is_late = True
-                process.kill()
-                out, err = process.communicate()
-            found.append((process.returncode, out, err))
+    end, late = time.monotonic() + limit_s, []
+
+    def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+        try:
+            out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
+            process.kill()
+            out, err = process.communicate()
+        return process.returncode, out, err
+
+    try:  # all at once: a process waits for whoever reads what it says
+        with ThreadPoolExecutor(len(processes)) as pool:
+            found = list(pool.map(ended, processes))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    assert not is_late, f"not within {limit_s} s:\n" + "\n".join(f"{status}: {err[-8000:]}" for status, _, err in found)
+    assert not late, f"not within {limit_s} s:\n" + "\n".join(f"{status}: {err[-8000:]}" for status, _, err in found)
     return found
 
 
