@@ -9,7 +9,7 @@ from reshard.storage.huggingface import TensorFolder
 from reshard.storage.stored import Checkpoint
 
 # Of files without checksums so much is read: at so many places, so many bytes at each.
-_NUM_PLACES, _PLACE_NBYTES = 1024, 256
+_NUM_PLACES, _PLACE_NBYTES = 256, 256
 
 
 def identity(checkpoint: Checkpoint, leaves: Iterable[tuple[str, ...]]) -> int:
