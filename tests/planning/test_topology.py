@@ -139,7 +139,7 @@ def test_a_mesh_may_have_axes_of_any_type():
 @needs_plugin
 def test_the_command_plans_the_example_and_its_status_says_that_it_does_not_fit():
     command = [sys.executable, "-m", "mpmd", "plan", "examples/plan_llama.py:tiny", "--groups", "2", "--json"]
-    command += ["--devices-per-group", "4", "--devices-per-host", "4", "--memory", "2.148"]
+    command += ["--devices-per-group", "4", "--devices-per-host", "4", "--memory-fraction", "1e-5"]
     run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert run.returncode == 3, run.stderr
     document = json.loads(run.stdout)
