@@ -37,11 +37,11 @@ from mpmd.tracing.arguments import (
 )
 from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
+from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
 from scheduler.base.waiting import waiting
 
 _T = TypeVar("_T")
-_NUM_KEPT = 4096
 
 
 class _Options(TypedDict, total=False):
@@ -147,11 +147,11 @@ class Jitted:
         self._options = dict(compiler_options or {})
         self._donated = donated
         self._static = static
-        self._cache: _Kept[Compiled] = _Kept()
-        self._traced: _Kept[Traced] = _Kept()
+        self._cache: _Made[Compiled] = _Made()
+        self._traced: _Made[Traced] = _Made()
         self._wished: dict[Any, list[Any]] = {}
         self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
-        self._bucketed: _Kept[Buckets] = _Kept()
+        self._bucketed: _Made[Buckets] = _Made()
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
@@ -323,12 +323,13 @@ class Jitted:
         return traced
 
 
-class _Kept(dict[Any, list[_T]]):
+class _Made(BoundedDict[Any, list[_T]]):
     """What a function was made into, for the latest types of arguments: as many as `jax.jit` keeps."""
 
+    def __init__(self):
+        super().__init__(4096)
+
     def __missing__(self, key: Any) -> list[_T]:
-        if len(self) >= _NUM_KEPT:
-            del self[next(iter(self))]
         found = self[key] = []
         return found
 

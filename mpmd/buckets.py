@@ -27,15 +27,13 @@ from mpmd.ops.lists import CountsList, Microbatches, ReadsList
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Outline, Segment, with_microbatches
-from mpmd.run.bucket_executor import BucketExecutor, MicrobatchArray, Order
+from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
 from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
 from scheduler import Free, Instruction, Program, Recv, Run, Send
+from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
-
-# So many orders and numbers of microbatches are kept.
-_NUM_KEPT = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,8 +192,8 @@ class BucketedStep(Compiled):
         self._are_like_first = [True]
         infos = {loop.number: loop.partition.info for loop in self._programs.outline.loops}
         self._list_of = {n: paths.index(info.path) for n, info in infos.items() if info.path is not None}
-        self._executors: dict[Hashable, BucketExecutor] = {}
-        self._views: dict[Order, tuple[list[MicrobatchArray], Inputs]] = {}
+        self._executors: BoundedDict[Hashable, BucketExecutor] = BoundedDict(NUM_ORDERS)
+        self._views: BoundedDict[Order, tuple[list[MicrobatchArray], Inputs]] = BoundedDict(NUM_ORDERS)
 
     def add(self, lowered: Lowered) -> int:
         """One bucket more; its number."""
@@ -219,8 +217,6 @@ class BucketedStep(Compiled):
     def run(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> Any:
         """A call with these lists."""
         if order not in self._views:
-            if len(self._views) >= _NUM_KEPT:
-                del self._views[next(iter(self._views))]
             self._views[order] = self._view(xs, order)
         arrays, self._inputs = self._views[order]
         self._bound = self._executor_for(tuple(len(x.given) for x in xs))
@@ -254,8 +250,6 @@ class BucketedStep(Compiled):
     def _executor_for(self, counts: tuple[int, ...]) -> BucketExecutor:
         """Runs lists of these lengths."""
         if counts not in self._executors:
-            if len(self._executors) >= _NUM_KEPT:
-                del self._executors[next(iter(self._executors))]
             numbers = {n: counts[k] for n, k in self._list_of.items()}
             found: list[tuple[StepPrograms, Program]] = []
             with without_collection():

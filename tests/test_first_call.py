@@ -11,7 +11,7 @@ import pytest
 import mpmd
 import scheduler
 from mpmd import _jax_compat as compat
-from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import Executable
 
 STATE = [np.eye(4, dtype=np.float32), np.eye(4, 3, dtype=np.float32)], np.int32(0)
 XS = np.arange(24, dtype=np.float32).reshape(3, 2, 4) / 24

@@ -15,45 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind, shortest
 from mpmd.compile.blocks import BlockSite, block_of, common_blocks
-from mpmd.compile.executable import DistinctProgram, Parts, Threads, nbytes_on_a_device, on_mesh
+from mpmd.compile.executable import DistinctProgram, Executable, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.compile.repeats import LEAST
 from mpmd.compile.subprogram import Pattern, ReuseRule, Subprogram, num_equations, renamed_equations
 from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Executable:
-    """A program on one group's devices, perhaps still being compiled.
-
-    Attributes:
-      name: what it is to the step; an equal program may have been compiled under another name.
-      in_shardings, out_shardings: on the group's mesh.
-    """
-
-    name: str
-    mesh: Mesh
-    compiled: DistinctProgram
-    in_shardings: tuple[NamedSharding, ...]
-    out_shardings: tuple[NamedSharding, ...]
-
-    @property
-    def call(self) -> Any:
-        """Takes and returns flat arrays; waits for the compilation."""
-        return self.compiled.on(self.mesh)
-
-    def __call__(self, *arrays: Any) -> Any:
-        return self.call(*arrays)
-
-    def start(self) -> None:
-        """Begins to load it on the group's devices."""
-        self.compiled.start(self.mesh)
-
-    @property
-    def runs(self) -> tuple[DistinctProgram, ...]:
-        """The programs that a call runs, one after the other."""
-        return self.compiled.runs
 
 
 class Compiler:

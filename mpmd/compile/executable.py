@@ -221,6 +221,39 @@ class DistinctProgram:
         return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A program on one group's devices, perhaps still being compiled.
+
+    Attributes:
+      name: what it is to the step; an equal program may have been compiled under another name.
+      in_shardings, out_shardings: on the group's mesh.
+    """
+
+    name: str
+    mesh: Mesh
+    compiled: DistinctProgram
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+
+    @property
+    def call(self) -> Any:
+        """Takes and returns flat arrays; waits for the compilation."""
+        return self.compiled.on(self.mesh)
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.call(*arrays)
+
+    def start(self) -> None:
+        """Begins to load it on the group's devices."""
+        self.compiled.start(self.mesh)
+
+    @property
+    def runs(self) -> tuple[DistinctProgram, ...]:
+        """The programs that a call runs, one after the other."""
+        return self.compiled.runs
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """Programs that run one after the other as one.

@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.compiler import Compiler, Executable
+from mpmd.compile.compiler import Compiler
 from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.donation import donations
+from mpmd.compile.executable import Executable
 from mpmd.compile.program import zeros_call
 from mpmd.compile.program_names import segment_names, task_name, zeros_name
 from mpmd.compile.subprogram import SEGMENTS, TASKS, UPDATES

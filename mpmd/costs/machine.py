@@ -119,10 +119,10 @@ class Machine:
         if n < 2:
             return 0.0
         if hosts > 1 and "all-to-all" in kind:  # each device sends its part for other hosts itself
-            beside = n // hosts
-            near, far = ((to / n * collective.nbytes / self.bandwidth(is_near)) for to, is_near in
-                         ((beside - 1, True), (n - beside, False)))  # fmt: skip
-            seconds = self.latency_s + max(near, far)
+            beside, nbytes = n // hosts, collective.nbytes / n
+            near_s = (beside - 1) * nbytes / self.bandwidth(True)
+            far_s = (n - beside) * nbytes / self.bandwidth(False)
+            seconds = self.latency_s + max(near_s, far_s)
         elif kind == "collective-permute":
             seconds = self.transfer_s(collective.nbytes, hosts == 1)
         else:

@@ -5,8 +5,7 @@ from typing import cast
 
 from jax.sharding import Mesh
 
-from mpmd.compile.compiler import Executable
-from mpmd.compile.executable import DistinctProgram
+from mpmd.compile.executable import DistinctProgram, Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective, collectives_of
 from mpmd.costs.machine import Machine

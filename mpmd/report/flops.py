@@ -3,7 +3,7 @@
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
 from scheduler import Program

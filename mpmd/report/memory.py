@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.compiler import Executable
-from mpmd.compile.executable import nbytes_on_a_device
+from mpmd.compile.executable import Executable, nbytes_on_a_device
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import StepPrograms
 from mpmd.partition.outline import Outline

@@ -1,6 +1,6 @@
 """The text of a compiled step's programs, as they go to XLA and as it compiled them."""
 
-from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import Executable
 from mpmd.compile.step import StepPrograms
 
 DIALECTS = ("hlo", "stablehlo")

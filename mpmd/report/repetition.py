@@ -8,8 +8,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.compile.compiler import Executable
-from mpmd.compile.executable import DistinctProgram
+from mpmd.compile.executable import DistinctProgram, Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
 

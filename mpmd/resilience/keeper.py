@@ -48,6 +48,24 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     return json.loads(exactly(connection, bytearray(length)))
 
 
+def ask(connection: socket.socket, what: str, **fields: Any) -> dict[str, Any]:
+    """Sends a request and returns the answer, as `answer` does."""
+    send(connection, {"ask": what, **fields})
+    return answer(connection)
+
+
+def answer(connection: socket.socket) -> dict[str, Any]:
+    """The answer to a request.
+
+    Raises:
+      OSError: it is an error, or none has come.
+    """
+    found = receive(connection)
+    if "error" in found:
+        raise OSError(found["error"])
+    return found
+
+
 def exactly(connection: socket.socket, into: Any) -> Any:
     """Fills a buffer with what comes next, and returns it."""
     view = memoryview(into)

@@ -56,22 +56,22 @@ class Connection:
 
     def records(self) -> list[dict[str, Any]]:
         """What the keeper has: for each record whose it is, of which version, and its number."""
-        return self._ask("list")["records"]
+        return keeper.ask(self._socket, "list")["records"]
 
     def keep(self, attempt: int, version: Version | None) -> None:
         """Drops all records but those of one version; None: all."""
-        self._ask("keep", attempt=attempt, version=version)
+        keeper.ask(self._socket, "keep", attempt=attempt, version=version)
 
     def begin(self, nbytes: int, below: Version) -> tuple[int, np.ndarray]:
         """Memory of the keeper to write into, with its number. Versions below `below` are dropped."""
         self._socket.settimeout(_LIMIT_S + nbytes / _FRESH_BYTES_PER_S)
-        answer = self._ask("begin", nbytes=nbytes, below=below)
+        answer = keeper.ask(self._socket, "begin", nbytes=nbytes, below=below)
         self._socket.settimeout(_LIMIT_S)
         return answer["buffer"], self._mapped(nbytes)
 
     def commit(self, buffer: int, about: Mapping[str, Any], header: str) -> None:
         """What was written counts from now on."""
-        self._ask("commit", buffer=buffer, about=about, header=with_sum(header))
+        keeper.ask(self._socket, "commit", buffer=buffer, about=about, header=with_sum(header))
 
     def put(self, data: np.ndarray, below: Version, about: Mapping[str, Any], header: str) -> None:
         """Sends what another host's keeper shall have too."""
@@ -79,7 +79,7 @@ class Connection:
         keeper.send(self._socket, message)
         for start in range(0, data.nbytes, _CHUNK):
             self._socket.sendall(data.data[start : start + _CHUNK])
-        self._answer()
+        keeper.answer(self._socket)
 
     def header(self, number: int) -> str:
         """The header of a record.
@@ -87,7 +87,7 @@ class Connection:
         Raises:
           OSError: it is damaged, or gone.
         """
-        text = self._ask("header", number=number)["header"]
+        text = keeper.ask(self._socket, "header", number=number)["header"]
         if with_sum(text[8:]) != text:
             raise OSError("a damaged header")
         return text[8:]
@@ -95,8 +95,8 @@ class Connection:
     def read(self, number: int, offset: int, nbytes: int) -> np.ndarray:
         """Bytes of a record: of this host's keeper its own memory, not a copy."""
         if self.shares_memory:
-            return self._mapped(self._ask("map", number=number)["nbytes"])[offset : offset + nbytes]
-        self._ask("read", number=number, offset=offset, nbytes=nbytes)
+            return self._mapped(keeper.ask(self._socket, "map", number=number)["nbytes"])[offset : offset + nbytes]
+        keeper.ask(self._socket, "read", number=number, offset=offset, nbytes=nbytes)
         return keeper.exactly(self._socket, np.empty(nbytes, np.uint8))
 
     def close(self) -> None:
@@ -116,16 +116,6 @@ class Connection:
             return self._maps[key]
         finally:
             os.close(fds[0])
-
-    def _ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        keeper.send(self._socket, {"ask": what, **fields})
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        answer = keeper.receive(self._socket)
-        if "error" in answer:
-            raise OSError(answer["error"])
-        return answer
 
 
 def with_sum(header: str) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.compiler import Executable
+from mpmd.compile.executable import Executable
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.graphs.body import Place

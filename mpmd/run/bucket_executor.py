@@ -22,11 +22,12 @@ from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
+from scheduler.base.bounded import BoundedDict
 
 # For each list of a step, the bucket of each of its microbatches.
 Order = tuple[tuple[int, ...], ...]
-# So many orders are kept.
-_NUM_KEPT = 64
+# So many orders and numbers of microbatches are kept.
+NUM_ORDERS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class BucketExecutor(Executor):
     ):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
         self._number = 0  # of the order
-        self._kept: dict[Order, tuple[list[BoundInstruction], list[Instruction], int]] = {}
+        self._kept: BoundedDict[Order, tuple[list[BoundInstruction], list[Instruction], int]] = BoundedDict(NUM_ORDERS)
         super().__init__(*buckets[0], whole)
         self._of_step = self._arguments
         self.finish()
@@ -102,8 +103,6 @@ class BucketExecutor(Executor):
     def take(self, order: Order, arrays: Sequence[MicrobatchArray]) -> None:
         """The next calls are for microbatches in this order, whose arrays come after all other arguments."""
         if order not in self._kept:
-            if len(self._kept) >= _NUM_KEPT:
-                del self._kept[next(iter(self._kept))]
             self._kept[order] = *self._picked(order), zlib.crc32(repr(order).encode())
         bound, self._instructions, self._number = self._kept[order]
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots

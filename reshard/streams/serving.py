@@ -197,25 +197,25 @@ class FarShelf:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             nonce = keeper.exactly(self._socket, bytearray(32))
             self._socket.sendall(keeper.proof(token, bytes(nonce)))
-            hello = self._answer()
+            hello = keeper.answer(self._socket)
             if name not in hello["names"] and not (name is None and len(hello["names"]) == 1):
                 names = " and ".join(hello["names"])
                 ask = f"{names} is published there; ask for one of them, as {address}/NAME"
                 raise OSError(ask if names else "nothing is published there yet")
             self.run, self.name = hello["run"], name or hello["names"][0]
             keeper.send(self._socket, {"name": self.name})
-            self.peers: list[str] = self._answer()["peers"]
+            self.peers: list[str] = keeper.answer(self._socket)["peers"]
         except BaseException:
             self._socket.close()
             raise
 
     def versions(self, after: int, wait_s: float) -> list[int]:
         """The versions after `after`; waits so long for one."""
-        return self._ask("versions", after=after, wait_s=wait_s)["versions"]
+        return keeper.ask(self._socket, "versions", after=after, wait_s=wait_s)["versions"]
 
     def hold(self, version: int | None) -> str | None:
         """Holds a version and no other: its description; None if it has gone. None holds none."""
-        description = self._ask("hold", version=version)["description"]
+        description = keeper.ask(self._socket, "hold", version=version)["description"]
         self._about = _digest(description, version)
         return description
 
@@ -238,13 +238,3 @@ class FarShelf:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _ask(self, ask: str, **details: Any) -> dict[str, Any]:
-        keeper.send(self._socket, {"ask": ask, **details})
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        answer = keeper.receive(self._socket)
-        if "error" in answer:
-            raise OSError(answer["error"])
-        return answer
