@@ -173,7 +173,7 @@ class MpmdLeaves(ArrayHandler):
         ]
         if (call := meetings.call) is not None:
             number = await asyncio.to_thread(identity, here, [(info.name,) for info in infos])
-            call.about["the checkpoint"] = f"as {number:08x}"
+            call.about["the checkpoint"], call.place_read = f"as {number:08x}", str(info.parent_dir)
         return await read_requests(here, wanted, Reads(), getattr(info.byte_limiter, "max_bytes", None))
 
 

@@ -41,11 +41,13 @@ class SharedCall:
 
     Attributes:
         about: what the others must have alike, in words by name: `{"step": "as 7"}`. It may grow during the call.
+        place_read: what this process reads, which may have another path elsewhere; told where the rest differs.
     """
 
     def __init__(self, what: str, ranks: tuple[int, ...]):
         self.what, self.ranks = what, ranks
         self.about: dict[str, str] = {}
+        self.place_read = ""
         self._compared: dict[str, str] = {}
         self._folder = ""
         self._counts: Counter[str] = Counter()
@@ -70,7 +72,7 @@ class SharedCall:
         """Says what this process's call is about."""
         if self.about != self._compared:
             place = f"{self.folder}/about/{jax.process_index()}"
-            _store().key_value_set(place, json.dumps(self.about), allow_overwrite=True)
+            _store().key_value_set(place, json.dumps([self.about, self.place_read]), allow_overwrite=True)
 
     def compare(self) -> None:
         """Compares it with what the others have said.
@@ -83,12 +85,15 @@ class SharedCall:
             return
         read = _store().key_value_dir_get(f"{self.folder}/about/")
         said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in read}
-        told = {r: {name: of_rank.get(name) for name in mine if name in of_rank} for r, of_rank in said.items()}
-        names = set(mine).intersection(*told.values())
-        if found := other_ways({r: {name: ways[name] for name in mine if name in names} for r, ways in told.items()}):
-            lines = "".join(f"\n  {line}" for _, line in found[:_MAX_SHOWN])
-            raise ReshardError(f"{self.what}: the processes do not {self.what} the same:{lines}")
-        if len(told) == len(self.ranks) and len(names) == len(mine):
+        names = set(mine).intersection(*(about for about, _ in said.values()))
+        if found := other_ways(
+            {r: {name: about[name] for name in mine if name in names} for r, (about, _) in said.items()}
+        ):
+            lines = [line for _, line in found[:_MAX_SHOWN]]
+            lines += [f"rank {rank} reads {place}" for rank, (_, place) in sorted(said.items())[:_MAX_SHOWN] if place]
+            text = "\n  ".join(lines)
+            raise ReshardError(f"{self.what}: the processes do not {self.what} the same: {text}")
+        if len(said) == len(self.ranks) and len(names) == len(mine):
             self._compared = mine
 
 

@@ -7,6 +7,7 @@ that it has made the folders: each for 20 minutes or without end, whatever becam
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpmd import _jax_compat as compat
+from mpmd.job import joining
 from reshard._orbax_compat import future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
@@ -52,7 +54,8 @@ def _is_made_together(kind: Any, name: str) -> None:
             return {"the step": f"as {place}"} | ({"the folder": f"as {self.directory}"} if name == "save" else {})
         return {"the path": f"as {place}"} if name == "save" else {}  # what is read may have other paths elsewhere
 
-    setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of, about))
+    did = f"called Orbax's {name}" if name in ("save", "restore") else ""
+    setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of, about, did))
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, str]:
@@ -64,10 +67,14 @@ def _made_together(
     what: str,
     ranks_of: Callable[..., set[int] | None],
     about: Callable[..., dict[str, str]] = _nothing,
+    did: str = "",
 ) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with meetings.together(what, ranks_of(*args, **kwargs), about(*args, **kwargs)), _named(what):
+        ranks = ranks_of(*args, **kwargs)
+        if did and meetings.call is None and threading.current_thread() is threading.main_thread():
+            joining.compare(did, {}, {}, ranks=ranks)  # with what the others call meanwhile, who do not come here
+        with meetings.together(what, ranks, about(*args, **kwargs)), _named(what):
             return plain(*args, **kwargs)
 
     return call

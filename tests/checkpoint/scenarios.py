@@ -104,6 +104,32 @@ def unlike(path: str) -> Any:
 
 
 @scenario
+def alone(path: str, call: str) -> Any:
+    """Process 0 saves or restores through Orbax where process 1 takes a step; what each of them is told."""
+    import orbax.checkpoint as ocp
+    from layouts import mesh_of, place_all, shardings_for
+
+    import mpmd
+    import reshard.checkpoint
+
+    mesh = mesh_of(2)
+    tree = place_all(random_values(0), shardings_for(mesh))
+    manager = ocp.CheckpointManager(path)
+    manager.save(0, args=ocp.args.StandardSave(tree))
+    manager.wait_until_finished()
+    try:
+        if jax.process_index() == 1:
+            mpmd.jit(lambda x: 2 * x, mpmd_mesh=mesh)(1.0)
+        elif call == "save":
+            manager.save(1, args=ocp.args.StandardSave(tree))
+        else:
+            manager.restore(0, args=ocp.args.StandardRestore(reshard.checkpoint.abstract(tree)))
+    except mpmd.ScheduleError as error:
+        return str(error)
+    return "nothing"
+
+
+@scenario
 def save_stock(path: str, scale: int = 1) -> Any:
     """Stock Orbax over all processes, each array sharded over all devices; this library is never imported."""
     import numpy as np

@@ -67,14 +67,21 @@ def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
 def test_processes_that_save_or_restore_unlike_checkpoints_are_all_told_at_once(tmp_path):
     for found in run("unlike", 2, 1, path=str(tmp_path)):
         paths, trees, steps, restored, by_reshard = (text.replace(" (so process 0 says)", "") for text in found)
-        head = "save: the processes do not save the same:\n  rank 1 gave"
+        head = "save: the processes do not save the same: rank 1 gave"
         assert paths.replace(" (so process 1 says)", "") == f"{head} the path as PATH/1, rank 0 as PATH/0"
         assert trees.startswith(f"{head} the tree as aa/")
         assert steps.replace(" (so process 1 says)", "") == f"{head} the step as 8, rank 0 as 7"
-        assert "restore the same:\n  rank 1 gave the step as 1, rank 0 as 0" in restored
+        assert "restore the same: rank 1 gave the step as 1, rank 0 as 0" in restored
         assert "\n  rank 1 gave the checkpoint as " in restored
+        assert "\n  rank 0 reads PATH/run/0/default\n  rank 1 reads PATH/run/1/default" in restored
         assert by_reshard.startswith("rank 1 gave path as PATH/run/1/default (checkpoint ")
         assert ", rank 0 as PATH/run/0/default (checkpoint " in by_reshard
+
+
+@pytest.mark.parametrize("call", ["restore", pytest.param("save", marks=pytest.mark.slow)])
+def test_a_process_that_saves_or_restores_alone_is_told_at_once_with_what_the_others_do(tmp_path, call):
+    for found in run("alone", 2, 1, path=str(tmp_path / "run"), call=call):
+        assert found.startswith(f"rank 1 called <lambda> where rank 0 called Orbax's {call}, in step 1\n"), found
 
 
 @pytest.mark.slow
