@@ -11,8 +11,8 @@ _SAME_VALUES = (
     " jax.Array made by jax.make_array_from_process_local_data."
 )
 _SAME_CALLS = (
-    "  Every process makes the same calls in the same order: steps, evaluations, device_get, reshards, saves, restores. Other"
-    " static arguments, shapes or dtypes make another program of a step."
+    "  Every process makes the same calls in the same order: steps, evaluations, device_get, reshards, saves, restores."
+    " Other static arguments, shapes or dtypes make another program of a step."
 )
 
 

@@ -24,7 +24,7 @@ def run_program(program: str) -> None:
 @pytest.mark.slow
 def test_the_examples_run_as_printed_and_stock_orbax_reads_what_they_save(tmp_path):
     programs, stock = blocks("python"), blocks("stock python")
-    assert len(programs) == 6
+    assert len(programs) == 7
     assert len(stock) == 1
     run_program("\n".join(programs).replace("/tmp/run", str(tmp_path)))
     run_program("\n".join(stock).replace("/tmp/run", str(tmp_path)))
