@@ -26,7 +26,7 @@ from mpmd.ops import lists
 from mpmd.ops.lists import CountsList, Microbatches, ReadsList
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
-from mpmd.partition.outline import Outline, Segment, with_microbatches
+from mpmd.partition.outline import Loop, Outline, Segment, with_microbatches
 from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
@@ -34,6 +34,13 @@ from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
 from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
+from scheduler.programs.fewer import begins_with
+from scheduler.task import Orders
+
+# How many microbatches each list of a step has.
+Counts = tuple[int, ...]
+# A plan is for so many microbatches at least, since it holds the plans for fewer.
+_FEWEST_PLANNED = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -192,7 +199,9 @@ class BucketedStep(Compiled):
         self._are_like_first = [True]
         infos = {loop.number: loop.partition.info for loop in self._programs.outline.loops}
         self._list_of = {n: paths.index(info.path) for n, info in infos.items() if info.path is not None}
-        self._executors: BoundedDict[Hashable, BucketExecutor] = BoundedDict(NUM_ORDERS)
+        self._planned: BoundedDict[Counts, BucketExecutor] = BoundedDict(NUM_ORDERS)
+        self._executors: BoundedDict[Counts, BucketExecutor] = BoundedDict(NUM_ORDERS)
+        self._orders: BoundedDict[tuple[int, int], Orders] = BoundedDict(NUM_ORDERS)
         self._views: BoundedDict[Order, tuple[list[MicrobatchArray], Inputs]] = BoundedDict(NUM_ORDERS)
 
     def add(self, lowered: Lowered) -> int:
@@ -202,6 +211,7 @@ class BucketedStep(Compiled):
         programs = compile_bucket(lowered._outline, self._programs, ins, lowered._donated, lowered._split.stacks)
         self._buckets.append((programs, Inputs(programs, lowered._split)))
         self._are_like_first.append(is_like_first)
+        self._planned.clear()
         self._executors.clear()
         return len(self._buckets) - 1
 
@@ -216,11 +226,12 @@ class BucketedStep(Compiled):
 
     def run(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> Any:
         """A call with these lists."""
-        if order not in self._views:
-            self._views[order] = self._view(xs, order)
-        arrays, self._inputs = self._views[order]
-        self._bound = self._executor_for(tuple(len(x.given) for x in xs))
-        self._bound.take(order, arrays)
+        with without_collection():
+            if order not in self._views:
+                self._views[order] = self._view(xs, order)
+            arrays, self._inputs = self._views[order]
+            self._bound = self._executor_for(tuple(len(x.given) for x in xs))
+            self._bound.take(order, arrays)
         return self._run([*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)])
 
     def _view(self, xs: Sequence[MicrobatchList], order: Order) -> tuple[list[MicrobatchArray], Inputs]:
@@ -247,29 +258,52 @@ class BucketedStep(Compiled):
         outline, split = self._programs.outline, self._split
         return {i: outline.names[outline.trace.arguments[split.in_positions[i][0]]] for i in self._positions}
 
-    def _executor_for(self, counts: tuple[int, ...]) -> BucketExecutor:
-        """Runs lists of these lengths."""
+    def _executor_for(self, counts: Counts) -> BucketExecutor:
+        """Runs lists of these lengths: one for longer lists does, whose plan holds the plan for these."""
         if counts not in self._executors:
-            numbers = {n: counts[k] for n, k in self._list_of.items()}
-            found: list[tuple[StepPrograms, Program]] = []
-            with without_collection():
-                for programs, is_like_first in zip((p for p, _ in self._buckets), self._are_like_first, strict=True):
-                    programs = with_outline(programs, with_microbatches(programs.outline, numbers))
-                    if not found or not is_like_first:
-                        program = step_program(programs.outline, programs.mesh.num_groups, programs.donated)
-                    else:
-                        program = found[0][1]
-                    found.append((programs, program))
-            skip = len(self._programs.outline.trace.consts)
-            absent = frozenset(skip + self._split.in_positions[i][0] for i in self._positions)
-            self._executors[counts] = BucketExecutor(
-                found,
-                self._split.whole,
-                frozenset(self._argument_names.values()),
-                absent,
-                self._list_of,
-            )
+            longer = next((c for c in (*self._planned, _rounded(counts)) if self._holds(c, counts)), counts)
+            if longer not in self._planned:
+                self._planned[longer] = self._plan(longer)
+            self._executors[counts] = self._planned[longer]
         return self._executors[counts]
+
+    def _holds(self, longer: Counts, counts: Counts) -> bool:
+        """Whether the plan for lists of some lengths holds the plan for shorter ones, beside later microbatches."""
+        if longer == counts or any(a < b for a, b in zip(longer, counts, strict=True)):
+            return longer == counts
+        try:
+            return all(
+                begins_with(loop.schedule, self._orders_of(loop, longer[k]), longer[k], counts[k])
+                for loop in self._programs.outline.loops
+                if (k := self._list_of.get(loop.number)) is not None
+            )
+        except ValueError:  # it is not for so many; that it is not for so few is told when these are planned
+            return False
+
+    def _orders_of(self, loop: Loop, count: int) -> Orders:
+        if (key := (loop.number, count)) not in self._orders:
+            self._orders[key] = loop.schedule.orders(count)
+        return self._orders[key]
+
+    def _plan(self, counts: Counts) -> BucketExecutor:
+        """Runs lists of these lengths, and shorter ones."""
+        numbers = {n: counts[k] for n, k in self._list_of.items()}
+        found: list[tuple[StepPrograms, Program]] = []
+        for (programs, _), is_like_first in zip(self._buckets, self._are_like_first, strict=True):
+            programs = with_outline(programs, with_microbatches(programs.outline, numbers))
+            if not found or not is_like_first:
+                program = step_program(programs.outline, programs.mesh.num_groups, programs.donated)
+            else:
+                program = found[0][1]
+            found.append((programs, program))
+        skip = len(self._programs.outline.trace.consts)
+        absent = frozenset(skip + self._split.in_positions[i][0] for i in self._positions)
+        return BucketExecutor(found, self._split.whole, frozenset(self._argument_names.values()), absent, self._list_of)
+
+
+def _rounded(counts: Counts) -> Counts:
+    """Lengths of lists for which shorter ones need no plan of their own."""
+    return tuple(max(_FEWEST_PLANNED, 1 << (count - 1).bit_length()) for count in counts)
 
 
 _NOTHING = np.zeros((), np.float32)

@@ -1,7 +1,8 @@
 """Lists of microbatches of several shapes: the numbers of the plain loop, and nothing is traced for new orders."""
 
+import functools
 import itertools
-from typing import ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -221,44 +222,89 @@ LISTS = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=9)
 
 
 class Random:
-    """The gradients of one step in all examples: shapes are traced once in all of them."""
+    """The gradients of one step in all examples: shapes are traced and compiled once in all of them."""
 
-    step = Step(2, "1f1b", mpmd.Mean, rate=None)
-    jitted = mpmd.jit(step, mpmd_mesh=groups(2))
-    seen: ClassVar[set[int]] = set()
+    def __init__(self, schedule, num_stages=2):
+        self.step = Step(num_stages, schedule, mpmd.Mean, rate=None)
+        self._jitted, self._plain = mpmd.jit(self.step, mpmd_mesh=groups(2)), jax.jit(self._update)
+        self._seen: set[int] = set()
+
+    def _update(self, params, sums, x):
+        """Of the plain loop: the sums after one microbatch."""
+        found = jax.grad(Step(self.step._stages, None)._loss, has_aux=True)(params, x)
+        return found if sums is None else jax.tree.map(jnp.add, sums, found)
+
+    def check(self, rows, seed):
+        params, xs, new = self.step.params(), microbatches(rows, seed), set(rows) - self._seen
+        before, compiled, compile_program = self.step.count, [], executable.Threads.compile
+        with mock.patch.object(
+            executable.Threads, "compile", lambda *args: compiled.append(args[-1].name) or compile_program(*args)
+        ):
+            got = self._jitted(params, xs)
+        assert self.step.count - before == len(new)
+        kinds = ("forward", "backward")
+        assert len([n for n in compiled if "_stage" in n]) == len(kinds) * self.step._stages * len(new)
+        assert not compiled or new
+        self._seen |= new
+        want = None
+        for x in xs:
+            want = self._plain(params, want, x)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b / len(xs))
 
 
-@jax.jit
-def _plain_update(params, sums, x):
-    """Of the plain loop: the sums after one microbatch."""
-    found = jax.grad(Step(2, None)._loss, has_aux=True)(params, x)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found)
-
-
-def _check_list(rows, seed):
-    before = Random.step.count
-    params, xs = Random.step.params(), microbatches(rows, seed)
-    got = Random.jitted(params, xs)
-    assert Random.step.count - before == len(set(rows) - Random.seen)
-    Random.seen.update(rows)
-    want = None
-    for x in xs:
-        want = _plain_update(params, want, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b / len(xs))
+@functools.cache
+def random_step(schedule="1f1b", num_stages=2):
+    return Random(schedule, num_stages)
 
 
 @given(LISTS, st.integers(0, 9))
 @settings(max_examples=4)
 def test_some_random_lists(rows, seed):
-    _check_list(rows, seed)
+    random_step().check(rows, seed)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @given(LISTS, st.integers(0, 99))
 @settings(max_examples=300)
 def test_random_lists(rows, seed):
-    _check_list(rows, seed)
+    random_step().check(rows, seed)
+
+
+@pytest.mark.slow
+@given(st.lists(st.sampled_from(SHAPES), min_size=4, max_size=17), st.integers(0, 9))
+@settings(max_examples=20)
+def test_random_lists_where_tasks_of_two_microbatches_are_one_program(rows, seed):
+    xs, step = microbatches(rows, seed), random_step(scheduler.DualPipeV(2), 4)
+    got, want = step._jitted(step.step.params(), xs), None
+    for x in xs:
+        want = step._plain(step.step.params(), want, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b / len(xs))
+
+
+def test_shorter_lists_need_no_plan_and_free_as_much():
+    random = random_step()
+    for rows in ((2, 2, 2, 3, 3, 2), (2,), (3, 2, 2)):
+        random.check(rows, 0)
+        ((buckets,),) = random._jitted._bucketed.values()
+        (executor,) = buckets._step._planned.values()
+        of_microbatches = executor._bound_buckets.slots.of_microbatches
+        freed = [
+            {slot for b in bound.instructions for slot in b.frees} - of_microbatches
+            for bound in (executor.bindings, executor._bound_buckets.of[0])
+        ]
+        assert freed[0] == freed[1] != set()
+        program = executor._program_of_call
+        assert scheduler.check(program).num_transfers == 2 * len(rows) + 1  # and how many microbatches there are
+
+
+def test_a_schedule_says_which_numbers_it_is_not_for():
+    step = Step(4, scheduler.InterleavedOneFOneB(4, 2))
+    pipelined = mpmd.jit(step, mpmd_mesh=groups(2))
+    pipelined(step.params(), microbatches((2, 3, 2, 3)))
+    with pytest.raises(ValueError, match="num_microbatches is 5 and num_groups 2"):
+        pipelined(step.params(), microbatches((2, 3, 2, 3, 2)))
 
 
 def fault(function, xs, **options):

@@ -25,6 +25,7 @@ from mpmd.run.pieces import pieces
 from mpmd.run.routes import ValueRoute
 from mpmd.run.run_ahead import Flow, Limits
 from scheduler import Call, Free, Program, Recv, Run, Send, Task, Value
+from scheduler.programs.merging import GroupInstruction
 
 RUN, MOVE, ALIAS, SEND, RECV = range(5)
 
@@ -122,7 +123,12 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
       job: None where all groups are this process's.
     """
     slots, limits = Slots(programs.mesh, job), None if job is None else Limits(job, programs, program)
-    return _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()))
+    return _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()), _merged(programs, program))
+
+
+def _merged(programs: StepPrograms, program: Program) -> Sequence[GroupInstruction]:
+    """The instructions of all groups in one order; none where this process has no group."""
+    return scheduler.merge(program) if programs.mesh.local_groups else ()
 
 
 class BoundBuckets:
@@ -141,8 +147,11 @@ class BoundBuckets:
         self.slots = Slots(first.mesh, job)
         self._limits = None if job is None else Limits(job, first, program, ORDER_BITS, [p for p, _ in others])
         self._calls = [_Calls(programs, self.slots, dealt) for programs, _ in buckets]
-        pairs = zip(buckets, self._calls, strict=True)
-        self.of = [_bind(programs, program, job, self._limits, calls) for (programs, program), calls in pairs]
+        merged = {id(one): _merged(first, one) for one in {id(one): one for _, one in buckets}.values()}
+        self.of = [
+            _bind(programs, program, job, self._limits, calls, merged[id(program)])
+            for (programs, program), calls in zip(buckets, self._calls, strict=True)
+        ]
         self.template = self.slots.template()
 
     def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
@@ -169,7 +178,12 @@ class BoundBuckets:
 
 
 def _bind(
-    programs: StepPrograms, program: Program, job: Job | None, limits: Limits | None, calls: "_Calls"
+    programs: StepPrograms,
+    program: Program,
+    job: Job | None,
+    limits: Limits | None,
+    calls: "_Calls",
+    merged: Sequence[GroupInstruction],
 ) -> Bindings:
     outline, local, slots = programs.outline, programs.mesh.local_groups, calls.slots
     if limits is not None:
@@ -178,7 +192,7 @@ def _bind(
     inputs = slots.of_all(zip(outline.trace.jaxpr.invars, outline.inputs, strict=True))
     found: list[BoundInstruction] = []
     last: dict[int, BoundInstruction] = {}  # of each group
-    for group, instruction in scheduler.merge(program) if local else ():
+    for group, instruction in merged:
         bound: list[BoundInstruction] = []
         if isinstance(instruction, Send):
             bound = transfers.send(group, instruction)
@@ -229,6 +243,12 @@ class Slots:
     def has(self, group: int, value: Hashable) -> bool:
         """Whether an instruction reads or writes a value."""
         return (group, value) in self._numbers
+
+    @property
+    def of_microbatches(self) -> set[int]:
+        """The slots of values that belong to a microbatch."""
+        values = self._numbers.items()
+        return {slot for (_, v), slot in values if isinstance(v, Value) and v.microbatch is not None}
 
     def around(self, group: int, v: compat.Var) -> int:
         """The slot of a variable of the step, outside of the loops."""

@@ -3,13 +3,15 @@
 A *bucket* is the step for microbatches of one shape. All buckets run the same tasks and make the same transfers in the
 same places of their programs; executables, sizes, and what stays in a group between two tasks may differ. What belongs
 to one microbatch happens where the program of its bucket has it, and that has been proved free of deadlock. So the
-proof holds for every order of the shapes, and a new order picks one bound instruction in each place.
+proof holds for every order of the shapes, and a new order picks one bound instruction in each place. Lists that are
+shorter run the same plan without the later microbatches (`scheduler/programs/fewer.py` says why that is right).
 """
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.sharding import MpmdSharding
@@ -23,6 +25,7 @@ from mpmd.run.executor import Executor, Instruction
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
 from scheduler.base.bounded import BoundedDict
+from scheduler.programs.fewer import with_fewer
 
 # For each list of a step, the bucket of each of its microbatches.
 Order = tuple[tuple[int, ...], ...]
@@ -46,6 +49,24 @@ class MicrobatchArray:
     sharding: MpmdSharding
 
 
+# An instruction, and as the executor walks it.
+_Bound = tuple[BoundInstruction, Instruction]
+
+
+class _Call(NamedTuple):
+    """What calls with microbatches in one order do.
+
+    Attributes:
+      arguments: their names and types.
+      number: of the order, the same in all processes.
+    """
+
+    bindings: Bindings
+    instructions: list[Instruction]
+    arguments: tuple[list[str], list[compat.Aval]]
+    number: int
+
+
 class BucketExecutor(Executor):
     """Runs this process's part of a program for any order of microbatches.
 
@@ -67,7 +88,10 @@ class BucketExecutor(Executor):
     ):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
         self._number = 0  # of the order
-        self._kept: BoundedDict[Order, tuple[list[BoundInstruction], list[Instruction], int]] = BoundedDict(NUM_ORDERS)
+        self._order: Order = ()
+        self._kept: BoundedDict[Order, _Call] = BoundedDict(NUM_ORDERS)
+        self._own: dict[int, dict[int, list[int]]]  # per list and microbatch, the positions of its instructions
+        self._twofold: dict[int, tuple[tuple[int, int], tuple[int, int]]]  # by position, the microbatches of two tasks
         super().__init__(*buckets[0], whole)
         self._of_step = self._arguments
         self.finish()
@@ -75,11 +99,21 @@ class BucketExecutor(Executor):
     def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
         self._bound_buckets = BoundBuckets(self._buckets, self._job, self._dealt)
         first, *others = self._bound_buckets.of
-        for other in others:
-            assert list(map(_what, other.instructions)) == list(map(_what, first.instructions))
-            assert other.num_pieces == first.num_pieces
+        for other, (_, its_program) in zip(others, self._buckets[1:], strict=True):
+            if its_program is not program:
+                assert list(map(_what, other.instructions)) == list(map(_what, first.instructions))
+            assert len(other.instructions) == len(first.instructions) and other.num_pieces == first.num_pieces
         loops = {edge.name: n for n, p in enumerate(programs.loops) for edge in loop_graph(p.loop).edges}
-        self._places = [self._microbatches(b, loops) for b in first.instructions]
+        self._own, self._twofold = defaultdict(dict), {}
+        for k, b in enumerate(first.instructions):
+            places = self._microbatches(b, loops)
+            for xs, microbatch in places[:1]:
+                self._own[xs].setdefault(microbatch, []).append(k)
+            if len(places) == 2:
+                self._twofold[k] = places[0], places[1]
+        of_microbatches = self._bound_buckets.slots.of_microbatches
+        frees = [tuple(slot for slot in b.frees if slot not in of_microbatches) for b in first.instructions]
+        self._late = {k: slots for k, slots in enumerate(frees) if slots}
         return dataclasses.replace(first, template=self._bound_buckets.template)
 
     def _microbatches(self, b: BoundInstruction, loops: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -97,40 +131,56 @@ class BucketExecutor(Executor):
             for bindings, (programs, _) in zip(self._bound_buckets.of, self._buckets, strict=True):
                 bindings.finish()
                 programs.compiler.release()
-            self._tuples = [_tuples(bindings.instructions) for bindings in self._bound_buckets.of]
+            self._walked = [
+                [_walked(b, k) for k, b in enumerate(bindings.instructions)] for bindings in self._bound_buckets.of
+            ]
             self._is_finished = True
 
     def take(self, order: Order, arrays: Sequence[MicrobatchArray]) -> None:
         """The next calls are for microbatches in this order, whose arrays come after all other arguments."""
         if order not in self._kept:
-            self._kept[order] = *self._picked(order), zlib.crc32(repr(order).encode())
-        bound, self._instructions, self._number = self._kept[order]
+            self._kept[order] = self._call_of(order, arrays)
+        self._order = order
+        self.bindings, self._instructions, self._arguments, self._number = self._kept[order]
+        for name in ("_recorder", "_annotated"):
+            vars(self).pop(name, None)
+
+    def _call_of(self, order: Order, arrays: Sequence[MicrobatchArray]) -> _Call:
+        bound = self._picked(order)
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
             value = Value(a.argument, a.microbatch)
             groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
             inputs.append([(g, slots.of(g, value)) for g in groups])
-        self.bindings = dataclasses.replace(self.bindings, instructions=tuple(bound), inputs=inputs)
         names, avals = self._of_step
-        self._arguments = [*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]
-        for name in ("_recorder", "_annotated"):
-            vars(self).pop(name, None)
+        return _Call(
+            dataclasses.replace(self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs),
+            [plan for _, plan in bound],
+            ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
+            zlib.crc32(repr(order).encode()),
+        )
 
-    def _picked(self, order: Order) -> tuple[list[BoundInstruction], list[Instruction]]:
-        bound, tuples = list(self._bound_buckets.of[0].instructions), list(self._tuples[0])
-        of, all_tuples = [b.instructions for b in self._bound_buckets.of], self._tuples
-        for k, places in enumerate(self._places):
-            if not places:
-                continue
-            xs, microbatch = places[0]
-            bucket = order[xs][microbatch]
-            if len(places) == 2 and (other := order[places[1][0]][places[1][1]]) != bucket:
-                bound[k] = self._bound_buckets.pair(bound[k], (bucket, other))
-                tuples[k] = _tuple(bound[k], k)
-            elif bucket:
-                bound[k], tuples[k] = of[bucket][k], all_tuples[bucket][k]
-        return bound, tuples
+    def _picked(self, order: Order) -> list[_Bound]:
+        """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
+        found = list(self._walked[0])
+        for xs, own in self._own.items():
+            for microbatch, bucket in enumerate(order[xs]):
+                if bucket:
+                    of_bucket = self._walked[bucket]
+                    for k in own.get(microbatch, ()):
+                        found[k] = of_bucket[k]
+        later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
+        for k, places in self._twofold.items():
+            if k not in later:
+                one, other = (order[xs][microbatch] for xs, microbatch in places)
+                if one != other:
+                    found[k] = _walked(self._bound_buckets.pair(found[k][0], (one, other)), k)
+        return _without(found, later, self._late) if later else found
+
+    @property
+    def _program_of_call(self) -> Program:
+        return with_fewer(self.program, {loop: len(self._order[xs]) for loop, xs in self._list_of.items()})
 
     def _plan(self) -> Announcement:
         sections = dict(super()._plan().sections)
@@ -158,9 +208,25 @@ def _what(b: BoundInstruction) -> Any:
     return b.group, b.code, b.tasks, crossing
 
 
-def _tuples(bound: Sequence[BoundInstruction]) -> list[Instruction]:
-    return [_tuple(b, number) for number, b in enumerate(bound)]
+def _walked(b: BoundInstruction, number: int) -> _Bound:
+    return b, (b.code, b.act, b.reads, b.writes, b.frees, number)
 
 
-def _tuple(b: BoundInstruction, number: int) -> Instruction:
-    return b.code, b.act, b.reads, b.writes, b.frees, number
+def _without(bound: Sequence[_Bound], later: Set[int], late: Mapping[int, tuple[int, ...]]) -> list[_Bound]:
+    """Some instructions without others. What these would free goes after the one before them in their group.
+
+    Args:
+      later: positions of those that go.
+      late: by position, the slots to free there that belong to no microbatch.
+    """
+    first = min(later)
+    kept = list(bound[:first])
+    for k in range(first, len(bound)):
+        own = bound[k][0]
+        if k not in later:
+            kept.append((own, (*bound[k][1][:5], len(kept))))
+        elif k in late:
+            at = next((i for i in range(len(kept) - 1, -1, -1) if kept[i][0].group == own.group), None)
+            if at is not None:
+                kept[at] = _walked(dataclasses.replace(kept[at][0], frees=kept[at][0].frees + late[k]), at)
+    return kept

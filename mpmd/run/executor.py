@@ -184,9 +184,13 @@ class Executor:
         """What the flight recorder writes of this step's program."""
         words = [(b.group, b.text) for b in self.bindings.instructions]
         return {
-            **record_of(self.flight, self._programs.name, self.program, words),
+            **record_of(self.flight, self._programs.name, self._program_of_call, words),
             "ranks": list(map(list, self._programs.mesh.processes)),
         }
+
+    @property
+    def _program_of_call(self) -> Program:
+        return self.program
 
     def text(self, position: int) -> str:
         """An instruction in words, for the watchdog."""

@@ -70,16 +70,17 @@ class Flow:
         self.per_step = 0  # values
         self.pieces_per_step = 1
         self.number_bits = NUMBER_BITS
+        self._begun: deque[int] = deque(maxlen=3)  # the latest turns
 
     def sending(self, carry: Callable) -> Callable:
         """`carry`, which sends the next value of a step."""
         index = self._next()
 
         def send(x: Any, base: int):
-            count = self._count(index, base)
-            if count % self.every == 0 and count >= 2 * self.every:
+            turn = self._turn(index, base)
+            if self._begins(turn) and len(self._begun) > 2:
                 for rank in self._receivers:
-                    key = self._key(count - 2 * self.every, base, self._job.rank, rank)
+                    key = self._key(self._begun[0], base, self._job.rank, rank)
                     self._job.find(key, f"waiting to send more to {self._name}, which is the turn", rank)
                     self._job.store.key_value_delete(key)
             return carry(x, base)
@@ -91,30 +92,38 @@ class Flow:
         index = self._next()
 
         def receive(x: Any, base: int):
-            if self._count(index, base) % self.every == 0:
-                self.tasks.wait()
-            self._say(index, base)
+            self._say(index, base, self.tasks.wait)
             return carry(x, base)
 
         receive.give_up = functools.partial(self._say, index)  # pyright: ignore[reportFunctionMemberAccess]
         return receive
 
-    def _say(self, index: int, base: int) -> None:
-        count = self._count(index, base)
-        if count % self.every == 0:
+    def _say(self, index: int, base: int, wait: Callable[[], None] | None = None) -> None:
+        turn = self._turn(index, base)
+        if self._begins(turn):
+            if wait is not None:
+                wait()
             for rank in self._senders:
-                self._job.store.key_value_set(self._key(count, base, rank, self._job.rank), "", allow_overwrite=True)
+                self._job.store.key_value_set(self._key(turn, base, rank, self._job.rank), "", allow_overwrite=True)
+
+    def _begins(self, turn: int) -> bool:
+        """Whether a value is the first one of its turn; a list of few microbatches may leave turns out."""
+        if self._begun and self._begun[-1] == turn:
+            return False
+        self._begun.append(turn)
+        return True
 
     def _next(self) -> int:
         self.per_step += 1
         return self.per_step - 1
 
-    def _count(self, index: int, base: int) -> int:
-        """How many values came before, over all steps."""
-        return (base & ((1 << self.number_bits) - 1)) // self.pieces_per_step * self.per_step + index
+    def _turn(self, index: int, base: int) -> int:
+        """How often as many values as are in a turn came before, over all steps."""
+        count = (base & ((1 << self.number_bits) - 1)) // self.pieces_per_step * self.per_step + index
+        return count // self.every
 
-    def _key(self, count: int, base: int, sender: int, receiver: int) -> str:
-        return f"mpmd/ahead/{base >> NUMBER_BITS}/{self._name}/{count}/{sender}/{receiver}"
+    def _key(self, turn: int, base: int, sender: int, receiver: int) -> str:
+        return f"mpmd/ahead/{base >> NUMBER_BITS}/{self._name}/{turn}/{sender}/{receiver}"
 
 
 class Limits:

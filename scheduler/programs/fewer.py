@@ -1,0 +1,82 @@
+"""Plans for fewer microbatches: those for more, without what the later microbatches do.
+
+A task reads values of its own microbatch alone, and each of these is made, sent, received and freed by instructions of
+this microbatch. So when all instructions of the later microbatches go, nothing that stays misses a value, and sends
+and receives still match. What stays keeps its order, also on the one line of events that proves the program free of
+deadlock (:func:`scheduler.lower`). Hence the proof of a program is one of its programs for fewer microbatches.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from scheduler.ordering import LoopTasks
+from scheduler.programs.instructions import WORK, Instruction, Program, Run, Value
+from scheduler.task import Orders, Schedule, Task
+
+
+def begins_with(schedule: Schedule, orders: Orders, num_microbatches: int, fewer: int) -> bool:
+    """Whether the orders of a schedule, without the tasks of later microbatches, are its orders for fewer.
+
+    Args:
+        orders: Those for ``num_microbatches``.
+        fewer: How many microbatches stay.
+
+    Raises:
+        ValueError: The schedule is not defined for ``fewer`` microbatches.
+
+    Examples:
+        >>> from scheduler import OneFOneB, ZeroBubbleV
+        >>> [begins_with(s, s.orders(8), 8, 6) for s in (OneFOneB(4), ZeroBubbleV(4))]
+        [True, False]
+    """
+    own = schedule.orders(fewer)
+    if any([t for t in order if t.microbatch < fewer] != list(few) for order, few in zip(orders, own, strict=True)):
+        return False
+    pairs = schedule.fused(num_microbatches)
+    staying = {pair for pair in pairs if all(task.microbatch < fewer for task in pair)}
+    divided = any(any(task.microbatch < fewer for task in pair) for pair in pairs - staying)
+    return not divided and schedule.fused(fewer) == staying
+
+
+def with_fewer(program: Program, counts: Mapping[int, int]) -> Program:
+    """A program without the later microbatches of some of its loops.
+
+    Args:
+        program: A right one, in which the first run of each task is that of microbatch 0.
+        counts: By the number of a loop, how many microbatches stay.
+    """
+    loop_of = {
+        value.name: run.loop
+        for instructions in program.groups
+        for run in instructions
+        if isinstance(run, Run)
+        for value in (*run.reads, *run.writes)
+        if value.microbatch is not None
+    }
+
+    def goes(loop: int | None, microbatch: int | None) -> bool:
+        return microbatch is not None and loop is not None and microbatch >= counts.get(loop, microbatch + 1)
+
+    def values(of: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(v for v in of if not goes(loop_of.get(v.name), v.microbatch))
+
+    def kept(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for i in instructions:
+            if not isinstance(i, Run):
+                if isinstance(i, WORK) or not goes(loop_of.get(i.value.name), i.value.microbatch):
+                    yield i
+            elif tasks := [task for task in i.tasks if not goes(i.loop, task.microbatch)]:
+                reads, writes, donates = map(values, (i.reads, i.writes, i.donates))
+                yield Run(tasks[0], reads, writes, donates, tuple(tasks[1:]), i.loop)
+
+    def tasks(loop: int) -> LoopTasks | frozenset[Task]:
+        own = program.tasks[loop]
+        if isinstance(own, LoopTasks):
+            return dataclasses.replace(own, num_microbatches=min(own.num_microbatches, counts[loop]))
+        return frozenset(task for task in own if task.microbatch < counts[loop])
+
+    return dataclasses.replace(
+        program,
+        groups=tuple(tuple(kept(instructions)) for instructions in program.groups),
+        tasks=tuple(tasks(n) if n in counts else own for n, own in enumerate(program.tasks)),
+    )
