@@ -366,3 +366,32 @@ def test_processes_that_have_the_same_keep_equally_much(monkeypatch):
     monkeypatch.setattr(layout, "held_cells", lambda sharding, shape: ((4,), cells))
     load: dict[int, int] = {}
     assert [next(iter(layout.owners(None, (4,), 4, load).values())) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_loop_over_lists_of_microbatches_comes_back_with_the_same_bits(keeper, monkeypatch, capfd):
+    def train(params, microbatches):
+        def loss(params, x):
+            return jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0])) @ params[1], x)
+
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(params, x), microbatches, "1f1b")
+        return [p - 0.01 * g for p, g in zip(params, grads, strict=True)]
+
+    mesh = mpmd.MpmdMesh(Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("stage", "data")), "stage")
+    step, rng = mpmd.jit(train, mpmd_mesh=mesh, donate_argnums=0), np.random.default_rng(0)
+    rows = [(2, 3, 2), (3, 2), (4, 2, 3, 4), (3, 3, 2)]
+    batches = [[rng.normal(size=(n, 4)).astype(np.float32) for n in of] for of in rows]
+
+    def body(i, params):
+        return step(params, batches[i])
+
+    def start():
+        return step([np.eye(4, dtype=np.float32)] * 2, batches[0])
+
+    expected = start()
+    for i in range(4):
+        expected = body(i, expected)
+    with pytest.raises(LossError):
+        mpmd.resilient(until(2, body), start(), 4)
+    found = again(monkeypatch, body, start(), 4)
+    assert "goes on after step" in capfd.readouterr().err
+    same(mpmd.device_get(found), mpmd.device_get(expected))

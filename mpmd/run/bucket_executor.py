@@ -53,7 +53,7 @@ class MicrobatchArray:
 _Bound = tuple[BoundInstruction, Instruction]
 
 
-class _Call(NamedTuple):
+class _Prepared(NamedTuple):
     """What calls with microbatches in one order do.
 
     Attributes:
@@ -89,7 +89,7 @@ class BucketExecutor(Executor):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
         self._number = 0  # of the order
         self._order: Order = ()
-        self._kept: BoundedDict[Order, _Call] = BoundedDict(NUM_ORDERS)
+        self._kept: BoundedDict[Order, _Prepared] = BoundedDict(NUM_ORDERS)
         self._own: dict[int, dict[int, list[int]]]  # per list and microbatch, the positions of its instructions
         self._twofold: dict[int, tuple[tuple[int, int], tuple[int, int]]]  # by position, the microbatches of two tasks
         super().__init__(*buckets[0], whole)
@@ -145,7 +145,7 @@ class BucketExecutor(Executor):
         for name in ("_recorder", "_annotated"):
             vars(self).pop(name, None)
 
-    def _call_of(self, order: Order, arrays: Sequence[MicrobatchArray]) -> _Call:
+    def _call_of(self, order: Order, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         bound = self._picked(order)
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
@@ -154,7 +154,7 @@ class BucketExecutor(Executor):
             groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
             inputs.append([(g, slots.of(g, value)) for g in groups])
         names, avals = self._of_step
-        return _Call(
+        return _Prepared(
             dataclasses.replace(self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs),
             [plan for _, plan in bound],
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpmd
+import scheduler
 
 ORDERS = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2), (2, 2, 5, 3), (5, 2, 4), (4, 2, 5)]
 WIDTH = 6
@@ -19,7 +20,7 @@ def batch(rows, seed):
     return [{name: rng.normal(size=(4, n, WIDTH)).astype(np.float32) for name in ("x", "y")} for n in rows]
 
 
-def step(params, microbatches):
+def step(params, microbatches, schedule="1f1b"):
     """One step of two stages."""
 
     def one(x):
@@ -29,7 +30,7 @@ def step(params, microbatches):
 
         return jax.value_and_grad(of, has_aux=True)(params)
 
-    (value, rows), grads = mpmd.treduce(one, microbatches, "1f1b")
+    (value, rows), grads = mpmd.treduce(one, microbatches, schedule)
     return [p - 0.001 * g for p, g in zip(params, grads, strict=True)], (value, rows)
 
 
@@ -44,24 +45,27 @@ def evaluate(params, microbatches):
 
 
 def groups(what):
-    """Two groups: one device each, or two in different processes each."""
-    if what != "spread":
-        return mpmd.MpmdMesh(jax.make_mesh((2, 1), ("stage", "data")), "stage")
-    devices = np.array(jax.devices()).reshape(2, 2).T
+    """Two groups of one device; or groups of two devices in different processes, two or one."""
+    devices = np.array(jax.devices()).reshape(2, -1)
+    if what == "spread":
+        devices = devices.T
+    elif what == "one":
+        devices = devices.reshape(1, 2)
     return mpmd.MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data")), "stage")
 
 
 def main(what):
     mpmd.initialize()
     mesh = groups(what)
-    rows = jax.P("data") if what == "spread" else None  # of each microbatch
-    train = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, rows))
+    rows = jax.P("data") if what in ("spread", "one") else None  # of each microbatch
+    schedule = scheduler.InterleavedOneFOneB(2, 1) if what == "one" else "1f1b"
+    train = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, rows, None), static_argnums=2)
     params = [np.eye(WIDTH, dtype=np.float32)] * 2
     losses = []
     for seed, rows in enumerate(ORDERS):
-        if what == "other" and seed == len(ORDERS) - 1 and jax.process_index() == 1:
-            rows = rows[::-1]
-        params, told = train(params, batch(rows, seed))
+        if seed == len(ORDERS) - 1 and jax.process_index() == 1:
+            rows = {"other": rows[::-1], "shorter": rows[:-1]}.get(what, rows)
+        params, told = train(params, batch(rows, seed), schedule)
         losses.append([float(x) for x in mpmd.device_get(told)])
     if what == "same":
         test, rng = mpmd.jit(evaluate, mpmd_mesh=mesh), np.random.default_rng(0)
