@@ -227,12 +227,16 @@ class BucketedStep(Compiled):
     def run(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> Any:
         """A call with these lists."""
         with without_collection():
-            if order not in self._views:
-                self._views[order] = self._view(xs, order)
-            arrays, self._inputs = self._views[order]
-            self._bound = self._executor_for(tuple(len(x.given) for x in xs))
-            self._bound.take(order, arrays)
+            self._prepare(xs, order)
         return self._run([*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)])
+
+    def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
+        """The next call has these lists."""
+        if order not in self._views:
+            self._views[order] = self._view(xs, order)
+        arrays, self._inputs = self._views[order]
+        self._bound = self._executor_for(tuple(len(x.given) for x in xs))
+        self._bound.take(order, arrays)
 
     def _view(self, xs: Sequence[MicrobatchList], order: Order) -> tuple[list[MicrobatchArray], Inputs]:
         """The arrays of all microbatches, and the inputs of a call with them."""
