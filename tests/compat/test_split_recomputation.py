@@ -307,7 +307,7 @@ def _program(case, axes, num_stages):
 
 
 def _combinations() -> list:
-    """All. The two that once had no variable for a result are quick; one of each step and schedule is slow."""
+    """All. The two that once had no variable for a result are quick; one of each step is slow. They donate by turns."""
     found = []
     turns = in_turns(CASES, SCHEDULES, ("auto", "explicit"), [((),), (("data",),)], (False, True))
     for parameters in turns:
@@ -316,7 +316,9 @@ def _combinations() -> list:
             continue
         number = {_callbacks: (), _carried: ("data",)}.get(case.build)
         is_quick = (schedule, where, axes, donate) == ("ZeroBubbleH1", "auto", number, True)
-        marks = () if is_quick else parameters.marks or pytest.mark.slow
+        in_turn = donate == bool(CASES.index(case) // len(SCHEDULES) % 2)
+        others = "exhaustive" in [mark.name for mark in parameters.marks] or not in_turn
+        marks = () if is_quick else pytest.mark.exhaustive if others else pytest.mark.slow
         found.append(pytest.param(*parameters.values, id=parameters.id, marks=marks))
     return found
 

@@ -75,7 +75,7 @@ CASES = {
 
 
 def _equations(fun, operands):
-    """The equations of a function with their operands' values, calls of `jit` inlined."""
+    """The equations of a function with their operands' and results' values, calls of `jit` inlined."""
     found = []
 
     def run(jaxpr, consts, args):
@@ -92,9 +92,13 @@ def _equations(fun, operands):
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
+    @jax.jit  # one program of all equations
+    def values(consts, operands):
+        run(closed.jaxpr, consts, operands)
+        return [(ins, outs) for _, ins, outs in found]
+
     closed = jax.make_jaxpr(fun)(*operands)
-    run(closed.jaxpr, closed.consts, operands)
-    return found
+    return [(eqn, *known) for known, (eqn, *_) in zip(values(closed.consts, operands), found, strict=True)]
 
 
 def _assert_alike(x, y):
@@ -102,14 +106,17 @@ def _assert_alike(x, y):
     np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-5, atol=1e-6)
 
 
-def _check(eqn, operands, wanted, factor):
+def _rows(eqn, operands, wanted, factor):
+    """The two pieces that a factor's axes are cut into; None where they cannot be cut."""
     sizes = [
         x.shape[a] for x, a in zip((*operands, *wanted), (*factor.ins, *factor.outs), strict=True) if a is not None
     ]
     assert len(set(sizes)) == 1, (eqn.primitive.name, factor, sizes)
-    if sizes[0] < 2:
-        return
-    rows = Rows(0, (0, 1, sizes[0]))
+    return Rows(0, (0, 1, sizes[0])) if sizes[0] > 1 else None
+
+
+def _on_pieces(eqn, operands, factor, rows):
+    """The results that come of the results on pieces."""
     pieces = [
         [x] * 2 if a is None else cut(jnp.asarray(x), rows.on(a)) for x, a in zip(operands, factor.ins, strict=True)
     ]
@@ -117,23 +124,28 @@ def _check(eqn, operands, wanted, factor):
     for k, (start, stop) in enumerate(rows.ranges):
         outs = eqn.primitive.bind(*[p[k] for p in pieces], **piece_params(eqn, factor, stop - start))
         made.append(outs if eqn.primitive.multiple_results else [outs])
-    for x, axis, *parts in zip(wanted, factor.outs, *made, strict=True):
-        if axis is None:
-            assert factor.combine is not None
-            _assert_alike(functools.reduce(factor.combine, parts), x)
-        else:
-            _assert_alike(lax.concatenate(parts, axis), x)
+    joined = []
+    for axis, *parts in zip(factor.outs, *made, strict=True):
+        assert axis is not None or factor.combine is not None
+        joined.append(functools.reduce(factor.combine, parts) if axis is None else lax.concatenate(parts, axis))
+    return joined
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_equation_on_pieces_gives_the_pieces_of_its_result(name):
     fun, *operands = CASES[name]
-    checked = 0
-    for eqn, ins, outs in _equations(fun, operands):
-        for factor in factors(eqn):
-            _check(eqn, ins, outs, factor)
-            checked += 1
-    assert checked
+    equations = _equations(fun, operands)
+    cuts = [(i, f, _rows(*equations[i], f)) for i, (eqn, *_) in enumerate(equations) for f in factors(eqn)]
+    assert cuts
+    cuts = [cut for cut in cuts if cut[2] is not None]
+
+    @jax.jit  # one program of all cuts of all equations
+    def on_pieces(operands):
+        return [_on_pieces(equations[i][0], operands[i], factor, rows) for i, factor, rows in cuts]
+
+    for (i, *_), found in zip(cuts, on_pieces([ins for _, ins, _ in equations]), strict=True):
+        for x, wanted in zip(found, equations[i][2], strict=True):
+            _assert_alike(x, wanted)
 
 
 def test_every_rule_is_of_a_primitive_that_a_case_has_or_that_is_elementwise():
