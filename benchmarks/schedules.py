@@ -17,7 +17,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,22 +237,25 @@ def recompute() -> None:
         unit = plain["F"][1]
         added = [0.0] * schedule.num_groups
         for stage, group in enumerate(schedule.placement):
-            added[group] += sum(again[kind][stage] - plain[kind][stage] for kind in "FIW") / unit
-        whole = {
-            "F": again["F"],
-            "I": [i + w for i, w in zip(again["I"], again["W"], strict=True)],
-            "W": [0.0] * schedule.num_stages,
-        }
+            added[group] += sum(again[kind][stage] - plain[kind][stage] for kind in "FRIW") / unit
+        in_i = again | {"R": [0.0] * schedule.num_stages, "I": _sums(again["R"], again["I"])}
+        whole = in_i | {"I": _sums(in_i["I"], in_i["W"]), "W": [0.0] * schedule.num_stages}
         for m in (16, 32):
             spans = [
-                simulate(schedule, m, Costs(tuple(c["F"]), tuple(c["I"]), tuple(c["W"]))).makespan / unit
-                for c in (plain, again, whole)
+                simulate(schedule, m, Costs(tuple(c["F"]), tuple(c["I"]), tuple(c["W"]), recompute=tuple(c["R"])))
+                for c in (plain, again, in_i, whole)
             ]
-            bound = spans[0] + m * max(added)
+            without, ahead, waiting, undivided = (timeline.makespan / unit for timeline in spans)
+            bound = without + m * max(added)
             print(
-                f"{name:10} {m} microbatches: without {spans[0]:.0f}, and what is computed again {bound:.0f};"
-                f" checkpointed {spans[1]:.0f} ({spans[1] / bound - 1:+.1%}), all of it in I {spans[2]:.0f}"
+                f"{name:10} {m} microbatches: without {without:.0f}, and what is computed again {bound:.0f};"
+                f" checkpointed {ahead:.0f} ({ahead / bound - 1:+.1%}), without R {waiting:.0f}"
+                f" ({waiting / bound - 1:+.1%}), nor W {undivided:.0f}"
             )
+
+
+def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def _products_of_tasks(schedule: Any, is_checkpointed: bool) -> dict[str, list[float]]:
@@ -284,7 +287,7 @@ def _products_of_tasks(schedule: Any, is_checkpointed: bool) -> dict[str, list[f
         lambda params, xs: mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, schedule=schedule), mpmd_mesh=mesh
     )
     lowered = step.lower(params, jax.ShapeDtypeStruct((16, 2, 256, 256), jnp.float32))
-    found = {kind: [0.0] * schedule.num_stages for kind in "FIW"}
+    found = {kind: [0.0] * schedule.num_stages for kind in "FRIW"}
     for task in lowered._outline.loops[0].partition.tasks:
         found[task.place.kind][task.place.stage] = sum(work_of_equation(e).products for e in task.eqns)
     return found

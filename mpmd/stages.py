@@ -148,10 +148,16 @@ class Traced:
         donated, forwarded = split.pieces_of(self._donated), split.pieces_of(forwarded)
         specs = [None if h.layout is None else h.layout[0] for h in ins]
         asked = [h.groups for h in outs]
-        outline = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs)
+
+        def outlined(ahead: bool = True) -> Outline:
+            return outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs, ahead)
+
+        outline = outlined()
         if (single := in_one_group(ins, split, outline.inputs)) != ins:
             ins = single
-            outline = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs)
+            outline = outlined()
+        if _recomputes_too_much_ahead(outline, mesh, ins, donated):
+            outline = outlined(ahead=False)
         return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options)
 
     def __str__(self):
@@ -161,6 +167,17 @@ class Traced:
         loops = [e.params["info"] for e in self._trace.jaxpr.eqns if e.primitive.name == "treduce"]
         shown = "; ".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops) or "no loop"
         return f"Traced({self._name}: {len(self._trace.jaxpr.eqns)} equations; {shown})"
+
+
+def _recomputes_too_much_ahead(outline: Outline, mesh: MpmdMesh, ins: Sequence[Hint], donated: frozenset[int]) -> bool:
+    """Whether stages compute something again before they have their gradient, for which devices lack the memory."""
+    if not any(t.place.kind == "R" for loop in outline.loops for t in loop.partition.tasks):
+        return False
+    limit = memory_limit(mesh, machine_of(mesh))
+    if limit is None:
+        return False
+    memory = draft_of(outline, mesh, [h.layout for h in ins], donated).memory()
+    return max(of_group["peak"] for of_group in memory.values()) > limit
 
 
 def _items(outline: Outline, mesh: MpmdMesh) -> str:
@@ -342,7 +359,7 @@ class Compiled:
         another name.
 
         Args:
-          stage, kind: the tasks to show (kinds `F`, `B`, `I`, `W`); None for all.
+          stage, kind: the tasks to show (kinds `F`, `B`, `R`, `I`, `W`); None for all.
           dialect: `"hlo"` (what XLA made of it; the default of tasks) or `"stablehlo"` (what XLA was given, with
             Shardy's annotations). Without a stage and a kind: all tasks, and the segments around the loops.
 

@@ -8,37 +8,47 @@ from typing import TypeVar
 
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.task import Kind, Orders, Task
+from scheduler.task import Kind, Orders, Schedule, Task
 
 Unit = TypeVar("Unit", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
 class LoopTasks(Set[Task]):
-    """Every task of a loop, in kinds F, I and W: a set that holds three numbers instead of millions of tasks."""
+    """Every task of a loop, in kinds F, R, I and W: a set that holds few numbers instead of millions of tasks.
+
+    Attributes:
+        recomputed: The stages that have an R.
+    """
 
     num_stages: int
     num_microbatches: int
     kinds: tuple[Kind, ...] = ("F", "I", "W")
+    recomputed: frozenset[int] = frozenset()
+
+    @property
+    def slots(self) -> list[tuple[int, str]]:
+        """Stage and kind of its tasks."""
+        always = [(stage, kind) for stage in range(self.num_stages) for kind in self.kinds]
+        return [*always, *((stage, "R") for stage in sorted(self.recomputed))]
 
     def __contains__(self, task: object) -> bool:
         return (
             isinstance(task, Task)
-            and task.kind in self.kinds
+            and (task.stage in self.recomputed if task.kind == "R" else task.kind in self.kinds)
             and task.stage in range(self.num_stages)
             and task.microbatch in range(self.num_microbatches)
         )
 
     def __iter__(self) -> Iterator[Task]:
         return (
-            Task(stage, kind, microbatch)
-            for stage in range(self.num_stages)
-            for kind in self.kinds
+            Task(stage, kind, microbatch)  # pyright: ignore[reportArgumentType]
+            for stage, kind in self.slots
             for microbatch in range(self.num_microbatches)
         )
 
     def __len__(self) -> int:
-        return self.num_stages * self.num_microbatches * len(self.kinds)
+        return len(self.slots) * self.num_microbatches
 
     def __hash__(self) -> int:
         return self._hash()
@@ -48,22 +58,23 @@ class LoopTasks(Set[Task]):
         return frozenset(it)
 
 
-def expected_tasks(num_stages: int, num_microbatches: int, forward_only: bool = False) -> LoopTasks:
-    """Every task of a loop, in kinds F, I and W."""
-    return LoopTasks(num_stages, num_microbatches, ("F",) if forward_only else ("F", "I", "W"))
+def expected_tasks(
+    num_stages: int, num_microbatches: int, forward_only: bool = False, recomputed: frozenset[int] = frozenset()
+) -> LoopTasks:
+    """Every task of a loop, in kinds F, R (of some stages), I and W."""
+    return LoopTasks(num_stages, num_microbatches, ("F",) if forward_only else ("F", "I", "W"), recomputed)
 
 
 class Numbers:
     """What runs each task of a loop, as a number.
 
     Attributes:
-        of: For stage and kind (F, I or W) and then microbatch, the number; -1 for a task that nothing runs.
+        of: For stage and kind (F, R, I or W) and then microbatch, the number; -1 for a task that nothing runs.
         left: How many tasks nothing runs.
     """
 
     def __init__(self, tasks: LoopTasks, typecode: str = "q") -> None:
-        blank = array(typecode, [-1]) * tasks.num_microbatches
-        self.of = {(stage, kind): blank[:] for stage in range(tasks.num_stages) for kind in tasks.kinds}
+        self.of = {slot: array(typecode, [-1]) * tasks.num_microbatches for slot in tasks.slots}
         self.left = len(tasks)
 
     def add(self, task: Task, number: int) -> bool:
@@ -129,7 +140,7 @@ def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]
         wanted = [Task(stage, "I", microbatch)]
     else:
         wanted = [Task(stage, "F", microbatch)]
-        if stage + 1 < num_stages:
+        if kind != "R" and stage + 1 < num_stages:
             wanted += [Task(stage + 1, "B", microbatch), Task(stage + 1, "I", microbatch)]
     return [need for need in wanted if orders_have(need)]
 
@@ -169,6 +180,25 @@ def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple
             units.append((task,))
             previous = task
     return units
+
+
+def recomputing(schedule: Schedule, num_microbatches: int, stages: Set[int]) -> Orders:
+    """The orders of a schedule, with an R right before each I and B of some stages; of a fused pair, before the first.
+
+    R waits for no gradient: it runs while its group would wait for that of its I. At most the forward of a pair comes
+    between the two, so that what R makes lies for a short time.
+    """
+    orders = schedule.orders(num_microbatches)
+    if not stages:
+        return orders
+    second = dict(schedule.fused(num_microbatches))
+
+    def tasks(order: Sequence[Task]) -> Iterator[Task]:
+        for unit in paired(order, second):
+            yield from (task._replace(kind="R") for task in unit if task.kind in "BI" and task.stage in stages)
+            yield from unit
+
+    return tuple(tuple(tasks(order)) for order in orders)
 
 
 def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], position: Sequence[int]) -> str:

@@ -3,12 +3,12 @@
 import re
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+Kind = Literal["F", "B", "I", "W", "R"]
 Orders = tuple[tuple["Task", ...], ...]
 Pairs = frozenset[tuple["Task", "Task"]]
 
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-_TASK = re.compile(r"(\d+)([FBIW])(\d+)")
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
+_TASK = re.compile(r"(\d+)([FBIWR])(\d+)")
 
 
 class Task(NamedTuple):
@@ -19,7 +19,9 @@ class Task(NamedTuple):
     Args:
         stage: The pipeline stage, from 0.
         kind: ``F`` forward, ``B`` whole backward, or its two halves: ``I`` the gradient of the stage's input (what
-            the stage before waits for) and ``W`` the gradient of its weights (which nobody waits for).
+            the stage before waits for) and ``W`` the gradient of its weights (which nobody waits for). ``R`` computes
+            again what ``I`` and ``W`` need of the forward; schedules leave it out, see
+            ``scheduler.ordering.recomputing``.
         microbatch: The microbatch, from 0.
 
     Examples:
@@ -40,14 +42,14 @@ class Task(NamedTuple):
         match = _TASK.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"Task.parse: received {text!r}; expected a stage, one of F, B, I, W, and a microbatch, as in '2F0'."
+                f"Task.parse: received {text!r}; expected a stage, one of F, B, I, W, R, and a microbatch, as in '2F0'."
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
     @property
     def parts(self) -> "tuple[Task, ...]":
-        """The task in kinds F, I and W: ``B`` stands for ``I`` and ``W``."""
+        """The task in kinds F, R, I and W: ``B`` stands for ``I`` and ``W``."""
         if self.kind != "B":
             return (self,)
         return Task(self.stage, "I", self.microbatch), Task(self.stage, "W", self.microbatch)

@@ -38,7 +38,7 @@ def edge_name(loop: Loop, v: compat.Var) -> str:
 
 
 def loop_graph(loop: Loop) -> TaskGraph:
-    """What the tasks of a loop hand to each other, in the kinds F, I and W that the scheduler states graphs in."""
+    """What the tasks of a loop hand to each other, in the kinds F, R, I and W that the scheduler states graphs in."""
     partition = loop.partition
     split = any(t.place.kind == "I" for t in partition.tasks)
 

@@ -30,7 +30,7 @@ def task_bodies(loop: Loop) -> list[TaskBody]:
     if "B" in kinds and any(p.kind == "I" for p in bodies):
         for stage in range(loop.schedule.num_stages):
             bodies[Place(stage, "B")] = _whole_backward(partition, stage)
-    rank = {"F": 0, "I": 1, "W": 2, "B": 3}
+    rank = {"F": 0, "R": 1, "I": 2, "W": 3, "B": 4}
     stages = loop.schedule.num_stages
     order = sorted(bodies, key=lambda p: (rank[p.kind], p.stage if p.kind == "F" else stages - p.stage))
     return [bodies[p] for p in order if p.kind in kinds]

@@ -13,7 +13,7 @@ from mpmd.tracing.new_equations import Atom, equations_on
 
 
 class Place(NamedTuple):
-    """Where an equation runs: a stage and `F` or `B` (after `split_backward`, also `I` or `W`)."""
+    """Where an equation runs: a stage and `F` or `B` (after `split_backward`, also `R`, `I` or `W`)."""
 
     stage: int
     kind: str

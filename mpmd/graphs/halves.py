@@ -2,8 +2,9 @@
 
 One equation gives all gradients of such a block. A schedule that splits the backward wants that of the block's input
 soon and those of its weights later. So an urgent equation computes what the urgent results need, and hands out besides
-what the rest reads of that: the fewest bytes (`kept.py`), and matrix products are never done twice. Each kind of
-equation is a rule that opens it and closes it; what it holds is divided by the same functions again.
+what the rest reads of that: the fewest bytes (`kept.py`), and matrix products are never done twice. What such a block
+computes again of the forward is divided from it in the same way: it needs no gradient, so it can come before that one.
+Each kind of equation is a rule that opens it and closes it; what it holds is divided by the same functions again.
 """
 
 import dataclasses
@@ -65,20 +66,118 @@ def halves(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptByte
       urgent: the urgent ones of its results.
       costs: of what it reads.
     """
+    return _ruled(eqn, _Urgent(urgent), costs)
+
+
+def recomputation(eqn: compat.JaxprEqn, late: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+    """Divides what needs none of the late operands from the rest; None if its kind has no rule, or that is not heavy.
+
+    Args:
+      eqn: the equation. Its effects are in the rest.
+      late: those of its operands that are there last.
+      costs: of what it reads.
+    """
+    return _ruled(eqn, _Late(late), costs)
+
+
+def _ruled(eqn: compat.JaxprEqn, cut: "_Urgent | _Late", costs: KeptBytes) -> Halves | None:
     rule = _RULES.get(eqn.primitive.name)
-    return rule(eqn, urgent, costs) if rule and equations.works_hard(eqn) else None
+    return rule(eqn, cut, costs) if rule and equations.works_hard(eqn) else None
 
 
 class _Divided(NamedTuple):
-    """Equations that are urgent, with all that they read, and the others."""
+    """Equations that come first, with all that they read, and the others.
+
+    Attributes:
+      needed: what the first ones read and give.
+      late: of `_Late`, all values that depend on what is late.
+    """
 
     first: list[compat.JaxprEqn]
     rest: list[compat.JaxprEqn]
-    needed: set[compat.Var]
+    needed: Collection[Atom] = ()
+    late: Collection[Atom] = ()
 
     def makes_later(self, atom: Atom) -> bool:
         """Whether the rest makes a value."""
-        return not isinstance(atom, compat.Literal) and any(atom in e.outvars for e in self.rest)
+        return not isinstance(atom, compat.Literal) and (atom in self.late or any(atom in e.outvars for e in self.rest))
+
+
+class _Urgent(NamedTuple):
+    """First comes what these results need."""
+
+    results: Collection[compat.Var]
+
+    def of_loop(self, loop: OpenLoop, costs: KeptBytes) -> tuple[list[bool], _Divided]:
+        """Which carries the first loop has, and its equations."""
+        soon = [s.inner for s in loop.stacks if s.outer in self.results]
+        carried = [c.last in self.results for c in loop.carry]
+        while True:
+            ends = [c.after for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
+            divided = _divided(loop.eqns, [*ends, *soon], costs)
+            more = [is_urgent or c.before in divided.needed for c, is_urgent in zip(loop.carry, carried, strict=True)]
+            if more == carried:  # else another carry is urgent: there are only so many
+                return carried, divided
+            carried = more
+
+    def of_call(self, eqn: compat.JaxprEqn, first: int, body: compat.Jaxpr, costs: KeptBytes) -> _Divided:
+        """The equations of a jaxpr that the equation runs on its operands from number `first` on."""
+        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        return _divided(body.eqns, [inner for outer, inner in pairs if outer in self.results], costs)
+
+    def is_worth_it(self, first: Sequence[compat.JaxprEqn], rest: Sequence[compat.JaxprEqn]) -> bool:
+        """Whether two halves are better than one equation."""
+        return any(map(equations.works_hard, rest))
+
+
+class _Late(NamedTuple):
+    """First comes what needs none of these operands."""
+
+    operands: Collection[Atom]
+
+    def of_loop(self, loop: OpenLoop, costs: KeptBytes) -> tuple[list[bool], _Divided]:
+        """As for `_Urgent`."""
+        late = {x.inner for x in (*loop.consts, *loop.rows) if self._is_late(x.outer)}
+        carried = [not self._is_late(c.first) for c in loop.carry]
+        while True:
+            more = {c.before for c, is_early in zip(loop.carry, carried, strict=True) if not is_early}
+            divided = _divided_ahead(loop.eqns, late | more, costs)
+            fewer = [
+                is_early and not divided.makes_later(c.after) for c, is_early in zip(loop.carry, carried, strict=True)
+            ]
+            if fewer == carried:  # else another carry is late: there are only so many
+                return carried, divided
+            carried = fewer
+
+    def of_call(self, eqn: compat.JaxprEqn, first: int, body: compat.Jaxpr, costs: KeptBytes) -> _Divided:
+        """As for `_Urgent`."""
+        if any(map(self._is_late, eqn.invars[:first])):
+            return _Divided([], list(body.eqns), late={v for e in body.eqns for v in e.outvars}.union(body.invars))
+        pairs = zip(eqn.invars[first:], body.invars, strict=True)
+        return _divided_ahead(body.eqns, {inner for outer, inner in pairs if self._is_late(outer)}, costs)
+
+    def is_worth_it(self, first: Sequence[compat.JaxprEqn], rest: Sequence[compat.JaxprEqn]) -> bool:
+        """As for `_Urgent`."""
+        return any(map(equations.works_hard, first))
+
+    def _is_late(self, atom: Atom) -> bool:
+        return not isinstance(atom, compat.Literal) and atom in self.operands
+
+
+def _divided_ahead(eqns: Sequence[compat.JaxprEqn], late: Collection[compat.Var], costs: KeptBytes) -> _Divided:
+    """What reads nothing late, and the rest."""
+    late, first, rest = set(late), [], []
+    for eqn in eqns:
+        reads = late.intersection(equations.variables(eqn.invars))
+        if not reads and not compat.has_effects(eqn):
+            first.append(eqn)
+            continue
+        if (pair := recomputation(eqn, reads, costs)) is not None:
+            first.append(pair.first)
+            eqn = pair.rest
+        rest.append(eqn)
+        late.update(eqn.outvars)
+    return _Divided(first, rest, late=late)
 
 
 def _divided(eqns: Sequence[compat.JaxprEqn], urgent: Iterable[Atom], costs: KeptBytes) -> _Divided:
@@ -103,11 +202,6 @@ class _Rest(NamedTuple):
     eqns: list[compat.JaxprEqn]
     kept: list[compat.Var]
 
-    @property
-    def works_hard(self) -> bool:
-        """Whether it is worth a half of its own."""
-        return any(map(equations.works_hard, self.eqns))
-
 
 def _rest(
     divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Any] = ()
@@ -128,28 +222,20 @@ def _rest(
 # --- scans ----------------------------------------------------------------------------------------
 
 
-def _scan(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
     """Two scans. The first one stacks what the second one reads; each carries what it needs to."""
     loop = OpenLoop.of(eqn)
     inner = costs.inside(((x.outer, x.inner) for x in (*loop.consts, *loop.rows)), eqn.params["length"])
-    soon = [s for s in loop.stacks if s.outer in urgent]
-    carried = [c.last in urgent for c in loop.carry]
-    while True:
-        ends = [c.after for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
-        divided = _divided(loop.eqns, [*ends, *(s.inner for s in soon)], inner)
-        more = [is_urgent or c.before in divided.needed for c, is_urgent in zip(loop.carry, carried, strict=True)]
-        if more == carried:  # else another carry is urgent: there are only so many
-            break
-        carried = more
-    first_carry = [c for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
+    carried, divided = cut.of_loop(loop, inner)
+    first_carry = [c for c, is_first in zip(loop.carry, carried, strict=True) if is_first]
     late_carry = [c for c in loop.carry if c not in first_carry]
     handed_on = [c.before for c in late_carry]
-    later = [s for s in loop.stacks if s not in soon and (divided.makes_later(s.inner) or s.inner in handed_on)]
+    later = [s for s in loop.stacks if divided.makes_later(s.inner) or s.inner in handed_on]
     carry = _needed_carries(late_carry, divided.rest, later)
     invars = [*(x.inner for x in (*loop.consts, *loop.rows)), *(c.before for c in first_carry)]
     wanted = [*(c.after for c in carry), *(s.inner for s in later)]
     rest = _rest(divided, invars, wanted, inner, [c.before for c in carry])
-    if not rest.works_hard:
+    if not cut.is_worth_it(divided.first, rest.eqns):
         return None
     stacks = [s for s in loop.stacks if s not in later and not isinstance(s.outer, compat.DropVar)]
     given = {x.inner for x in (*loop.consts, *loop.rows)}
@@ -180,7 +266,8 @@ def _needed_carries(carry: Sequence[Any], eqns: Sequence[compat.JaxprEqn], stack
 
 def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
     """The scan of these parts, without operands that it does not read."""
-    read = set(equations.free_variables(loop.eqns, [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]))
+    outs = [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]
+    read = set(equations.free_variables(equations.live_equations(loop.eqns, outs), outs))
     consts, rows = ([x for x in xs if x.inner in read] for xs in (loop.consts, loop.rows))
     eqn = dataclasses.replace(loop, consts=consts, rows=rows).closed()
     return eqn.replace(effects=eqn.params["jaxpr"].effects)
@@ -224,18 +311,16 @@ class _Slot(NamedTuple):
     is_new: bool = True
 
 
-def _call(kind: _Call, eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
+def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
     """Two calls. The first one also gives what the second one reads."""
     bodies, operands = [fresh_body(closed) for closed in kind.bodies(eqn)], eqn.invars[kind.first :]
     scalars = costs.scalars and kind.kept is _same
     inner = [costs.inside(zip(operands, body.invars, strict=True), scalars=scalars) for body in bodies]
-    soon = [i for i, v in enumerate(eqn.outvars) if v in urgent]
-    parts = [_divided(b.eqns, [b.outvars[i] for i in soon], c) for b, c in zip(bodies, inner, strict=True)]
+    parts = [cut.of_call(eqn, kind.first, body, cost) for body, cost in zip(bodies, inner, strict=True)]
     later = [
         i
         for i, v in enumerate(eqn.outvars)
-        if i not in soon
-        and any(p.makes_later(b.outvars[i]) for p, b in zip(parts, bodies, strict=True))
+        if any(p.makes_later(b.outvars[i]) for p, b in zip(parts, bodies, strict=True))
         and not isinstance(v, compat.DropVar)
     ]
     soon = [i for i, v in enumerate(eqn.outvars) if i not in later and not isinstance(v, compat.DropVar)]
@@ -243,7 +328,7 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, urgent: Collection[compat.Var], cos
         _rest(part, body.invars, [body.outvars[i] for i in later], cost)
         for body, part, cost in zip(bodies, parts, inner, strict=True)
     ]
-    if not any(rest.works_hard for rest in rests):
+    if not any(cut.is_worth_it(part.first, rest.eqns) for part, rest in zip(parts, rests, strict=True)):
         return None
     results = {bodies[0].outvars[i]: eqn.outvars[i] for i in soon if isinstance(bodies[0].outvars[i], compat.Var)}
     known = results if len(bodies) == 1 and kind.kept is _same else {}  # what the first call gives anyway
@@ -318,6 +403,7 @@ def _called(
       operands: for the further arguments of the bodies.
       results: which of its results these give; then come `further` ones.
     """
+    bodies = [b._replace(eqns=equations.live_equations(b.eqns, b.outs)) for b in bodies]
     reads = [set(equations.free_variables(b.eqns, b.outs)) for b in bodies]
     ins = [i for i, vs in enumerate(zip(*(b.invars for b in bodies), strict=True)) if any(map(_in, vs, reads))]
     jaxprs = [
@@ -384,7 +470,7 @@ def _outside(eqn: compat.JaxprEqn, aval: Any) -> tuple[Any, Any]:
         return compat.kept_in_shard_map(eqn, aval)
 
 
-_RULES: dict[str, Callable[[compat.JaxprEqn, Collection[compat.Var], KeptBytes], Halves | None]] = {
+_RULES: dict[str, Callable[[compat.JaxprEqn, _Urgent | _Late, KeptBytes], Halves | None]] = {
     "scan": _scan,
     "cond": functools.partial(
         _call,

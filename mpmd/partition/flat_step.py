@@ -56,10 +56,11 @@ class FlatStep:
         out_groups: Asked,
         forwarded: Iterable[int] = (),
         in_specs: Sequence[PartitionSpec | None] = (),
+        ahead: bool = True,
     ) -> "FlatStep":
         """Reads a trace and cuts its loops into tasks; for the arguments see `place_segments.outline_step`."""
         everywhere = frozenset(range(mesh.num_groups))
-        items, outvars = _items(trace, mesh, forwarded, _sharded_axes(trace, mesh, in_specs))
+        items, outvars = _items(trace, mesh, forwarded, _sharded_axes(trace, mesh, in_specs), ahead)
         items = [_with_groups(i, everywhere) if _is_place(i) else i for i in items]
         num_consts = len(trace.consts)
         return cls(
@@ -113,7 +114,7 @@ def _sharded_axes(trace: Trace, mesh: MpmdMesh, in_specs: Sequence[PartitionSpec
 
 
 def _items(
-    trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int], sharded: ShardedAxes | None
+    trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int], sharded: ShardedAxes | None, ahead: bool
 ) -> tuple[list[Item], list[compat.Var]]:
     """The items of a step and its results; each result has a variable of its own."""
     items: list[Item] = []
@@ -124,7 +125,7 @@ def _items(
         if eqn.primitive is mark_p:
             alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         elif eqn.primitive is treduce_p:
-            items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items), sharded)
+            items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items), sharded, ahead)
         else:
             items.append(eqn)
             if sharded is not None:
@@ -143,13 +144,14 @@ def _items(
     return _live(items, outvars), outvars
 
 
-def _loop_items(eqn: compat.JaxprEqn, mesh: MpmdMesh, number: int, sharded: ShardedAxes | None) -> list[Item]:
+def _loop_items(
+    eqn: compat.JaxprEqn, mesh: MpmdMesh, number: int, sharded: ShardedAxes | None, ahead: bool
+) -> list[Item]:
     info = eqn.params["info"]
     _check_groups(info.schedule, mesh, eqn)
-    orders = info.schedule.orders(info.num_microbatches)
-    split = any(task.kind in "IW" for order in orders for task in order)
-    partition = partition_loop(eqn, split, sharded)
-    return [*partition.before, Loop(number, partition, orders), *partition.after]
+    split = any(task.kind in "IW" for order in info.schedule.orders(info.num_microbatches) for task in order)
+    partition = partition_loop(eqn, split, sharded, ahead)
+    return [*partition.before, Loop(number, partition, partition.orders), *partition.after]
 
 
 def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> None:

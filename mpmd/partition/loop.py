@@ -13,6 +13,7 @@ The rules, in the order in which they are applied (each is a function of this fi
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
   parts       what each device of a group adds to a gradient is accumulated apart, summed after the loop
   halves      in a split backward, an equation that holds others (a checkpoint, a scan) is divided into I and W
+  again       and what it computes again of the forward is R, which need not wait for a gradient
   join        in a split backward, what is made of several stages' gradients is computed after the loop
 
 The result is pure data: `LoopPartition`, which prints itself.
@@ -36,6 +37,8 @@ from mpmd.partition.forward_stages import forward_stages
 from mpmd.partition.partial_sums import sum_once
 from mpmd.partition.split_backward import split_backward
 from mpmd.tracing.new_equations import Atom
+from scheduler.ordering import recomputing
+from scheduler.task import Orders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,12 @@ class LoopPartition:
     names: dict[compat.Var, str]
     labels: tuple[str | None, ...]
 
+    @property
+    def orders(self) -> Orders:
+        """Per group, its tasks in order: those of the schedule, and `R` where stages have one."""
+        again = frozenset(t.place.stage for t in self.tasks if t.place.kind == "R")
+        return recomputing(self.info.schedule, self.info.num_microbatches, again)
+
     def task(self, place: Place) -> TaskBody:
         """The task at `place`."""
         return next(t for t in self.tasks if t.place == place)
@@ -112,13 +121,16 @@ class LoopPartition:
                 yield f"    accumulates {acc.operation} {acc.value.aval.str_short(short_dtypes=True)}"
 
 
-def partition_loop(eqn: compat.JaxprEqn, split: bool, sharded: ShardedAxes | None = None) -> LoopPartition:
+def partition_loop(
+    eqn: compat.JaxprEqn, split: bool, sharded: ShardedAxes | None = None, ahead: bool = True
+) -> LoopPartition:
     """Cuts the body of a `treduce` equation into the tasks of its schedule.
 
     Args:
       eqn: the equation; its body is flat (see `trace.inline`).
       split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
       sharded: how its operands are sharded inside of a group, if they can be.
+      ahead: whether split backwards may compute again ahead of their gradient, which keeps that in memory meanwhile.
 
     Raises:
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
@@ -134,8 +146,8 @@ def partition_loop(eqn: compat.JaxprEqn, split: bool, sharded: ShardedAxes | Non
         body, accumulators, sums = sum_once(body, accumulators, sharded, info.num_microbatches)
         after = [*sums, *after]
     if split:
-        body, accumulators = split_backward(body, accumulators)
-    return _tasks(body, info, marks.labels, accumulators, after, ("F", "I", "W") if split else ("F", "B"))
+        body, accumulators = split_backward(body, accumulators, ahead)
+    return _tasks(body, info, marks.labels, accumulators, after, ("F", "R", "I", "W") if split else ("F", "B"))
 
 
 def place_equations(body: Body, marks: Marks, num_microbatches: int) -> Body:
@@ -187,6 +199,7 @@ def _tasks(
     # Dropping a dead equation may leave a value that nobody reads any more.
     wanted = {v for t in tasks for v in t.reads}
     tasks = [dataclasses.replace(t, writes=tuple(v for v in t.writes if v in wanted)) for t in tasks]
+    tasks = [t for t in tasks if t.place.kind != "R" or not t.is_empty]
     before = tuple(n.eqn for n in body.nodes if not n.per_microbatch)
     return LoopPartition(info, body.index, tuple(tasks), tuple(accumulators), before, tuple(after), names, labels)
 

@@ -31,6 +31,7 @@ def outline_step(
     out_groups: Asked,
     forwarded: Iterable[int] = (),
     in_specs: Sequence[PartitionSpec | None] = (),
+    ahead: bool = True,
 ) -> Outline:
     """Places every equation of a traced step.
 
@@ -41,12 +42,13 @@ def outline_step(
       out_groups: per flat result, the groups that shall hold it, or None.
       forwarded: flat arguments that may be returned as they are (donated ones: nobody else holds them).
       in_specs: per flat argument, how it is sharded inside of a group, where that is known.
+      ahead: as for `partition_loop`.
 
     Raises:
       StageError: a loop does not fit its schedule or the mesh, or a `place` names a group that is not there.
     """
     with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
-        step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded, in_specs))
+        step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded, in_specs, ahead))
         placed = place_by_demand(pin_by_operands(step))
         return assemble(placed, as_late_as_possible(placed, as_early_as_possible(placed)))
 

@@ -95,11 +95,12 @@ def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
 
 def _operations(program: LoopProgram) -> dict[str, Any]:
     """Operations of each stage's tasks, as `Costs` takes seconds."""
-    found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIW"}
+    found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIWR"}
     for place, task in program.tasks.items():
         found[place.kind][place.stage] = flops_of(task.executable) if task.executable is not None else 0.0
     backward = tuple(b + i for b, i in zip(found["B"], found["I"], strict=True))
-    return {"forward": tuple(found["F"]), "input_grad": backward, "weight_grad": tuple(found["W"])}
+    rest = {"weight_grad": tuple(found["W"]), "recompute": tuple(found["R"])}
+    return {"forward": tuple(found["F"]), "input_grad": backward, **rest}
 
 
 # --- what crosses ---------------------------------------------------------------------------------

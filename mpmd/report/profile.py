@@ -89,10 +89,11 @@ class Profile:
         pairs = [frozenset(pair) for pair in zip(facts.placement, facts.placement[1:], strict=False)]
         transfers = tuple(statistics.fmean(seconds.get(pair, [0.0])) for pair in pairs)
         measured = Costs.measured(durations)
-        have = [getattr(measured, name) for name in ("forward", "input_grad", "weight_grad")]
+        names = ("forward", "input_grad", "weight_grad", "recompute")
+        have: dict[str, Any] = {name: getattr(measured, name) for name in names}
         num = len(facts.placement)
-        padded = [(*value, *[0.0] * (num - len(value))) for value in have]
-        return Costs(*padded, transfer_s=(*transfers, 0.0))
+        have = {n: (*v, *[0.0] * (num - len(v))) if isinstance(v, tuple) else v for n, v in have.items()}
+        return Costs(transfer_s=(*transfers, 0.0), **have)
 
     def simulated(self, costs: Costs | None = None, loop: int = -1) -> Timeline:
         """The loop on a clock, with these costs for its tasks; by default those that were measured."""

@@ -281,7 +281,7 @@ def _scale(durations: Iterable[tuple[str, float, float]]) -> dict[str, float]:
         total[1] += by_roofline
     scale = {kind: real / model for kind, (real, model) in sums.items() if model}
     back = [x for kind, x in scale.items() if kind not in ("F", "")]
-    for kind in "BIW":  # another schedule has other kinds
+    for kind in "BIWR":  # another schedule has other kinds
         scale.setdefault(kind, sum(back) / len(back) if back else scale.get("F", 1.0))
     scale.setdefault("", scale.get("F", 1.0))
     return scale

@@ -22,7 +22,7 @@ class Edge(NamedTuple):
 
     Args:
         name: The value's name, unique in its graph.
-        producer: Stage and kind (``F``, ``I`` or ``W``) of the task that writes it.
+        producer: Stage and kind (``F``, ``R``, ``I`` or ``W``) of the task that writes it.
         consumers: Stage and kind of each task that reads it.
         nbytes: Its size, for the peak of live bytes.
     """
@@ -41,8 +41,9 @@ class Edge(NamedTuple):
 class TaskGraph:
     """The values that tasks hand to each other, for one microbatch of a pipelined loop.
 
-    Stated in kinds F, I and W. A whole backward ``B`` of a schedule stands for the I and the W of its stage: it writes
-    and reads what either does, and the values that pass between the two stay inside.
+    Stated in kinds F, R, I and W; a stage has an R if an edge starts at it. A whole backward ``B`` of a schedule stands
+    for the I and the W of its stage: it writes and reads what either does, and the values that pass between the two
+    stay inside.
 
     Args:
         num_stages: The number of pipeline stages.
@@ -75,11 +76,16 @@ class TaskGraph:
             raise ValueError(
                 "TaskGraph: "
                 + "; ".join(faults)
-                + f". Expected distinct edges between tasks of stages 0 to {self.num_stages - 1} and kinds F, I, W."
+                + f". Expected distinct edges between tasks of stages 0 to {self.num_stages - 1} and kinds F, R, I, W."
             )
 
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that have an R."""
+        return frozenset(edge.producer[0] for edge in self.edges if edge.producer[1] == "R")
+
     def _has(self, stage: object, kind: object) -> bool:
-        return isinstance(stage, int) and 0 <= stage < self.num_stages and kind in ("F", "I", "W")
+        return isinstance(stage, int) and 0 <= stage < self.num_stages and kind in ("F", "R", "I", "W")
 
     def __str__(self) -> str:
         head = f"{self.num_stages} stages, {'forward only' if self.forward_only else 'forward and backward'}"
@@ -215,7 +221,7 @@ class Program:
     Args:
         groups: For each group, its instructions.
         placement: For each stage, the group that runs it.
-        tasks: For each loop, the tasks it must run, in kinds F, I and W (a Run of ``B`` does its I and its W).
+        tasks: For each loop, the tasks it must run, in kinds F, R, I and W (a Run of ``B`` does its I and its W).
         inputs: For each group, the values that are alive at the start. Empty means none.
         outputs: For each group, the values that must be alive at the end. Empty means none.
         nbytes: The size of each value by its name; a name that is missing counts as 0.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from scheduler.base.collector import without_collection
 from scheduler.errors import ScheduleError
+from scheduler.ordering import recomputing
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.programs.task_units import Shape, Slot, TaskUnits
 from scheduler.schedules.catalogue import make
@@ -20,7 +21,7 @@ def lower(
 ) -> Program:
     """The instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
 
-    All groups' orders are first run once on a clock where F, I and W take 1 and B takes 2. That gives one line of
+    All groups' orders are first run once on a clock where F, R, I and W take 1 and B takes 2. That gives one line of
     events for the whole pipeline: a task at its start, its transfers at its end, transfers first where times are
     equal. Each transfer is one event that puts a Send in the sender's list and the Recv in the receiver's. Hence no
     deadlock, even if a send blocks until its receive is posted and a receive until its value is there: take the first
@@ -35,7 +36,8 @@ def lower(
         schedule: The order of each group, and the pairs that become one Run. A name of the catalogue, such as
             ``"1f1b"``, is that schedule for the graph's number of stages.
         num_microbatches: How often the loop body runs.
-        orders: The schedule's orders, if they are known already: some schedules take seconds to find them.
+        orders: The schedule's orders, if they are known already: some schedules take seconds to find them. Where the
+            graph has an R, those of `recomputing`.
 
     Returns:
         The program of one loop, as input for :func:`check`.
@@ -59,7 +61,8 @@ def lower(
             f"{schedule.num_stages}; expected the same."
         )
     with without_collection():
-        units = TaskUnits(task_graph, schedule, num_microbatches, orders or schedule.orders(num_microbatches))
+        orders = orders or recomputing(schedule, num_microbatches, task_graph.recomputed)
+        units = TaskUnits(task_graph, schedule, num_microbatches, orders)
         return Program(
             groups=_instructions(units),
             placement=tuple(schedule.placement),

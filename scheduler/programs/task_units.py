@@ -12,10 +12,10 @@ from scheduler.ordering import Numbers, coverage_faults, expected_tasks, find_cy
 from scheduler.programs.instructions import TaskGraph
 from scheduler.task import Orders, Schedule, Task
 
-DURATION = {"F": 1, "I": 1, "W": 1, "B": 2}
-PARTS = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
+DURATION = {"F": 1, "R": 1, "I": 1, "W": 1, "B": 2}
+PARTS = {"F": ("F",), "R": ("R",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
 Slot = tuple[int, str]
-"""Stage and kind, F, I or W: the tasks of all microbatches."""
+"""Stage and kind, F, R, I or W: the tasks of all microbatches."""
 
 
 class Shape(NamedTuple):
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def slots(self) -> list[tuple[Slot, int]]:
-        """Its tasks in kinds F, I and W, each with which microbatch."""
+        """Its tasks in kinds F, R, I and W, each with which microbatch."""
         return [((stage, part), which) for stage, kind, which in self.tasks for part in PARTS[kind]]
 
 
@@ -45,7 +45,7 @@ class TaskUnits:
         schedule: The schedule, for its placement.
         units: The tasks of each unit.
         first: For each group, its first unit; and the number of units.
-        unit_of: For stage and kind (F, I or W) and then microbatch, the unit that does the task.
+        unit_of: For stage and kind (F, R, I or W) and then microbatch, the unit that does the task.
     """
 
     def __init__(self, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int, orders: Orders) -> None:
@@ -56,7 +56,9 @@ class TaskUnits:
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.graph = task_graph
-        self.tasks = expected_tasks(schedule.num_stages, num_microbatches, task_graph.forward_only)
+        self.tasks = expected_tasks(
+            schedule.num_stages, num_microbatches, task_graph.forward_only, task_graph.recomputed
+        )
         self.units: list[tuple[Task, ...]] = []
         self.first, second = [0], dict(pairs)
         for order in orders:

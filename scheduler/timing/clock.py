@@ -91,7 +91,7 @@ class Clock:
             else:
                 if happened[at] < 0:
                     return at
-                if stage < last:
+                if stage < last and kind != "R":
                     arrival = happened[size + at + m]
                     if arrival < 0:
                         return size + at + m
@@ -101,7 +101,7 @@ class Clock:
             add_start(now)
             now += seconds[kind][stage]
             add_end(now)
-            if kind != "W":
+            if kind != "W" and kind != "R":
                 event = at if kind == "F" else size + at
                 happened[event] = now
                 happens(event)
@@ -134,7 +134,7 @@ class Clock:
                 start += self.seconds[one.kind][one.stage]
                 ends.append(start)
             for one in unit:
-                if one.kind != "W":  # nobody waits for W
+                if one.kind not in "WR":  # no other group waits for these
                     event = self._event_of(one)
                     self.happened[event] = start
                     happens(event)
@@ -151,13 +151,13 @@ class Clock:
             yield size + at, 0.0
         else:
             yield at, 0.0
-            if task.stage < len(self.placement) - 1:
+            if task.stage < len(self.placement) - 1 and task.kind != "R":
                 yield size + at + m, self.over[task.stage]
 
     def _event_of(self, task: Task) -> int:
-        """The event of a task's end. The end of W is no event: nobody waits for it."""
+        """The event of a task's end. That of W and R is no event: no other group waits for them."""
         at = task.stage * self.num_microbatches + task.microbatch
-        return at if task.kind == "F" else -1 if task.kind == "W" else self.size + at
+        return at if task.kind == "F" else -1 if task.kind in "WR" else self.size + at
 
 
 def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, position: Sequence[int]) -> str:

@@ -1,20 +1,23 @@
 """How tasks look in pictures: one hue a stage, one shade and one pattern a kind."""
 
 import math
+from collections.abc import Container
 
-_LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90}
+_LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90, "R": 74}
 HATCHES = {
     "B": '<path d="M0 0L6 6M6 0L0 6" stroke="#000" stroke-opacity="0.2" stroke-width="0.8"/>',
     "I": '<path d="M0 6L6 0" stroke="#000" stroke-opacity="0.3" stroke-width="1"/>',
     "W": '<circle cx="3" cy="3" r="1" fill="#000" fill-opacity="0.3"/>',
+    "R": '<path d="M0 3L6 3" stroke="#000" stroke-opacity="0.3" stroke-width="1"/>',
 }
 
 
-def pattern_definitions() -> str:
-    """The patterns of the kinds, each named by its letter, to be put into an SVG once."""
+def pattern_definitions(kinds: Container[str]) -> str:
+    """The patterns of these kinds, each named by its letter, to be put into an SVG once."""
     made = (
         f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{drawing}</pattern>'
         for kind, drawing in HATCHES.items()
+        if kind in kinds
     )
     return "\n".join(["<defs>", *made, "</defs>"])
 

@@ -37,6 +37,8 @@ class Costs:
         bytes_per_s: Bandwidth: transfers take transfer_s + transfer_bytes / bytes_per_s.
         activation_bytes: What a stage holds of a microbatch from its F until its B or W.
         released_at_input_grad: The part of activation_bytes that is let go after I already.
+        recompute: Seconds of R, what I and W need of the forward and did not keep. It runs right before I, and does
+            not wait for the gradient that I waits for.
 
     Examples:
         >>> Costs(forward=(1.0, 2.0)).duration("F", 1)
@@ -51,6 +53,7 @@ class Costs:
     released_at_input_grad: PerStage = 0.0
     transfer_bytes: PerStage = 0.0
     bytes_per_s: float = math.inf
+    recompute: PerStage = 0.0
 
     def __post_init__(self) -> None:
         faults = []
@@ -99,7 +102,7 @@ class Costs:
         """Seconds of a task."""
         if kind == "B":
             return self.duration("I", stage) + self.duration("W", stage)
-        value = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad}[kind]
+        value = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "R": self.recompute}[kind]
         return value[stage] if isinstance(value, tuple) else value
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
@@ -161,11 +164,13 @@ class Costs:
             found = []
             for stage in range(num_stages):
                 own, whole = seconds.get((stage, kind)), seconds.get((stage, "B"))
-                if own is None and kind != "F" and whole is not None:
+                if own is None and kind in "IW" and whole is not None:
                     own = [duration / 2 for duration in whole]
                 found.append(statistics.median(own or [0.0]))
             return tuple(found)
 
+        if any(kind == "R" for _, kind in seconds):
+            others = {"recompute": median("R"), **others}
         return cls(forward=median("F"), input_grad=median("I"), weight_grad=median("W"), **others)
 
     @classmethod

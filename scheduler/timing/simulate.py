@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from scheduler.base.collector import without_collection
+from scheduler.ordering import recomputing
 from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
@@ -33,7 +34,8 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     """
     check_schedule("simulate", schedule)
     with without_collection():
-        orders = schedule.orders(num_microbatches)
+        again = (costs or Costs()).per_stage("recompute", schedule.num_stages)
+        orders = recomputing(schedule, num_microbatches, {stage for stage, seconds in enumerate(again) if seconds})
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
 
@@ -83,6 +85,7 @@ def timeline_of(
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
     seconds = costs.seconds(len(placement))
     seconds["B"] = [one + other for one, other in zip(seconds["I"], seconds["W"], strict=True)]
+    seconds["R"] = costs.per_stage("recompute", len(placement))
     return Clock(placement, num_microbatches, seconds, costs.transfers_between(placement))
 
 
@@ -92,6 +95,7 @@ def _memory(
     """The most activations and the most bytes that each group holds. They follow from its order alone."""
     added = costs.memory(num_stages)
     added["B"] = [-nbytes for nbytes in added["F"]]
+    added["R"] = [0.0] * num_stages
     counts, nbytes = [], []
     for order in orders:
         count = most = 0
@@ -104,7 +108,7 @@ def _memory(
                     most = count
                 if size > largest:
                     largest = size
-            elif kind != "I":
+            elif kind not in "IR":
                 count -= 1
         counts.append(most)
         nbytes.append(largest)

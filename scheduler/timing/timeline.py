@@ -269,7 +269,7 @@ def to_svg(timeline: Timeline) -> str:
             f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">'
         ),
         f"<title>{escape(summary(timeline))}</title>",
-        pattern_definitions(),
+        pattern_definitions("BIWR" if any(task.kind == "R" for order in timeline.orders for task in order) else "BIW"),
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
         f'<text x="{_LEFT}" y="18" font-size="13">{escape(summary(timeline))}</text>',
     ]
@@ -310,7 +310,7 @@ def _svg_row(timeline: Timeline, group: int, scale: float, chart: float) -> Iter
 def _svg_legend(timeline: Timeline, y: float) -> Iterator[str]:
     x = _LEFT
     kinds = {task.kind for order in timeline.orders for task in order}
-    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "computed again"}
     for kind in (kind for kind in names if kind in kinds):
         yield f'<rect x="{x}" y="{y}" width="18" height="14" fill="{timeline.colour(0, kind)}" stroke="#555"/>'
         if kind in HATCHES:

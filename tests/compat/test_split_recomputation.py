@@ -337,7 +337,7 @@ def _tasks_with_collectives(step, *args):
     found = collectives(step.lower(*args).compile()._programs)
     counts = collections.Counter()
     for name, kinds in found.items():
-        if name[0] in "FIW" or (name[0] == "B" and "I" + name[1:] not in found):
+        if name[0] in "FRIW" or (name[0] == "B" and "I" + name[1:] not in found):
             counts.update({(name[1:], kind): n for kind, n in kinds.items()})
     return counts
 
@@ -360,3 +360,28 @@ def test_recomputed_blocks_under_split_backwards_equal_plain_jax_and_do_no_produ
     assert_same_history(program.run(step), program.expected, program.rtol)
     if axes and schedule != "ZeroBubbleH1":  # as many sums in tasks as with a whole backward
         assert _tasks_with_collectives(step, *args) == _tasks_with_collectives(whole, *args)
+
+
+@pytest.mark.parametrize("schedule", ["ZeroBubbleH1", "ZeroBubbleV", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allows(schedule, monkeypatch):
+    program = _program(next(case for case in CASES if case.build is _plain), (), 4)
+    args = program.state(), next(program.batches(1))
+
+    def orders(lowered):
+        return [task for order in lowered._outline.loops[0].orders for task in order]
+
+    ahead = pipeline(program, schedule, "explicit")
+    lowered = ahead.lower(*args)
+    found = orders(lowered)
+    assert {task.stage for task in found if task.kind == "R"} == {
+        1,
+        2,
+    }  # the last one need not wait, the first has no I
+    for task, *after in zip(found, found[1:], found[2:], strict=False):
+        backwards = [task._replace(kind=kind) for kind in "IB"]
+        assert task.kind != "R" or any(one in backwards for one in after)
+    peak = max(of_group["peak"] for of_group in lowered.estimate().values())
+    monkeypatch.setattr("mpmd.stages.memory_limit", lambda *_: peak - 1.0)
+    late = pipeline(program, schedule, "explicit")
+    assert not any(task.kind == "R" for task in orders(late.lower(*args)))
+    assert_same_history(program.run(ahead), program.run(late), 0)

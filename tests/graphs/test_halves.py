@@ -8,7 +8,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
-from mpmd.graphs.halves import Halves, KeptBytes, halves
+from mpmd.graphs.halves import Halves, KeptBytes, halves, recomputation
 from mpmd.tracing.inline import inline
 
 WIDTH = 8
@@ -121,3 +121,30 @@ def _run(closed, args):
     return jax.jit(compat.jaxpr_as_fun(closed), compiler_options={"xla_backend_optimization_level": 0})(
         *jax.tree.leaves(args)
     )
+
+
+_AGAIN = ("checkpoint", "scan of checkpoints", "checkpoint of a scan", "scan of scans", "scan of shard_maps")
+
+
+@pytest.mark.parametrize("name", _AGAIN)
+def test_what_is_computed_again_needs_no_gradient_and_is_divided_with_the_same_numbers(name):
+    fun, stack = _CASES[name]
+    args = _weights(*stack), jax.random.normal(jax.random.key(1), (4, WIDTH))
+    leaves, tree = jax.tree.flatten(args)
+    closed = jax.make_jaxpr(lambda ct, *xs: jax.vjp(fun, *jax.tree.unflatten(tree, xs))[1](ct))(args[1], *leaves)
+    closed = compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts)
+    late, first, rest = {closed.jaxpr.invars[0]}, [], []
+    for eqn in closed.jaxpr.eqns:
+        reads = late.intersection(equations.variables(eqn.invars))
+        if pair := recomputation(eqn, reads, KeptBytes({})) if reads else None:
+            first.append(pair.first)
+        (rest if reads else first).append(pair.rest if pair else eqn)
+        late.update(rest[-1].outvars if reads else ())
+    assert not late.intersection(equations.free_variables(first))
+    assert 0 < _products(rest) == _products(closed.jaxpr.eqns) - _products(first)
+    again = [e for e in first if compat.is_transposed(e) or e.primitive.name in ("checkpoint", "remat2")]
+    assert _products(again) > 0
+    divided = compat.ClosedJaxpr(compat.new_jaxpr(closed.jaxpr, eqns=[*first, *rest]), closed.consts)
+    with jax.disable_jit():  # operation by operation: XLA rounds otherwise where it fuses other operations
+        found, wanted = (compat.jaxpr_as_fun(c)(args[1], *leaves) for c in (divided, closed))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

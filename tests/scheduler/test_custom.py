@@ -110,5 +110,5 @@ def test_a_task_reads_what_it_prints_and_nothing_else():
     with pytest.raises(ValueError) as error:
         Task.parse("F0")
     assert str(error.value) == (
-        "Task.parse: received 'F0'; expected a stage, one of F, B, I, W, and a microbatch, as in '2F0'."
+        "Task.parse: received 'F0'; expected a stage, one of F, B, I, W, R, and a microbatch, as in '2F0'."
     )

@@ -171,7 +171,7 @@ def test_a_graph_with_unknown_ends_is_refused():
     assert str(error.value) == (
         "TaskGraph: edge 'x' names the task (0, 'B'); edge 'x' names the task (1, 'F'); two edges are named 'x'; edge "
         "'x' is read by the task that writes it. Expected distinct edges between tasks of stages 0 to 0 and "
-        "kinds F, I, W."
+        "kinds F, R, I, W."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import xml.etree.ElementTree as ElementTree
@@ -23,7 +24,7 @@ from scheduler import (
     simulate,
 )
 from scheduler.optimize.bounds import lower_bound
-from scheduler.schedules.catalogue import on_groups
+from scheduler.schedules.catalogue import make, on_groups
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.timing.simulate import simulate_orders
 from scheduler.timing.timeline import critical_path_text, to_text
@@ -217,6 +218,29 @@ def test_tasks_that_take_next_to_no_time_are_drawn_in_slices():
 def test_the_critical_path_prints_without_its_middle_where_it_is_long():
     text = critical_path_text(simulate(GPipe(2), 60), limit=6)
     assert text == "critical path: 0F0 1F0 1F1 … 116 tasks … 0B57 0B58 0B59"
+
+
+def test_what_is_computed_again_does_not_wait_for_the_gradient():
+    costs, again = Costs(), Costs(recompute=(0.0, 1.0, 1.0, 0.0))
+    for fuse, longer in (False, 10), (True, 10):
+        plain, timeline = (simulate(DualPipeV(2), 5, one, fuse=fuse) for one in (costs, again))
+        order = [str(task) for task in timeline.orders[1]]
+        assert [task for task in order if "R" not in task] == list(map(str, plain.orders[1]))
+        assert timeline.makespan - plain.makespan <= longer == timeline.busy[1] - plain.busy[1]
+        assert sum("R" in task for task in order) == 10 and timeline.orders[0] == plain.orders[0]
+        assert timeline.peak_activations == plain.peak_activations
+        assert set(timeline.critical_path) & set(timeline.orders[1]) and 'id="R"' in timeline.to_svg()
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_computing_again_costs_its_own_time_and_at_most_two_percent_more(name):
+    schedule = make(name, None, 8)
+    last, p = schedule.num_stages - 1, schedule.num_stages
+    plain = Costs((1.0,) * p, (0.0,) + (1.1,) * last, (2.0,) + (0.9,) * last)  # the first stage has no I
+    again = dataclasses.replace(plain, weight_grad=(2.7,) + (0.9,) * last, recompute=(0.0,) + (0.7,) * last)
+    for m in 16, 32:
+        bound = simulate(schedule, m, plain).makespan + 0.7 * m * p / 8
+        assert simulate(schedule, m, again).makespan <= 1.02 * bound
 
 
 def test_the_svg_is_well_formed_and_tells_kinds_apart_without_colour():
