@@ -51,7 +51,7 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
         ]
         early = None
         if soon and (waits := late.intersection(node.inputs)):
-            pair = recomputation(node.eqn, waits, KeptBytes(dict.fromkeys(node.inputs, 0)))
+            pair = recomputation(node.eqn, waits, KeptBytes(held))
             if pair is not None:
                 early, node = (dataclasses.replace(node, eqn=eqn) for eqn in pair)
                 again.update(early.inputs)
