@@ -492,6 +492,62 @@ def test_leaves_alike_are_called_with_what_they_have_in_common_once():
         assert len(set(instance.piece.reads)) == len(instance.piece.reads)
 
 
+def test_an_update_that_another_one_holds_is_no_call_more():
+    """The other one is a call more: what they share is worth it, though it would not be worth two."""
+    updates = []
+    for n in (1, 2):
+        leaves = [jax.ShapeDtypeStruct((size, size), jnp.float32) for size in range(64, 64 + n)]
+        updates.append(_apart(n, leaves, leaves)[1])
+    size = num_equations(updates[0].leaves[0].closed.jaxpr)
+    assert size > LEAST
+    for needed, is_shared in ((size - 1, True), (size, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mpmd.compile.updates.LEAST", needed)
+            left, found = common_leaves(updates)
+        assert [len(alone) for alone in left] == ([0, 1] if is_shared else [1, 2]) and len(found) == is_shared
+
+
+def test_an_update_of_leaves_alone_is_the_program_that_others_run(caplog):
+    def moved(w, g):
+        for _ in range(LEAST):
+            w = w - 0.1 * jnp.sin(g)
+        return w
+
+    def step(ws, xs):
+        def loss(ws, x):
+            x = mpmd.mark_stage_end(jnp.tanh(x @ ws[0]))
+            return jnp.mean((jnp.tanh(x @ ws[1]) @ ws[2]) ** 2)
+
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(ws, x), xs, schedule=scheduler.OneFOneB(2))
+        return jax.tree.map(moved, ws, grads)
+
+    ws, xs = [0.3 * jnp.ones((8, 8)), 0.3 * jnp.ones((8, 8)), jnp.ones((8, 3))], jnp.ones((3, 4, 8))
+    jitted = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(make_mesh(2, AxisType.Auto), "stage"))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        found = jitted(ws, xs)
+    assert_same(host(found), host(jax.jit(step)(ws, xs)), rtol=1e-6)
+    names = {m[1] for r in caplog.records if (m := re.search(r"conversion jit\((step_after\w+)\)", r.getMessage()))}
+    assert len(names) == 2 and "step_after_loop_group1_after" in names, names
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_zeros_are_compiled_without_kernels_of_mlir(monkeypatch, known):
+    if not known:  # by another XLA
+        monkeypatch.setattr("mpmd._jax_compat.executables._QUICK_OPTIONS", {"xla_cpu_has_no_such_option": False})
+
+    def step(ws, xs):
+        return mpmd.treduce(
+            lambda x: jax.grad(lambda ws: jnp.mean((x @ ws) ** 2))(ws), xs, schedule=scheduler.OneFOneB(1)
+        )
+
+    mesh = mpmd.MpmdMesh(make_mesh(1, AxisType.Auto), "stage")
+    ws, xs = jnp.ones((8, 8)), jnp.ones((3, 4, 8))
+    compiled = mpmd.jit(step, mpmd_mesh=mesh).lower(ws, xs).compile()
+    texts = [zeros.call.as_text() for loop in compiled._programs.loops for zeros in loop.zeros.values()]
+    assert ["fusion(" in text for text in texts] == [not known]
+    assert_same(host(compiled(ws, xs)), host(jax.jit(step)(ws, xs)), rtol=1e-6)
+
+
 def test_leaves_that_need_a_number_of_all_of_them_are_no_parts():
     def clipped(grads):
         norm = sum(jnp.sum(g * g) for g in grads)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -125,12 +126,21 @@ def _extracted(entry: bytes) -> bytes:
     return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(entry))[0]
 
 
-def entry_key(lowering: Any) -> str:
-    """The name under which JAX keeps a program in the folder."""
+def entry_key(lowering: Any, more_options: Mapping[str, Any]) -> str:
+    """The name under which JAX keeps a program in the folder.
+
+    Args:
+      more_options: for XLA, with which it was compiled beside those of the lowering.
+    """
     of, devices = lowering.compile_args, np.array(list(lowering._device_list))
     inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
     options = pxla.create_compile_options(
-        lowering._hlo, of["tuple_args"], *inferred, of["backend"], devices, dict(lowering._compiler_options_kvs)
+        lowering._hlo,
+        of["tuple_args"],
+        *inferred,
+        of["backend"],
+        devices,
+        dict(lowering._compiler_options_kvs) | dict(more_options),
     )
     return compilation_cache.get_cache_key(lowering._hlo, devices, options, of["backend"])
 

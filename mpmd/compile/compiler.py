@@ -403,7 +403,7 @@ class Compiler:
                 for instance in instances:
                     shared[instance.number].append((instance.piece, program))
             for (distinct, update), mine, rest in zip(alike, shared, left, strict=True):
-                if mine:
+                if mine and distinct not in (program for _, program in mine):  # it may be what others hold
                     last = joined([*rest, update.last], distinct.jaxpr.outvars)
                     pieces = [update.numbers, *(piece for piece, _ in mine), last]
                     given = {id(piece): program for piece, program in mine}

@@ -157,7 +157,8 @@ def common_leaves(updates: Sequence[Update]) -> tuple[list[list[Subprogram]], li
             leaves[-1][leaf.kind].append(leaf)
     weights = {kind: num_equations(found[0].closed.jaxpr) for own in leaves for kind, found in own.items()}
     common = []
-    for unit in list(_units([Counter(leaf.kind for leaf in update.leaves) for update in updates], weights)):
+    counts = [Counter(leaf.kind for leaf in update.leaves) for update in updates]
+    for unit in list(_units(counts, weights, [not update.last.eqns for update in updates])):
         taken = [
             (number, [own[kind].pop(0) for kind, times in unit.kinds.items() for _ in range(times)])
             for number, own in enumerate(leaves)
@@ -197,15 +198,18 @@ class _Unit(NamedTuple):
     calls: tuple[int, ...]
 
 
-def _units(left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int]) -> Iterator[_Unit]:
+def _units(
+    left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int], only_leaves: Sequence[bool]
+) -> Iterator[_Unit]:
     """What programs have in common, the most first.
 
     Args:
       left: for each, how many leaves of a kind it has; what is found is subtracted.
       weights: for each kind, its equations.
+      only_leaves: for each, whether nothing is left to do when its leaves are done.
     """
     while True:
-        found = [(_saved(unit, weights), unit) for unit in _candidates(left)]
+        found = [(_saved(unit, left, weights, only_leaves), unit) for unit in _candidates(left)]
         saved, best = max(found, key=lambda f: f[0], default=(0, None))
         if best is None or saved <= 0:
             return
@@ -214,9 +218,16 @@ def _units(left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int]) -
             count.subtract({kind: n * calls for kind, n in best.kinds.items()})
 
 
-def _saved(unit: _Unit, weights: Mapping[Hashable, int]) -> int:
-    size, calls = sum(weights[kind] * n for kind, n in unit.kinds.items()), sum(unit.calls)
-    return size * (calls - 1) - LEAST * calls
+def _saved(
+    unit: _Unit, left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int], only_leaves: Sequence[bool]
+) -> int:
+    """Equations that are not compiled, less what the calls more must save."""
+    size = sum(weights[kind] * n for kind, n in unit.kinds.items())
+    more = sum(unit.calls)
+    for count, calls, is_all in zip(left, unit.calls, only_leaves, strict=True):
+        rest = any(n > unit.kinds.get(kind, 0) * calls for kind, n in count.items())
+        more -= calls > 0 and is_all and not rest  # these calls are all of its program
+    return size * (sum(unit.calls) - 1) - LEAST * more
 
 
 def _candidates(left: Sequence[Counter]) -> Iterator[_Unit]:

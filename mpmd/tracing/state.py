@@ -1,10 +1,8 @@
 """Finds which arguments of a step are state: a result takes the place of each of them."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import jax
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from mpmd.tracing.trace import Trace
 
@@ -14,42 +12,65 @@ def match_state(trace: Trace) -> tuple[int | None, ...]:
 
     The largest parts are matched first: a whole state, then what is left of it.
     """
-    (args, kwargs) = jax.tree.unflatten(trace.in_tree, range(trace.in_tree.num_leaves))
-    out = jax.tree.unflatten(trace.out_tree, range(trace.out_tree.num_leaves))
-    in_avals, out_avals = ([v.aval for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
-
-    def key(tree: Any, avals: Sequence[Any]) -> tuple:
-        leaves, treedef = jax.tree.flatten(tree)
-        return treedef, tuple((avals[i].shape, str(avals[i].dtype)) for i in leaves)
-
+    in_types, out_types = ([(v.aval.shape, v.aval.dtype) for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
     taken: set[int] = set()
-    donors: list[int | None] = [None] * len(out_avals)
-    sources: dict = defaultdict(list)
-    for tree in [*args, *kwargs.values()]:
-        for sub in _subtrees(tree, 2):
-            if not _is_leaf(sub) or sub is tree or not isinstance(tree, (dict, list, tuple)):
-                sources[key(sub, in_avals)].append(jax.tree.leaves(sub))
-    for sub in sorted(_subtrees(out, 4), key=lambda t: -len(jax.tree.leaves(t))):
-        leaves = jax.tree.leaves(sub)
-        if not leaves or any(donors[j] is not None for j in leaves):
+    donors: list[int | None] = [None] * len(out_types)
+    sources: dict[Hashable, list[range]] = defaultdict(list)
+    for argument in _arguments(trace.in_tree):
+        for sub in argument.subtrees(2):
+            if not sub.is_leaf or sub is argument or not argument.is_container:
+                sources[sub.key(in_types)].append(sub.leaves)
+    for sub in sorted(_Subtree(trace.out_tree, 0).subtrees(4), key=lambda t: -len(t.leaves)):
+        if not sub.leaves or any(donors[j] is not None for j in sub.leaves):
             continue
-        if _is_leaf(sub) and not out_avals[leaves[0]].shape and len(out_avals) > 1:
+        if sub.is_leaf and not out_types[sub.start][0] and len(out_types) > 1:
             continue  # a scalar loss is not a scalar argument
-        for candidate in sources.get(key(sub, out_avals), ()):
-            if not taken.intersection(candidate):
+        for candidate in sources.get(sub.key(out_types), ()):
+            if taken.isdisjoint(candidate):
                 taken.update(candidate)
-                for j, i in zip(leaves, candidate, strict=True):
-                    donors[j] = i
+                donors[sub.start : sub.leaves.stop] = candidate
                 break
     return tuple(donors)
 
 
-def _is_leaf(tree: Any) -> bool:
-    return jax.tree_util.all_leaves([tree])
+class _Subtree(NamedTuple):
+    """A part of a tree: its structure, and the number of its first leaf."""
+
+    tree: Any  # a PyTreeDef
+    start: int
+
+    @property
+    def leaves(self) -> range:
+        return range(self.start, self.start + self.tree.num_leaves)
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.tree.num_nodes == self.tree.num_leaves == 1
+
+    @property
+    def is_container(self) -> bool:
+        """Whether its root is one of Python's, not a class for a state."""
+        root = self.tree.node_data()
+        return root is not None and issubclass(root[0], (dict, list, tuple))
+
+    def key(self, types: Sequence[Hashable]) -> Hashable:
+        """Equal for those that may take each other's place."""
+        return self.tree, tuple(types[self.start : self.leaves.stop])
+
+    def children(self) -> "Iterator[_Subtree]":
+        start = self.start
+        for child in self.tree.children():
+            yield _Subtree(child, start)
+            start += child.num_leaves
+
+    def subtrees(self, depth: int) -> "Iterator[_Subtree]":
+        """Itself, and what stands up to `depth` levels below it."""
+        yield self
+        if depth:
+            for child in self.children():
+                yield from child.subtrees(depth - 1)
 
 
-def _subtrees(tree: Any, depth: int) -> Iterator[Any]:
-    yield tree
-    if depth and not _is_leaf(tree):
-        for child in jax.tree.leaves(tree, is_leaf=lambda t, root=tree: t is not root):
-            yield from _subtrees(child, depth - 1)
+def _arguments(in_tree: Any) -> list[_Subtree]:
+    """Those of a call, by position and by name."""
+    return [argument for some in _Subtree(in_tree, 0).children() for argument in some.children()]
