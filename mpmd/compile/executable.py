@@ -329,9 +329,15 @@ def _is_sub_byte(dtype: DTypeLike) -> bool:
 
 
 def _typed_as(aval: Any, x: Any) -> Any:
-    """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`."""
-    here, typed = jax.typeof(x).sharding.mesh, aval.sharding
-    if here == typed.mesh or typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
+    """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`.
+
+    XLA reports for a program of one device no axes of length 1, by which the value has its type.
+    """
+    found, typed = jax.typeof(x).sharding, aval.sharding
+    here, is_of_one = found.mesh, typed.mesh.size == 1 and not (typed.spec.unreduced or typed.spec.reduced)
+    if typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
+        return x
+    if here == typed.mesh and (not is_of_one or found.spec == typed.spec):
         return x
     with compat.use_abstract_mesh(typed.mesh):
         return jax.reshard(x, typed)

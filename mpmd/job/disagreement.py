@@ -8,7 +8,8 @@ _MAX_SHOWN = 5
 _MAX_SHOWN_TEXT = 120
 _SAME_VALUES = (
     "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or a"
-    " jax.Array made by jax.make_array_from_process_local_data."
+    " jax.Array made by jax.make_array_from_process_local_data. If one process made a call more than the"
+    " others, this is where they begin to differ."
 )
 _SAME_CALLS = (
     "  Every process makes the same calls in the same order: steps, evaluations, device_get, reshards, saves, restores."

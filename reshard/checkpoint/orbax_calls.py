@@ -40,8 +40,8 @@ def register() -> None:
 
 
 def _is_made_together(kind: Any, name: str) -> None:
-    def ranks_of(self: Any, *_: Any, **__: Any) -> set[int] | None:
-        options = getattr(self, "_multiprocessing_options", None)
+    def ranks_of(self: Any, *_: Any, options: Any = None, **__: Any) -> set[int] | None:
+        options = getattr(self, "_multiprocessing_options", getattr(options, "multiprocessing_options", None))
         return getattr(self, "_active_processes", None) or getattr(options, "active_processes", None)
 
     what, is_manager = "CheckpointManager" if name == "__init__" else name, issubclass(kind, ocp.CheckpointManager)
@@ -54,7 +54,7 @@ def _is_made_together(kind: Any, name: str) -> None:
             return {"the step": f"as {place}"} | ({"the folder": f"as {self.directory}"} if name == "save" else {})
         return {"the path": f"as {place}"} if name == "save" else {}  # what is read may have other paths elsewhere
 
-    did = f"called Orbax's {name}" if name in ("save", "restore") else ""
+    did = "made a CheckpointManager" if name == "__init__" else f"called Orbax's {name}"
     setattr(kind, name, _made_together(getattr(kind, name), what, ranks_of, about, did))
 
 

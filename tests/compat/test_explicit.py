@@ -228,3 +228,24 @@ def test_what_is_computed_while_a_step_is_traced_is_as_under_jit(kind):
         plain = jax.jit(lambda ws, xs: step(ws, xs, None))(*args)
     found = mpmd.jit(lambda ws, xs: step(ws, xs, "1f1b"), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))(*args)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
+def test_rows_on_an_axis_of_length_1_meet_masks_in_groups_of_one_device():
+    """XLA names no axes for a program of one device; the type of what it gives to the backward does."""
+
+    def loss(ws, x):
+        h = mpmd.mark_stage_end(jax.nn.relu(x @ ws[0]))
+        return jnp.mean(jnp.where(h @ ws[1] > 0.1, jnp.abs(h), jnp.clip(h, -0.5, 0.5)))
+
+    def step(ws, xs, schedule):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule=schedule)
+
+    (ws, xs), mesh = _arguments(["w"]), jax.make_mesh((2, 1), ("stage", "data"), devices=jax.devices()[:2])
+    args = list(ws["w"]), xs
+    on_mesh = mpmd.MpmdMesh(mesh, "stage")
+    jitted = mpmd.jit(
+        lambda ws, xs: step(ws, xs, scheduler.OneFOneB(2)), mpmd_mesh=on_mesh, in_shardings=(None, P(None, "data"))
+    )
+    expected = jax.jit(lambda ws, xs: step(ws, xs, None))(*args)
+    for found, plain in zip(jax.tree.leaves(jitted(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(plain), rtol=1e-6, atol=1e-7)

@@ -24,7 +24,8 @@ def test_host_arrays_are_the_same_in_all_processes_also_in_those_that_do_not_use
     message = (
         "scheduler.errors.ScheduleError: rank 1 gave other values of tied, xs than rank 0 in step 1 (step)\n"
         "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or"
-        " a jax.Array made by jax.make_array_from_process_local_data.\n"
+        " a jax.Array made by jax.make_array_from_process_local_data. If one process made a call"
+        " more than the others, this is where they begin to differ.\n"
     )
     for rank in ended("values"):
         assert rank.status == 1
