@@ -182,13 +182,12 @@ def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple
     return units
 
 
-def recomputing(schedule: Schedule, num_microbatches: int, stages: Set[int]) -> Orders:
-    """The orders of a schedule, with an R right before each I and B of some stages; of a fused pair, before the first.
+def recomputing(schedule: Schedule, num_microbatches: int, orders: Orders, stages: Set[int]) -> Orders:
+    """A schedule's orders with an R right before each I and B of some stages; of a fused pair, before the first.
 
     R waits for no gradient: it runs while its group would wait for that of its I. At most the forward of a pair comes
     between the two, so that what R makes lies for a short time.
     """
-    orders = schedule.orders(num_microbatches)
     if not stages:
         return orders
     second = dict(schedule.fused(num_microbatches))

@@ -483,7 +483,7 @@ def test_an_update_is_numbers_and_leaves():
 def test_leaves_alike_are_called_with_what_they_have_in_common_once():
     big = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     updates = [_apart(n + 2, [big] * n + [X] * 2, [big] * n + [X] * 2)[1] for n in (1, 3)]
-    left, (first, second) = common_leaves(updates)
+    left, (first, second) = common_leaves(updates, True)
     assert [[i.number for i in instances] for instances in (first, second)] == [[0, 1], [1, 1]]
     assert [len(instances[0].leaves) for instances in (first, second)] == [3, 1] and left == [[], []]
     for instance in (*first, *second):
@@ -503,7 +503,7 @@ def test_an_update_that_another_one_holds_is_no_call_more():
     for needed, is_shared in ((size - 1, True), (size, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mpmd.compile.updates.LEAST", needed)
-            left, found = common_leaves(updates)
+            left, found = common_leaves(updates, True)
         assert [len(alone) for alone in left] == ([0, 1] if is_shared else [1, 2]) and len(found) == is_shared
 
 

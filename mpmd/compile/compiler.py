@@ -397,7 +397,7 @@ class Compiler:
         for alike in updates.values():
             wholes = [distinct for distinct, _ in alike]
             shared: list[list[tuple[Subprogram, DistinctProgram]]] = [[] for _ in alike]
-            left, found = common_leaves([update for _, update in alike])
+            left, found = common_leaves([update for _, update in alike], wholes[0].program.mesh.size == 1)
             for instances in found:
                 program = self._program_of_leaves(wholes[instances[0].number], instances)
                 for instance in instances:

@@ -334,10 +334,13 @@ def _typed_as(aval: Any, x: Any) -> Any:
     XLA reports for a program of one device no axes of length 1, by which the value has its type.
     """
     found, typed = jax.typeof(x).sharding, aval.sharding
-    here, is_of_one = found.mesh, typed.mesh.size == 1 and not (typed.spec.unreduced or typed.spec.reduced)
-    if typed.mesh.empty or (here.empty and typed.mesh.are_all_axes_auto):
-        return x
-    if here == typed.mesh and (not is_of_one or found.spec == typed.spec):
+    if found.mesh != typed.mesh:
+        is_typed = typed.mesh.empty or (found.mesh.empty and typed.mesh.are_all_axes_auto)
+    elif typed.mesh.size == 1 and not typed.spec.unreduced:
+        is_typed = found.spec == typed.spec
+    else:
+        is_typed = found.spec.reduced == typed.spec.reduced
+    if is_typed:
         return x
     with compat.use_abstract_mesh(typed.mesh):
         return jax.reshard(x, typed)

@@ -148,8 +148,14 @@ def joined(pieces: Sequence[Subprogram], results: Iterable[Atom]) -> Subprogram:
 # --- what is alike ------------------------------------------------------------------------------
 
 
-def common_leaves(updates: Sequence[Update]) -> tuple[list[list[Subprogram]], list[list[Instance]]]:
-    """Per update, the leaves that it has alone; and lists of instances that one program can run."""
+def common_leaves(
+    updates: Sequence[Update], on_one_device: bool
+) -> tuple[list[list[Subprogram]], list[list[Instance]]]:
+    """Per update, the leaves that it has alone; and lists of instances that one program can run.
+
+    Args:
+      on_one_device: whether each runs on one. On several a further call has collectives of its own.
+    """
     leaves: list[dict[Hashable, list[LeafUpdate]]] = []
     for update in updates:
         leaves.append(defaultdict(list))
@@ -158,7 +164,7 @@ def common_leaves(updates: Sequence[Update]) -> tuple[list[list[Subprogram]], li
     weights = {kind: num_equations(found[0].closed.jaxpr) for own in leaves for kind, found in own.items()}
     common = []
     counts = [Counter(leaf.kind for leaf in update.leaves) for update in updates]
-    for unit in list(_units(counts, weights, [not update.last.eqns for update in updates])):
+    for unit in list(_units(counts, weights, [on_one_device and not update.last.eqns for update in updates])):
         taken = [
             (number, [own[kind].pop(0) for kind, times in unit.kinds.items() for _ in range(times)])
             for number, own in enumerate(leaves)

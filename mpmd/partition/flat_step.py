@@ -149,9 +149,10 @@ def _loop_items(
 ) -> list[Item]:
     info = eqn.params["info"]
     _check_groups(info.schedule, mesh, eqn)
-    split = any(task.kind in "IW" for order in info.schedule.orders(info.num_microbatches) for task in order)
+    orders = info.schedule.orders(info.num_microbatches)
+    split = any(task.kind in "IW" for order in orders for task in order)
     partition = partition_loop(eqn, split, sharded, ahead)
-    return [*partition.before, Loop(number, partition, partition.orders), *partition.after]
+    return [*partition.before, Loop(number, partition, partition.recomputing(orders)), *partition.after]
 
 
 def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> None:

@@ -84,11 +84,10 @@ class LoopPartition:
     names: dict[compat.Var, str]
     labels: tuple[str | None, ...]
 
-    @property
-    def orders(self) -> Orders:
-        """Per group, its tasks in order: those of the schedule, and `R` where stages have one."""
+    def recomputing(self, orders: Orders) -> Orders:
+        """The orders of its schedule, and `R` where stages have one."""
         again = frozenset(t.place.stage for t in self.tasks if t.place.kind == "R")
-        return recomputing(self.info.schedule, self.info.num_microbatches, again)
+        return recomputing(self.info.schedule, self.info.num_microbatches, orders, again)
 
     def task(self, place: Place) -> TaskBody:
         """The task at `place`."""

@@ -134,7 +134,7 @@ def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
             return loop
         info = dataclasses.replace(loop.partition.info, num_microbatches=count)
         partition = dataclasses.replace(loop.partition, info=info)
-        return dataclasses.replace(loop, partition=partition, orders=partition.orders)
+        return dataclasses.replace(loop, partition=partition, orders=partition.recomputing(info.schedule.orders(count)))
 
     items = tuple(changed(item) if isinstance(item, Loop) else item for item in outline.items)
     return dataclasses.replace(outline, items=items)

@@ -61,7 +61,9 @@ def lower(
             f"{schedule.num_stages}; expected the same."
         )
     with without_collection():
-        orders = orders or recomputing(schedule, num_microbatches, task_graph.recomputed)
+        orders = orders or recomputing(
+            schedule, num_microbatches, schedule.orders(num_microbatches), task_graph.recomputed
+        )
         units = TaskUnits(task_graph, schedule, num_microbatches, orders)
         return Program(
             groups=_instructions(units),

@@ -35,7 +35,8 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     check_schedule("simulate", schedule)
     with without_collection():
         again = (costs or Costs()).per_stage("recompute", schedule.num_stages)
-        orders = recomputing(schedule, num_microbatches, {stage for stage, seconds in enumerate(again) if seconds})
+        stages = {stage for stage, seconds in enumerate(again) if seconds}
+        orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
 
