@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,17 +99,22 @@ def test_outside_a_job_it_is_the_plain_loop():
     assert mpmd.resilient(body, {"x": 7}, 0) == {"x": 7}
 
 
-def test_the_programs_of_the_page_resilience_md_run():
+def test_the_programs_of_the_page_resilience_md_run(tmp_path):
     loop_text, start_text = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     names = {
-        "mpmd": mpmd, "num_steps": 5, "state": 1, "batch_at": lambda i: i, "newest_on_disk": lambda: 3,
-        "step": lambda state, batch: (state * 2 + batch, {"loss": batch}),
+        "mpmd": mpmd, "num_steps": 5, "state": [np.array(1)], "batch_at": lambda i: i, "ocp": ocp,
+        "target": [np.array(0)], "step": lambda state, batch: ([state[0] * 2 + batch], {"loss": batch}),
     }  # fmt: skip
     exec(loop_text, names)
-    assert names["state"] == 58
-    names["state"] = 14  # after three of the steps
-    exec(start_text, names)
-    assert names["state"] == 66
+    assert names["state"] == [58]
+    with ocp.CheckpointManager(tmp_path / "run") as names["manager"]:
+        names["state"] = [np.array(1)]
+        exec(start_text, names)
+        assert names["state"] == [58]
+        names["manager"].save(2, args=ocp.args.StandardSave([np.array(14)]))
+        names["manager"].wait_until_finished()
+        exec(start_text, names)
+    assert names["state"] == [(14 * 2 + 3) * 2 + 4]
 
 
 @pytest.mark.parametrize(
