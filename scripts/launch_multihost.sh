@@ -412,7 +412,7 @@ report_status() {
     [[ ! $seconds =~ ^([0-9]+) ]] || seconds=$((now > BASH_REMATCH[1] ? now - BASH_REMATCH[1] : 0))
     tell "$(printf 'doing %s %s %s %s' "$rank" "$(json_value step "$text")" "${seconds:--}" "${doing:--}" | cut -c 1-800)"
     text=$(json_value verdict "$text" | cut -c 1-2000)
-    [[ -z $text ]] || tell verdict "$text"
+    [[ -z $text ]] || tell verdict "$rank" "$text"
   done
 }
 
@@ -957,7 +957,7 @@ on_message() { # host, kind, text
       begin_stop
       ;;
     doing) doing[$1]=${text#* } ;;
-    verdict) verdicts+=("$text") ;;
+    verdict) verdicts[$1]=${text#* } ;;
     left) left+=("${host_names[h]}: $*") ;;
     stopped)
       num_stopped[h]=$((${num_stopped[h]:-0} + 1))
@@ -1079,7 +1079,8 @@ on_closed() { # host, status of ssh, srun or the local agent
 
 # Sets guilty (a rank, or empty), job_status and job_text.
 find_guilty() {
-  local rank
+  local rank verdict
+  local -a all_verdicts=("${verdicts[@]}")
   job_text=
   if [[ -n $interrupted ]]; then
     job_status=$((128 + $(kill -l "$interrupted"))) job_text="ended by SIG$interrupted"
@@ -1098,14 +1099,18 @@ find_guilty() {
     guilty=$first_failure
     if ((statuses[guilty] == 75 && ${#verdicts[@]})); then
       # The watchdog ended the job, so it knows which rank is to blame.
-      job_text=${verdicts[0]#jax-mpmd: }
+      job_text=${all_verdicts[0]#jax-mpmd: }
       [[ ! $job_text =~ ^rank\ ([0-9]+): ]] || guilty=${BASH_REMATCH[1]}
     elif ((statuses[guilty] == 75)); then
       for rank in "${order[@]}"; do
         ((statuses[rank] == 75 || statuses[rank] == 0)) || { guilty=$rank && break; }
       done
-    elif [[ ${verdicts[0]:-} =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && ((BASH_REMATCH[1] == guilty && statuses[guilty] < 128)); then
-      job_text=${verdicts[0]#jax-mpmd: } # says more than the status
+    elif ((statuses[guilty] < 128)); then
+      for verdict in "${verdicts[guilty]:-}" "${all_verdicts[@]}"; do
+        [[ $verdict == "jax-mpmd: rank $guilty: "* ]] || continue
+        job_text=${verdict#jax-mpmd: } # says more than the status
+        break
+      done
     fi
     job_status=${statuses[guilty]:-75}
     # The launcher knows how the rank ended. The other ranks only saw that it did.

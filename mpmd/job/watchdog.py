@@ -186,6 +186,8 @@ class Watchdog:
     def _last_words(self) -> None:
         with contextlib.suppress(Exception):
             self.boards.publish()
+            if (board := self.boards.own()).phase == "failed":
+                self.boards.status.write(board, f"jax-mpmd: rank {board.rank}: {board.doing}")
 
     def finish(self, calls: Calls) -> None:
         """The program is at its end: says so, and waits until all ranks are (or somebody waits for this one)."""

@@ -234,6 +234,13 @@ def test_an_exceptions_traceback_is_in_the_summary():
     assert [summary[2], summary[-1]] == ["  | Traceback (most recent call last):", "  | ValueError: bad * data"]
 
 
+def test_the_error_of_a_rank_is_the_headline_also_where_all_raise_at_once():
+    program = "import mpmd\nmpmd.initialize()\nraise ValueError('bad * \\'data\\'')\n"
+    status, job = run("-n", 2, "--cpu-devices", 1, *python(program), PYTHONPATH=str(ROOT))
+    assert status == 1
+    assert re.fullmatch(r"jax-mpmd: rank [01]: ValueError: bad \* 'data' \(between steps\)", job.summary()[0])
+
+
 def test_only_the_last_twenty_lines_are_repeated(tmp_path):
     for options in ((), ("--log-dir", tmp_path)):
         status, job = run("-n", 2, *options, *failing("seq 1 100; exit 1"))
