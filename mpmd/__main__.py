@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", help="given to FUNCTION as schedule= (default: its own)")
     add("--microbatches", type=int, metavar="N", help="given to FUNCTION as num_microbatches= (default: its own)")
     add("--tokens", type=int, metavar="N", help="of a step; by default those of its largest argument of integers")
+    add("--copies", type=int, metavar="N", help="say what it takes to keep the state on N other hosts (mpmd.resilient)")
     add(
         "--costs", metavar="FILE", type=Path, help="measured times of tasks: scheduler.Costs or a Chrome trace, as JSON"
     )
@@ -136,7 +137,7 @@ def _replayed(folder: Path) -> int:
 
 def _planned(options: argparse.Namespace) -> Plan:
     costs = Costs.from_json(options.costs.read_text()) if options.costs else None
-    _check_numbers(options, ["groups", "devices_per_group", "devices_per_host", "microbatches", "tokens"])
+    _check_numbers(options, ["groups", "devices_per_group", "devices_per_host", "microbatches", "tokens", "copies"])
     function = _loaded(options.step)
     machine, mesh = _machine_and_mesh(options)
     wanted = {"schedule": options.schedule, "num_microbatches": options.microbatches}
@@ -148,7 +149,9 @@ def _planned(options: argparse.Namespace) -> Plan:
     compiled = lowered.compile()
     shown = [("mpmd: planning", 0.0)]
     with waiting(lambda: shown[-1]):
-        return plan_step(compiled._programs, compiled.program, machine, options.tokens, costs, shown.append)
+        return plan_step(
+            compiled._programs, compiled.program, machine, options.tokens, costs, options.copies, shown.append
+        )
 
 
 def _tuned(options: argparse.Namespace) -> Tuning:

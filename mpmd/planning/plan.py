@@ -16,6 +16,7 @@ from mpmd.costs.work import Work
 from mpmd.graphs import equations
 from mpmd.partition.outline import Loop
 from mpmd.planning.advice import Saving, savings
+from mpmd.planning.copies import CopiesPlan, plan_copies
 from mpmd.planning.costs import StepCosts, TaskCost
 from mpmd.planning.picture import Picture, picture_of
 from mpmd.planning.unpipelined import Unpipelined, unpipelined
@@ -82,6 +83,7 @@ class Plan:
       unpipelined: the same step on the same devices without a pipeline, at best.
       picture: the (longest) loop; None if there is no loop.
       costs_are_measured: whether the times of tasks are not the machine's.
+      copies: what it takes to keep the state in the memory of other hosts; None if nobody has asked.
     """
 
     title: str
@@ -95,6 +97,7 @@ class Plan:
     unpipelined: Unpipelined
     picture: Picture | None
     costs_are_measured: bool
+    copies: CopiesPlan | None = None
 
     @property
     def num_devices(self) -> int:
@@ -141,6 +144,7 @@ class Plan:
                     "tokens_per_s": self.tokens / self.step.seconds if self.tokens else None,
                 },
                 "costs_are_measured": self.costs_are_measured,
+                "copies": None if self.copies is None else dataclasses.asdict(self.copies),
                 "num_programs": self.num_programs,
                 "unpipelined": dataclasses.asdict(self.unpipelined),
                 "verdict": self.verdict,
@@ -165,6 +169,7 @@ class Plan:
             f" at most {in_seconds(exposed)} of a group wait for transfers;"
             f" {self.utilization:.1%} of peak (MFU{again}){rate}; {self.num_programs} programs"
         )
+        lines += [self.copies.text(self.step.seconds)] if self.copies else []
         lines.append(self.verdict)
         lines.append("order: proved free of deadlock, also where devices do their transfers and collectives in order.")
         faults = self.faults
@@ -180,6 +185,7 @@ def plan_step(
     machine: Machine,
     tokens: int | None = None,
     costs: Costs | None = None,
+    copies: int | None = None,
     told: Callable[[tuple[str, float]], object] = lambda shown: None,
 ) -> Plan:
     """The plan of a compiled step.
@@ -187,6 +193,7 @@ def plan_step(
     Args:
       tokens: of a step. None takes the largest argument of integers that is neither parameter nor state.
       costs: measured seconds of tasks, in place of the machine's.
+      copies: of the state, as for `mpmd.resilient`.
       told: called with what is done next, and about which share of all is done.
 
     Raises:
@@ -232,6 +239,7 @@ def plan_step(
         unpipelined(programs, roles, machine, total),
         picture_of(programs, program, step, found),
         costs is not None,
+        None if copies is None else plan_copies(programs.mesh, roles, machine, copies),
     )
 
 

@@ -47,9 +47,9 @@ def compiled():
     return compiled_for(step)
 
 
-def plan_of(compiled, costs=None, **changes):
-    machine = Machine(dataclasses.replace(TARGET, **changes), memory_fraction=1)
-    return plan_step(compiled._programs, compiled.program, machine, costs=costs)
+def plan_of(compiled, costs=None, copies=None, devices_per_host=8, **changes):
+    machine = Machine(dataclasses.replace(TARGET, **changes), devices_per_host, memory_fraction=1)
+    return plan_step(compiled._programs, compiled.program, machine, costs=costs, copies=copies)
 
 
 def test_bytes_of_parameters_state_gradients_and_data_are_those_of_the_arrays(compiled):
@@ -83,6 +83,18 @@ def test_a_step_fits_to_the_byte(compiled):
     faults = plan_of(compiled, memory_nbytes=needed - 1).faults
     assert len(faults) == 1
     assert faults[0].startswith(f"It does not fit: group {group.group} needs")
+
+
+def test_copies_take_the_memory_and_the_network_of_hosts_that_a_person_counts(compiled):
+    state = 4 * 2 * D * D * 4  # of four stages, weights and momenta
+    plan = plan_of(compiled, copies=1, devices_per_host=2, network_bandwidth=1e9)
+    assert (plan.copies.state_nbytes, plan.copies.sent_nbytes) == (state, state // 4)
+    assert plan.copies.host_nbytes == 2 * 2 * state // 4  # its own part and another host's, two versions of each
+    assert plan.copies.seconds == pytest.approx(state / 4 / (2 * 1e9 * plan.machine.link_efficiency))
+    assert "copies=1): a state of 131 KB" in str(plan) and "while the next step runs" in str(plan)
+    assert "every=" in str(plan_of(compiled, copies=3, devices_per_host=2, network_bandwidth=1e5))
+    assert "no other host" in str(plan_of(compiled, copies=1))  # all eight devices in one
+    assert plan_of(compiled).copies is None
 
 
 def test_slower_links_make_a_longer_step(compiled):

@@ -1,0 +1,60 @@
+"""What `mpmd.resilient` takes to keep the state in the memory of hosts: their memory, bytes, and seconds of network."""
+
+import dataclasses
+from collections import Counter
+
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.costs.machine import Machine
+from mpmd.graphs import equations
+from mpmd.report.roles import Roles
+from scheduler.base.texts import in_bytes, in_seconds
+
+_VERSIONS = 2  # one whole, one on its way
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiesPlan:
+    """Copies of the state after a step.
+
+    Attributes:
+      copies: how many other hosts keep each part too.
+      state_nbytes: of the state, each part once.
+      host_nbytes: memory of the host that keeps most.
+      sent_nbytes: what a host sends after a step, at most.
+      seconds: in which that leaves the host by all of its network cards.
+    """
+
+    copies: int
+    state_nbytes: int
+    host_nbytes: int
+    sent_nbytes: int
+    seconds: float
+
+    def text(self, step_s: float) -> str:
+        """One line; `step_s` are the seconds of a step."""
+        if not self.sent_nbytes:
+            way = "there is no other host for a copy: only what one process loses can be put back"
+        else:
+            every = int(-(-self.seconds // step_s))
+            way = f"a host sends {in_bytes(self.sent_nbytes)} after a step, {in_seconds(self.seconds)} of its network, "
+            way += "while the next step runs" if every <= 1 else f"more than a step takes: every={every} hides it"
+        return (
+            f"mpmd.resilient(copies={self.copies}): a state of {in_bytes(self.state_nbytes)};"
+            f" {in_bytes(self.host_nbytes)} of a host's memory at most, for {_VERSIONS} versions; {way}"
+        )
+
+
+def plan_copies(mesh: MpmdMesh, roles: Roles, machine: Machine, copies: int) -> CopiesPlan:
+    """What keeping the state of a step takes, with as many copies as there are hosts for."""
+    hosts = [Counter(d.id // machine.devices_per_host for d in group.devices.flat) for group in mesh.groups]
+    kept = {host: 0.0 for of_group in hosts for host in sorted(of_group)}
+    for v, groups in zip(roles.args, roles.groups, strict=True):
+        if roles.role[v] != "data" and groups:  # the first group that has an array keeps it, each device a part
+            for host, count in hosts[min(groups)].items():
+                kept[host] += equations.nbytes(v.aval) * count / hosts[min(groups)].total()
+    own = [round(nbytes) for nbytes in kept.values()]
+    copies_here = min(copies, len(own) - 1)
+    with_copies = [sum(own[i - k] for k in range(copies_here + 1)) for i in range(len(own))]
+    sent = max(own) * copies_here
+    seconds = sent / (machine.devices_per_host * machine.bandwidth(False))
+    return CopiesPlan(copies, sum(own), _VERSIONS * max(with_copies), sent, seconds)
