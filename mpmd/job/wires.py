@@ -3,11 +3,14 @@
 GPUs have cross-host `device_put`. CPU devices, and processes that share a GPU, pull.
 """
 
+import contextlib
 import functools
 import json
 import os
 import socket
+import warnings
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +24,8 @@ from mpmd.job.activity import Activity
 NUMBER_BITS = 44
 # Of a step whose microbatches have several shapes, a number of their order stands from here on.
 ORDER_BITS = 32
+# NCCL 2.30.7 hangs where programs of several groups send to each other, 2.31.2 does not (NVIDIA/jaxpp#11).
+_NCCL_WANTED = (2, 31)
 
 
 class Wire(Protocol):
@@ -153,6 +158,8 @@ class PutWire:
     is_ordered = True
 
     def __init__(self, job: Member):
+        if jax.local_devices()[0].platform == "gpu":
+            _warn_of_old_nccl()
         self._job = job
         self._connected: set[tuple[Device, Device]] = set()
         self._is_interrupted = False
@@ -195,3 +202,15 @@ class PutWire:
 @functools.lru_cache(maxsize=4096)
 def _away(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, SingleDeviceSharding(device), [], dtype=dtype)
+
+
+def _warn_of_old_nccl() -> None:
+    for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+            version = metadata.version(package)
+            if tuple(map(int, version.split(".")[:2])) < _NCCL_WANTED:
+                warnings.warn(
+                    f"mpmd: {package} {version} is installed. NCCL 2.30.7 has hung in programs that send between"
+                    f" groups of GPUs, and 2.31.2 has not: pip install -U '{package}>=2.31.2'.",
+                    stacklevel=2,
+                )

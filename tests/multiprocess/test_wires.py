@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -57,6 +58,17 @@ def test_gpus_of_their_own_are_reached_by_device_put(monkeypatch, told, wire):
     monkeypatch.setattr(wires.compat, "has_cross_host_put", lambda: True)
     job: Any = Job()
     assert wires.wire_class(job) is wire
+
+
+@pytest.mark.parametrize(
+    ("version", "is_told"), [("2.30.7", True), ("2.31.2", False), ("2.4.1+x", True), ("3.0", False)]
+)
+def test_nccl_that_may_hang_is_warned_of(monkeypatch, version, is_told):
+    monkeypatch.setattr(wires.metadata, "version", {"nvidia-nccl-cu12": version}.__getitem__)
+    monkeypatch.setattr(wires.metadata, "PackageNotFoundError", KeyError)
+    with warnings.catch_warnings(record=True) as warned:
+        wires._warn_of_old_nccl()
+    assert [f"nvidia-nccl-cu12 {version} is installed" in str(w.message) for w in warned] == [True] * is_told
 
 
 @pytest.mark.parametrize(
