@@ -1,13 +1,15 @@
 """Finds the user's line, for warnings."""
 
+import contextlib
 import functools
 import os
 import sys
 
 import jax
 
-# What stands between a user's call and a warning of ours: cached properties are functions of functools.
-_NOT_THE_USERS = (os.path.dirname(__file__), jax.__path__[0], functools.__file__)
+# What stands between a user's call and a warning of ours: cached properties are functions of functools, and decorators
+# that enter a context are contextlib's.
+_NOT_THE_USERS = (os.path.dirname(__file__), jax.__path__[0], functools.__file__, contextlib.__file__)
 
 
 def users_frame() -> int:

@@ -566,7 +566,8 @@ def test_an_if_on_a_traced_value_is_refused_with_its_line():
     assert message == (
         f"mpmd.jit: the step needs the value of an array while it is traced, at {_here(loss)} (loss).\n"
         "  Attempted boolean conversion of traced array with shape bool[].\n"
-        "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+        "  To read it (float(), .item(), print), return the array and do that outside of the step; to choose by it, use"
+        " jnp.where or jax.lax.cond; what is part of the program is named in static_argnums."
     )
 
 

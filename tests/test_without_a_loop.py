@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -292,3 +293,48 @@ def test_a_deeper_model_is_as_much_more_work_to_place_as_it_has_more_layers(monk
         crossing(mesh, clipped, params, jax.ShapeDtypeStruct((ROWS, D), jnp.float32))
         work.append(calls)
     assert 0 < work[1] < 4.4 * work[0]
+
+
+@pytest.mark.parametrize("mark", [mpmd.mark_stage_end, mpmd.mark_layer_end])
+@pytest.mark.parametrize("way", ["gradients", "updates", "map", "differentiated map", "fori", "beside a loop"])
+def test_a_loop_of_ones_own_over_the_data_runs_in_one_group_and_is_warned_of(mesh, mark, way):
+    weights = [np.random.default_rng(i).normal(size=(D, D)).astype(np.float32) for i in range(GROUPS)]
+    xs = np.random.default_rng(9).normal(size=(3, ROWS, D)).astype(np.float32)
+
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = mark(jnp.tanh(x @ w))
+        return ((x @ ws[-1]) ** 2).mean()
+
+    def mapped(ws, xs):
+        return jax.lax.map(jax.checkpoint(lambda x: loss(ws, x)), xs).mean()
+
+    def summed(ws, xs):
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, ws)
+        return jax.lax.scan(lambda c, x: (jax.tree.map(jnp.add, c, jax.value_and_grad(loss)(ws, x)), None), zeros, xs)[
+            0
+        ]
+
+    def updated(ws, xs):
+        return jax.lax.scan(lambda c, x: ([w - g for w, g in zip(c, jax.grad(loss)(c, x), strict=True)], None), ws, xs)[
+            0
+        ]
+
+    step = {
+        "gradients": summed,
+        "updates": updated,
+        "map": mapped,
+        "differentiated map": jax.value_and_grad(mapped),
+        "fori": lambda ws, xs: jax.lax.fori_loop(0, 3, lambda i, c: c + loss(ws, xs[i]), 0.0),
+        "beside a loop": lambda ws, xs: (
+            mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule="1f1b"), mapped(ws, xs)
+        ),
+    }[way]  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = mpmd.jit(step, mpmd_mesh=mesh)(weights, xs)
+    said = [str(w.message) for w in told if "over data, such as a loop over microbatches" in str(w.message)]
+    assert len(said) == (way != "beside a loop")
+    assert all(f"at {__file__}:" in text for text in said)
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(weights, xs)), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), plain, rtol=1e-5, atol=1e-6)

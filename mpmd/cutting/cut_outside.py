@@ -1,19 +1,25 @@
 """Cuts scans over layers that stand outside of the loops: prediction and generation with a scanned model.
 
 Stages end where the stacked weights change groups. If nothing is placed yet, each group gets as many layers as any
-other. In a step that has loops, marks outside of them say nothing.
+other. In a step that has loops, marks outside of them say nothing. Nor do marks in a scan over the data, such as the
+user's own loop over microbatches.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 
 from mpmd import _jax_compat as compat
+from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows
 from mpmd.cutting.split_scans import marked_kind, split_scans
 from mpmd.cutting.spread import Spread
+from mpmd.graphs import equations
+from mpmd.ops.stage_end import mark_p, without
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.trace import Trace
+from mpmd.users_frame import users_frame
 
 
 def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
@@ -24,14 +30,60 @@ def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
       hints: per flat argument, where it is, as far as that is known.
       num_groups: of the mesh.
     """
-    scans = [e for e in trace.jaxpr.eqns if marked_kind(e) == "forward"]
     if not any(marked_kind(e) for e in trace.jaxpr.eqns):
         return trace
+    trace = _without_marks_over_data(trace)
+    scans = [e for e in trace.jaxpr.eqns if marked_kind(e) == "forward"]
     if any(e.primitive is treduce_p for e in trace.jaxpr.eqns):
         lengths = [(e.params["length"],) for e in scans]
     else:
         lengths = _placed(trace, scans, hints) or list(_even([e.params["length"] for e in scans], num_groups))
     return dataclasses.replace(trace, jaxpr=split_scans(compat.ClosedJaxpr(trace.jaxpr, ()), lengths).jaxpr)
+
+
+def _without_marks_over_data(trace: Trace) -> Trace:
+    """The step without the marks of scans that do not go over layers; says so, where no loop of the step has others."""
+    forward = [e for e in trace.jaxpr.eqns if marked_kind(e) == "forward"]
+    over_layers = {m.params["id"] for e in forward if _marks_follow_carry(e) for m in marks_in(e)}
+    eqns: list[compat.JaxprEqn] = []
+    lines: list[str] = []
+    for eqn in trace.jaxpr.eqns:
+        if marked_kind(eqn) and over_layers.isdisjoint(m.params["id"] for m in marks_in(eqn)):
+            closed = eqn.params["jaxpr"]
+            lines += [compat.source_line(m) for m in marks_in(eqn)]
+            bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": bare})
+        eqns.append(eqn)
+    if lines and not any(e.primitive is treduce_p for e in eqns):
+        warnings.warn(
+            f"mpmd.jit: the stage end at {lines[0]} stands in a lax.scan (or lax.map) over data, such as a loop over"
+            " microbatches. No stage ends there: all of that loop runs in one group. Use"
+            " mpmd.treduce(fun, microbatches, schedule) in its place.",
+            stacklevel=users_frame(),
+        )
+    return dataclasses.replace(trace, jaxpr=compat.new_jaxpr(trace.jaxpr, eqns=eqns)) if lines else trace
+
+
+def _marks_follow_carry(eqn: compat.JaxprEqn) -> bool:
+    """Whether a mark in the body of a scan depends on what one has given before: on the output of the layer before."""
+    body = eqn.params["jaxpr"].jaxpr
+    first, num_carries = compat.scan_sizes(eqn)
+    marked = [e for e in body.eqns if e.primitive is mark_p or any(True for _ in marks_in(e))]
+    given = _computed_from(body, [v for e in marked for v in e.outvars])
+    carries = zip(body.invars[first : first + num_carries], body.outvars[:num_carries], strict=True)
+    reached = _computed_from(
+        body, [v for v, after in carries if not isinstance(after, compat.Literal) and after in given]
+    )
+    return any(not reached.isdisjoint(equations.variables(e.invars)) for e in marked)
+
+
+def _computed_from(body: compat.Jaxpr, sources: Iterable[compat.Var]) -> set[compat.Var]:
+    """These variables, and those that depend on them."""
+    reached = set(sources)
+    for e in body.eqns:
+        if not reached.isdisjoint(equations.variables(e.invars)):
+            reached.update(e.outvars)
+    return reached
 
 
 def _placed(trace: Trace, scans: Sequence[compat.JaxprEqn], hints: Sequence[Hint]) -> list[tuple[int, ...]] | None:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+_OF_ORBAX = "Cannot serialize host local jax.Array"
+
 
 class _Exit(SystemExit):
     """What `sys.exit` raises from `note_exits` on. Python itself reads `code` when nobody has caught it."""
@@ -108,5 +110,9 @@ def function_text(function: Any) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of an error, with its kind."""
+    """The first line of an error, with its kind; in place of a page of Orbax's, what to do."""
+    if _OF_ORBAX in str(error):
+        return (
+            f"{type(error).__name__}: {_OF_ORBAX}: Orbax takes arrays of a pipeline after `import reshard.checkpoint`"
+        )
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]

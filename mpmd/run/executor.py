@@ -159,9 +159,22 @@ class Executor:
         if self._job is None or self._next_piece is None:
             return
         number = self._next_piece >> wires.NUMBER_BITS
-        self._job.calls.note(self.ranks, self._note(number, values_to_compare(given, is_first)))
+        values = values_to_compare(given, is_first)
+        if self._num_steps == 1 and self._job.rank == self.ranks[0]:
+            self._tell_of_uncompared([i for i, x in values if x is None])
+        self._job.calls.note(self.ranks, self._note(number, values))
         if is_first:
             self._job.calls.settle(self.ranks)
+
+    def _tell_of_uncompared(self, positions: Sequence[int]) -> None:
+        """In the second call: which arguments only the first call has compared. State is an `MpmdArray` by now."""
+        if names := ", ".join(self._arguments[0][i] for i in dict.fromkeys(positions)):
+            warnings.warn(
+                f"mpmd: {names} of {self._programs.name} come on a device. From the second call on their values are not"
+                " compared with those of the other processes, which may read other data. Give numpy arrays to have them"
+                " compared in every call.",
+                stacklevel=users_frame(),
+            )
 
     @property
     def job(self) -> Job | None:

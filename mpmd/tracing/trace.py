@@ -105,7 +105,8 @@ def _traced(flat: Callable, avals: Sequence[Described]) -> tuple[compat.ClosedJa
         raise StageError(
             f"mpmd.jit: the step needs the value of an array while it is traced, at {_users_line(e)}.\n"
             f"  {str(e).splitlines()[0]}\n"
-            "  Use jnp.where or jax.lax.cond, or name in static_argnums what is part of the program."
+            "  To read it (float(), .item(), print), return the array and do that outside of the step; to choose by it,"
+            " use jnp.where or jax.lax.cond; what is part of the program is named in static_argnums."
         ) from e
     _check_no_leaks(closed)
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))

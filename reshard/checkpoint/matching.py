@@ -123,8 +123,9 @@ def check_names(wanted: Mapping[tuple[str, ...], Any], folder: File, partial: bo
         lines = [f"restore: the checkpoint at {folder} is not what was expected:", *(f"  {fault}" for fault in faults)]
         if extra:
             lines.append(
-                "  To restore some of its leaves alone, use PyTreeRestore(..., partial_restore=True); in Orbax's v1 a"
-                " context with pytree.loading.partial_load = True."
+                "  To restore some of its leaves alone, use reshard.checkpoint.restore(path, like, partial=True), or in"
+                " Orbax PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like),"
+                " partial_restore=True), in its v1 a context with pytree.loading.partial_load = True."
             )
         raise ReshardError("\n".join(lines))
 

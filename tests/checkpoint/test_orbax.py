@@ -165,8 +165,9 @@ def test_both_apis_of_orbax_say_what_is_not_as_the_checkpoint_has_it(tmp_path):
 
     head = f"restore: the checkpoint at {tmp_path / 'state'} is not what was expected:\n"
     hint = (
-        "\n  To restore some of its leaves alone, use PyTreeRestore(..., partial_restore=True); in Orbax's v1 a"
-        " context with pytree.loading.partial_load = True."
+        "\n  To restore some of its leaves alone, use reshard.checkpoint.restore(path, like, partial=True), or in"
+        " Orbax PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like),"
+        " partial_restore=True), in its v1 a context with pytree.loading.partial_load = True."
     )
     cases = {
         head + "  more/w: expected bfloat16[32], but the checkpoint has nothing there": {**good, "more": {"w": bf16}},
