@@ -19,8 +19,10 @@ from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced
 from mpmd.tuning.ranked import Tuning
 from mpmd.tuning.tune import tune
+from scheduler import Adaptive
 
 __all__ = [
+    "Adaptive",
     "Add",
     "Compiled",
     "Concat",

@@ -40,6 +40,7 @@ from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
+from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
@@ -302,7 +303,8 @@ class Compiled:
         self._results = Results(programs, split)
 
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> Executor | None:
-        return Executor(programs, program, split.whole)
+        kind = AdaptiveExecutor if any(map(is_adaptive, programs.loops)) else Executor
+        return kind(programs, program, split.whole)
 
     def _wait(self) -> None:
         """Waits for all programs that will be called."""
@@ -377,7 +379,7 @@ class Compiled:
         crosses, why, and at which line of yours; what is computed twice; collectives and sums over groups; warnings
         that say what to do.
         """
-        notes = list(dict.fromkeys(map(str, self._split.joins)))
+        notes = [*dict.fromkeys(map(str, self._split.joins)), *([] if self._bound is None else self._bound.notes)]
         mesh = self._programs.mesh
         limit = memory_limit(mesh, machine_of(mesh))
         if self._bound is None:

@@ -17,6 +17,7 @@ from scheduler.programs.instructions import (
 )
 from scheduler.programs.lowering import lower
 from scheduler.programs.merging import merge
+from scheduler.schedules.adaptive import Adaptive
 from scheduler.schedules.catalogue import make
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.one_f_one_b import EagerOneFOneB, GPipe, InterleavedGPipe, InterleavedOneFOneB, OneFOneB
@@ -29,6 +30,7 @@ from scheduler.timing.simulate import simulate
 from scheduler.timing.timeline import Timeline
 
 __all__ = [
+    "Adaptive",
     "Call",
     "Costs",
     "CustomSchedule",

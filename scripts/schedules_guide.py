@@ -58,6 +58,39 @@ microbatches ("any m": the schedule takes every number).
 - **Uneven stages, costly transfers, or a memory limit between these**: `search` starts from all these schedules and
   gives an order that is never longer, with its distance from the lower bound.
 
+## Orders that adapt
+
+Tasks do not take equal times: experts get uneven loads, devices throttle, links are slow. With
+`schedule=mpmd.Adaptive(OneFOneB(4))` (or `mpmd.Adaptive("1f1b")` in `treduce`, where the marks say how many stages
+there are) the schedule is a plan. While a group waits for what its next task reads, it may run a later task of its
+list. It does so only within these bounds:
+
+- Each task reads what it reads in the plan, tasks of one stage and kind keep their order, and every sum is added up
+  in the plan's order. So the results are the same to the bit.
+- A task runs ahead only if the group never holds more than at the plan's peak, now and when it then does the rest of
+  its list in order.
+- *No deadlock, whatever groups choose.* Write the whole plan as one list in an order in which it can run, and strike
+  out what is done. All that the first entry needs came before it, and is done; it is the first entry of its group (a
+  transfer: of both its groups), so it fits into the memory. Hence some group can always go on. The tests go through
+  all states that can be reached with 2 to 4 groups and up to 5 microbatches, and through random choices.
+
+Simulations, memory and `explain()` are those of the plan; `last_timeline()` and the flight recorder tell what ran.
+
+What it gains is little. A plan with little memory leaves little to choose: 1F1B holds just as many microbatches as a
+round trip takes, so a delay anywhere is a delay of all. And what can run early, a backward in place of a late
+forward, delays that forward, for which the next groups wait. So before a loop runs, its plan is put on a clock with
+random durations (30 %, log-normal). Kinds of tasks run ahead only if that makes the step at least 1 % shorter, and
+not longer where all tasks take as long as planned. Of the schedules on this page, with 4 groups and 16 microbatches,
+that is GPipe (about 4 %). `explain()` says what was decided, and why. For a cluster whose delays are of another kind,
+`Adaptive(schedule, ahead="W")` names the kinds yourself (`"FBIW"` for all). [The
+benchmarks](benchmarks.md#orders-that-adapt) have the numbers. Against jitter another plan does more: with jitter of
+30 % a fixed `EagerOneFOneB` is 1.13 times as fast as a fixed 1F1B, and `ZeroBubbleH1` 1.18 times.
+
+A group keeps its planned order where the runtime needs it: where groups share devices; in a job whose processes
+exchange values by cross-host `device_put` (GPUs), or whose groups have several devices; in loops that go only
+forward; for lists of microbatches; and where tasks take less than 1 ms. The host goes along with the step, so a call
+returns near its end.
+
 ## Other packages
 
 `python benchmarks/schedules.py peers` takes orders from other packages, if they are installed, and simulates them

@@ -27,7 +27,7 @@ from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
-from scheduler import Schedule
+from scheduler import Adaptive, Schedule
 from scheduler.optimize.cuts import Cut
 from scheduler.schedules import catalogue
 
@@ -179,6 +179,9 @@ def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) 
     """
     info: LoopInfo = eqn.params["info"]
     assert info.schedule is not None, "a loop without a schedule is a loop of `lax` by now"
+    if isinstance(info.schedule, Adaptive):
+        inside = eqn.replace(params={**eqn.params, "info": dataclasses.replace(info, schedule=info.schedule.schedule)})
+        return dataclasses.replace(info.schedule, schedule=_schedule_of(inside, candidates, num_groups))
     if not isinstance(info.schedule, str):
         return info.schedule
     try:

@@ -47,14 +47,18 @@ class Flight:
         return max(0, bisect.bisect_left(times, True, key=lambda t: t == 0.0) - 1)
 
     def steps(self) -> list[dict[str, Any]]:
-        """What is kept, as plain data, the oldest step first."""
+        """What is kept, as plain data, the oldest step first: times, and the numbers of the instructions if they were
+        not done in their order.
+        """
         kept = len(self._slots)
         numbers = range(max(1, self._count - kept + 1), self._count + 1)
         found = []
         for number in numbers:
             step, begun, ended = self._about[number % kept]
-            times = [t for t in self._slots[number % kept] if t]
-            found.append({"step": step, "begun": begun, "ended": None if math.isnan(ended) else ended, "times": times})
+            done = sorted((t, k) for k, t in enumerate(self._slots[number % kept]) if t)
+            times, numbers_done = [t for t, _ in done], [k for _, k in done]
+            of_step = {"step": step, "begun": begun, "ended": None if math.isnan(ended) else ended, "times": times}
+            found.append(of_step if numbers_done == list(range(len(done))) else {**of_step, "numbers": numbers_done})
         return found
 
 

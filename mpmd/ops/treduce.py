@@ -35,7 +35,7 @@ from mpmd.ops.reductions import (
 )
 from mpmd.ops.stage_end import mark_p, without
 from mpmd.users_frame import users_frame
-from scheduler import Schedule
+from scheduler import Adaptive, Schedule
 from scheduler.schedules import catalogue
 
 # A loop outside of any jitted function that takes longer to compile is a mistake.
@@ -383,6 +383,8 @@ def _check_schedule(schedule: Any, name: str) -> None:
             catalogue.find(schedule)
         except ValueError as e:
             raise StageError(f"{name}: {e}") from None
+    elif isinstance(schedule, Adaptive):
+        pass  # it has checked itself; of a name, the marks will say how many stages it has
     elif isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
         raise StageError(
             f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
@@ -404,7 +406,7 @@ def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None
             f"{what}: stage {list(cuts).index(0)} gets no layer. Only the last entry may be 0: then the last stage"
             " has what follows the last mark alone, the head for instance."
         )
-    if schedule is not None and not isinstance(schedule, str) and len(cuts) != schedule.num_stages:
+    if hasattr(schedule, "num_stages") and len(cuts) != schedule.num_stages:
         raise StageError(
             f"{what}, {len(cuts)} entries, and {schedule} has {schedule.num_stages} stages. Pass one number for each."
         )

@@ -128,10 +128,15 @@ def _at(records: Mapping[int, Record]) -> Iterator[str]:
         yield f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))} stood at {line}"
 
 
+def _text(program: Record, step: Record, index: int) -> str:
+    """The instruction that a step did after so many others, in words."""
+    return program["instructions"][step["numbers"][index] if "numbers" in step else index][1]
+
+
 def _last_instruction(record: Record) -> tuple[str, str]:
     """The instruction that a rank dispatched last, and how many seconds before its record."""
     found = [
-        (step["times"][-1], program["instructions"][len(step["times"]) - 1][1])
+        (step["times"][-1], _text(program, step, len(step["times"]) - 1))
         for program in record["programs"] for step in program["steps"] if step["times"]
     ]  # fmt: skip
     if not found:
@@ -310,7 +315,7 @@ def _host_times(rank: int, record: Record) -> Iterator[str]:
         outside = [b["begun"] - a["ended"] for a, b in pairwise(steps) if a["ended"] is not None]
         gap, text = max(
             (
-                (later - at, program["instructions"][number][1])
+                (later - at, _text(program, step, number))
                 for step in steps
                 for number, (at, later) in enumerate(pairwise([*step["times"], step["ended"] or record["now"]]))
             ),

@@ -4,7 +4,7 @@ Worked out once, before the first step. A step's values stand in one list; each 
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +90,7 @@ class Bindings:
       inputs, outputs: per flat argument (result) of the step, groups and slots.
       num_pieces: pieces that go between processes in a step, all processes' together.
       bytes_moved: of the transfers that this process has to do with, a step.
+      slots: the numbers of values.
     """
 
     instructions: tuple[BoundInstruction, ...]
@@ -98,6 +99,7 @@ class Bindings:
     outputs: list[list[tuple[int, int]]]
     num_pieces: int
     bytes_moved: int
+    slots: "Slots"
 
     def finish(self) -> None:
         """Waits for all programs."""
@@ -220,7 +222,7 @@ def _bind(
         for b in runs:  # last of all, since it waits for compilations
             b.act = limits.counted(b.group, b.act.call)
     outputs = slots.of_all(outline.outputs)
-    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved)
+    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved, slots)
 
 
 class Slots:
@@ -249,6 +251,11 @@ class Slots:
         """The slots of values that belong to a microbatch."""
         values = self._numbers.items()
         return {slot for (_, v), slot in values if isinstance(v, Value) and v.microbatch is not None}
+
+    def sizes(self, nbytes: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+        """Per slot of a value, its group and its bytes."""
+        values = [(slot, group, v) for (group, v), slot in self._numbers.items() if isinstance(v, Value)]
+        return {slot: (group, nbytes.get(v.name, 0)) for slot, group, v in values}
 
     def around(self, group: int, v: compat.Var) -> int:
         """The slot of a variable of the step, outside of the loops."""

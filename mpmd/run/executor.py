@@ -187,6 +187,11 @@ class Executor:
         return self.flight.position
 
     @property
+    def notes(self) -> list[str]:
+        """What `explain()` says of how it runs."""
+        return []
+
+    @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
         if self._job is None:

@@ -33,10 +33,14 @@ class Recorder:
       bound: all of them, in order.
       groups: the meshes of all groups.
       rank: this process.
+
+    Attributes:
+      order: the numbers of the instructions in the order in which the last step did them.
     """
 
     def __init__(self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int):
         self._bound = bound
+        self.order: Sequence[int] = range(len(bound))
         self._rank = rank
         self._donated = {slot for b in bound for slot in b.donates}
         self._lanes = _lanes(groups)
@@ -78,7 +82,7 @@ class Recorder:
             for t in threads:
                 t.join()
             sys.setswitchinterval(interval)
-        return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends)
+        return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends, self.order)
 
     # --- while the step runs ----------------------------------------------------------------------
 
@@ -143,10 +147,10 @@ class Recorder:
 
     # --- afterwards -------------------------------------------------------------------------------
 
-    def _observed(self, ends: Sequence[float]) -> list[float]:
+    def _observed(self, ends: Sequence[float], order: Sequence[int]) -> list[float]:
         """When each result was there: a thread may note it late, but no later than what was made of it."""
         found, latest = list(ends), {}  # latest: per slot, and per lane ("lane", number)
-        for number in range(len(self._bound) - 1, -1, -1):
+        for number in reversed(order):
             b = self._bound[number]
             lane = "lane", self._lanes[b.group]
             reads, writes = (b.reads, b.writes) if b.code == RUN else ((b.reads,), (b.writes,))
@@ -159,14 +163,15 @@ class Recorder:
         return found
 
     def _rows(
-        self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float]
-    ) -> RecordedTimes:
+        self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float],
+        order: Sequence[int],
+    ) -> RecordedTimes:  # fmt: skip
         there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
         free: dict[int, float] = {}
         runs, moves, sends = [], [], []
-        ends = self._observed(ends)
-        for number, b in enumerate(self._bound):
-            begun, returned = begun_at[number], returned_at[number]
+        ends = self._observed(ends, order)
+        for number in order:
+            b, begun, returned = self._bound[number], begun_at[number], returned_at[number]
             end = max(ends[number], begun)
             if b.code == RUN:
                 lane = self._lanes[b.group]
