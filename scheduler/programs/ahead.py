@@ -97,7 +97,8 @@ class Plan:
                     group, nbytes = size_of.get(slot, (-1, 0))
                     if group in found:
                         found[group] += nbytes
-            there = (there | set(event.writes)) - set(event.frees)
+            there.update(event.writes)
+            there.difference_update(event.frees)
             self.adds.append(adds)
             self.drops.append(drops)
 

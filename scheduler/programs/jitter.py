@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from functools import lru_cache
 from heapq import heappop, heappush
 from statistics import fmean
 
@@ -57,7 +56,6 @@ def makespan(plan: Plan, kinds: str | None, seconds: Callable[[int], float]) -> 
     return max(at.values())
 
 
-@lru_cache(maxsize=64)
 def kinds_ahead(schedule: Adaptive, num_microbatches: int) -> str:
     """The kinds of tasks that groups run ahead: those that the user names, else those that make a step shorter.
 
