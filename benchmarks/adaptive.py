@@ -59,14 +59,14 @@ def main() -> int:
 
 def simulate(args) -> None:
     import scheduler
-    from scheduler.programs.ahead import Plan
+    from scheduler.programs.ahead import EventPlan
     from scheduler.programs.jitter import kinds_ahead, makespan
 
     for name in args.schedules:
         schedule = scheduler.make(name, num_groups=NUM_GROUPS)
         graph = scheduler.TaskGraph.chain(schedule.num_stages)
         orders = scheduler.CustomSchedule(schedule.orders(args.microbatches), schedule.placement)
-        plan = Plan.of(scheduler.lower(graph, orders, args.microbatches))
+        plan = EventPlan.of(scheduler.lower(graph, orders, args.microbatches))
         kinds = kinds_ahead(scheduler.Adaptive(schedule), args.microbatches) if args.ahead is None else args.ahead
         for jitter in JITTERS:
             found = [], [], [], []

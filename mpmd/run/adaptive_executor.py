@@ -20,7 +20,7 @@ from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.run_ahead import after, give_up
 from scheduler import Adaptive
-from scheduler.programs.ahead import Event, Plan, Progress
+from scheduler.programs.ahead import PlannedEvent, EventPlan, PlanProgress
 from scheduler.programs.jitter import kinds_ahead
 
 _PAUSE_S = 1e-4
@@ -91,7 +91,7 @@ class AdaptiveExecutor(Executor):
         return "".join(sorted(set("".join(found))))
 
     @functools.cached_property
-    def _events(self) -> Plan:
+    def _events(self) -> EventPlan:
         """This process's instructions as events."""
         loops = {n for n, p in enumerate(self._programs.loops) if is_adaptive(p)}
         values = {e.name for n in loops for e in loop_graph(self._programs.loops[n].loop).edges}
@@ -100,7 +100,7 @@ class AdaptiveExecutor(Executor):
         for group, slot in (place for where in self.bindings.inputs for place in where):
             held[group] += sizes.get(slot, (group, 0))[1]
         events = [_event(b, loops, values) for b in self.bindings.instructions]
-        return Plan(events, self.program.num_groups, sizes, held)
+        return EventPlan(events, self.program.num_groups, sizes, held)
 
     @functools.cached_property
     def _brought(self) -> list[tuple[int, ...]]:
@@ -113,7 +113,7 @@ class AdaptiveExecutor(Executor):
         if self._planned_because:
             super()._walk(slots, instructions, base)
             return
-        progress, order, start = Progress(self._events, self._kinds), list[int](), time.perf_counter()
+        progress, order, start = PlanProgress(self._events, self._kinds), list[int](), time.perf_counter()
         try:
             self._go_along(progress, order, slots, instructions, base)
         except Exception as e:
@@ -127,7 +127,7 @@ class AdaptiveExecutor(Executor):
         self._look_at(time.perf_counter() - start)
 
     def _go_along(
-        self, progress: Progress, order: list[int], slots: list[Any], instructions: Sequence[Instruction], base: int
+        self, progress: PlanProgress, order: list[int], slots: list[Any], instructions: Sequence[Instruction], base: int
     ) -> None:
         in_flight: dict[int, deque[Any]] = {g: deque() for g in self._programs.mesh.local_groups}
         late: list[Any] = []  # what tasks wait for
@@ -182,7 +182,7 @@ def _do(instruction: Instruction, slots: list[Any], base: int) -> Sequence[jax.A
     return results
 
 
-def _event(b: BoundInstruction, loops: set[int], values: set[str]) -> Event:
+def _event(b: BoundInstruction, loops: set[int], values: set[str]) -> PlannedEvent:
     """An instruction as an event.
 
     Args:
@@ -192,11 +192,11 @@ def _event(b: BoundInstruction, loops: set[int], values: set[str]) -> Event:
     if b.code == RUN:
         if b.tasks and b.loop in loops:
             kind, key = "".join(t.kind for t in b.tasks), (b.group, b.loop, *((t.stage, t.kind) for t in b.tasks))
-            return Event((b.group,), tuple(b.reads), tuple(b.writes), b.frees, kind, key)
-        return Event((b.group,), tuple(b.reads), tuple(b.writes), b.frees, "call", None, False)
+            return PlannedEvent((b.group,), tuple(b.reads), tuple(b.writes), b.frees, kind, key)
+        return PlannedEvent((b.group,), tuple(b.reads), tuple(b.writes), b.frees, "call", None, False)
     assert b.crossing is not None
     ends = [b.crossing.source] if b.code == SEND or b.reads is not None else []
     ends += [b.crossing.target] if b.code in (MOVE, ALIAS, RECV) else []
     reads, writes = (() if slot is None else (slot,) for slot in (b.reads, b.writes))
     in_loop = b.crossing.value.microbatch is not None and b.crossing.value.name in values
-    return Event(tuple(ends), reads, writes, b.frees, may_move=in_loop)
+    return PlannedEvent(tuple(ends), reads, writes, b.frees, may_move=in_loop)

@@ -27,7 +27,7 @@ WINDOW = 64
 MOST_IN_FLIGHT = 2
 
 
-class Event(NamedTuple):
+class PlannedEvent(NamedTuple):
     """Something that happens in one group, or a transfer between two.
 
     Attributes:
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     may_move: bool = True
 
 
-class Plan:
+class EventPlan:
     """Events in an order that is free of deadlock, and what follows from it.
 
     Args:
@@ -65,7 +65,11 @@ class Plan:
     """
 
     def __init__(
-        self, events: Sequence[Event], num_groups: int, size_of: Mapping[int, tuple[int, int]], held: Sequence[int] = ()
+        self,
+        events: Sequence[PlannedEvent],
+        num_groups: int,
+        size_of: Mapping[int, tuple[int, int]],
+        held: Sequence[int] = (),
     ) -> None:
         self.events = events
         self.lists: list[list[int]] = [[] for _ in range(num_groups)]
@@ -111,7 +115,7 @@ class Plan:
         return peak
 
     @classmethod
-    def of(cls, program: Program) -> "Plan":
+    def of(cls, program: Program) -> "EventPlan":
         """The plan of a program, without a device."""
         slots: dict[Hashable, int] = {}
         size_of: dict[int, tuple[int, int]] = {}
@@ -121,7 +125,7 @@ class Plan:
             size_of[number] = group, nbytes
             return number
 
-        events: list[Event] = []
+        events: list[PlannedEvent] = []
         last: dict[int, int] = {}
         for group, i in merge(program):
             if isinstance(i, Recv):  # its Send is before it
@@ -135,7 +139,7 @@ class Plan:
                 value, source, target = Transfer.of(group, i)
                 nbytes = program.nbytes.get(value.name, 0)
                 ends = [slot(g, value, nbytes) for g in (source, target)]
-                event = Event((source, target), (ends[0],), (ends[1],))
+                event = PlannedEvent((source, target), (ends[0],), (ends[1],))
             else:
                 reads, writes = (
                     tuple(slot(group, v, program.nbytes.get(v.name, 0)) for v in values)
@@ -143,7 +147,7 @@ class Plan:
                 )
                 key = (group, i.loop, *((t.stage, t.kind) for t in i.tasks)) if isinstance(i, Run) else None
                 kind = "".join(t.kind for t in i.tasks) if isinstance(i, Run) else "call"
-                event = Event((group,), reads, writes, (), kind, key, isinstance(i, Run))
+                event = PlannedEvent((group,), reads, writes, (), kind, key, isinstance(i, Run))
             last[group] = len(events)
             if isinstance(i, Send):
                 last[i.to_group] = len(events)
@@ -151,7 +155,7 @@ class Plan:
         return cls(events, program.num_groups, size_of)
 
 
-def _conflicts(events: Iterable[Event]) -> Iterator[set[int]]:
+def _conflicts(events: Iterable[PlannedEvent]) -> Iterator[set[int]]:
     """For each event, those that must be done before it."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -173,14 +177,14 @@ def _conflicts(events: Iterable[Event]) -> Iterator[set[int]]:
         yield found - {number}
 
 
-class Progress:
+class PlanProgress:
     """How far a plan has come, and what may happen next.
 
     Args:
         kinds: Of the tasks that may run ahead.
     """
 
-    def __init__(self, plan: Plan, kinds: str) -> None:
+    def __init__(self, plan: EventPlan, kinds: str) -> None:
         self.plan, self.kinds = plan, kinds
         self.num_left = len(plan.events)
         self.is_done = bytearray(len(plan.events))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from statistics import fmean
 
-from scheduler.programs.ahead import Plan, Progress
+from scheduler.programs.ahead import EventPlan, PlanProgress
 from scheduler.programs.instructions import TaskGraph
 from scheduler.programs.lowering import lower
 from scheduler.programs.task_units import DURATION
@@ -19,14 +19,14 @@ _LOSS = 1.005  # how much slower it may be without jitter
 _MOST_TASKS = 300
 
 
-def makespan(plan: Plan, kinds: str | None, seconds: Callable[[int], float]) -> float:
-    """How long a plan takes if each group does what `Progress.next` says.
+def makespan(plan: EventPlan, kinds: str | None, seconds: Callable[[int], float]) -> float:
+    """How long a plan takes if each group does what `PlanProgress.next` says.
 
     Args:
         kinds: Of the tasks that may run ahead; None for the fixed order.
         seconds: How long an event takes.
     """
-    progress, num_groups = Progress(plan, kinds or ""), len(plan.lists)
+    progress, num_groups = PlanProgress(plan, kinds or ""), len(plan.lists)
     at: dict[int, float] = {}  # when each event is over
     free, in_flight = [0.0] * num_groups, [list[float]() for _ in range(num_groups)]
     now, times = 0.0, [0.0]
@@ -85,7 +85,7 @@ def kinds_ahead(schedule: Adaptive, num_microbatches: int) -> str:
     return best if fmean(found[best]) < (1 - _GAIN) * fixed else ""
 
 
-def _plan(schedule: Adaptive, num_microbatches: int) -> Plan:
+def _plan(schedule: Adaptive, num_microbatches: int) -> EventPlan:
     """The plan of an ordinary pipeline; the tasks of pairs each by itself."""
     alone = CustomSchedule(schedule.orders(num_microbatches), schedule.placement)
-    return Plan.of(lower(TaskGraph.chain(schedule.num_stages), alone, num_microbatches))
+    return EventPlan.of(lower(TaskGraph.chain(schedule.num_stages), alone, num_microbatches))

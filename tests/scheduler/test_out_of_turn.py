@@ -6,7 +6,7 @@ import pytest
 
 import scheduler
 from scheduler import Adaptive, DualPipeV, EagerOneFOneB, GPipe, OneFOneB, TaskGraph, ZeroBubbleH1, ZeroBubbleV
-from scheduler.programs.ahead import Plan, Progress
+from scheduler.programs.ahead import EventPlan, PlanProgress
 from scheduler.programs.jitter import kinds_ahead, makespan
 
 CASES = [
@@ -26,12 +26,12 @@ CASES = [
 
 def plan_of(schedule, num_microbatches, nbytes=1):
     graph = TaskGraph.chain(schedule.num_stages, nbytes)
-    return Plan.of(scheduler.lower(graph, schedule, num_microbatches))
+    return EventPlan.of(scheduler.lower(graph, schedule, num_microbatches))
 
 
 def after(plan, done):
     """The progress of a plan of which some events are done."""
-    progress = Progress(plan, "FBIWR")
+    progress = PlanProgress(plan, "FBIWR")
     for number in done:
         progress.do(number)
     return progress
@@ -59,7 +59,7 @@ def test_random_choices_never_deadlock_and_hold_no_more_than_planned(schedule, n
     out_of_turn = 0
     for seed in range(30):
         rng, done = random.Random(seed), []
-        progress = Progress(plan, "FBIWR")
+        progress = PlanProgress(plan, "FBIWR")
         while progress.num_left:
             may = [number for number in range(len(plan.events)) if progress.may(number)]
             assert may, f"deadlock after {done}"
