@@ -20,7 +20,7 @@ from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.run_ahead import after, give_up
 from scheduler import Adaptive
-from scheduler.programs.ahead import PlannedEvent, EventPlan, PlanProgress
+from scheduler.programs.ahead import EventPlan, PlannedEvent, PlanProgress
 from scheduler.programs.jitter import kinds_ahead
 
 _PAUSE_S = 1e-4
