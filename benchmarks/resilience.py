@@ -2,13 +2,14 @@
 
     python benchmarks/resilience.py                 # both, in four processes on this machine
     python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
+    python benchmarks/resilience.py --only kill --spares 1
 
 Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
 two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
 job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
-attempt says how far it is, and the slowest one counts.
+attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
 """
 
 import argparse
@@ -27,11 +28,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_GROUPS = 4
+NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("cost", "kill"), help="measure only this")
+    parser.add_argument("--spares", type=int, default=0, help="for `kill` (default: %(default)s: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
@@ -42,6 +45,7 @@ def main() -> int:
         return 0
     for what in (args.only,) if args.only else ("cost", "kill"):
         launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
+        launcher += ["--spares", args.spares if what == "kill" else 0]
         words = [*launcher, "--", sys.executable, __file__, *sys.argv[1:], "--only", what]
         with tempfile.TemporaryDirectory() as cache:
             more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -157,7 +161,7 @@ def kill() -> None:
             if not seen:
                 note("a step is finished")
             seen.append(i)
-            if len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and jax.process_index() == 1:
+            if len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and NUMBER == 1:
                 threading.Timer(0.05, lambda: (note("kill"), os.kill(os.getpid(), signal.SIGKILL))).start()
             return state
 
@@ -169,7 +173,8 @@ def kill() -> None:
 
 
 def note(what: str) -> None:
-    print(f"at {time.time():.3f} {os.environ['MPMD_ATTEMPT']}: {what}", flush=True)
+    attempt = 1 if NUMBER >= NUM_GROUPS else os.environ["MPMD_ATTEMPT"]
+    print(f"at {time.time():.3f} {attempt}: {what}", flush=True)
 
 
 def print_kill(text: str) -> None:
@@ -178,7 +183,7 @@ def print_kill(text: str) -> None:
     (before,) = [at for at, _, what in found if what == "kill"]
     killed = before
     print("from the kill to the next finished step:")
-    for what in dict.fromkeys(what for _, attempt, what in found if attempt == "1"):
+    for what in dict.fromkeys(what for at, attempt, what in found if attempt == "1" and at > killed):
         at = max(at for at, attempt, other in found if (attempt, other) == ("1", what))
         print(f"  {at - before:6.2f} s  {what}")
         before = at

@@ -520,32 +520,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     reference: Reference | None = None
     progress = Progress(args.steps, args.batch * args.seq_len)
-    losses = []
+    losses: dict[int, jax.Array] = {}
 
     def take_step(index: int, state: TrainState) -> TrainState:
         nonlocal reference
+        if index in losses:  # a spare has taken the place of a process: what was not read yet is lost
+            losses.clear()
         if args.check_against_jit and reference is None:
             reference = Reference(train_step, state, args.data_parallel)
         tokens = batch_at(text, args.seed, index, args.batch, length)
         state, metrics = step(state, tokens)
         if reference is not None:
             reference.step(tokens, metrics["loss"])
-        losses.append(metrics["loss"])
+        losses[index] = metrics["loss"]
         if checkpoints is not None:
             checkpoints.save(index + 1, state, last=index + 1 == args.steps)
-        if len(losses) > 1:  # read a loss while the next step runs, so that the devices never wait for this loop
-            progress.show(index, float(losses[-2]))
+        if index - 1 in losses:  # read a loss while the next step runs, so that the devices never wait for this loop
+            progress.show(index, float(losses[index - 1]))
         return state
 
     # If the launcher starts the job over, this goes on after the last step whose state lies in memory.
     state = mpmd.resilient(take_step, state, args.steps, start=first_step)
     if losses:
-        progress.show(args.steps, float(losses[-1]))
+        progress.show(args.steps, float(losses[args.steps - 1]))
     if checkpoints is not None:
         checkpoints.manager.close()  # waits until the last save is finished
 
     if args.plot and is_first:
-        write_plot(args.plot, [float(loss) for loss in losses], args.steps - len(losses))
+        write_plot(args.plot, [float(loss) for loss in losses.values()], args.steps - len(losses))
     params = host_copy(state.params)
     if is_first:
         print(sample(model, params, b"def ", 300, args.seq_len, args.seed))

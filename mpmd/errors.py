@@ -15,4 +15,8 @@ class HangError(RuntimeError):
     """Another process died, stopped, or waits for something that will not come."""
 
 
+class RankLostError(HangError):
+    """A process was lost, and a spare takes its place: `mpmd.resilient` goes on from the last state that is kept."""
+
+
 __all__ = ["HangError", "ReshardError", "ScheduleError", "StageError"]

@@ -35,7 +35,7 @@ readonly most=9999       # the largest number of processes on a host, of devices
 readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt so long, it begins with a second
 readonly most_alike=3    # failures with the same status at the same step, after which it gives up
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
-  MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
+  MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -55,6 +55,9 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --restarts R          start over after a failure, up to R times (default 0), after 1, 2, 4, ... 300 s; not after
                             three equal failures at the same step. What mpmd.resilient has kept in memory is still there
       --min-hosts M         when starting over, go on without hosts that do not answer, as long as M are left (default: all)
+      --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
+                            named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
+                            and nothing starts over. When starting over without a host, they compute. Needs --restarts
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, and after a failure what it did last
                             (default: no files)
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
@@ -68,6 +71,7 @@ examples:
   launch_multihost.sh -n 4 --cpu-devices 1 -- python examples/train_gpt.py
   launch_multihost.sh -n 8 --gpus-per-process 1 --log-dir logs -- python train.py
   launch_multihost.sh -H node1,node2:4 -n 8 --gpus-per-process 1 --port 5000 -- python train.py
+  launch_multihost.sh -n 4 --cpu-devices 1 --restarts 9 --spares 1 -- python examples/train_gpt.py
   launch_multihost.sh -H ann@10.0.0.1,ann@10.0.0.2 --ssh "ssh -p 2222 -i key" -- python train.py
   sbatch --nodes 2 --ntasks-per-node 4 --wrap "scripts/launch_multihost.sh -- python train.py"
 
@@ -86,7 +90,8 @@ option_error() { die 2 "$1 (see --help)"; }
 # Sets rank_environment, the variables of one rank. Arguments: rank, index on its host, address, "yes" if the launcher
 # runs the coordination service, status folder.
 set_rank_environment() {
-  rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_processes" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
+  rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_ranks" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
+  ((num_processes == num_ranks)) || rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
   [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
   [[ $4 != yes ]] || rank_environment+=("MPMD_SERVICE=external")
   rank_environment+=("MPMD_STATUS_DIR=$5")
@@ -267,6 +272,7 @@ handle() { # an event, or a command of the launcher
       service_pid=
       ;;
     failed) note_failure "$@" ;;
+    take) printf '%s %s\n' "$1" "$2" >>"$work/status/taken" ;;
     signal)
       tell signal "$1"
       stop
@@ -583,11 +589,15 @@ stop_keepers() {
   [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
 }
 
-# Leaves out the hosts that do not answer any more, if enough others are left.
+# Leaves out the hosts that do not answer any more, if enough others are left, or spares make up for their processes.
 leave_out_unreachable() {
-  local name h
+  local name h left=0
   local -a names=() counts=()
-  ((${#unreachable[@]} && ${#host_names[@]} - ${#unreachable[@]} >= min_hosts)) || return 0
+  ((${#unreachable[@]})) || return 0
+  for h in "${!host_names[@]}"; do
+    [[ " ${unreachable[*]} " == *" ${host_names[h]} "* ]] || left=$((left + host_counts[h]))
+  done
+  ((${#host_names[@]} - ${#unreachable[@]} >= min_hosts || left >= num_ranks)) || return 0
   for h in "${!host_names[@]}"; do
     name=${host_names[h]}
     if [[ " ${unreachable[*]} " == *" $name "* ]]; then
@@ -603,7 +613,7 @@ leave_out_unreachable() {
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
 parse() {
-  procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0 min_hosts=''
+  procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0 min_hosts='' num_spares=0
   log_dir='' dry_run='' ssh=${MPMD_SSH:-ssh} added=() command=()
   local name value
   while (($#)); do
@@ -614,7 +624,7 @@ parse() {
       --dry-run) dry_run=yes && continue ;;
       --) command=("$@") && break ;;
       --*=*) value=${name#*=} name=${name%%=*} ;;
-      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --min-hosts | --log-dir | --ssh | --env)
+      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --min-hosts | --spares | --log-dir | --ssh | --env)
         (($#)) && [[ $1 != -- ]] || option_error "$name needs a value"
         value=$1
         shift
@@ -635,6 +645,7 @@ parse() {
         ;;
       --restarts) check_number "$name" "$value" 0 && restarts=$value ;;
       --min-hosts) check_number "$name" "$value" 1 && min_hosts=$value ;;
+      --spares) check_number "$name" "$value" 0 && num_spares=$value ;;
       --log-dir) log_dir=$value ;;
       --ssh) ssh=$value ;;
       --env)
@@ -651,6 +662,7 @@ parse() {
   done
   ((${#command[@]})) || option_error "no command; it goes after --"
   [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process cannot be used together"
+  ((num_spares == 0 || restarts > 0)) || option_error "--spares needs --restarts, which has states kept in memory"
   [[ $log_dir != *$'\n'* ]] || option_error "--log-dir: a newline in the name"
   [[ $ssh != *$'\n'* ]] || option_error "--ssh: a newline in the command"
 }
@@ -694,8 +706,9 @@ plan() {
       fi
       procs_per_host=${count:-1} count=${count:-1}
       check_number SLURM_NTASKS_PER_NODE "$count" 1
+      ((num_spares == 0)) || option_error "--spares: not under Slurm, where nothing is kept in memory; name the hosts with -H"
       host_names=(srun) host_counts=($((num_nodes * count))) first_ranks=(0)
-      num_processes=$((num_nodes * count))
+      num_processes=$((num_nodes * count)) num_ranks=$((num_nodes * count))
       ((num_nodes > 1)) && local_only=no || local_only=yes
       ((num_processes > 1)) && serve=yes || serve=no
       return
@@ -710,7 +723,7 @@ plan() {
     name=$entry count=${procs_per_host:-1}
     if [[ $entry =~ ^(.*[^:]|\[.*\]):([^:]*)$ ]]; then # not inside an IPv6 address
       name=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
-      check_number "--hosts: $name" "$count" 1
+      check_number "--hosts: $name" "$count" $((num_spares == 0))
     fi
     [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && ! $name =~ ^(-|@|:$|:[^:]) ]] || option_error "--hosts: '$name' is not the name of a host"
     [[ ! $name =~ ^(.*@)?\[(.+)\]$ ]] || name=${BASH_REMATCH[1]}${BASH_REMATCH[2]} # as ssh takes it
@@ -720,9 +733,30 @@ plan() {
   done
   min_hosts=${min_hosts:-${#host_names[@]}}
   ((min_hosts <= ${#host_names[@]})) || option_error "--min-hosts: $min_hosts is more than ${#host_names[@]} hosts"
+  add_spares
   number_ranks
 }
 
+# Sets num_ranks, and adds the spares to host_counts.
+add_spares() {
+  local h i
+  local -a empty=()
+  num_ranks=0
+  for h in "${!host_counts[@]}"; do
+    num_ranks=$((num_ranks + host_counts[h]))
+    ((host_counts[h] > 0)) || empty+=("$h")
+  done
+  ((num_ranks > 0)) || option_error "--hosts: no host has a process that is not a spare"
+  ((${#empty[@]} <= num_spares)) || option_error "--spares: $num_spares for ${#empty[@]} hosts without other processes"
+  ((${#empty[@]} > 0)) || empty=("$h")
+  for ((i = 0; i < num_spares; i++)); do
+    h=${empty[i * ${#empty[@]} / num_spares]}
+    host_counts[h]=$((host_counts[h] + 1))
+  done
+}
+
+# Numbers the processes host by host. Those from num_ranks on are spares; with fewer hosts there are fewer of them, and then
+# fewer ranks.
 number_ranks() {
   local count
   first_ranks=() num_processes=0
@@ -730,6 +764,7 @@ number_ranks() {
     first_ranks+=("$num_processes")
     num_processes=$((num_processes + count))
   done
+  ((num_ranks <= num_processes)) || num_ranks=$num_processes
   ((${#host_names[@]} > 1)) && local_only=no || local_only=yes
   ((num_processes > 1)) && serve=yes || serve=no
 }
@@ -756,7 +791,7 @@ agent_program() { # host
     fi
   fi
   printf '%s\n' "$set_aside"
-  declare -p command environment added ranks local_ids num_processes cpu_devices gpus_per_process hang_timeout_s \
+  declare -p command environment added ranks local_ids num_processes num_ranks cpu_devices gpus_per_process hang_timeout_s \
     wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keeper_token
   printf '%s' "$script_text"
 }
@@ -904,6 +939,8 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
+  is_rank=() spares=()
+  for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
   [[ $transport != slurm ]] || deadline=
@@ -994,8 +1031,22 @@ on_ready() { # host, agent, its host name, port, service
   command_all "start $address $served"
 }
 
-on_exit() { # rank, status, pid, whether a watchdog runs, whom it blames
-  local rank=$1
+on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
+  local rank=${is_rank[$1]:-$1}
+  if ((rank >= num_ranks)); then
+    [[ $phase == stopping || $phase == quitting ]] || say "spare $1: $(ended_text "$2")"
+    for rank in "${!spares[@]}"; do [[ ${spares[rank]} != "$1" ]] || unset "spares[rank]"; done
+    return 0
+  fi
+  # Status 143 is that of a rank which has finished its step after SIGTERM.
+  if (($2 > 128 && $2 != 143 && ${#spares[@]} > 0)) && [[ $phase == running && $4 == yes ]]; then
+    spares=("${spares[@]}")
+    is_rank[spares[0]]=$rank
+    say "rank $rank: $(ended_text "$2"); spare ${spares[0]} takes its place"
+    command_all "take $rank ${spares[0]}"
+    unset "spares[0]"
+    return 0
+  fi
   statuses[rank]=$2 rank_pids[rank]=$3
   num_exited=$((num_exited + 1))
   [[ $phase != stopping ]] || return 0
@@ -1006,9 +1057,9 @@ on_exit() { # rank, status, pid, whether a watchdog runs, whom it blames
     begin_grace "$4"
   fi
   blamed=${5:-$blamed}
-  ((num_exited < num_processes)) || begin_stop
+  ((num_exited < num_ranks)) || begin_stop
   # All ranks have ended but the one that they blame. It hangs, or is about to end by itself with its own status.
-  [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_processes - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
+  [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_ranks - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
@@ -1125,7 +1176,7 @@ find_guilty() {
 
 all_ended_well() {
   local status
-  ((${#statuses[@]} == num_processes)) || return 1
+  ((${#statuses[@]} == num_ranks)) || return 1
   for status in "${statuses[@]}"; do ((status == 0)) || return 1; done
 }
 
@@ -1153,7 +1204,7 @@ print_table() {
   ((${#doing[@]})) || return 0
   for rank in "${!statuses[@]}"; do ((statuses[rank] != 75)) || return 0; done # another rank has printed the table
   printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' rank host pid ended step for doing
-  for ((rank = 0; rank < num_processes; rank++)); do
+  for ((rank = 0; rank < num_ranks; rank++)); do
     ended='no answer'
     [[ -z ${statuses[rank]:-} ]] || ended=$(was_ended_by_us "$rank" && echo 'by the launcher' || ended_text "${statuses[rank]}")
     read -r step seconds what <<<"${doing[rank]:-- - -}"

@@ -24,6 +24,24 @@ def abandon_distributed() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait, too
 
 
+def become(process_id: int, num_processes: int) -> None:
+    """From now on this process is one of `num_processes`, whatever it has joined as. It has made no devices yet."""
+    distributed.global_state.process_id, distributed.global_state.num_processes = process_id, num_processes
+    client: Any = distributed.global_state.client
+    if process_id == 0:  # who is 0 says which devices there are, and the last one has said it
+        for platform in ("cpu", "cuda", "rocm"):
+            client.key_value_delete(f"{platform}:global_topology/{platform}")
+
+
+def forget_collectives() -> None:
+    """Collectives of this process's CPU devices meet anew, where another process had the devices before."""
+    client: Any = distributed.global_state.client
+    own = {str(device.id) for device in jax.local_devices()}
+    for key, _ in client.key_value_dir_get_bytes("cpu:gloo/"):
+        if not own.isdisjoint(key.split("/")[1].split(",")):
+            client.key_value_delete(key)
+
+
 def coordinator_address() -> str | None:
     """`host:port` of JAX's coordination service."""
     return distributed.global_state.coordinator_address

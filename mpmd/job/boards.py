@@ -39,6 +39,7 @@ class Boards:
         self._beats = itertools.count()
         self._seen: dict[int, tuple[str, float, Board]] = {}  # with the text, and when it was new
         self._gone: dict[int, float] = {}
+        self._forgotten: dict[int, str] = {}  # the last text of a rank that was lost and replaced
         self._knocks: dict[int, signs.Knock] = {}
         self._held_s = max(HELD_S, 3 * self.period_s)
         self._lock = threading.Lock()
@@ -67,9 +68,19 @@ class Boards:
             name = key.rsplit("/", 1)[1]
             if name == _VERDICT:
                 self.verdict = _verdict_of(text)
-            elif name.isdigit() and self._seen.get(int(name), ("",))[0] != text:
+            elif name.isdigit() and text not in (self._seen.get(int(name), ("",))[0], self._forgotten.get(int(name))):
                 self._seen[int(name)] = (text, now, Board.from_json(json.loads(text)["board"]))
         self._read_at = time.monotonic()
+
+    def forget(self, rank: int) -> None:
+        """What a rank has said does not count any more: another process is this rank from now on."""
+        with self._lock:
+            with contextlib.suppress(Exception):  # it has said nothing yet
+                self._forgotten[rank] = self.store.key_value_try_get(f"{_FOLDER}{rank}")
+            self._seen.pop(rank, None)
+            self._gone.pop(rank, None)
+            if (knock := self._knocks.pop(rank, None)) is not None:
+                knock.close()
 
     def views(self) -> dict[int, View]:
         """Every rank as this one sees it now."""

@@ -51,12 +51,14 @@ class SharedCalls:
       notes: those that have not been compared, the oldest first.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, store: Any, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, store: Any, now: Callable[[], float] = time.monotonic, epoch: int = 0
+    ):
         self.ranks = ranks
         self.count = 0
         self.notes: deque[Note] = deque()
         self._rank, self._store, self._now = rank, store, now
-        self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}"
+        self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
         self._compared = self._published = 0  # calls
         self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
         self._answered: int | None = None
@@ -147,6 +149,8 @@ class Calls:
         self._rank, self._store, self._activity, self._end = rank, store, activity, end
         ranks = tuple(range(num_ranks))
         self._streams = {ranks: SharedCalls(ranks, rank, store)}
+        self._all, self._epoch = ranks, 0
+        self.is_apart = False  # what this process calls is compared with nobody's
         self._found: Disagreement | None = None
         self._cause: Exception | None = None
         self._is_raised = self._is_over = False
@@ -163,8 +167,10 @@ class Calls:
           ScheduleError: an earlier call of theirs differs.
         """
         self.check()
+        if self.is_apart:
+            return
         if (stream := self._streams.get(ranks := tuple(ranks))) is None:
-            stream = self._streams[ranks] = SharedCalls(ranks, self._rank, self._store)
+            stream = self._streams[ranks] = SharedCalls(ranks, self._rank, self._store, epoch=self._epoch)
         self._held_nbytes += note.nbytes()
         if self._held_nbytes > _MAX_HELD_NBYTES and note.is_ready:
             _ = note.digests
@@ -174,6 +180,11 @@ class Calls:
             self._wake.set()
         if len(stream.notes) > MAX_AHEAD:
             self._wait([stream], MAX_AHEAD)
+
+    def begin_again(self, epoch: int) -> None:
+        """What was called up to now is not compared any more."""
+        self._epoch, self.is_apart = epoch, False
+        self._streams = {self._all: SharedCalls(self._all, self._rank, self._store, epoch=epoch)}
 
     def settle(self, ranks: Sequence[int] | None = None) -> None:
         """Returns when all calls up to now (with these ranks) have been compared.

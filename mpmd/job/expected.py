@@ -64,6 +64,11 @@ class Expected:
             self._awaited.append(awaited)
             self._prune()
 
+    def forget(self) -> None:
+        """Nothing is expected any more."""
+        with self._lock:
+            self._awaited.clear()
+
     def prune(self) -> None:
         """Lets go of those at the front that are there."""
         with self._lock:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import socket
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.errors import HangError
+from mpmd.errors import HangError, RankLostError
 from mpmd.job import wires
 from mpmd.job.activity import Activity
 from mpmd.job.black_box import BlackBox
@@ -19,10 +20,15 @@ from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.notes import Note
 from mpmd.job.signs import Door, Stacks
+from mpmd.job.spares import SPARE, Register
 from mpmd.job.watchdog import Watchdog
 
 # An agreement is asked for in slices of this length, so that the main thread stays interruptible.
 _SLICE_MS = 1000
+# In a job with spares: so that the loss of a process is heard of soon.
+_SHORT_SLICE_MS = 100
+# So long after an error that may come of a loss, the launcher has said that a process was lost.
+_HEARD_S = 5.0
 
 
 class Job:
@@ -36,6 +42,8 @@ class Job:
       watchdog: ends the process when the job cannot go on.
       calls: what this process calls, compared with what the others call.
       address: the interface that other processes reach this one by.
+      epoch: how many ranks have been lost and replaced, as far as this process goes on from there; -1 in the place of
+        a lost rank, until it meets the others in `mpmd.resilient`.
     """
 
     def __init__(self, store: Any, hang_timeout_s: float | None, environment: Mapping[str, str]):
@@ -49,12 +57,22 @@ class Job:
         boards = Boards(self.rank, self.num_ranks, self.activity, store, environment.get("MPMD_STATUS_DIR"))
         judge = Judge(boards, hang_timeout_s, serves)
         black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves)
+        self._register = Register(environment)
+        is_spare = SPARE in environment
+        self._taken = self._register.read() if is_spare else []
+        self.epoch = -1 if is_spare else 0
+        self._is_going_on = False
+        losses = self._hear_of_losses if self._register.num_spares else None
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses)
         self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
+        if self.is_apart:
+            compat.forget_collectives()
+        self.calls.is_apart = self.is_apart
         self._counts: dict[tuple[int, ...], int] = {}
         self._wire: wires.Wire | None = None
         self.watchdog.start()
-        store.key_value_set(f"mpmd/devices/{self.rank}", wires.hardware() if compat.has_cross_host_put() else "")
+        hardware = wires.hardware() if compat.has_cross_host_put() else ""
+        store.key_value_set(f"mpmd/devices/{self.rank}", hardware, allow_overwrite=True)
         atexit.register(self.watchdog.finish, self.calls)
 
     def exchange(
@@ -70,20 +88,27 @@ class Job:
           ranks: those that take part, this one among them.
         """
         ranks = tuple(sorted(ranks))
+        if self.is_apart:
+            return dict.fromkeys(ranks, text)
+        self.check()
         self.calls.note(ranks, call or Note(f"came to {what}", step=self.activity.step))
         count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
         folder = f"mpmd/exchange/{zlib.crc32(repr(ranks).encode()):08x}/"
+        if self.epoch:
+            folder += f"after {self.epoch}/"
         self.store.key_value_set(f"{folder}{count}/{self.rank}", text, allow_overwrite=True)
         said = {self.rank: text}
         missing = [r for r in ranks if r != self.rank]
         with self.activity.during("agreeing", what + about, missing):
             while missing:
                 try:
-                    said[missing[0]] = self.store.blocking_key_value_get(f"{folder}{count}/{missing[0]}", _SLICE_MS)
+                    key = f"{folder}{count}/{missing[0]}"
+                    said[missing[0]] = self.store.blocking_key_value_get(key, self._slice_ms)
                     missing.pop(0)
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
                 self.calls.check()
+                self.check()
                 self.activity.waits_for(missing)
         if count > 1:  # all have come this far, so nobody reads the one before any more
             self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
@@ -98,12 +123,15 @@ class Job:
         with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
             while True:
                 try:
-                    return self.store.blocking_key_value_get(key, _SLICE_MS)
+                    return self.store.blocking_key_value_get(key, self._slice_ms)
                 except jax.errors.JaxRuntimeError as e:
                     _check_deadline(e, what)
+                self.check()
 
     def new_number(self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None) -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
+        if self.is_apart:
+            return 0
         lowest = min(ranks)
         mine = str(self.store.key_value_increment("mpmd/numbers", 1)) if self.rank == lowest else ""
         return int(self.exchange(what, mine, ranks, about, call)[lowest])
@@ -111,9 +139,84 @@ class Job:
     @property
     def wire(self) -> wires.Wire:
         """The transport between processes, opened at its first use."""
+        self.check()
         if self._wire is None:
-            self._wire = wires.wire_class(self)(self)
+            self._wire = wires.NoWire(self) if self.is_apart else wires.wire_class(self)(self)
         return self._wire
+
+    # --- the loss of ranks, in a job with spares ----------------------------------------------------
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this process is a spare that has taken a place and has not met the others yet.
+
+        It then does alone what all have done together before `mpmd.resilient`. What it would say it takes for what
+        all have said, and what others would send it gets as arrays that cannot be read: the state that the others
+        have kept replaces them, and whatever else depends on them raises.
+        """
+        return self.epoch < 0
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks that were lost since this process has gone on the last time."""
+        return [taken.rank for taken in self._taken[max(0, self.epoch) :]]
+
+    def check(self) -> None:
+        """Raises where a rank was lost.
+
+        Raises:
+          RankLostError: one was.
+        """
+        if self.epoch >= 0 and len(self._taken) > self.epoch:
+            raise RankLostError(f"mpmd: rank {self._taken[-1].rank} was lost, and a spare takes its place")
+
+    def has_lost(self, error: Exception) -> bool:
+        """Whether an error came of the loss of a rank whose place is taken; waits until that may be known."""
+        may_be = self._register.num_spares and isinstance(error, (jax.errors.JaxRuntimeError, HangError))
+        end = time.monotonic() + (_HEARD_S if may_be else 0.0)
+        while not self.lost and time.monotonic() < end:
+            time.sleep(0.02)
+        return bool(self.lost)
+
+    def go_on(self) -> None:
+        """Begins again with those that have taken places: agreements and connections are made anew."""
+        if not self._register.num_spares:
+            return
+        self.epoch = len(self._taken)
+        self._wire, self._counts = None, {}
+        self.activity.expected.forget()
+        self.activity.say("idle")
+        self.calls.begin_again(self.epoch)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Around what can go on after a loss."""
+        if self.is_apart:
+            self.go_on()
+        self._is_going_on = True
+        try:
+            yield
+        finally:
+            self._is_going_on = False
+
+    def _hear_of_losses(self) -> tuple[int, str] | None:
+        """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""
+        taken = self._register.read()
+        new = taken[len(self._taken) :]
+        if new and not (self._is_going_on or self.is_apart):
+            return new[0].rank, "was lost while others were not in mpmd.resilient"
+        if new and compat.has_cross_host_put():
+            return new[0].rank, "was lost, and transfers between GPUs cannot be broken off"
+        for rank, _ in new:
+            self.watchdog.boards.forget(rank)
+        self._taken = taken
+        if self.lost and (wire := self._wire) is not None:  # each time: a connection may just have been made
+            wire.sever()
+        return None
+
+    @property
+    def _slice_ms(self) -> int:
+        return _SHORT_SLICE_MS if self._register.num_spares else _SLICE_MS
 
     @contextlib.contextmanager
     def as_a_whole(self) -> Iterator[None]:

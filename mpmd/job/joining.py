@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.job import reaching
+from mpmd.errors import HangError
+from mpmd.job import reaching, spares
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree
 
@@ -109,9 +110,26 @@ def settle() -> None:
 
 
 def check() -> None:
-    """Raises the ScheduleError of calls that were found to differ; waits for nothing."""
+    """Raises the ScheduleError of calls that were found to differ, or that a rank was lost; waits for nothing."""
     if _job is not None:
         _job.calls.check()
+        _job.check()
+
+
+def epoch() -> int:
+    """As of the job: how many ranks have been lost and replaced.
+
+    Raises:
+      HangError: this process takes the place of a lost one, and has not met the others yet.
+    """
+    if _job is None:
+        return 0
+    if _job.is_apart:
+        raise HangError(
+            "mpmd: this process takes the place of a lost one, and would wait for the others before mpmd.resilient,"
+            " where they do not wait for it; the job starts over."
+        )
+    return _job.epoch
 
 
 def compare(
@@ -142,7 +160,7 @@ def compiling() -> contextlib.AbstractContextManager:
 
 
 def _join(
-    given: tuple[str | None, int | None, int | None], hang_timeout_s: float | None, environment: Mapping[str, str]
+    given: tuple[str | None, int | None, int | None], hang_timeout_s: float | None, environment: dict[str, str]
 ) -> bool:
     """Joins the job that was named or found; False if there is none."""
     address, count, rank = given
@@ -171,7 +189,19 @@ def _join(
     # JAX's service for preemption takes SIGTERM away from the program; the launcher needs it.
     jax.config.update("jax_enable_preemption_service", False)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
-    jax.distributed.initialize(address, count, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat)
+    num_spares = int(environment.get(spares.NUM_SPARES, "0"))
+    if num_spares:
+        jax.config.update("jax_enable_recoverability", True)  # the service goes on without a process that has died
+    num_in_all = None if count is None else count + num_spares
+    jax.distributed.initialize(
+        address, num_in_all, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat
+    )
+    if num_spares:
+        assert count is not None and rank is not None
+        if rank >= count:
+            spares.wait_for_place(rank, count, environment)
+        else:
+            compat.become(rank, count)
     return True
 
 
@@ -181,7 +211,10 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
     if missing:
         raise ValueError(f"mpmd.initialize: {names[0]} is set, but {' and '.join(missing)} is not.")
     address, count, rank = (environment[n] for n in names)
-    if not (count.isdigit() and rank.isdigit() and int(rank) < int(count)):
+    num_spares = environment.get(spares.NUM_SPARES, "0")
+    if num_spares != "0" and environment.get("MPMD_SERVICE") != "external":
+        raise ValueError("mpmd.initialize: --spares needs the launcher's coordination service: is mpmd not installed?")
+    if not (count.isdigit() and rank.isdigit() and int(rank) < int(count) + int(num_spares)):
         raise ValueError(f"mpmd.initialize: {names[1]}={count!r}, {names[2]}={rank!r}: expected 0 <= id < number.")
     return address, int(count), int(rank)
 

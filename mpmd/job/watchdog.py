@@ -29,6 +29,8 @@ from mpmd.job.verdict import SECONDHAND_S, SILENT_S, View
 
 # A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
 _PAUSED_S = 2.0
+# In a job with spares, the launcher has so long to say that one takes the place of a lost rank.
+_LAUNCHER_S = 3.0
 # How a rank ends that was not to blame; the launcher tells victims from the guilty one by it.
 VICTIM_STATUS = 75
 
@@ -44,6 +46,7 @@ class Watchdog:
       black_box: the flight record of this rank.
       door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
+      losses: in a job with spares, takes note of ranks that were lost; a verdict where this process cannot go on.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class Watchdog:
         black_box: BlackBox,
         door: Door,
         serves: bool,
+        losses: Callable[[], tuple[int, str] | None] | None = None,
     ):
+        self._losses, self._found_at = losses, 0.0
         self._door = door
         self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
@@ -97,8 +102,21 @@ class Watchdog:
             views = self.boards.views()
             self._black_box.note(views)
             found = self.boards.verdict or self._judge.find(views)
+            if self._losses is not None:
+                found = self._after_losses(found)
             if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
                 self._end(views, *found)
+
+    def _after_losses(self, found: tuple[int, str] | None) -> tuple[int, str] | None:
+        """A verdict, once the launcher had time to say that a spare takes the place of the rank."""
+        assert self._losses is not None
+        if (why := self._losses()) is not None:
+            return why
+        if found is None:
+            self._found_at = 0.0
+            return None
+        self._found_at = self._found_at or time.monotonic()
+        return found if time.monotonic() - self._found_at > _LAUNCHER_S else None
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -214,6 +232,8 @@ class Watchdog:
             what = what.removeprefix(f"rank {self.boards.rank} ")
             print(f"jax-mpmd: rank {self.boards.rank}: {what}", file=sys.stderr, flush=True)
             self._fail(what.splitlines()[0], 1)
+        if self._losses is not None:
+            compat.abandon_distributed()  # at JAX's last barrier, spares and lost processes would be waited for
         time.sleep(2 * PUBLISH_S)  # so that the others can read it
         self._is_ending = True
         calls.stop(SILENT_S)

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import Device
 from mpmd.job.activity import Activity
+from mpmd.job.spares import sever
 
 # Pieces of all steps of a program are numbered from its own number, shifted so far.
 NUMBER_BITS = 44
@@ -56,6 +57,10 @@ class Wire(Protocol):
         """This process has not made all the calls that the others wait for."""
         ...
 
+    def sever(self) -> None:
+        """Lets all that is on its way fail, here and at the other end; any thread may call it."""
+        ...
+
 
 class Member(Protocol):
     """What a wire asks of a `Job`."""
@@ -63,6 +68,7 @@ class Member(Protocol):
     rank: int
     num_ranks: int
     address: str
+    epoch: int
     store: Any
     activity: Activity
 
@@ -121,7 +127,9 @@ class PullWire:
         self._job = job
         self._server = compat.start_transfer_server(job.address)
         self._connections: dict[int, Any] = {}
-        job.store.key_value_set(f"mpmd/address/{job.rank}", self._server.address())
+        self._others: list[str] = []  # the addresses that it has connected to
+        self._folder = f"mpmd/address/{job.epoch}"
+        job.store.key_value_set(f"{self._folder}/{job.rank}", self._server.address())
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
         """Lets the target's process pull `array`."""
@@ -136,11 +144,41 @@ class PullWire:
     def interrupt(self) -> None:
         """Does not matter: what is left is under numbers that nobody asks for."""
 
+    def sever(self) -> None:
+        """Ends its connections."""
+        sever(self._server.address(), list(self._others))
+
     def connect(self, rank: int) -> Any:
         """The connection to a rank, made at its first use."""
-        address = self._job.find(f"mpmd/address/{rank}", "finding the address", rank)
+        address = self._job.find(f"{self._folder}/{rank}", "finding the address", rank)
+        self._others.append(address)
         self._connections[rank] = self._server.connect(address)
         return self._connections[rank]
+
+
+class NoWire:
+    """What is received is an array that fails whoever reads it, at once; what is sent goes nowhere."""
+
+    name = "nothing"
+    is_ordered = False
+
+    def __init__(self, job: Member):
+        self._server = compat.start_transfer_server("127.0.0.1")
+        self._connection = self._server.connect(self._server.address())
+        sever(self._server.address(), [self._server.address()])
+
+    def send(self, number: int, array: jax.Array, target: Device) -> None:
+        """Nobody asks for it."""
+
+    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
+        """An array whose connection has ended."""
+        return self._connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
+
+    def interrupt(self) -> None:
+        """Nothing is on its way."""
+
+    def sever(self) -> None:
+        """Nothing is on its way."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,6 +218,9 @@ class PutWire:
     def interrupt(self) -> None:
         """From now on sends and receives would meet those of something else, so there are none."""
         self._is_interrupted = True
+
+    def sever(self) -> None:
+        """What GPUs wait for cannot be broken off."""
 
     def _check(self) -> None:
         if self._is_interrupted:

@@ -30,6 +30,7 @@ from mpmd.resilience.ranks import Ranks
 _POLL_S = 0.005
 _CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
 _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
+_SLICE_S = 0.5
 _GONE = "gone"
 _HOST_MEMORY = "pinned_host"
 
@@ -90,8 +91,13 @@ class Copies:
         if not self._has_ended and self._step > self.whole:
             self._wait_for_others(self._step)
 
-    def close(self) -> None:
-        """Ends the thread. What is kept stays where it is."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the thread. What is kept stays where it is.
+
+        Args:
+          at_once: a copy that is on its way need not be finished.
+        """
+        self._is_closing = at_once
         self._idle.wait(_CLOSING_S)
         self._is_closing = True
         self._due.put(None)
@@ -103,8 +109,8 @@ class Copies:
         if not self._idle.wait(_PATIENCE_S):
             others = [rank for rank in range(self._ranks.num_ranks) if rank != self._ranks.rank]
             with self._ranks.waiting("the copies of the state", others):
-                while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
-                    pass
+                while not self._idle.wait(_SLICE_S):  # in slices, so that Ctrl-C is heard, and a loss
+                    self._ranks.check()
         if self._error is not None:
             raise self._error
 
@@ -157,6 +163,7 @@ class Copies:
         """Returns when all ranks have kept the version of a step, or one of them can keep nothing any more."""
         wanted = self._about["call"], step
         while not self._is_closing:
+            self._ranks.check()
             said = self._ranks.published()
             gone = [rank for rank, text in said.items() if text == _GONE]
             late = [

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.errors import HangError, RankLostError
 from mpmd.job import joining
+from mpmd.job.job import Job
 from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import Copies, say
 from mpmd.resilience.keeper import TOKEN
@@ -64,20 +66,49 @@ def resilient(
       Array(12., dtype=float32)
     """
     global _calls
-    names, structure = layout.names_of(state), jax.tree.structure(state)
+    names = layout.names_of(state)
     _check(body, names, state, num_steps, copies, every, start)
     call, _calls = _calls, _calls + 1
     own = keepers.own(os.environ, "127.0.0.1")
     job = joining.current()
-    ranks: Ranks = OnlyRank() if job is None else JobRanks(job)
     if job is None and own is None:
+        structure = jax.tree.structure(state)
         for i in range(start, num_steps):
             state = _next(body(i, state), structure, i)
         return state
+    numbers = num_steps, copies, every, start
+    if job is None:
+        return _attempt(OnlyRank(), own, call, numbers, body, state, names)
+    is_used_up = job.is_apart
+    with job.going_on():
+        while True:
+            try:
+                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up)
+            except Exception as error:
+                if not job.has_lost(error):
+                    raise
+            _say_lost(job)
+            job.go_on()
+            is_used_up = True
+
+
+def _attempt(
+    ranks: Ranks,
+    own: Address | None,
+    call: int,
+    numbers: tuple[int, ...],
+    body: Any,
+    state: Any,
+    names: Sequence[str],
+    is_used_up: bool = False,
+) -> Any:
+    """The loop from the newest whole state on, until its end or the loss of a rank."""
+    num_steps, copies, every, start = numbers
+    structure = jax.tree.structure(state)
     if own is not None:
         own = own._replace(host=ranks.address)
-    meeting = _Meeting(ranks, own, call, (num_steps, copies, every, start))
-    first, state, last = start, state, None
+    meeting = _Meeting(ranks, own, call, numbers, is_used_up)
+    first, last = start, None
     if (version := meeting.newest_readable(names, state, start, num_steps)) is not None:
         state, last = version
         first = last + 1
@@ -95,6 +126,13 @@ def resilient(
         if keeping is not None:
             keeping.finish()
     return state
+
+
+def _say_lost(job: Job) -> None:
+    lost = job.lost
+    if job.rank == min(set(range(job.num_ranks)).difference(lost), default=-1):
+        text = f"rank {lost[0]} was" if len(lost) == 1 else f"the ranks {', '.join(map(str, lost))} were"
+        say(f"{text} lost; all others wait for the spare that takes the place")
 
 
 def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
@@ -139,7 +177,7 @@ def _closing(keeping: Copies | None) -> Iterator[None]:
         yield
     finally:
         if keeping is not None:
-            keeping.close()
+            keeping.close(at_once=isinstance(sys.exc_info()[1], RankLostError))
 
 
 class _Meeting:
@@ -150,16 +188,22 @@ class _Meeting:
       own: the keeper of this host, if there is one.
       call: which call of `resilient` in the program this is.
       numbers: arguments that are the same in all processes.
+      is_used_up: the loop has begun with the given state, or it cannot be read since this process was a spare.
     """
 
-    def __init__(self, ranks: Ranks, own: Address | None, call: int, numbers: tuple[int, ...]):
+    def __init__(self, ranks: Ranks, own: Address | None, call: int, numbers: tuple[int, ...], is_used_up: bool):
         self._ranks, self._own, self._call = ranks, own, call
+        self._is_used_up = is_used_up
         self._token = os.environ.get(TOKEN, "")
         self._attempt = int(os.environ.get("MPMD_ATTEMPT", "0"))
         self._connection, records = self._connected(own) if own is not None else (None, [])
-        mine = {"numbers": numbers, "keeper": own, "records": records} if self._connection else {"numbers": numbers}
+        mine: dict[str, Any] = {"numbers": numbers, "call": call}
+        if self._connection:
+            mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
         _check_alike({rank: one["numbers"] for rank, one in said.items()})
+        if len({one["call"] for one in said.values()}) > 1:
+            raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")
         self._keeper_of = {rank: Address(*one["keeper"]) for rank, one in said.items() if "keeper" in one}
         by_name = {address.name: address for address in reversed(self._keeper_of.values())}
         self._hosts = sorted(by_name.values(), key=lambda host: [*self._keeper_of.values()].index(host))
@@ -193,6 +237,8 @@ class _Meeting:
             self._say(f"goes on after step {version.step}, from memory" + "".join(f" ({why})" for why in whys))
             return jax.tree.unflatten(structure, made), version.step
         self._settle(None)
+        if self._is_used_up:
+            raise HangError("mpmd.resilient: a rank was lost, and no whole state lies in memory; the job starts over.")
         if self._attempt or self._stored:
             why = whys[0] if whys else versions.lost_text(self._stored, self._call)
             self._say(f"begins with step {start} and the given state: {why}")

@@ -32,25 +32,32 @@ class Ranks(Protocol):
         """While this process waits for others, for the report when they do not come."""
         ...
 
+    def check(self) -> None:
+        """Raises where a rank was lost whose place is taken."""
+        ...
+
 
 class JobRanks:
     """The processes of a job."""
 
     def __init__(self, job: Job):
         self.rank, self.num_ranks, self.address = job.rank, job.num_ranks, job.address
-        self._job = job
+        self._job, self._folder = job, f"{_FOLDER}{job.epoch}/"
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
         return self._job.exchange(what, text, range(self.num_ranks), ", which every process must call")
 
     def publish(self, kept: str) -> None:
-        self._job.store.key_value_set(f"{_FOLDER}{self.rank}", kept, allow_overwrite=True)
+        self._job.store.key_value_set(f"{self._folder}{self.rank}", kept, allow_overwrite=True)
 
     def published(self) -> dict[int, str]:
-        return {int(key.rsplit("/", 1)[1]): text for key, text in self._job.store.key_value_dir_get(_FOLDER)}
+        return {int(key.rsplit("/", 1)[1]): text for key, text in self._job.store.key_value_dir_get(self._folder)}
 
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
         return self._job.activity.during("agreeing", what, ranks)
+
+    def check(self) -> None:
+        self._job.check()
 
 
 class OnlyRank:
@@ -72,3 +79,6 @@ class OnlyRank:
 
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
         return nullcontext()
+
+    def check(self) -> None:
+        pass

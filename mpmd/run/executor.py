@@ -15,6 +15,7 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
+from mpmd.errors import HangError
 from mpmd.job import joining, wires
 from mpmd.job.alone import alone
 from mpmd.job.job import Job
@@ -68,6 +69,7 @@ class Executor:
         self.flight = Flight(len(self.bindings.instructions))
         self._num_steps = 0
         self._next_piece: int | None = None
+        self._epoch = 0  # of the job, when the processes have agreed on the plan
         self._programs = programs
         self._arguments = whole.in_names, [v.aval for v in whole.arguments]
         outline = programs.outline
@@ -130,9 +132,11 @@ class Executor:
 
     def prepare(self) -> bool:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
-        if self._job is None or self._next_piece is not None:
+        if self._job is None or (self._next_piece is not None and self._epoch == self._job.epoch):
             return False
-        plan = self._plan()
+        if self._job.epoch and any(len(processes) > 1 for processes in self._programs.mesh.processes):
+            raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
+        plan, self._epoch = self._plan(), self._job.epoch
         self._next_piece = agree(self._job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
         warm_up(self._job, self._programs.mesh, self.ranks)
         return True

@@ -71,6 +71,7 @@ class Flow:
         self.pieces_per_step = 1
         self.number_bits = NUMBER_BITS
         self._begun: deque[int] = deque(maxlen=3)  # the latest turns
+        self._epoch = job.epoch
 
     def sending(self, carry: Callable) -> Callable:
         """`carry`, which sends the next value of a step."""
@@ -108,6 +109,9 @@ class Flow:
 
     def _begins(self, turn: int) -> bool:
         """Whether a value is the first one of its turn; a list of few microbatches may leave turns out."""
+        if self._epoch != self._job.epoch:
+            self._epoch = self._job.epoch
+            self._begun.clear()
         if self._begun and self._begun[-1] == turn:
             return False
         self._begun.append(turn)

@@ -29,8 +29,8 @@ from mpmd.job.disagreement import other_ways
 _SLICE_MS = 500
 _MAX_SHOWN = 5
 _MARK = "_mpmd_said"
-# How many calls those ranks have made together.
-_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+# How many calls those ranks have made together, since a rank was lost the last time: who is in its place has made none.
+_numbers: defaultdict[tuple[int, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
 _lock = threading.Lock()
 
 
@@ -57,8 +57,10 @@ class SharedCall:
         """Of the store, the same in all processes."""
         with _lock:
             if not self._folder:
-                number = next(_numbers[self.ranks])
-                self._folder = f"reshard/call/{zlib.crc32(repr(self.ranks).encode()):08x}/{number}"
+                epoch = joining.epoch()
+                number = next(_numbers[epoch, self.ranks])
+                among = f"{zlib.crc32(repr(self.ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
+                self._folder = f"reshard/call/{among}/{number}"
             return self._folder
 
     def place(self, key: str) -> str:
@@ -161,7 +163,7 @@ class Meetings:
         """
         call, num = self.call, len(_in_order(ranks))
         if call is None or call.ranks != _in_order(ranks):
-            call = _outside.setdefault(_in_order(ranks), SharedCall("barrier", _in_order(ranks)))
+            call = _outside.setdefault((joining.epoch(), _in_order(ranks)), SharedCall("barrier", _in_order(ranks)))
         place, store, end = call.place(key), _store(), time.monotonic() + timeout_ms / 1000
         self._raise_if_told(call)
         call.publish()
@@ -200,7 +202,7 @@ class Meetings:
 
 
 # Where Orbax waits in none of the calls that are known here.
-_outside: dict[tuple[int, ...], SharedCall] = {}
+_outside: dict[tuple[int, tuple[int, ...]], SharedCall] = {}
 
 
 def _in_order(ranks: set[int] | None) -> tuple[int, ...]:

@@ -635,6 +635,15 @@ def test_two_jobs_at_once_do_not_meet():
         (["-H", "a,,b", "--", "x"], "--hosts: 'a,,b' is not a list of hosts separated by commas"),
         (["-H", "a:x", "--", "x"], "--hosts: a: 'x' is not a whole number of at least 1"),
         (["-H", "a,b,a", "--", "x"], "--hosts: a is named twice; write a:K for K processes"),
+        (["-n", "2", "--spares", "1", "--", "x"], "--spares needs --restarts, which has states kept in memory"),
+        (
+            ["-H", "a:0,b:0", "--spares", "2", "--restarts", "1", "--", "x"],
+            "--hosts: no host has a process that is not a spare",
+        ),
+        (
+            ["-H", "a,b:0,c:0", "--spares", "1", "--restarts", "1", "--", "x"],
+            "--spares: 1 for 2 hosts without other processes",
+        ),
         (["-H", "a;b", "--", "x"], "--hosts: 'a;b' is not the name of a host"),
         (["--env", "NOT_SET_ANYWHERE", "--", "x"], "--env: NOT_SET_ANYWHERE is not set in this environment"),
         (["--env", "1=2", "--", "x"], "--env: '1=2' is neither NAME nor NAME=VALUE"),
@@ -724,6 +733,17 @@ def test_a_dry_run_prints_what_would_run_where():
     status, job = run(*options, "--", "python", "train.py", "a b")
     assert (status, job.err) == (0, "")
     assert job.out == LOCAL_DRY_RUN
+
+
+@pytest.mark.parametrize(
+    "hosts, spares, of_spares", [("a,b", 2, "bb"), ("a,b,c:0", 2, "cc"), ("a,b,c:0,d:0", 3, "ccd")]
+)
+def test_spares_come_after_all_ranks(hosts, spares, of_spares):
+    status, job = run("--dry-run", "-H", hosts, "--spares", spares, "--restarts", 1, "--", "x")
+    lines = [line.split() for line in job.out.splitlines()[1:]]
+    assert (status, job.err) == (0, "")
+    assert [words[:2] for words in lines] == [[f"[{i}]", f"{host}:"] for i, host in enumerate(f"ab{of_spares}")]
+    assert all({"MPMD_NUM_PROCESSES=2", f"MPMD_NUM_SPARES={spares}"} <= set(words) for words in lines), job.out
 
 
 def test_a_dry_run_over_hosts_needs_no_host():

@@ -67,7 +67,7 @@ def steps(job: Launched) -> dict[int, str]:
 
 
 def end(job: Launched) -> str:
-    (text,) = set(job.matches(r"^\[0\] end (\w+)$"))
+    (text,) = set(job.matches(r"^\[\d\] end (\w+)$"))
     return text
 
 
@@ -160,6 +160,73 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
     assert set(os.listdir("/dev/shm")) <= before
 
 
+# --- spares ---------------------------------------------------------------------------------------
+
+
+def taken(job: Launched) -> list[str]:
+    """Who took whose place."""
+    return re.findall(r"^jax-mpmd: rank (\d: killed by SIGKILL; spare \d) takes its place$", job.err, re.MULTILINE)
+
+
+def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environment, unbroken):
+    options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
+    job = run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    assert (steps(job), end(job)) == unbroken("pairs", 4)
+    assert taken(job) == ["1: killed by SIGKILL; spare 2"] and "starts over" not in job.err
+    first, second = said(job)
+    assert first == "rank 1 was lost; all others wait for the spare that takes the place"
+    assert re.fullmatch(r"goes on after step [123], from memory", second)
+    assert {rank for rank, step in re.findall(r"^\[(\d)\] step (\d)", job.out, re.MULTILINE) if step == "7"} == {
+        "0",
+        "2",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["1f1b", "zb-h1"])
+def test_spares_take_the_places_of_rank_0_and_of_a_spare(environment, unbroken, case):
+    copy = {"attempt": 0, "rank": 2, "step": 6, "what": "copy"}
+    faults = [kill(0, 0, 2), kill(0, 4, 4), copy, kill(0, 3, 7)]
+    options = "-n 4 --cpu-devices 1 --restarts 1 --spares 3".split()
+    job = run(environment, *options, case=case, faults=faults)
+    assert (steps(job), end(job)) == unbroken(case, 4)
+    assert [text[0] for text in taken(job)] == ["0", "0", "2"]
+    assert "jax-mpmd: starts over in 1 s (restart 1 of 1)" in job.err  # there is no fourth one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, step", [("pairs", -1), ("explicit", 2)])
+def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
+    environment, unbroken, case, step
+):
+    job = run(
+        environment, *"-n 2 --cpu-devices 2 --restarts 1 --spares 1".split(), case=case, faults=[kill(0, 1, step)]
+    )
+    assert (steps(job), end(job)) == unbroken(case, 4)
+    assert len(taken(job)) == 1 and "starts over" in job.err
+
+
+@pytest.mark.parametrize(
+    "num_jobs", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+)
+def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
+    """Three losses a job, also while a copy is made and while a spare takes a place. Nothing is to start over."""
+
+    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(st.data())
+    def check(data):
+        faults = []
+        for rank in (*data.draw(st.permutations(range(4)))[:2], 4):
+            step, after_s = data.draw(st.integers(1, NUM_STEPS - 1)), data.draw(st.integers(0, 60)) / 1000
+            faults.append(
+                {**kill(0, rank, step, after_s=after_s), "what": data.draw(st.sampled_from(["signal", "copy"]))}
+            )
+        job = run(environment, *"-n 4 --cpu-devices 1 --restarts 3 --spares 3".split(), faults=faults)
+        assert (steps(job), end(job)) == unbroken("1f1b", 4)
+
+    check()
+
+
 @pytest.mark.parametrize(
     "num_jobs", [pytest.param(2, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
 )
@@ -244,6 +311,26 @@ def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken
             assert said(job)[-1] in lines, job.err
             assert "jax-mpmd: goes on without host hostb, which does not answer" in job.err
             assert (steps(job), end(job)) == unbroken("shared", 4)
+            left = [command(pid) for pid in hosts.there.pids()]
+            until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
+    finally:
+        hosts.cable("up")
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_spare_stands_in_for_a_host_whose_cable_is_cut(environment, unbroken, hosts):
+    """That of rank 0 and of the coordination service: all start over, as many as before, with the same groups."""
+    faults = [{"attempt": 0, "rank": 0, "step": 4, "what": "wait"}]
+    options = ["--ssh", hosts.ssh, *"-H hostb,hosta --spares 1 --cpu-devices 2 --restarts 1 --hang-timeout 5".split()]
+    try:
+        with started(environment, *options, case="pairs", prefix=hosts.here.prefix, faults=faults) as job:
+            job.wait_for_line(r"^\[0\] waits")
+            hosts.cable("down")
+            assert job.process.wait(LIMIT_S) == 0, job.out + job.err
+            assert "jax-mpmd: goes on without host hostb, which does not answer" in job.err
+            assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+            assert (steps(job), end(job)) == unbroken("pairs", 4)
             left = [command(pid) for pid in hosts.there.pids()]
             until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
     finally:

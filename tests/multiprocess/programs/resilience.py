@@ -4,6 +4,7 @@
 
 A case is one of `training.py`, for the devices that the job has, and `half` is that of half of its devices (the first
 attempt has twice as many). A fault is JSON: `{"attempt": 0, "rank": 1, "step": 3, "what": …}` and more.
+A spare has a number above those of the ranks, also when it is in the place of one.
 """
 
 import functools
@@ -26,6 +27,7 @@ from mpmd.job import joining
 from mpmd.resilience import copies, keepers
 from mpmd.resilience.keeper import TOKEN
 
+NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
 
 
@@ -100,9 +102,12 @@ def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
     mpmd.initialize()
-    faults = [f for f in faults if (f["attempt"], f["rank"]) == (ATTEMPT, jax.process_index())]
+    faults = [f for f in faults if (f["attempt"], f["rank"]) == (ATTEMPT, NUMBER)]
     for fault in faults:
         prepare(fault)
+    for fault in faults:
+        if fault["step"] < 0:  # before the loop
+            begin(fault)
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)

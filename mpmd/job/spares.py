@@ -1,0 +1,81 @@
+"""Spare processes: one waits, with JAX imported, until a process is lost. Then it is the lost rank, for everybody.
+
+The launcher starts more processes than there are ranks (`--spares`). A spare joins JAX's coordination service under a
+number of its own, and makes its devices when it knows whose they shall be: so every process keeps the devices and the
+meshes that it had. The launcher says who takes whose place, in a file that the processes of each host read.
+"""
+
+import contextlib
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from mpmd import _jax_compat as compat
+
+NUM_SPARES = "MPMD_NUM_SPARES"
+SPARE = "MPMD_SPARE"  # of a process that has taken a place: its number
+_POLL_S = 0.05
+
+
+class Taken(NamedTuple):
+    """A rank that was lost, and the number of the spare that is this rank from then on."""
+
+    rank: int
+    spare: int
+
+
+class Register:
+    """What the launcher has said about lost ranks.
+
+    Args:
+      environment: that of the process.
+
+    Attributes:
+      num_spares: how many spares the job began with.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.num_spares = int(environment.get(NUM_SPARES, "0"))
+        self._path = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""), "taken")
+
+    def read(self) -> list[Taken]:
+        """All, the first one first; a line that is being written does not count yet."""
+        if not self.num_spares:
+            return []
+        with contextlib.suppress(OSError):
+            *lines, _ = self._path.read_text().split("\n")
+            return [Taken(*map(int, line.split())) for line in lines]
+        return []
+
+
+def wait_for_place(number: int, num_ranks: int, environment: dict[str, str]) -> int:
+    """Waits as a spare until a rank is lost, and is that rank from then on. Returns the rank."""
+    register = Register(environment)
+    while not (mine := [taken.rank for taken in register.read() if taken.spare == number]):
+        time.sleep(_POLL_S)
+    environment[SPARE] = str(number)
+    environment["MPMD_PROCESS_ID"] = os.environ["MPMD_PROCESS_ID"] = str(mine[0])
+    compat.become(mine[0], num_ranks)
+    return mine[0]
+
+
+def sever(own: str, others: Collection[str]) -> None:
+    """Ends all TCP connections of this process that others have made to its address `own`, or that it has to `others`.
+
+    What waits for bytes of such a connection fails at once, here and at its other end. (A transfer of JAX has no limit
+    of time, and JAX has nothing that ends it.)
+    """
+    ports = {int(address.rpartition(":")[2]) for address in others}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+                    continue
+                peer = connection.getpeername()[1]  # a socket that listens has none, and is left alone
+                if peer in ports or connection.getsockname()[1] == int(own.rpartition(":")[2]):
+                    connection.shutdown(socket.SHUT_RDWR)
