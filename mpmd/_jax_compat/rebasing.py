@@ -7,7 +7,7 @@ from jax._src import core
 from jax._src.effects import JaxprInputEffect
 from jax._src.state.types import AbstractRef
 from jax.core import ShapedArray
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from mpmd._jax_compat.parameters import mapped
@@ -16,18 +16,22 @@ from mpmd._jax_compat.parameters import mapped
 _CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("configs", "__weakref__")]
 
 
-def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh) -> ClosedJaxpr:
+def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None = None) -> ClosedJaxpr:
     """`jaxpr`, traced on the `whole` mesh, as it reads on a group's mesh.
 
     Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
     axis names is the user's own and is left alone. Pure: nothing is traced again.
+
+    Args:
+      axis: left out where an entry of a spec is all axes of the mesh. JAX writes that for the residuals of a
+        `shard_map` whose derivative was traced before, on the mesh of a group.
     """
-    return _Rebase(group_mesh, whole).closed(jaxpr)
+    return _Rebase(group_mesh, whole, axis).closed(jaxpr)
 
 
 class _Rebase:
-    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh):
-        self.group = group_mesh
+    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None):
+        self.group, self.axis = group_mesh, axis
         self.names = whole.axis_names
         self.whole_types = dict(zip(whole.axis_names, whole.axis_types, strict=True))
         self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
@@ -73,7 +77,9 @@ class _Rebase:
 
     def leaf(self, x: Any) -> Any:
         if isinstance(x, NamedSharding):
-            return NamedSharding(self.mesh(x.mesh), x.spec, memory_kind=x.memory_kind)
+            return NamedSharding(self.mesh(x.mesh), self.spec(x.spec), memory_kind=x.memory_kind)
+        if isinstance(x, PartitionSpec):
+            return self.spec(x)
         if isinstance(x, (Mesh, AbstractMesh)):
             return self.mesh(x)
         if isinstance(x, ClosedJaxpr):
@@ -81,6 +87,13 @@ class _Rebase:
         if isinstance(x, Jaxpr):
             return self.jaxpr(x)
         return self.aval(x) if isinstance(x, (ShapedArray, AbstractRef)) else x
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        if self.axis is None or self.names not in spec.partitions:
+            return spec
+        others = tuple(n for n in self.names if n != self.axis) or None
+        entries = [others if entry == self.names else entry for entry in spec.partitions]
+        return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
     def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)

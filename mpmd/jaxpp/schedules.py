@@ -80,7 +80,13 @@ class BaseSchedule(scheduler.Schedule):
     is_partial_bwd: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count(type(self).__name__, "num_stages", self.num_stages)
+        self._check_count("num_stages", self.num_stages)
+
+    def _check_count(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {value!r}. The argument `{name}` must be `>= 0`, whole and not 0."
+            )
 
     def tasks(self, n_mubatches: int) -> list[Tasks]:
         """Per group, its tasks in order; tuples of them (`FusedTask`) shall run as one, None is a step without work."""
@@ -186,11 +192,11 @@ class InterleavedBaseSchedule(BaseSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(type(self).__name__, "mpmd_dim", self.mpmd_dim)
+        self._check_count("mpmd_dim", self.mpmd_dim)
         if self.num_stages % self.mpmd_dim:
             raise ValueError(
-                f"{type(self).__name__}: num_stages is {self.num_stages} and mpmd_dim {self.mpmd_dim}; every group"
-                " needs the same number of stages."
+                f"{type(self).__name__}: num_stages {self.num_stages} can not be evenly divided by mpmd_dim"
+                f" {self.mpmd_dim}, to give every group as many."
             )
 
     @property
@@ -360,8 +366,8 @@ class _DualPipeV(InterleavedBaseSchedule):
         super().__post_init__()
         if self.num_stages != 2 * self.mpmd_dim:
             raise ValueError(
-                f"DualPipeV: num_stages is {self.num_stages} and mpmd_dim {self.mpmd_dim}. It has two stages a group:"
-                f" use {2 * self.mpmd_dim}."
+                f"DualPipeV only supports 2 * mpmd_dim stages, self.num_stages={self.num_stages} requested with"
+                f" self.mpmd_dim={self.mpmd_dim}: use {2 * self.mpmd_dim}."
             )
 
     @property
@@ -372,6 +378,12 @@ class _DualPipeV(InterleavedBaseSchedule):
         return self._ours.placement[stage_id]
 
     def orders(self, num_microbatches: int) -> Orders:
+        check_count("DualPipeV", "num_microbatches", num_microbatches)
+        if num_microbatches < self.num_stages:
+            raise ValueError(
+                f"DualPipeV requires n_mubatches={num_microbatches} >= self.num_stages={self.num_stages}:"
+                " its pairs need two microbatches a group."
+            )
         return self._ours.orders(num_microbatches)
 
     def fused(self, num_microbatches: int) -> Pairs:

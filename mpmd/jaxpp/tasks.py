@@ -127,28 +127,32 @@ def task(
             donate_argnums=donate_argnums,
         )  # fmt: skip
     title = name or getattr(fun, "__name__", type(fun).__name__)
+    traced_once = jax.jit(fun)  # a task that runs for each microbatch is traced for the first one
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs), f"task {title}: an argument")
-        wished = [s for s in jax.tree.leaves((in_shardings, out_shardings)) if isinstance(s, NamedSharding)]
-        meshes = [x.sharding.mesh for x in leaves] + [s.mesh for s in wished] + ([mesh] if mesh is not None else [])
+        asked = _meshes_of(out_shardings)
+        inner = [x.sharding.mesh for x in leaves] + _meshes_of(in_shardings) + ([mesh] if mesh is not None else [])
+        meshes = inner + asked
         if not meshes:
             raise RuntimeError(
                 f"task {title}: nothing says where it runs, so a PartitionSpec requires a non-empty mesh: pass mesh= or"
                 " NamedShardings."
             )
-        if others := [m for m in meshes if m != meshes[0]]:
-            raise ValueError(
-                f"task {title}: its arguments and shardings must be on the same mesh, and are on {meshes[0]} and"
-                f" {others[0]}. Move values by transfer(x, out_shardings=...).done() first."
-            )
         mpmd_mesh = leaves[0].mpmd_mesh if leaves else _current()
+        if others := [m for m in meshes if m != meshes[0]]:
+            which = "task argument shardings" if others[0] in inner else "task out_shardings"
+            places = [_groups(mpmd_mesh, m, f"task {title}") for m in (meshes[0], others[0])]
+            raise ValueError(
+                f"task {title}: {which} must be on the same mesh; they are in the groups {places[0]} and {places[1]}."
+                " Move values by transfer(x, out_shardings=...).done() first."
+            )
         where = meshes[0]
         with jax.named_scope(title):
             values = jax.tree.map(lambda x: x.value, (args, kwargs))
             values = _constrained(values, in_shardings, where, mpmd_mesh, f"task {title}: in_shardings")
-            outs = fun(*values[0], **values[1])
+            outs = traced_once(*values[0], **values[1])
         flat, tree = jax.tree.flatten(outs)
         wishes = broadcast(out_shardings, tree, "out_shardings")
         return tree.unflatten(
@@ -156,6 +160,10 @@ def task(
         )
 
     return run
+
+
+def _meshes_of(shardings: PyTree) -> list[Any]:
+    return [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s, NamedSharding)]
 
 
 def _constrained(values: Any, shardings: PyTree, mesh: Any, mpmd_mesh: MpmdMesh, what: str) -> Any:
@@ -222,8 +230,8 @@ def stack(*arrays: Any) -> Any:
         _check_leading(x, is_stacked, "stack")
         if not is_stacked and len(x.groups) > 1:
             raise ValueError(
-                f"stack: an argument is whole in each of the groups {x.groups}; a value of several groups must name"
-                f" {axis!r} in its spec."
+                f"stack: an argument is whole in each of the groups {x.groups}; do not mix replicated values of several"
+                f" groups in: name {axis!r} in the spec."
             )
     rows = [x.value if one else x.value[None] for x, one in zip(leaves, stacked, strict=True)]
     mesh = mpmd_mesh.mesh_over(groups)
@@ -261,8 +269,8 @@ def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
 def _check_leading(x: Located, is_stacked: bool, what: str) -> None:
     if is_stacked and x.sharding.spec[0] != x.mpmd_mesh.mpmd_axis_name:
         raise ValueError(
-            f"{what}: {x.sharding.spec} must name {x.mpmd_mesh.mpmd_axis_name!r} alone, as its leading entry"
-            " (PartitionSpec axis 0)."
+            f"{what}: {x.sharding.spec} must name {x.mpmd_mesh.mpmd_axis_name!r} alone, on the leading PartitionSpec"
+            " axis (PartitionSpec axis 0)."
         )
 
 

@@ -92,8 +92,8 @@ def trace_step(
     others = frozenset(m.abstract_mesh for m in (mpmd_mesh.tracing_mesh(), *mpmd_mesh.groups))
     with compat.tracing(mesh, others, axis):
         closed, jaxpr = _traced(flat, avals)
+    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mesh, mesh, axis).jaxpr
     _check_axis(jaxpr, axis)
-    jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mesh, mesh).jaxpr
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 

@@ -50,7 +50,8 @@ def tune(
         schedule gets the cut that suits it.
       schedules: schedules or their names. None: ten of the catalogue, by their names.
       num_microbatches: a number, or several to try. None: 8, 16 and 32.
-      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known.
+      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known. What is
+        judged by it is the step that will run; its cut, and what it recomputes ahead, follow the devices' own memory.
 
     Returns:
       All configurations, the best first. Those that take more data in a step are compared by the time for the data.

@@ -166,6 +166,8 @@ def test_what_shall_run_together_is_one_backward_or_a_pair():
 
 
 def test_faults_of_a_schedule_say_where():
+    """In words that hold those of JaxPP, which its own tests compare."""
+
     class Forgetful(jaxpp.BaseSchedule):
         def tasks(self, n_mubatches):
             return [[jaxpp.Task.make(0, i, jaxpp.TaskType.FWD) for i in range(n_mubatches)]]
@@ -184,11 +186,17 @@ def test_faults_of_a_schedule_say_where():
         " mpmd.jaxpp.TaskType.FWD), None for a step without work."
     )
     for make, message in [
-        (lambda: jaxpp.Std1F1B(0), "Std1F1B: num_stages is 0; expected a whole number of at least 1."),
-        (lambda: jaxpp.KimiK2(4, -1), "KimiK2: mpmd_dim is -1; expected a whole number of at least 1."),
+        (
+            lambda: jaxpp.Std1F1B(0),
+            "Std1F1B: num_stages is 0. The argument `num_stages` must be `>= 0`, whole and not 0.",
+        ),
+        (
+            lambda: jaxpp.KimiK2(4, -1),
+            "KimiK2: mpmd_dim is -1. The argument `mpmd_dim` must be `>= 0`, whole and not 0.",
+        ),
         (
             lambda: jaxpp.Interleaved1F1B(4, 3),
-            "Interleaved1F1B: num_stages is 4 and mpmd_dim 3; every group needs the same number of stages.",
+            "Interleaved1F1B: num_stages 4 can not be evenly divided by mpmd_dim 3, to give every group as many.",
         ),
         (
             lambda: jaxpp.GPipe(4, 2),
@@ -196,7 +204,11 @@ def test_faults_of_a_schedule_say_where():
         ),
         (
             lambda: jaxpp.DualPipeV(3, 3),
-            "DualPipeV: num_stages is 3 and mpmd_dim 3. It has two stages a group: use 6.",
+            "DualPipeV only supports 2 * mpmd_dim stages, self.num_stages=3 requested with self.mpmd_dim=3: use 6.",
+        ),
+        (
+            lambda: jaxpp.DualPipeV(6, 3).tasks(5),
+            "DualPipeV requires n_mubatches=5 >= self.num_stages=6: its pairs need two microbatches a group.",
         ),
     ]:
         with pytest.raises(ValueError) as fault:
@@ -427,6 +439,52 @@ def test_a_program_of_tasks_runs_where_it_says(types):
     assert lowered.used_inputs == ((True, True), True) and lowered.out_shape[0].shape == (4, 8)
 
 
+def test_a_task_that_runs_for_each_microbatch_is_traced_once():
+    mesh, traces = mesh_of(2, 2), []
+    here = NamedSharding(mesh.unstack[0], P())
+
+    def double(x):
+        traces.append(x.shape)
+        return 2 * x
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=here)
+    def program(x):
+        run = experimental.mpmd.task(double, out_shardings=here)
+        return run(x), run(run(x))
+
+    assert [list(x) for x in jax.tree.leaves(program(np.ones(2, np.float32)))] == [[2, 2], [4, 4]]
+    assert traces == [(2,)]
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_a_pullback_whose_shape_was_found_before_runs_in_a_program(types):
+    """As Marin splits its backwards: a task gives the arrays of a pullback, two others use it."""
+    mesh, task = mesh_of(2, 2, types), experimental.mpmd.task
+    here = mesh.unstack[0]
+    rows, whole = NamedSharding(here, P("data")), NamedSharding(here, P())
+
+    def loss(w, x):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
+        return jnp.sin(jax.shard_map(lambda w, x: jnp.tanh(x @ w), mesh=None, **specs)(w, x)).sum()
+
+    w, x = np.eye(4, dtype=np.float32) * 2, np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+    with jax.set_mesh(here):
+        expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(jax.device_put(w, whole), jax.device_put(x, rows))
+        leaves, tree = jax.tree.flatten(
+            jax.eval_shape(lambda w, x: jax.vjp(loss, w, x)[1], jax.device_put(w, whole), jax.device_put(x, rows))
+        )
+    places = [leaf.sharding if isinstance(leaf.sharding, NamedSharding) else whole for leaf in leaves]
+    places = tuple(NamedSharding(here, s.spec) for s in places)
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=(whole, rows))
+    def program(w, x):
+        kept = task(lambda w, x: tuple(jax.tree.leaves(jax.vjp(loss, w, x)[1])), out_shardings=places)(w, x)
+        half = lambda i: lambda *kept: tree.unflatten(kept)(jnp.ones(()))[i]  # noqa: E731
+        return [task(half(i), out_shardings=s)(*kept) for i, s in enumerate((whole, rows))]
+
+    assert_close(program(w, x), list(expected))
+
+
 def test_a_task_may_keep_values_on_the_host():
     mesh = mesh_of(2, 2, EXPLICIT)
     here, there = (NamedSharding(group, P("data")) for group in mesh.unstack)
@@ -458,7 +516,11 @@ def test_faults_of_a_program_are_told():
         future.done()
         return future.done()
 
-    assert "must be on the same mesh" in fault(lambda x: task(lambda x: x, out_shardings=there)(x))
+    for which, options in [("out_shardings", {"out_shardings": there}), ("argument shardings", {"mesh": there.mesh})]:
+        assert fault(lambda x, o=options: task(lambda x: x, **{"out_shardings": P(), **o})(x)) == (
+            f"task <lambda>: task {which} must be on the same mesh; they are in the groups (0,) and (1,). Move values"
+            " by transfer(x, out_shardings=...).done() first."
+        )
     assert fault(lambda x: task(lambda: jnp.ones(2), out_shardings=P())(), RuntimeError) == (
         "task <lambda>: nothing says where it runs, so a PartitionSpec requires a non-empty mesh: pass mesh= or"
         " NamedShardings."
