@@ -19,7 +19,7 @@ NUM_GROUPS, MICROBATCHES = 2, 3
 class Alone:
     """A job of one process, without a watchdog."""
 
-    rank, num_ranks = 0, 1
+    rank, num_ranks, epoch = 0, 1, 0
     as_a_whole = contextlib.nullcontext
 
     def __init__(self):
