@@ -50,7 +50,7 @@ def after(state, step, batches):
     return jax.tree.map(np.asarray, mpmd.device_get(state))
 
 
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("place", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_epoch_goes_on_from_an_orbax_checkpoint_with_the_same_bits(tmp_path, place):
     batches = lists(1)
     expected = after(start(), jitted(), batches)

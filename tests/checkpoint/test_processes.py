@@ -56,6 +56,7 @@ def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, b
         assert one["held"] < total
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
     run("save_stock", 2, 2, path=str(tmp_path / "state"), scale=64)
     found = run("restore", 2, 2, path=str(tmp_path / "state"), groups=4, data=None, scale=64)
@@ -78,7 +79,9 @@ def test_processes_that_save_or_restore_unlike_checkpoints_are_all_told_at_once(
         assert ", rank 0 as PATH/run/0/default (checkpoint " in by_reshard
 
 
-@pytest.mark.parametrize("call", ["make", "restore", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "call", ["make", *(pytest.param(call, marks=pytest.mark.slow) for call in ("restore", "save"))]
+)
 def test_a_process_that_saves_or_restores_alone_is_told_at_once_with_what_the_others_do(tmp_path, call):
     did = "made a CheckpointManager" if call == "make" else f"called Orbax's {call}"
     for found in run("alone", 2, 1, path=str(tmp_path / "run"), call=call):
@@ -103,6 +106,7 @@ def test_a_manager_that_is_told_its_processes_waits_for_them_without_a_computati
 
 
 @pytest.mark.parametrize("layout", ["several groups each", pytest.param("a group over two", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_keys_spmd_arrays_and_host_values_are_saved_beside_arrays_of_groups(tmp_path, layout):
     num_processes, devices, groups = LAYOUTS[layout]
     found = run("mixed", num_processes, devices, path=str(tmp_path / "state"), groups=groups)
@@ -120,6 +124,7 @@ def test_every_process_plans_alike_and_replicas_spread_the_writing():
     assert {process for plan in plan_writing(leaves) for process in plan.boxes} == {0}
 
 
+@pytest.mark.slow
 def test_an_array_that_each_process_has_for_itself_is_refused_in_all_of_them(tmp_path):
     found = run("save_local_array", 2, path=str(tmp_path / "state"))
     assert found == [

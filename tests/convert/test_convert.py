@@ -32,7 +32,11 @@ def converted(tmp_path, source, *options):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.slow), ("--format", "zarr3"), ("--threshold", "4KiB")]
+    "options",
+    [
+        ("--format", "zarr3"),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in [(), ("--threshold", "4KiB")]),
+    ],
 )
 def test_a_training_state_goes_from_stacked_to_layers_and_back_bit_by_bit(tmp_path, options):
     state = state_of(stacked_params())
@@ -351,6 +355,7 @@ def test_any_chunks_become_any_others_in_the_least_memory_that_will_do(tmp_path_
     assert_same(restore(tmp_path / "second"), {"w": list(w)})
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_1_or_2(tmp_path):
     source = save(tmp_path / "source", {"w": np.zeros(3)})
     good = command("convert", source, tmp_path / "target")

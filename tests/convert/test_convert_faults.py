@@ -71,6 +71,7 @@ def test_a_killed_conversion_leaves_no_target_and_what_it_leaves_says_what_it_is
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_stopped_conversion_leaves_nothing(tmp_path, large, number):
     process = start(large, tmp_path / "target", "--chunk", "layers/*=128,-1")
     wait_for_data(tmp_path / "target", process)

@@ -76,6 +76,7 @@ def adamw():
     return assert_trains_alike(optimizer, scheduler.OneFOneB(4), ema=True, cuts=(3, 3, 3, 3))
 
 
+@pytest.mark.slow
 def test_each_group_has_a_quarter_of_the_layers_and_no_more(adamw):
     compiled, state = adamw
     stacks = jax.tree.leaves([state["params"]["layers"], state["ema"]["layers"]])

@@ -103,6 +103,7 @@ def test_a_path_that_is_given_is_where_the_command_is_looked_for(tmp_path):
     assert (status, job.err) == (127, "jax-mpmd: command not found: bash (PATH=/nowhere)\n")
 
 
+@pytest.mark.slow
 def test_a_time_limit_of_the_callers_shell_does_not_end_the_job():
     status, job = run(*shell("sleep 3; echo $TMOUT"), TMOUT="1")
     assert (status, job.out, job.err) == (0, "[0] 1\n", "")
@@ -264,6 +265,7 @@ def test_a_stopped_rank_is_ended_too():
         assert job.finish() == 4
 
 
+@pytest.mark.slow
 def test_ranks_that_ignore_sigterm_are_killed():
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); "
     with launch("-n", 2, *python(program + "import time; time.sleep(1000)")) as job:
@@ -315,6 +317,7 @@ def test_a_second_ctrl_c_does_not_wait():
         assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed():
     with launch("-n", 2, *FAMILY) as job:
         job.wait_for_line(r"^\[\d\] child=", 2)
@@ -409,6 +412,7 @@ status("jax-mpmd: rank 0: left the program after step 7"); os._exit(75)
     assert job.summary()[2:] == ["  | bye"]
 
 
+@pytest.mark.slow
 def test_the_launcher_prints_the_table_when_no_rank_could():
     program = """
 if rank == 1:
@@ -459,6 +463,7 @@ def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     assert said[-1] == "jax-mpmd: gives up after restart 2 of 9999: exit status 6, 3 times in a row"
 
 
+@pytest.mark.slow
 def test_a_failure_at_another_step_is_another_one():
     program = WATCHED.replace('"step": 7', '"step": 7 + int(os.environ["MPMD_ATTEMPT"]) // 2') + "status(); sys.exit(3)"
     status, job = run("--restarts", 3, *python(program))
@@ -533,6 +538,7 @@ print("listens", json.dumps(listening(os.getpid())))
 """
 
 
+@pytest.mark.slow
 def test_all_ports_of_a_job_on_one_machine_are_on_loopback_whatever_its_name_is(tmp_path):
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n192.0.2.1 {socket.gethostname()}\n")
     elsewhere = ("unshare", "--mount", "bash", "-c", f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"', "-")

@@ -88,6 +88,7 @@ def test_the_first_failure_ends_the_step_and_is_shown_last(slurm, how, status, t
 
 
 @pytest.mark.parametrize("name, status", [("INT", 130), ("TERM", 143)])
+@pytest.mark.slow
 def test_a_signal_leaves_no_process_behind(slurm, name, status):
     script = ("bash", "-c", 'echo "launcher=$$"; exec "$@"', "bash")
     with launch("-n", 2, *FAMILY, prefix=(*SALLOC, *script), **slurm.environment) as job:
@@ -97,6 +98,7 @@ def test_a_signal_leaves_no_process_behind(slurm, name, status):
         assert job.summary() == [f"jax-mpmd: ended by SIG{name}"]
 
 
+@pytest.mark.slow
 def test_scancel_ends_everything(slurm):
     with launch("-n", 2, *FAMILY, prefix=SALLOC, **slurm.environment) as job:
         job.wait_for_line(r"child=\d+", 2)
@@ -106,6 +108,7 @@ def test_scancel_ends_everything(slurm):
         until(lambda: not slurm.jobs(), "the end of the job", 60)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(slurm):
     script = ("bash", "-c", 'echo "launcher=$$"; exec "$@"', "bash")
     with launch("-n", 2, *FAMILY, prefix=(*SALLOC, *script), **slurm.environment) as job:

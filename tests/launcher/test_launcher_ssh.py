@@ -108,6 +108,7 @@ def test_a_failure_on_another_host_ends_all_and_names_it(hosts):
 
 
 @pytest.mark.parametrize("name, status", [("INT", 130), pytest.param("TERM", 143, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_signal_leaves_no_process_on_any_host(hosts, name, status):
     program = shell("setsid bash -c 'trap \"\" TERM HUP; sleep 1000 & wait' & echo ready; sleep 1000")
     with start_over(hosts, "-H", "hosta,hostb", "-n", 2, *program) as job:

@@ -77,6 +77,7 @@ def fault(name: str, folder: Path) -> list:
     return ended
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path):
     ended = fault("kill", tmp_path)
     for e in ended:

@@ -85,6 +85,7 @@ def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after
     return {"attempt": attempt, "rank": rank, "step": step, "what": "signal", "signal": int(number), "after_s": after_s}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_trace_in_losses_and_state(environment, unbroken):
     faults = [kill(0, 1, 4)]
     job = run(environment, "-n", 2, "--cpu-devices", 2, "--restarts", 1, case="pairs", faults=faults)

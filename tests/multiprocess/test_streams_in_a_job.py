@@ -19,6 +19,7 @@ def test_random_layouts_arrive_with_the_bytes_that_the_plan_says(processes, devi
 
 
 @pytest.mark.parametrize(("senders", "processes"), [(2, 3), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_slow_receiver_gets_the_last_of_many_versions_whole(senders, processes):
     told = results("streams.py", "flow", senders, 60, processes=processes, devices=2)
     receivers = told[senders:]
