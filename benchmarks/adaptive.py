@@ -17,13 +17,12 @@ busiest group, which is printed too.
 import argparse
 import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import time
 
 from pipeline_efficiency import NUM_GROUPS, slow_down_the_wire
+from ranks import start_ranks
 
 JITTERS = ("none", "jitter of 30 %", "hiccups")
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -45,16 +44,7 @@ def main() -> int:
     if "MPMD_PROCESS_ID" in os.environ:
         run(args)
         return 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {
-        "MPMD_COORDINATOR": f"127.0.0.1:{port}", "MPMD_NUM_PROCESSES": str(NUM_GROUPS), "MPMD_LOCAL_ONLY": "1",
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
-    }  # fmt: skip
-    command = [sys.executable, *sys.argv]
-    processes = [subprocess.Popen(command, env=environment | {"MPMD_PROCESS_ID": str(i)}) for i in range(NUM_GROUPS)]
-    return max(p.wait() for p in processes)
+    return start_ranks(NUM_GROUPS)
 
 
 def simulate(args) -> None:

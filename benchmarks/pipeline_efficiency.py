@@ -12,12 +12,12 @@ pairs of tasks as one), and the efficiency, simulated / measured (aim: 0.98).
 
 import argparse
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
+
+from ranks import start_ranks
 
 NUM_GROUPS = 4
 HOPS = 20  # of the chain that measures a transfer
@@ -44,16 +44,7 @@ def main() -> int:
     if "MPMD_PROCESS_ID" in os.environ:
         run(args)
         return 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {
-        "MPMD_COORDINATOR": f"127.0.0.1:{port}", "MPMD_NUM_PROCESSES": str(NUM_GROUPS), "MPMD_LOCAL_ONLY": "1",
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
-    }  # fmt: skip
-    command = [sys.executable, *sys.argv]
-    processes = [subprocess.Popen(command, env=environment | {"MPMD_PROCESS_ID": str(i)}) for i in range(NUM_GROUPS)]
-    return max(p.wait() for p in processes)
+    return start_ranks(NUM_GROUPS)
 
 
 def run(args) -> None:

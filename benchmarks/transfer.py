@@ -9,11 +9,11 @@ bare bandwidth for large values, at most 1.3 times the bare latency for small on
 
 import argparse
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
+
+from ranks import start_ranks
 
 SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 32 << 20)
 
@@ -27,16 +27,7 @@ def main() -> int:
     if "MPMD_PROCESS_ID" in os.environ:
         run(args.repeats)
         return 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {
-        "MPMD_COORDINATOR": f"127.0.0.1:{port}", "MPMD_NUM_PROCESSES": "2", "MPMD_LOCAL_ONLY": "1",
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
-    }  # fmt: skip
-    command = [sys.executable, __file__, "--repeats", str(args.repeats)]
-    processes = [subprocess.Popen(command, env=environment | {"MPMD_PROCESS_ID": str(i)}) for i in range(2)]
-    return max(p.wait() for p in processes)
+    return start_ranks(2)
 
 
 def run(repeats: int) -> None:

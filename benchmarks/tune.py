@@ -10,11 +10,11 @@ Its prediction for a step is compared with the measured step (aim: within 5 %). 
 import argparse
 import functools
 import os
-import socket
-import subprocess
 import sys
 import time
 from typing import Any
+
+from ranks import start_ranks
 
 NUM_GROUPS, NUM_LAYERS = 4, 11
 TARGET = 0.05
@@ -27,16 +27,7 @@ def main() -> int:
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
         return run(args)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {
-        "MPMD_COORDINATOR": f"127.0.0.1:{port}", "MPMD_NUM_PROCESSES": str(NUM_GROUPS), "MPMD_LOCAL_ONLY": "1",
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
-    }  # fmt: skip
-    command = [sys.executable, *sys.argv]
-    processes = [subprocess.Popen(command, env=environment | {"MPMD_PROCESS_ID": str(i)}) for i in range(NUM_GROUPS)]
-    return max(p.wait() for p in processes)
+    return start_ranks(NUM_GROUPS)
 
 
 def run(args) -> int:

@@ -320,9 +320,10 @@ def test_a_constraint_that_names_the_pipelines_axis_is_refused():
     assert _axis_refusal(apply).startswith("sharding_constraint names the mpmd axis 'stage'")
 
 
-def test_a_constraint_that_names_the_pipelines_axis_with_another_is_refused():
+@pytest.mark.parametrize("axes", [("data", "stage"), ("stage", "data")])  # the latter are all axes of the mesh
+def test_a_constraint_that_names_the_pipelines_axis_with_another_is_refused(axes):
     def apply(mesh, x):
-        return jax.lax.with_sharding_constraint(x, P(None, ("data", "stage")))  # here
+        return jax.lax.with_sharding_constraint(x, P(None, axes))  # here
 
     assert _axis_refusal(apply).startswith("sharding_constraint names the mpmd axis 'stage'")
 

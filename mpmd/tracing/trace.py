@@ -92,8 +92,8 @@ def trace_step(
     others = frozenset(m.abstract_mesh for m in (mpmd_mesh.tracing_mesh(), *mpmd_mesh.groups))
     with compat.tracing(mesh, others, axis):
         closed, jaxpr = _traced(flat, avals)
+    _check_axis(jaxpr, axis, mesh.axis_names)
     jaxpr = compat.rebase(compat.ClosedJaxpr(jaxpr, ()), mesh, mesh, axis).jaxpr
-    _check_axis(jaxpr, axis)
     return Trace(jaxpr, tuple(closed.consts), in_tree, out_tree, tuple(in_names), out_names)
 
 
@@ -154,12 +154,15 @@ def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[Any]) -
             )
 
 
-def _check_axis(jaxpr: compat.Jaxpr, axis: str | None) -> None:
-    """Nothing inside the step may name the mpmd axis: a group does not extend along it."""
+def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, names: tuple[str, ...]) -> None:
+    """Nothing inside the step may name the mpmd axis: a group does not extend along it.
+
+    Where a `shard_map` divides a dimension over all axes of the mesh, JAX has written that for a residual (`rebase`).
+    """
     if axis is None:
         return
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis):
+        if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis, names):
             what = eqn.primitive.name.replace("_invariant", "")
             where = compat.source_line(eqn)
             raise StageError(
@@ -168,14 +171,17 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None) -> None:
                 " values cross groups where stages end."
             )
         for inner in compat.jaxprs_in(eqn.params):
-            _check_axis(inner, axis)
+            _check_axis(inner, axis, names)
 
 
 _NAMING = ("axes", "axis_name", "axis_index_groups", "axis", "in_specs", "out_specs", "out_sharding")
 
 
-def _names_axis(eqn: compat.JaxprEqn, axis: str) -> bool:
-    found = (x for key, x in eqn.params.items() if key in _NAMING or isinstance(x, NamedSharding))
+def _names_axis(eqn: compat.JaxprEqn, axis: str, names: tuple[str, ...]) -> bool:
+    found: list[Any] = [x for key, x in eqn.params.items() if key in _NAMING or isinstance(x, NamedSharding)]
+    if eqn.primitive.name == "shard_map":
+        specs = [s for key in ("in_specs", "out_specs") for s in eqn.params[key]]
+        found = [[e for e in (*s.partitions, *s.unreduced, *s.reduced) if e != names] for s in specs]
     return any(_mentions(x, axis) for x in found)
 
 
