@@ -194,14 +194,16 @@ def test_the_timeline_and_the_flight_record_tell_the_order_in_which_tasks_ran(la
     step = mpmd.jit(step_of(scheduler.Adaptive(GPipe(2), ALL), 2), mpmd_mesh=groups(2))
     compiled = step.lower(params(2), batch(8)).compile()
     compiled.timing = True
-    compiled(params(2), batch(8))
-    done = [compiled._executor.bindings.instructions[k] for k in late[-1]]
-    tasks = [[t for b in done if b.group == group for t in b.tasks] for group in range(2)]
-    timeline = compiled.last_timeline()
-    assert [list(order) for order in timeline.orders] == tasks
-    assert any(t != list(own) for t, own in zip(tasks, GPipe(2).orders(8), strict=True))
-    step_done = compiled._executor.recorded()["steps"][-1]
-    assert step_done["numbers"] == late[-1]
+    planned, tasks = [list(own) for own in GPipe(2).orders(8)], None
+    for _ in range(100):  # whether a group has a choice is a matter of time: in some calls none has
+        compiled(params(2), batch(8))
+        done = [compiled._executor.bindings.instructions[k] for k in late[-1]]
+        tasks = [[t for b in done if b.group == group for t in b.tasks] for group in range(2)]
+        assert [list(order) for order in compiled.last_timeline().orders] == tasks
+        assert compiled._executor.recorded()["steps"][-1]["numbers"] == late[-1]
+        if tasks != planned:
+            break
+    assert tasks != planned
 
 
 def test_a_task_that_fails_is_told(late):

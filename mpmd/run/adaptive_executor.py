@@ -162,7 +162,7 @@ class AdaptiveExecutor(Executor):
 
 
 def _do(instruction: Instruction, slots: list[Any], base: int) -> Sequence[jax.Array]:
-    """Does an instruction; what a program returns. (`Executor._walk` has this inline: a call for each costs too much.)"""
+    """Does an instruction; what a program returns. (`Executor._walk` has this inline: a call takes time there.)"""
     code, act, reads, writes, frees, _ = instruction
     results: Sequence[jax.Array] = ()
     if code == RUN:
