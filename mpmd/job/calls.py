@@ -24,11 +24,11 @@ from mpmd.job.disagreement import Disagreement, disagreement
 from mpmd.job.notes import Note
 
 # So many calls are published together, if they come faster than the thread looks.
-WINDOW = 32
+WINDOW = 64
 # So many bytes wait for the thread, at most twice; what is more, the main thread reads.
 _MAX_HELD_NBYTES = 64 << 20
 # A rank is at most so many calls ahead of what has been compared.
-MAX_AHEAD = 128
+MAX_AHEAD = 256
 # Who waits for a comparison asks for it so often: at first, and at last.
 _SOON_S, _LATE_S = 0.001, 0.05
 # A disagreement is said without the ranks that have not come to the call after so long.
@@ -59,6 +59,7 @@ class SharedCalls:
         self.notes: deque[Note] = deque()
         self._rank, self._store, self._now = rank, store, now
         self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
+        self._digests: deque[int] = deque()  # of the notes that have been read
         self._compared = self._published = 0  # calls
         self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
         self._answered: int | None = None
@@ -70,14 +71,17 @@ class SharedCalls:
 
     def turn(self) -> Disagreement | None:
         """Publishes what is new, and compares what the others have said, or hears what has been found."""
-        notes = list(itertools.takewhile(lambda note: note.is_ready, list(self.notes)))
-        said = self._compared, [note.digest for note in notes]
+        for note in list(self.notes)[len(self._digests) :]:
+            if not note.is_ready:
+                break
+            self._digests.append(note.digest)
+        said = self._compared, list(self._digests)
         if self._rank == self.ranks[0]:
             return self._compare({self._rank: said, **self._read("said")})
         if not self.notes:
             return None
-        if self._compared + len(notes) > self._published:
-            self._published = self._compared + len(notes)
+        if self._compared + len(self._digests) > self._published:
+            self._published = self._compared + len(self._digests)
             self._set(f"said/{self._rank}", said)
         return self._hear()
 
@@ -85,7 +89,7 @@ class SharedCalls:
         compared, is_asked, found = self._read("found").get(self.ranks[0], (0, False, None))
         self._advance(compared)
         self._asked = (compared, 0.0) if is_asked else None
-        if is_asked and self._answered != compared and self._next_is_ready:
+        if is_asked and self._answered != compared and self._digests:
             self._set(f"details/{self._rank}", [compared, self.notes[0].to_json()])
             self._answered = compared
         return None if found is None else Disagreement(*found)
@@ -111,20 +115,17 @@ class SharedCalls:
         if self._asked is None:
             self._asked = k, self._now()
         told = {r: note for r, (at, note) in self._read("details").items() if at == k}
-        if self._next_is_ready:
+        if self._digests:
             told[self._rank] = self.notes[0].to_json()
         have_all = len(told) == len(self.ranks)
         if not have_all and self._now() - self._asked[1] < _PATIENCE_S:
             return False, None
         return have_all, disagreement(told) if len(told) > 1 else None
 
-    @property
-    def _next_is_ready(self) -> bool:
-        return bool(self.notes) and self.notes[0].is_ready
-
     def _advance(self, compared: int) -> None:
         for _ in range(compared - self._compared):
             self.notes.popleft()
+            self._digests.popleft()
         self._compared = compared
 
     def _set(self, name: str, data: Any) -> None:
