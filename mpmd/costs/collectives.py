@@ -20,6 +20,12 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(
     r"(?:calls|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations=\{([^}]*)\}"
 )
+# An order of the devices stands in it where it is not that of their numbers.
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"
+    r"(?:, device_ids=\((?:\[(?P<iota>[\d,]+)\](?:T\((?P<turned>[\d,]+)\))?|(?P<places>[\d,]+))\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4}
 
 
@@ -113,17 +119,23 @@ def _members(line: str, num_devices: int) -> np.ndarray:
     Shape (devices,), int: their places in the program.
     """
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        grid = np.arange(num_devices).reshape(_numbers(match[3]))
-        turned = grid.transpose(_numbers(match[4])) if match[4] else grid
-        return turned.reshape(int(match[1]), int(match[2]))[0]
+        return _turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2]))[0]
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return np.array(_numbers(match[1]), int)
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        grid = np.arange(num_devices).reshape(tuple(sizes.values()))
-        wanted = set(re.findall(r"'([^']+)'", match[2]))
+    if match := _MESH_GROUPS.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
+        iota = _turned(num_devices, match["iota"] or str(num_devices), match["turned"])
+        places = np.array(_numbers(match["places"]), int) if match["places"] else iota
+        grid = places.reshape(tuple(sizes.values()))
+        wanted = set(re.findall(r"'([^']+)'", match["axes"]))
         return grid[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
     return np.arange(num_devices)
+
+
+def _turned(num_devices: int, shape: str, order: str | None) -> np.ndarray:
+    """The numbers of all devices as an array of this shape, its axes in another order."""
+    grid = np.arange(num_devices).reshape(_numbers(shape))
+    return grid.transpose(_numbers(order)) if order else grid
 
 
 def _num_hosts(line: str, members: np.ndarray, num_near: int) -> int:

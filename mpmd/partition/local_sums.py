@@ -1,7 +1,7 @@
 """Equations that sum over sharded rows: how each device sums its own rows, in a `shard_map`."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,8 @@ from mpmd.graphs.sharded_axes import Axes, Dims, ShardedAxes, dims_of
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.new_equations import Atom
 
+_ANY = PartitionSpec.UNCONSTRAINED
+
 
 class Local(NamedTuple):
     """How an equation that sums over sharded axes runs on each device's rows.
@@ -23,25 +25,33 @@ class Local(NamedTuple):
       out_spec: of the parts.
       axes: the mesh axes that are summed over.
       manual: the mesh axes that these specs are about.
+      gathered: per operand, how it is sharded before that; None: as it is.
     """
 
     in_specs: tuple[PartitionSpec, ...]
     out_spec: PartitionSpec
     axes: Axes
     manual: set[str]
+    gathered: tuple[PartitionSpec | None, ...]
 
 
-def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes) -> Local | None:
-    """How an equation runs on each device's rows; None if it sums over no sharded axis, or types forbid it."""
-    found = _summed(eqn, [sharded.of(v) for v in eqn.invars])
+def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[str] = ()) -> Local | None:
+    """How an equation runs on each device's rows; None if it sums over no sharded axis, or types forbid it.
+
+    Args:
+      eqn: the equation.
+      sharded: the mesh axes of its operands.
+      refused: the mesh axes over which its result should have no parts.
+    """
+    if (found := _summed(eqn, [sharded.of(v) for v in eqn.invars])) is None:
+        return None
+    gathered = _gathered(eqn, found, sharded, refused)
     axes = tuple(dict.fromkeys(n for d in found[-1].values() for n in d)) if found else ()
-    if not found or not axes or any(_shards_twice(list(d.values())) for d in found):
+    if not axes or set(axes).intersection(refused) or any(_shards_twice(list(d.values())) for d in found):
         return None
     for v, dims in zip(eqn.invars, found, strict=True):
         shape, known = v.aval.shape, sharded.of(v)
         if any(shape[i] % math.prod(sharded.sizes[n] for n in d) for i, d in dims.items()):
-            return None
-        if any(set(d).intersection(axes) for i, d in enumerate(known) if i not in dims):
             return None
         if explicit_sharding(v.aval) is not None and any(known[i] != d for i, d in dims.items()):
             return None
@@ -55,7 +65,7 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes) -> Local | None:
             _spec([dims.get(i, ()) for i in range(len(v.aval.shape))])
             for v, dims in zip(eqn.invars, found, strict=True)
         ]
-        return Local(tuple(specs), PartitionSpec(axes), axes, manual)
+        return Local(tuple(specs), PartitionSpec(axes), axes, manual, gathered)
     # Types say that other axes are sharded too: `shard_map` has to know.
     result = _typed_dims(eqn.outvars[0])
     if eqn.primitive.name not in ("dot_general", "reduce_sum") or sharded.results(eqn, typed)[0] != result:
@@ -65,7 +75,35 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes) -> Local | None:
         _spec([(*t, *(n for n in dims.get(i, ()) if n not in t)) for i, t in enumerate(of_type)])  # rows on Auto axes
         for of_type, dims in zip(typed, found, strict=True)
     ]
-    return Local(tuple(specs), _spec([axes, *result]), axes, manual)
+    return Local(tuple(specs), _spec([axes, *result]), axes, manual, gathered)
+
+
+def _gathered(
+    eqn: compat.JaxprEqn, found: list[dict[int, Axes]], sharded: ShardedAxes, refused: Collection[str]
+) -> tuple[PartitionSpec | None, ...]:
+    """Leaves out of `found` the mesh axes that shard another axis of an operand: over these no device has rows alone.
+
+    Sequences that are sharded like the columns of the other operand are such: XLA gathers them for a product. So are
+    the updates of a table that is sharded like their sequences, if they are smaller than the table.
+
+    Returns:
+      Per operand, how it is sharded then; None where nothing changes.
+    """
+    known = [sharded.of(v) for v in eqn.invars]
+    others = {
+        n for d, dims in zip(known, found, strict=True) for i, axes in enumerate(d) if i not in dims for n in axes
+    }
+    if eqn.primitive.name == "scatter-add" and sharded.nbytes(eqn.invars[2]) <= sharded.nbytes(eqn.invars[0]):
+        others |= {*refused}
+    specs: list[PartitionSpec | None] = []
+    for d, dims in zip(known, found, strict=True):
+        dims.update({i: tuple(n for n in axes if n not in others) for i, axes in dims.items()})
+        changes = any(others.intersection(d[i]) for i in dims)
+        kept = [dims.get(i, axes) for i, axes in enumerate(d)]
+        specs.append(
+            PartitionSpec(*(axes or (None if i in dims else _ANY) for i, axes in enumerate(kept))) if changes else None
+        )
+    return tuple(specs)
 
 
 def _typed_dims(v: Atom) -> Dims:

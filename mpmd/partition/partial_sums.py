@@ -33,6 +33,9 @@ from mpmd.partition.local_sums import Local, local_sum
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom, trace_equations
 
+# Values of which parts are enough, and the mesh axes over which they should have none.
+Wanted = Mapping[Atom, frozenset[str]]
+
 
 class Partial(NamedTuple):
     """A value as parts that add up to it, one for each device along mesh axes: they are on an axis in front."""
@@ -56,12 +59,8 @@ def sum_once(
       The body and its accumulators, and the equations that sum their results.
     """
     sharded = sharded.read(n.eqn for n in body.nodes)
-    wanted = _wanted(body, accumulators)
+    wanted = {v: _scattered_over(body, v, sharded) for v in _wanted(body, accumulators)}
     nodes, partials = _in_parts(body, wanted, sharded)
-    # Over which axes a value has parts is known only when it is in parts; what should not be is left out then.
-    if scattered := {v for v in wanted if v in partials and _is_scattered(body, v, partials[v].axes, sharded)}:
-        wanted -= scattered
-        nodes, partials = _in_parts(body, wanted, sharded)
     after: list[compat.JaxprEqn] = []
     changed: list[Accumulator] = []
     for acc in accumulators:
@@ -86,15 +85,13 @@ def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
     return {a.value for a in accumulators} - {a.value for a in accumulators if not is_sum(a)}
 
 
-def _is_scattered(body: Body, value: Atom, axes: Axes, sharded: ShardedAxes) -> bool:
-    """Whether a parameter of this shape is sharded over the same devices: parts of its gradient would be larger."""
+def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[str]:
+    """The axes over which a parameter of this shape is sharded: parts of its gradient over them would be larger."""
     same = [v for v in body.operands if v.aval.shape == value.aval.shape]
-    return any(set(axes).intersection(d) for v in same for d in sharded.of(v))
+    return frozenset(n for v in same for axes in sharded.of(v) for n in axes)
 
 
-def _in_parts(
-    body: Body, wanted: Collection[Atom], sharded: ShardedAxes
-) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
+def _in_parts(body: Body, wanted: Wanted, sharded: ShardedAxes) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
     """The nodes of a body in which the `wanted` values are in parts where they can be, and these parts."""
     place = {v: n.place for n in body.nodes if n.per_microbatch for v in n.eqn.outvars}
     summable = _summable(
@@ -102,7 +99,7 @@ def _in_parts(
         wanted,
         near=lambda v, eqn: place[v] is not None and place[v] == place[eqn.outvars[0]],
     )
-    sums = _Sums(sharded, summable)
+    sums = _Sums(sharded, summable, frozenset().union(*wanted.values()))
     nodes: list[Node] = []
     for node in body.nodes:
         new = sums.replace(node.eqn)
@@ -112,11 +109,11 @@ def _in_parts(
 
 def _summable(
     eqns: Sequence[compat.JaxprEqn],
-    wanted: Collection[Atom],
+    wanted: Wanted,
     near: Callable[[compat.Var, compat.JaxprEqn], bool] = lambda v, eqn: True,
     whole: Collection[Atom] = (),
     inputs: Sequence[compat.Var] = (),
-) -> set[Atom]:
+) -> Wanted:
     """The values of which parts are enough: linear equations alone are between them and `wanted` ones.
 
     Args:
@@ -128,11 +125,11 @@ def _summable(
     for eqn in eqns:
         for v in equations.variables(eqn.invars):
             readers[v].append(eqn)
-    found: set[Atom] = set()
+    found: dict[Atom, frozenset[str]] = {}
     for v in (*(v for eqn in reversed(eqns) for v in eqn.outvars), *inputs):
         enough = v not in whole and (v in wanted or readers[v])
-        if enough and all(_is_linear(e, v) and found.issuperset(e.outvars) and near(v, e) for e in readers[v]):
-            found.add(v)
+        if enough and all(_is_linear(e, v) and found.keys() >= {*e.outvars} and near(v, e) for e in readers[v]):
+            found[v] = wanted.get(v, frozenset()).union(*(found[out] for e in readers[v] for out in e.outvars))
     return found
 
 
@@ -148,15 +145,21 @@ class _Sums:
     Args:
       sharded: the mesh axes of all values.
       summable: the values of which parts are enough.
+      secondary: mesh axes over which parts are had only where there can be none over others.
       partials: those that come in in parts.
     """
 
     def __init__(
-        self, sharded: ShardedAxes, summable: Collection[Atom], partials: Mapping[Atom, Partial] | None = None
+        self,
+        sharded: ShardedAxes,
+        summable: Wanted,
+        secondary: Collection[str],
+        partials: Mapping[Atom, Partial] | None = None,
     ):
         self.partials: dict[Atom, Partial] = dict(partials or {})
         self._sharded = sharded
         self._summable = summable
+        self._secondary = secondary
 
     def replace(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
         """The equations instead of one whose results can be in parts; None: it stays as it is."""
@@ -168,15 +171,28 @@ class _Sums:
 
     def _replaced(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
         if any(v in self.partials for v in equations.variables(eqn.invars)):
-            return self._linear(eqn)
+            return self._further(eqn) or self._linear(eqn)
         if not any(v in self._summable for v in eqn.outvars):
             return None
         if eqn.primitive.name == "scan":
             return self._scan(eqn)
         if eqn.primitive.name in CHECKPOINTS:
             return self._checkpoint(eqn)
-        local = local_sum(eqn, self._sharded)
+        local = self._local(eqn)
         return None if local is None else self._rows(eqn, local)
+
+    def _further(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
+        """An equation on parts over axes of parameters that sums over those of rows: parts over the latter alone."""
+        local = self._local(eqn) if eqn.outvars[0] in self._summable else None
+        over = {n for v in equations.variables(eqn.invars) if v in self.partials for n in self.partials[v].axes}
+        if local is None or not over.issubset(self._secondary) or set(self._secondary).intersection(local.axes):
+            return None
+        *before, whole = self._completed(eqn)
+        return [*before, *self._rows(whole, local)]
+
+    def _local(self, eqn: compat.JaxprEqn) -> Local | None:
+        """How an equation runs on each device's rows, if that should be."""
+        return local_sum(eqn, self._sharded, self._summable.get(eqn.outvars[0], ()))
 
     def run(self, eqns: Iterable[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
         """Replaces all that it can."""
@@ -198,7 +214,12 @@ class _Sums:
         parts = jax.shard_map(
             part, in_specs=local.in_specs, out_specs=local.out_spec, axis_names=local.manual, check_vma=False
         )
-        return self._traced(eqn, parts, eqn.invars, local.axes)
+
+        def gathered(*operands):
+            pairs = zip(operands, local.gathered, strict=True)
+            return parts(*(x if spec is None else lax.with_sharding_constraint(x, spec) for x, spec in pairs))
+
+        return self._traced(eqn, gathered, eqn.invars, local.axes)
 
     def _linear(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
         """The equation on the parts of its operands; what is no sum is added in the first part alone."""
@@ -249,7 +270,7 @@ class _Sums:
         assert body is not None
         inner = self._sharded.inside(body, [self._sharded.of(v) for v in eqn.invars])
         wanted, whole = self._inner_results(eqn, body)
-        sums = _Sums(inner, _summable(body.eqns, wanted, whole=whole))
+        sums = _Sums(inner, _summable(body.eqns, wanted, whole=whole), self._secondary)
         eqns = sums.run(body.eqns)
         found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
         if not any(found):
@@ -272,13 +293,20 @@ class _Sums:
         carries, last = body.invars[first : first + num_carry], body.outvars[:num_carry]
         wanted, whole = self._inner_results(eqn, body)
         summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
-        for _ in carries:  # a carry is in parts from its first to its last round, or not at all
-            rest = {out for v, out in zip(carries, last, strict=True) if v not in summable} & wanted
-            wanted, whole = wanted - rest, whole | rest
+        while True:  # a carry is in parts from its first to its last round, and over the same axes, or not at all
+            pairs = [(v, out) for v, out in zip(carries, last, strict=True) if out in wanted]
+            whole = whole | {out for v, out in pairs if v not in summable}
+            kept = {v: refused for v, refused in wanted.items() if v not in whole}
+            for v, out in pairs:
+                if out in kept:
+                    kept[out] |= summable[v]
+            if kept == wanted:
+                break
+            wanted = kept  # less values, or more axes for one
             summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
         parts: dict[Atom, Partial] = {}
         while True:
-            sums = _Sums(inner, summable, parts)
+            sums = _Sums(inner, summable, self._secondary, parts)
             eqns = sums.run(body.eqns)
             found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
             pairs = list(zip(carries, found[:num_carry], strict=True))
@@ -301,11 +329,18 @@ class _Sums:
         new = self._call(eqn, {"jaxpr": compat.ClosedJaxpr(jaxpr, ())}, operands, found, num_carry)
         return [*before, *new]
 
-    def _inner_results(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> tuple[set[Atom], set[Atom]]:
+    def _inner_results(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> tuple[Wanted, set[Atom]]:
         """Results of an inner jaxpr of which parts are enough, and those that are needed as they are."""
-        pairs = [(v, out in self._summable) for v, out in zip(body.outvars, eqn.outvars, strict=True)]
-        whole = {v for v, enough in pairs if not enough and not isinstance(v, compat.Literal)}
-        return {v for v, enough in pairs if enough and not isinstance(v, compat.Literal)} - whole, whole
+        wanted: dict[Atom, frozenset[str]] = {}
+        whole: set[Atom] = set()
+        for v, out in zip(body.outvars, eqn.outvars, strict=True):
+            if isinstance(v, compat.Literal):
+                continue
+            if out in self._summable:
+                wanted[v] = wanted.get(v, frozenset()) | self._summable[out]
+            else:
+                whole.add(v)
+        return {v: refused for v, refused in wanted.items() if v not in whole}, whole
 
     def _call(
         self,

@@ -14,6 +14,7 @@ from programs.program import assert_same, host
 
 import mpmd
 import scheduler
+from mpmd.costs.collectives import Collective, collectives_of
 from mpmd.report.explain import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -384,3 +385,94 @@ def test_scalars_of_regions_of_auto_axes_cross_beside_those_of_explicit_axes():
     pipelined = lambda p, b: step(p, b, scheduler.OneFOneB(2), region)  # noqa: E731
     compiled = _compiled(pipelined, params, batch, mesh, in_shardings=(P(), P(None, "data")))
     assert_same(host(compiled(params, batch)), host(jax.jit(lambda p, b: step(p, b, None, norm))(params, batch)), 2e-5)
+
+
+# --- beside tensor parallelism ----------------------------------------------------------------------
+
+HEADS, LENGTH = 4, 8
+PARALLEL_SPECS = {
+    "scale": P(), "q": P(None, "model", None), "k": P(None, "model", None), "v": P(None, "model", None),
+    "o": P("model", None, None), "up": P(None, "model"), "bias": P("model"), "down": P("model", None),
+}  # fmt: skip
+
+
+def _parallel_case(scanned):
+    """Two stages of two layers: attention, and a branch of two matrices, behind a tied embedding."""
+    keys = iter(jax.random.split(jax.random.key(5), 40))
+    size = WIDTH // HEADS
+
+    def layer():
+        heads = {n: normal(next(keys), WIDTH, HEADS, size, scale=0.2) for n in "qkv"}
+        o, down = normal(next(keys), HEADS, size, WIDTH, scale=0.2), normal(next(keys), 3 * WIDTH, WIDTH, scale=0.2)
+        up, ones, zeros = normal(next(keys), WIDTH, 3 * WIDTH, scale=0.2), jnp.ones(WIDTH), jnp.zeros(3 * WIDTH)
+        return {**heads, "o": o, "down": down, "up": up, "scale": ones, "bias": zeros}
+
+    stages = [[layer() for _ in range(2)] for _ in range(2)]
+    specs = [[PARALLEL_SPECS] * 2] * 2
+    if scanned:
+        stages = [jax.tree.map(lambda *xs: jnp.stack(xs), *layers) for layers in stages]
+        specs = [{name: P(None, *spec) for name, spec in PARALLEL_SPECS.items()}] * 2
+    params = {"table": normal(next(keys), 2 * VOCABULARY, WIDTH), "stages": stages}
+    batch = jax.random.randint(next(keys), (4, ROWS, LENGTH), 0, 2 * VOCABULARY)
+    return params, batch, ({"table": P("model", None), "stages": specs}, P(None, "data"))
+
+
+def _parallel_loss(params, tokens, sequence, scanned):
+    """As Megatron shards it; `sequence` is the mesh axis of the sequence between the blocks."""
+
+    def between(x):
+        return _put(x, "data", sequence, None)
+
+    def normed(p, x):
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p["scale"]
+        return _put(h, "data", None, None) if sequence else h
+
+    def layer(x, p):
+        h = normed(p, x)
+        q, k, v = (_put(jnp.einsum("btd,dhk->bthk", h, p[n]), "data", None, "model", None) for n in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhk,bthk->bhqt", q, k))
+        h = _put(jnp.einsum("bhqt,bthk->bqhk", weights, v), "data", None, "model", None)
+        x = x + between(jnp.einsum("bthk,hkd->btd", h, p["o"]))
+        h = _put(jax.nn.gelu(normed(p, x) @ p["up"] + p["bias"]), "data", None, "model")
+        return x + between(h @ p["down"]), None
+
+    x = between(jnp.take(params["table"], _put(tokens, "data", None), axis=0))
+    for index, stage in enumerate(params["stages"]):
+        x = x if index == 0 else mpmd.mark_stage_end(x)
+        if scanned:
+            x, _ = jax.lax.scan(jax.checkpoint(layer), x, stage)
+        else:
+            for p in stage:
+                x, _ = layer(x, p)
+    logits = _put(_put(x, "data", None, None) @ params["table"].T, "data", None, "model")
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(tokens, 2 * VOCABULARY), -1))
+
+
+def _across_rows(compiled) -> dict[str, list[Collective]]:
+    """The collectives of the tasks among devices that have other rows: neighbours in a group of four have the same."""
+    (loop,) = compiled._programs.loops
+    found = {place: collectives_of(e.call.as_text(), 4, 2) for place, e in loop.executables.items()}
+    return {str(place): far for place, all_ in found.items() if (far := [c for c in all_ if c.num_hosts > 1])}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "scanned", "schedule"),
+    [
+        ("model", True, scheduler.OneFOneB(2)),
+        pytest.param("model", False, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        pytest.param("model", True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+        pytest.param(None, False, scheduler.GPipe(2), marks=pytest.mark.slow),
+        pytest.param(None, True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_no_task_sums_over_rows_beside_tensor_parallelism(sequence, scanned, schedule):
+    params, batch, specs = _parallel_case(scanned)
+    loss = lambda params, m: _parallel_loss(params, m, sequence, scanned)  # noqa: E731
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("stage", "data", "model"))
+    compiled = _compiled(_step(loss, schedule), params, batch, mesh, in_shardings=specs)
+    assert_same(host(compiled(params, batch)), host(jax.jit(_step(loss, None))(params, batch)), 5e-5)
+    assert not _across_rows(compiled), _across_rows(compiled)
+    if not scanned:
+        written = _compiled(_step(loss, schedule, mpmd.Mean(once=False)), params, batch, mesh, in_shardings=specs)
+        assert _across_rows(written)

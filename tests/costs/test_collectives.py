@@ -71,6 +71,8 @@ GROUPS = {
     "replica_groups={{0,8},{1,9}}": (2, 2),
     "replica_groups=mesh['a'=8,'b'=2] {'b'}": (2, 1),
     "replica_groups=mesh['a'=2,'b'=8] {'a'}": (2, 2),
+    "replica_groups=mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a'}": (2, 1),
+    "replica_groups=mesh['a'=2,'b'=2,'c'=4], device_ids=([16]) {'a','c'}": (8, 2),
 }
 
 
