@@ -124,7 +124,7 @@ def test_the_programs_inside_a_group_print_the_losses_of_the_page_and_those_of_p
 
     once = printed([sys.executable, "-c", "\n".join(programs)], alone)
     losses = [f"{float(line):.4f}" for line in once if line[0].isdigit()]
-    assert losses == ["2.7346", "2.2965", "2.0042"] * 3
+    assert losses == ["2.7346", "2.2965", "2.0042"] * 4
     program = tmp_path / "program.py"
     program.write_text(of_processes)
     launched = [str(ROOT / "scripts/launch_multihost.sh"), "-n", "4", "--cpu-devices", "1", "--", sys.executable]

@@ -234,6 +234,39 @@ def test_the_gradient_of_a_sharded_parameter_stays_sharded():
     assert_same(host(compiled(params, batch)), host(expected), 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("axis_type", "schedule"),
+    [
+        (AUTO, scheduler.OneFOneB(2)),
+        pytest.param(EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        pytest.param(AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sharded_parameters_may_be_gathered_once_a_step(axis_type, schedule):
+    """And their gradients be scattered once, by a line on either side of the loop."""
+    params, batch = _dense_case()
+    reshard = jax.reshard if axis_type == EXPLICIT else jax.lax.with_sharding_constraint
+
+    def step(params, batch, schedule=schedule):
+        def lie(tree, spec):
+            return jax.tree.map(lambda x: reshard(x, spec) if schedule else x, tree)
+
+        whole = lie(params, P())
+        gradients = lambda m: jax.value_and_grad(_dense_loss)(whole, m)  # noqa: E731
+        value, grads = mpmd.treduce(gradients, batch, schedule=schedule, operation=mpmd.Mean)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, lie(grads, P("data"))), value
+
+    compiled = _compiled(
+        step, params, batch, make_mesh(2, axis_type, ("data",)), in_shardings=(P("data"), P(None, "data"))
+    )
+    assert_same(host(compiled(params, batch)), host(jax.jit(lambda *args: step(*args, None))(params, batch)), 2e-5)
+    tasks, around = _split(compiled)
+    assert not tasks, tasks
+    assert [set(count) for _, count in sorted(around.items())] == [{"all-gather"}] * 2 + [{"all-reduce"}] * 2, around
+    assert all(leaf.sharding.spec == P("data") for leaf in jax.tree.leaves(compiled(params, batch)[0]))
+
+
 def test_a_switch_sums_as_written_and_explain_shows_both():
     mesh, (params, batch) = make_mesh(2, AUTO, ("data",)), _dense_case()
     texts = {}
