@@ -4,7 +4,8 @@
 
 A decoder in plain JAX: grouped-query attention, rotary positions, gated MLP, RMS norms, untied head, bfloat16
 parameters and float32 moments of Adam. Inside a group, the types of the arguments divide parameters by their first axis
-(FSDP) and batches by rows. Layers are recomputed in the backward pass.
+(FSDP) and batches by rows. Layers are recomputed in the backward pass. Parameters are gathered in each task, or once a
+step: `llama3_8b_gathered_once` plans the latter.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ class Shape:
     vocabulary: int = 128256
     length: int = 8192
     rows_per_device: int = 1  # of a microbatch
+    gathered_once: bool = False  # parameters, once a step
 
 
 def norm(scale, x):
@@ -81,9 +83,9 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
     axis = next(name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name)
     apply = jax.checkpoint(functools.partial(layer, shape))
 
-    def divided(gradient):
-        """A gradient in the layout of its parameter: each device adds up its own part."""
-        return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh.tracing_mesh(), P(axis)))
+    def lie(tree, spec):
+        """Each array in this layout. Gradients in that of their parameters: each device adds up its own part."""
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh.tracing_mesh(), spec))
 
     def loss(params, tokens):
         x = params["embedding"].at[tokens[:, :-1]].get()
@@ -95,12 +97,14 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
 
     def step(state, tokens):
         params, first, second = state
+        whole = lie(params, P()) if shape.gathered_once else params
 
         def gradients(t):
-            value, grads = jax.value_and_grad(loss)(params, t)
-            return value, jax.tree.map(divided, grads)
+            value, grads = jax.value_and_grad(loss)(whole, t)
+            return value, grads if shape.gathered_once else lie(grads, P(axis))
 
         value, grads = mpmd.treduce(gradients, tokens, schedule=schedule, operation=mpmd.Mean)
+        grads = lie(grads, P(axis))
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g.astype(m.dtype), first, grads)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g.astype(v.dtype) ** 2, second, grads)
         params = jax.tree.map(
@@ -127,9 +131,17 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
     return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0), ((params, moments, moments), tokens)
 
 
+LLAMA3_8B = Shape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336)
+
+
 def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
     """8 billion parameters, 32 layers."""
-    return build(Shape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336), mesh, schedule, num_microbatches)
+    return build(LLAMA3_8B, mesh, schedule, num_microbatches)
+
+
+def llama3_8b_gathered_once(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
+    """The same with parameters that are gathered once a step: a device holds those of its stage, and its gradients."""
+    return build(dataclasses.replace(LLAMA3_8B, gathered_once=True), mesh, schedule, num_microbatches)
 
 
 def llama3_70b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
