@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from attention import attend
 from flax import nnx
 
 import mpmd
@@ -69,6 +70,7 @@ class Config:
     experts_per_token: int = 2
     dtype: Any = jnp.bfloat16
     lora_rank: int = 0
+    kernel: bool = False  # attention by cuDNN, where it can
 
     @classmethod
     def of_folder(cls, folder: str | Path, **changes: Any) -> "Config":
@@ -141,6 +143,11 @@ class Config:
         if any(faults):
             raise ValueError(f"config.json: this example has no {', '.join(filter(None, faults))}.")
 
+    @property
+    def all_windows(self) -> tuple[int, ...]:
+        """As `windows`, also where no layer has one."""
+        return self.windows or (0,) * self.layers
+
     def flops_per_token(self, length: int) -> float:
         """Of a forward pass: two for each weight that a token is multiplied with, and attention to half of `length`."""
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
@@ -204,8 +211,10 @@ class Attention(nnx.Module):
             self.query_in = LoRA(jax.random.normal(rngs.params(), (d, config.lora_rank)) * d**-0.5)
             self.query_out = LoRA(jnp.zeros((config.lora_rank, config.heads, size)))
 
-    def __call__(self, x: jax.Array, positions: jax.Array, seen: jax.Array) -> jax.Array:
-        """The branch that is added to x (rows, length, width); `seen` says who sees whom, (rows, length, length)."""
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, segments: jax.Array | None, window: jax.Array | int
+    ) -> jax.Array:
+        """The branch that is added to x (rows, length, width); the rest is as in `Decoder.features` and `Config`."""
         c, cast = self.config, lambda p: p[...].astype(x.dtype)
         q = jnp.einsum("btd,dhk->bthk", x, cast(self.query))
         k = jnp.einsum("btd,dhk->bthk", x, cast(self.key))
@@ -217,14 +226,11 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = norm(c, self.query_norm, q), norm(c, self.key_norm, k)
         q, k = rotate(c, q, positions), rotate(c, k, positions)
-        q = q.reshape(*q.shape[:2], c.kv_heads, -1, c.head_dim)
-        scores = jnp.einsum("bqhgk,bthk->bhgqt", q, k, preferred_element_type=jnp.float32)
-        scores = scores * (c.query_scale or c.head_dim**-0.5)
-        if c.attention_cap:
-            scores = c.attention_cap * jnp.tanh(scores / c.attention_cap)
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30)).astype(x.dtype)
-        attended = jnp.einsum("bhgqt,bthk->bqhgk", weights, v)
-        return jnp.einsum("bthk,hkd->btd", attended.reshape(*x.shape[:2], c.heads, c.head_dim), cast(self.output))
+        attended = attend(
+            q, k, v, scale=c.query_scale or c.head_dim**-0.5, window=window, windows=tuple(sorted({*c.all_windows})),
+            segments=segments, cap=c.attention_cap, kernel=c.kernel,
+        )  # fmt: skip
+        return jnp.einsum("bthk,hkd->btd", attended, cast(self.output))
 
 
 def activate(config: Config, x: jax.Array) -> jax.Array:
@@ -288,9 +294,11 @@ class Layer(nnx.Module):
         else:
             self.mlp = MLP(config, rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, seen: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, segments: jax.Array | None, window: jax.Array | int
+    ) -> jax.Array:
         c = self.config
-        branch = self.attention(norm(c, self.attention_norm, x), positions, seen)
+        branch = self.attention(norm(c, self.attention_norm, x), positions, segments, window)
         x = x + (norm(c, self.attention_post_norm, branch) if c.post_norms else branch)
         h = norm(c, self.mlp_norm, x)
         if c.experts:
@@ -322,27 +330,20 @@ class Decoder(nnx.Module):
           segments: which document each token is of, (rows, length); documents do not see each other.
           positions: of each token in its document, (rows, length).
         """
-        c, length = self.config, tokens.shape[1]
-        at = jnp.arange(length)
+        c = self.config
         if positions is None:
-            positions = jnp.broadcast_to(at, tokens.shape)
-        seen = jnp.broadcast_to(at[:, None] >= at, (*tokens.shape, length))
-        if segments is not None:
-            seen &= segments[:, :, None] == segments[:, None, :]
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed[...][tokens].astype(c.dtype)
         if c.scale_embedding:
             x = x * jnp.asarray(c.width**0.5, c.dtype)
         layer, stacked = nnx.split(self.layers)
-        windows = jnp.array(c.windows or (0,) * c.layers)
-
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
         def one(x, layer_and_window):
             state, window = layer_and_window
-            near = (window == 0) | (at[:, None] - at < window)
-            x = nnx.merge(layer, state)(x, positions, seen & near)
+            x = nnx.merge(layer, state)(x, positions, segments, window)
             return mpmd.mark_layer_end(x), None
 
-        x, _ = jax.lax.scan(one, x, (stacked, windows))
+        x, _ = jax.lax.scan(one, x, (stacked, jnp.array(c.all_windows)))
         return norm(c, self.norm, x)
 
     def logits(self, features: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def example():
         yield importlib.import_module("train")
     finally:
         sys.path.remove(str(ROOT / "examples" / "llama"))
-        for name in ("train", "model", "data", "logs", "parallel"):
+        for name in ("train", "model", "attention", "data", "logs", "parallel"):
             sys.modules.pop(name, None)
 
 

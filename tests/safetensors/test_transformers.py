@@ -60,7 +60,8 @@ def decoder():
         yield importlib.import_module("model")
     finally:
         sys.path.pop(0)
-        sys.modules.pop("model", None)
+        for name in ("model", "attention"):
+            sys.modules.pop(name, None)
 
 
 def model_of(name):

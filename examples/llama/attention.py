@@ -1,0 +1,122 @@
+"""Causal attention that never holds a square of the length: by cuDNN's kernel, or a chunk of queries at a time.
+
+cuDNN's kernel needs NVIDIA GPUs, bfloat16 or float16, and rows that are one document each. `kernel_fault` says whether
+it can be had. Everything else (documents packed in a row, capped scores, other devices) is done in chunks, whose
+scores are (rows, heads, CHUNK, length) in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.typing import DTypeLike
+
+import mpmd
+
+CHUNK = 512  # queries for which scores exist at a time
+TENSOR_AXES = ("tensor", "model")  # what meshes call the axis that divides heads
+
+
+def kernel_fault(mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, dtype: DTypeLike) -> str | None:
+    """Why cuDNN's kernel cannot do attention on the devices of a mesh; None where it can.
+
+    Asks JAX, which looks for cuDNN's library on this machine, whether or not the devices are here.
+    """
+    group = mesh.lowering_mesh()
+    if group.devices.flat[0].platform != "gpu":
+        return "the devices are no NVIDIA GPUs"
+    if any(kind == AxisType.Explicit for kind in group.axis_types):
+        return "JAX knows no sharding of its results on Explicit axes"
+    parts = [group.shape[name] for name in TENSOR_AXES if name in group.shape]
+    if any(kv_heads % size for size in parts):
+        return f"{kv_heads} heads of keys are not divided by {parts[0]} devices, as the heads of queries are"
+    x = jax.ShapeDtypeStruct((1, CHUNK, kv_heads, head_dim), dtype)
+    try:
+        jax.eval_shape(functools.partial(_by_kernel, window=0, scale=1.0), x, x, x)
+    except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
+        install = " (pip install nvidia-cudnn-cu12)" if "cuDNN" in str(error) else ""
+        return f"JAX says: {error}{install}"
+    return None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: jax.Array | int = 0,
+    windows: tuple[int, ...] = (0,),
+    segments: jax.Array | None = None,
+    cap: float | None = None,
+    kernel: bool = False,
+) -> jax.Array:
+    """What each query sees of the values before it, as q.
+
+    Args:
+      q: (rows, length, heads, size).
+      k, v: (rows, length, kv_heads, size); several heads of queries share one of these.
+      scale: of the scores.
+      window: how many positions a query sees, with its own; 0 for all. One of `windows`.
+      windows: those that occur, ascending. A kernel is compiled for each.
+      segments: which document each position is of, (rows, length); documents do not see each other.
+      cap: scores s become cap · tanh(s / cap).
+      kernel: whether cuDNN's may be used (`kernel_fault`). Segments and capped scores are done in chunks all the same.
+    """
+    if not kernel or segments is not None or cap:
+        return _in_chunks(q, k, v, scale, window, segments, cap)
+    kernels = [functools.partial(_by_kernel, window=size, scale=scale) for size in windows]
+    if len(kernels) == 1:
+        return kernels[0](q, k, v)
+    return jax.lax.switch(jnp.searchsorted(jnp.array(windows), window), kernels, q, k, v)
+
+
+def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float) -> jax.Array:
+    before = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=True, local_window_size=before, implementation="cudnn"
+    )
+
+
+def _in_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    window: jax.Array | int,
+    segments: jax.Array | None,
+    cap: float | None,
+) -> jax.Array:
+    """As `attend`. The backward pass computes the scores of each chunk again."""
+    rows, length, heads, size = q.shape
+    keys = jnp.arange(length)
+
+    def of_chunk(chunk):
+        q, queries, documents = chunk
+        scores = jnp.einsum("bqhgk,bthk->bhgqt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+        if cap:
+            scores = cap * jnp.tanh(scores / cap)
+        seen = queries[:, None] >= keys
+        seen &= (window == 0) | (queries[:, None] - keys < window)
+        if segments is not None:
+            seen = (seen & (documents[:, :, None] == segments[:, None, :]))[:, None, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(q.dtype)
+        return jnp.einsum("bhgqt,bthk->bqhgk", weights, v.astype(q.dtype))
+
+    q = q.reshape(rows, length, k.shape[2], -1, size)
+    if length <= CHUNK:
+        return of_chunk((q, keys, segments)).reshape(rows, length, heads, size)
+    count = -(-length // CHUNK)
+
+    def chunks(x, axis=1):
+        """The chunks of an array along a new axis 0; the last one is filled up."""
+        filled = jnp.pad(x, [(0, (count * CHUNK - length) * (a == axis)) for a in range(x.ndim)])
+        parts = filled.reshape(*x.shape[:axis], count, CHUNK, *x.shape[axis + 1 :])
+        return jnp.moveaxis(parts, axis, 0)
+
+    # The gradients of keys and values are sums over the chunks, which are added up in float32.
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    some = chunks(q), chunks(keys, 0), None if segments is None else chunks(segments)
+    attended = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), some)
+    return jnp.moveaxis(attended, 0, 1).reshape(rows, -1, heads, size)[:, :length]
