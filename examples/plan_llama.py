@@ -1,24 +1,28 @@
 """Llama-shaped training steps to plan before a cluster is booked: `llama3_8b` and `llama3_70b`.
 
     python -m mpmd plan examples/plan_llama.py:llama3_70b --target h100 --groups 16 --devices-per-group 64
+    python -m mpmd plan examples/plan_llama.py:llama3_8b_32k --target h100 --groups 8
 
 A decoder in plain JAX: grouped-query attention, rotary positions, gated MLP, RMS norms, untied head, bfloat16
 parameters and float32 moments of Adam. Inside a group, the types of the arguments divide parameters by their first axis
 (FSDP) and batches by rows. Layers are recomputed in the backward pass. Parameters are gathered in each task, or once a
-step: `llama3_8b_gathered_once` plans the latter.
+step: `llama3_8b_gathered_once` plans the latter. Attention is cuDNN's where it can be had.
 """
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from llama.attention import CHUNK as QUERIES
+from llama.attention import attend, kernel_fault
 
 import mpmd
 
-BLOCK = 512  # queries
+CHUNK = 512  # positions for which logits exist at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,39 +53,30 @@ def rotated(x):
     return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
 
-def attention(q, k, v):
-    """Causal attention, a block of queries at a time: no more scores than of one block exist at once."""
-    rows, length, heads, groups, size = q.shape
-    block = min(BLOCK, length)
-
-    @jax.checkpoint
-    def of_block(start, q):
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / size**0.5
-        seen = start + jnp.arange(block)[:, None] >= jnp.arange(length)
-        weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
-
-    blocks = jnp.moveaxis(q.reshape(rows, length // block, block, heads, groups, size), 1, 0)
-    starts = jnp.arange(length // block) * block
-    return jnp.moveaxis(jax.lax.map(lambda xs: of_block(*xs), (starts, blocks)), 0, 1).reshape(q.shape)
-
-
-def layer(shape, p, x):
-    size, groups = shape.width // shape.heads, shape.heads // shape.kv_heads
+def layer(shape, kernel, p, x):
+    size = shape.width // shape.heads
     h = norm(p["attention_norm"], x)
     q = rotated((h @ p["q"]).reshape(*x.shape[:2], shape.heads, size))
     k = rotated((h @ p["k"]).reshape(*x.shape[:2], shape.kv_heads, size))
     v = (h @ p["v"]).reshape(*x.shape[:2], shape.kv_heads, size)
-    x += attention(q.reshape(*x.shape[:2], shape.kv_heads, groups, size), k, v).reshape(x.shape) @ p["o"]
+    x += attend(q, k, v, scale=size**-0.5, kernel=kernel).reshape(x.shape) @ p["o"]
     h = norm(p["mlp_norm"], x)
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def in_chunks(x):
+    """[rows, length, ...] as chunks of CHUNK positions along a new first axis."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, min(CHUNK, x.shape[1]), *x.shape[2:]), 1, 0)
 
 
 def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: int):
     """The step and its abstract arguments, for `python -m mpmd plan`."""
     width = shape.width
     axis = next(name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name)
-    apply = jax.checkpoint(functools.partial(layer, shape))
+    fault = kernel_fault(mesh, shape.kv_heads, width // shape.heads, jnp.bfloat16)
+    if fault:
+        print(f"attention in chunks of {QUERIES} queries, without a kernel: {fault}", file=sys.stderr)
+    apply = jax.checkpoint(functools.partial(layer, shape, fault is None))
 
     def lie(tree, spec):
         """Each array in this layout. Gradients in that of their parameters: each device adds up its own part."""
@@ -91,9 +86,17 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
         x = params["embedding"].at[tokens[:, :-1]].get()
         for p in params["layers"]:
             x = mpmd.mark_layer_end(apply(p, x))
-        logits = (norm(params["norm"], x) @ params["head"]).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+        chunks = jax.tree.map(in_chunks, (norm(params["norm"], x), tokens[:, 1:]))
+        head = lie(params["head"], P())  # once, and not for each chunk
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def of_chunk(total, chunk):
+            x, targets = chunk
+            logits = (x @ head).astype(jnp.float32)
+            picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+            return total + jnp.sum(jax.nn.logsumexp(logits, -1) - picked), None
+
+        return jax.lax.scan(of_chunk, jnp.zeros(()), chunks)[0] / tokens[:, 1:].size
 
     def step(state, tokens):
         params, first, second = state
@@ -142,6 +145,11 @@ def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int
 def llama3_8b_gathered_once(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
     """The same with parameters that are gathered once a step: a device holds those of its stage, and its gradients."""
     return build(dataclasses.replace(LLAMA3_8B, gathered_once=True), mesh, schedule, num_microbatches)
+
+
+def llama3_8b_32k(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
+    """The same on rows of 32,768 tokens."""
+    return build(dataclasses.replace(LLAMA3_8B, length=32768), mesh, schedule, num_microbatches)
 
 
 def llama3_70b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):

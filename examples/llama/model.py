@@ -337,6 +337,7 @@ class Decoder(nnx.Module):
         if c.scale_embedding:
             x = x * jnp.asarray(c.width**0.5, c.dtype)
         layer, stacked = nnx.split(self.layers)
+
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
         def one(x, layer_and_window):
             state, window = layer_and_window
@@ -360,10 +361,11 @@ class Decoder(nnx.Module):
         """Mean cross-entropy in nats of the tokens that `weights` counts. Logits exist for `chunk` positions at a time.
 
         Args:
-          batch: tokens and targets (rows, length), weights (1 where a target counts), segments and positions.
+          batch: tokens and targets (rows, length), weights (1 where a target counts); where documents are packed,
+            segments and positions.
           chunk: positions of a row.
         """
-        features = self.features(batch["tokens"], batch["segments"], batch["positions"])
+        features = self.features(batch["tokens"], batch.get("segments"), batch.get("positions"))
         length = features.shape[1]
         chunk = min(chunk, length)
         if length % chunk:

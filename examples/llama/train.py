@@ -13,6 +13,7 @@ divides which axis of the parameters. Where stages end is chosen by cost (`mark_
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -27,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from attention import CHUNK as QUERIES
+from attention import kernel_fault
 from checkpoints import Checkpoints
 from data import Batches, Tokenizer, tokenizer_of
 from flax import nnx
@@ -94,7 +97,8 @@ class Program:
     """The functions of a run, and the layout of its state."""
 
     def __init__(self, config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh):
-        self.model, self.mesh, self.options, self.cuts = Model(config), mesh, options, options.cuts
+        self.model = Model(with_kernel(config, options, mesh))
+        self.mesh, self.options, self.cuts = mesh, options, options.cuts
         self.optimizer = optimizer_of(options)
         self.step = mpmd.jit(self._step, mpmd_mesh=mesh, donate_argnums=0)
         self.evaluation: Any = None
@@ -146,7 +150,7 @@ class Program:
         def array(dtype):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
-        names = ("tokens", "targets", "segments", "positions")
+        names = ("tokens", "targets", *(() if o.whole_rows else ("segments", "positions")))
         return state, {name: array(jnp.int32) for name in names} | {"weights": array(jnp.float32)}
 
     def flops_per_step(self) -> float:
@@ -363,6 +367,20 @@ def train(
     return 0, state
 
 
+def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh) -> Config:
+    """The configuration with attention by cuDNN, where that can be. On GPUs, says why where it cannot."""
+    if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
+        return config
+    fault = kernel_fault(mesh, config.kv_heads, config.head_dim, config.dtype)
+    if config.attention_cap:
+        fault = "cuDNN does not cap scores"
+    elif not options.whole_rows:
+        fault = "cuDNN does not keep packed documents apart (--whole-rows takes a row as one document)"
+    if fault:
+        say(f"attention in chunks of {QUERIES} queries, without a kernel: {fault}")
+    return dataclasses.replace(config, kernel=fault is None)
+
+
 def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
     """The model of --model, or a small one."""
     if options.model:
@@ -371,11 +389,12 @@ def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
                   experts=options.experts, lora_rank=options.lora)  # fmt: skip
 
 
-def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
-    """A step of Llama 3 with 8 billion parameters, for `python -m mpmd plan`."""
+def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32, length: int = 8192):
+    """A step of Llama 3 with 8 billion parameters on rows of one document, for `python -m mpmd plan`."""
     axes = [name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name]
     RULES.update(width=axes[0], vocabulary=None, heads=None, hidden=None, experts=None)
-    options = parse(["--microbatches", str(num_microbatches), "--schedule", schedule, "--length", "8192"])
+    options = parse(["--microbatches", str(num_microbatches), "--schedule", schedule, "--whole-rows"])
+    options.length = length
     options.batch = num_microbatches * mesh.lowering_mesh().size
     config = Config(128256, 4096, 14336, 32, 32, 8, 128)
     program = Program(config, options, mesh)
@@ -408,6 +427,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--microbatches", type=int, default=8, help="microbatches of a step (default: %(default)s)")
     add("--batch", type=int, default=16, help="rows of a step (default 16)")
     add("--length", type=int, default=128, help="tokens of a row (default 128)")
+    add(
+        "--whole-rows", action="store_true", help="documents packed in a row see each other; GPUs use cuDNN's attention"
+    )
     add("--steps", type=int, default=200, help="steps (default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
     add("--muon", action="store_true", help="Muon for the matrices of the layers, AdamW for the rest")

@@ -152,9 +152,25 @@ def _convolution(eqn: compat.JaxprEqn) -> float:
     return 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
 
 
+def _attention(products: int) -> Callable[[compat.JaxprEqn], float]:
+    """cuDNN's attention, as so many matrix products over the pairs of a query and a key that see each other."""
+
+    def count(eqn: compat.JaxprEqn) -> float:
+        (*_, size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[2 if eqn.params["layout"] else 1]
+        pairs = equations.size(eqn.invars[0].aval) / size * keys
+        if "CAUSAL" in eqn.params["mask_type"].name:
+            seen = min(eqn.params["sliding_window_length"] or keys, keys)  # by a late query, with itself
+            pairs *= seen / keys * (1 - (seen - 1) / (2 * keys))
+        return 2.0 * products * pairs * size
+
+    return count
+
+
 _PRODUCTS: dict[str, Callable[[compat.JaxprEqn], float]] = {
     "dot_general": _dot_general,
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
+    "dot_product_attention_fwd_wrapper": _attention(2),
+    "dot_product_attention_bwd_wrapper": _attention(5),  # the scores once more, and the gradients of four operands
 }

@@ -236,6 +236,14 @@ def _gather(eqn: compat.JaxprEqn) -> Factors:
             yield Factor((a, None), (b,))
 
 
+def _attention(eqn: compat.JaxprEqn) -> Factors:
+    """cuDNN's: the rows of a batch. Operands that are not used are empty."""
+    ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
+    rows = ins[0][0]
+    if all(s[0] in (0, rows) for s in (*ins, *outs)):
+        yield Factor(tuple(0 if s[0] else None for s in ins), (0,) * len(outs))
+
+
 def _iota(eqn: compat.JaxprEqn) -> Factors:
     """All axes but the one along which it counts."""
     for b in range(len(eqn.params["shape"])):
@@ -279,6 +287,7 @@ _RULES: dict[str, Rule] = {
     "concatenate": _along_other_axes("dimension"),
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
+    **dict.fromkeys(("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"), _attention),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

@@ -12,7 +12,7 @@ _HEAVY = {
     "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
-    "foreign",
+    "foreign", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
 # They are as heavy as what they hold.
 _HOLDERS = {"scan", "while", "cond", "shard_map", "jit", "checkpoint", "remat", "remat2"}
