@@ -35,7 +35,7 @@ def kernel_fault(mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, dtype: DType
     try:
         jax.eval_shape(functools.partial(_by_kernel, window=0, scale=1.0), x, x, x)
     except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
-        install = " (pip install nvidia-cudnn-cu12)" if "cuDNN" in str(error) else ""
+        install = " Install it: pip install nvidia-cudnn-cu12" if "cuDNN" in str(error) else ""
         return f"JAX says: {error}{install}"
     return None
 
