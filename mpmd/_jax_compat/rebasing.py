@@ -14,6 +14,7 @@ from mpmd._jax_compat.parameters import mapped
 
 # What an equation's context is made of: more since JAX 0.11.
 _CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("configs", "__weakref__")]
+_KERNELS = ("pallas_call", "mpmd_map")  # whose bodies Pallas compiles
 
 
 def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None = None) -> ClosedJaxpr:
@@ -39,6 +40,7 @@ class _Rebase:
         self.meshes: dict[Any, Any] = {}
         self.avals: dict[Any, Any] = {}
         self.contexts: dict[Any, Any] = {}
+        self.is_in_kernel = False
 
     def mesh(self, mesh: Any) -> Any:
         if mesh.axis_names != self.names:
@@ -100,8 +102,10 @@ class _Rebase:
 
     def var(self, v: Any) -> Any:
         if isinstance(v, Literal):
-            # A constant with a type of its own carries the mesh that it was made under.
-            return Literal(np.asarray(v.val, v.aval.dtype) if hasattr(v.val, "aval") else v.val, self.aval(v.aval))
+            # A constant with a type of its own carries the mesh that it was made under. A kernel's are numbers, by
+            # which it may index.
+            is_typed = hasattr(v.val, "aval") and not self.is_in_kernel
+            return Literal(np.asarray(v.val, v.aval.dtype) if is_typed else v.val, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
@@ -117,7 +121,9 @@ class _Rebase:
         )
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        outside, self.is_in_kernel = self.is_in_kernel, self.is_in_kernel or eqn.primitive.name in _KERNELS
         params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
+        self.is_in_kernel = outside
         return eqn.replace(
             invars=[self.var(v) for v in eqn.invars],
             outvars=[self.var(v) for v in eqn.outvars],

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
+from mpmd.compile.absent import needs_said
 from mpmd.compile.progress import CompileProgress
 from mpmd.graphs import equations
 
@@ -45,7 +46,7 @@ class Threads:
         """Compiles a program, in a thread."""
 
         def work() -> compat.LoadedProgram:
-            with self._progress.compiling(program.name):
+            with self._progress.compiling(program.name), needs_said(program):
                 return compat.compile_program(lowered, program)
 
         self.num_compiled += 1
@@ -162,7 +163,9 @@ class DistinctProgram:
         return self._compile(program)
 
     def _compile(self, program: compat.XlaProgram) -> Future:
-        return self.threads.compile(self.lower(program.mesh), program)
+        with needs_said(program):
+            lowered = self.lower(program.mesh)
+        return self.threads.compile(lowered, program)
 
     def _program_on(self, mesh: Mesh) -> compat.XlaProgram:
         """The program on a mesh of its shape."""

@@ -8,7 +8,7 @@ from mpmd.tracing.new_equations import Atom
 
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
-    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call",
+    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call", "mpmd_map",
     "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
@@ -32,11 +32,14 @@ def size(aval: compat.Aval) -> int:
 
 
 def nbytes(aval: compat.Aval) -> int:
-    """Bytes of an array of this type; of what it is made of, for PRNG keys and other extended types."""
+    """Bytes of an array of this type; of what it is made of, for PRNG keys and other extended types.
+
+    Barriers in a kernel have none.
+    """
     if getattr(aval, "dtype", None) is None:
         return 0
     made_of = compat.physical_aval(aval)
-    return size(made_of) * made_of.dtype.itemsize
+    return size(made_of) * getattr(made_of.dtype, "itemsize", 0)
 
 
 def variables(atoms: Iterable[Atom]) -> list[compat.Var]:
