@@ -204,7 +204,7 @@ def _declared() -> tuple[set[str], set[str]]:
 def _third_party(folder: str) -> set[str]:
     """The distributions that the modules of a folder import."""
     sources = _sources(folder)
-    own = {*PACKAGES, *(source.stem for source in sources)}
+    own = {*PACKAGES, *(name for source in sources for name in (source.stem, source.parent.name))}
     roots = set().union(*(set(_roots(ast.parse(source.read_text()))) for source in sources))
     return {DISTRIBUTIONS.get(root, root) for root in roots - own - sys.stdlib_module_names}
 

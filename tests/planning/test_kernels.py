@@ -80,8 +80,8 @@ def of_a_library(mesh, x):
             of_a_library,
             "NOT_FOUND: No FFI handler registered for a_kernel on a platform CUDA",
             (
-                "  It has ffi_call of 'a_kernel' at {file}:{line}:11 (of_a_library): the library of the kernel has to be"
-                ' loaded, and the kernel registered for CUDA (jax.ffi.register_ffi_target(..., platform="CUDA")).'
+                "  It has ffi_call of 'a_kernel' at {file}:{line}:11 (of_a_library): the library of the kernel has to"
+                ' be loaded, and the kernel registered for CUDA (jax.ffi.register_ffi_target(..., platform="CUDA")).'
             ),
         ),
     ],
