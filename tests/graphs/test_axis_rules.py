@@ -152,7 +152,8 @@ def test_every_rule_is_of_a_primitive_that_a_case_has_or_that_is_elementwise():
     seen = {eqn.primitive.name for fun, *operands in CASES.values() for eqn, _, _ in _equations(fun, operands)}
     alike = {"cumprod", "cummin", "cumlogsumexp", "reduce_xor", "argmin", "lu", "svd", "schur", "eig", "geqrf"}
     alike |= {"householder_product", *axis_rules._ELEMENTWISE}
-    alike |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}  # tests/planning/test_cudnn_attention.py
+    # Of cuDNN, which tests/planning/test_cudnn_attention.py needs.
+    alike |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert set(axis_rules._RULES) - seen <= alike
 
 
