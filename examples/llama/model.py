@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 from attention import attend
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import mpmd
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
 CHUNK = 512  # positions for which logits exist at a time
+ROWS = "data"  # the axis of the mesh that divides rows, where it has one
 
 
 def config_json(folder: str | Path) -> dict[str, Any]:
@@ -190,6 +192,17 @@ def rotate(config: Config, x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def laid_out(x: jax.Array, *spec: Any) -> jax.Array:
+    """x in a layout, on a mesh that divides rows, where the mesh divides x evenly.
+
+    XLA alone might divide the width, as that of the parameters is, and sum activations over the devices.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if ROWS not in sizes or any(n % sizes.get(name, 1) for n, name in zip(x.shape, spec, strict=False)):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
 class Attention(nnx.Module):
     """Causal attention in which several heads of queries share one head of keys and values."""
 
@@ -333,7 +346,7 @@ class Decoder(nnx.Module):
         c = self.config
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = self.embed[...][tokens].astype(c.dtype)
+        x = laid_out(self.embed[...][tokens].astype(c.dtype), ROWS)
         if c.scale_embedding:
             x = x * jnp.asarray(c.width**0.5, c.dtype)
         layer, stacked = nnx.split(self.layers)
@@ -341,15 +354,20 @@ class Decoder(nnx.Module):
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
         def one(x, layer_and_window):
             state, window = layer_and_window
-            x = nnx.merge(layer, state)(x, positions, segments, window)
+            x = laid_out(nnx.merge(layer, state)(x, positions, segments, window), ROWS)
             return mpmd.mark_layer_end(x), None
 
         x, _ = jax.lax.scan(one, x, (stacked, jnp.array(c.all_windows)))
         return norm(c, self.norm, x)
 
-    def logits(self, features: jax.Array) -> jax.Array:
+    def output(self) -> jax.Array:
+        """The head's matrix, (width, vocabulary), of which each device has the whole width."""
+        head = (self.embed[...].T if self.config.tied else self.head[...]).astype(self.config.dtype)
+        return laid_out(head, None, P.UNCONSTRAINED)
+
+    def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:
         """Logits in float32, (..., vocabulary)."""
-        head = self.embed[...].T if self.config.tied else self.head[...]
+        head = self.output() if head is None else head
         logits = (features @ head.astype(features.dtype)).astype(jnp.float32)
         cap = self.config.logit_cap
         return cap * jnp.tanh(logits / cap) if cap else logits
@@ -371,12 +389,14 @@ class Decoder(nnx.Module):
         if length % chunk:
             raise ValueError(f"a length of {length} is not made of chunks of {chunk} positions")
 
+        head = self.output().astype(jnp.float32)  # in which its gradient is added up
+
         @jax.checkpoint
         def of_chunk(total, start):
             def part(x):
                 return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
-            logits = self.logits(part(features))
+            logits = self.logits(part(features), head)
             picked = jnp.take_along_axis(logits, part(batch["targets"])[..., None], axis=-1)[..., 0]
             return total + ((jax.nn.logsumexp(logits, axis=-1) - picked) * part(batch["weights"])).sum(), None
 

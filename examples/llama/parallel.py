@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import mpmd
@@ -28,7 +28,7 @@ RULES["width"] = "data"
 """Width over the data axis is FSDP; heads and hidden over the tensor axis are tensor parallel."""
 
 
-def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
+def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """The spec of a parameter in a group, by the last name of its path. What does not divide is not divided."""
     names = [key.key for key in path if hasattr(key, "key")]
     axes = AXES.get(names[-1], ()) if names else ()

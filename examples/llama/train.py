@@ -93,6 +93,18 @@ def optimizer_of(options: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
+def divided(grads: Any) -> Any:
+    """Gradients in the layout of their parameters: each device of a group adds up its own part."""
+    group = jax.sharding.get_abstract_mesh()
+    if not {name for name in RULES.values() if name}.issubset(group.axis_names):
+        return grads
+
+    def of(path, x):
+        return jax.lax.with_sharding_constraint(x, spec_of(path, x.shape, group))
+
+    return jax.tree_util.tree_map_with_path(of, grads)
+
+
 class Program:
     """The functions of a run, and the layout of its state."""
 
@@ -114,7 +126,8 @@ class Program:
         trained, *frozen = state["params"]
 
         def one(batch):
-            return jax.value_and_grad(lambda trained: self.model.bind([trained, *frozen]).loss(batch))(trained)
+            loss, grads = jax.value_and_grad(lambda trained: self.model.bind([trained, *frozen]).loss(batch))(trained)
+            return loss, divided(grads)
 
         loss, grads = self._loop(one, batch)
         updates, optimizer = self.optimizer.update(grads, state["optimizer"], trained)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import reshard
+from mpmd.costs.collectives import collectives_of
 from reshard.checkpoint import TensorFormat
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,7 @@ FAMILIES = {
         ("qwen", "--groups 2 --data 2 --schedule interleaved-1f1b"),
         ("gemma", "--groups 2 --tensor 2 --schedule zb-h1 --muon"),
         ("mixtral", "--groups 2 --schedule 1f1b --lora 4"),
+        ("llama", "--groups 2 --schedule 1f1b --whole-rows"),
     ],
 )
 def test_the_losses_are_those_of_one_device(example, family, options):
@@ -72,9 +74,23 @@ def test_the_losses_are_those_of_one_device(example, family, options):
     plain = jax.jit(program._step)
     for step in range(20):
         state, metrics = compiled(state, batches.placed(step, compiled.input_shardings[0][1]))
-        plain_state, expected = plain(plain_state, batches.at(step))
+        plain_state, expected = plain(plain_state, {name: x for name, x in batches.at(step).items() if name in batch})
         np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=2e-5)
         np.testing.assert_allclose(float(metrics["grad_norm"]), float(expected["grad_norm"]), rtol=1e-3)
+
+
+def test_devices_that_share_parameters_gather_them_and_sum_no_activations(example):
+    options = example.parse("--groups 2 --data 2 --microbatches 2 --batch 8 --length 128".split())
+    config = example.Config(width=64, hidden=96, layers=4, head_dim=16, dtype=jnp.float32)
+    program = example.Program(config, options, example.make_mesh(2, 2, 1))
+    compiled = program.step.lower(*program.abstract()).compile()
+    activation = 4 // 2 * 128 * 64 * 4  # bytes of a device's rows
+    for stage in range(2):
+        found = collectives_of(compiled.as_text(stage=stage, kind="F"), 2)
+        kinds = [c.kind for c in found if c.nbytes >= activation]
+        assert "all-gather" in {c.kind for c in found} and "all-reduce" not in kinds, found
+    memory = compiled.memory_analysis()[0]
+    assert memory["gradients"] < 1.1 * memory["parameters"]  # each device adds up its own part
 
 
 def test_the_commands_of_the_page_have_options_that_exist(example):
