@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,9 @@ import numpy as np
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from scheduler.base.texts import type_text
+
+# Not every version of numpy tells type checkers that its arrays are buffers.
+_crc32: Callable[[Any, int], int] = zlib.crc32
 
 
 @dataclasses.dataclass
@@ -63,7 +66,7 @@ class Note:
         for i, x in self.values:
             before = found.get(i) or 0
             try:
-                found[i] = zlib.crc32(x, before) if type(x) is np.ndarray else _digest(x, before)
+                found[i] = _crc32(x, before) if type(x) is np.ndarray else _digest(x, before)
             except ValueError:  # it is not in one piece, or of a dtype that numpy gives no buffer of
                 found[i] = _digest(x, before)
         self.values = ()
@@ -117,4 +120,4 @@ def _digest(x: Any, before: int) -> int | None:
         data = np.asarray(keys.to_data(x) if isinstance(x, jax.Array) else x)
     except RuntimeError:
         return None
-    return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8), before)
+    return _crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8), before)
