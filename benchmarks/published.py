@@ -1,0 +1,383 @@
+"""Published training runs, predicted blind: what their authors measured beside what `mpmd plan` says.
+
+    python benchmarks/published.py [--only NAME]
+
+Each run is built as a step of its shape, compiled for GPUs that are not here (extra `topology`), and planned with the
+constants that `mpmd plan` has by default. No constant is fitted to a run. Prints a table in Markdown; figures that
+miss their bound (time 20 %, memory 10 %, ratios 5 %) are bold. A run takes one to five minutes of one core.
+
+The step of a run: a decoder with float32 parameters and moments that are divided over all devices which have the same
+part of the model, bfloat16 products, causal attention in plain JAX. Tensor parallelism is Megatron's, with activations
+divided by position between layers. Data parallel replicas have a leading axis of their own, so their gradients are
+summed once a step. With context parallelism, positions are divided, and heads where attention needs all positions.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # instead of this folder, whose reshard.py would hide the package
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+from mpmd.arrays.targets import Target
+from mpmd.costs.machine import Machine
+from mpmd.planning.plan import Plan, plan_step
+
+TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from what was measured
+BLOCK = 1024  # queries of which scores exist at once
+AXES = ("data", "context", "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder. `hidden` is the width of its MLP, which has two matrices, or three if it is `gated`."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+    gated: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as it was published.
+
+    Attributes:
+      source: where its figures are.
+      groups, virtual: stages of the pipeline on different devices, and on each of them.
+      data, context, model: devices of a group, by what is divided over them; `fsdp` divides parameters over `data`.
+      rows, microbatches: of a replica: rows of a microbatch, and microbatches of a step.
+      kept: of a layer for its backward pass: "all" but scores of attention, the names in it, or "input".
+      seconds, rate: of a step, or tokens a second of a device: what was measured.
+      memory: bytes of a device, as measured; None if nobody says.
+      note: what its step lacks here, or what the model lacks.
+    """
+
+    source: str
+    step: Model
+    target: Target = Target.named("h100")
+    groups: int = 1
+    virtual: int = 1
+    data: int = 1
+    context: int = 1
+    model: int = 1
+    fsdp: bool = False
+    rows: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    kept: str = "all"
+    seconds: float | None = None
+    rate: float | None = None
+    memory: float | None = None
+    note: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.groups * self.data * self.context * self.model
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of a step."""
+        return self.seconds or self.tokens / (self.rate or 1.0) / self.num_devices
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.rows * self.data * self.step.length
+
+    @property
+    def layout(self) -> str:
+        names = {"PP": self.groups, "VP": self.virtual, "TP": self.model, "CP": self.context}
+        data = {"FSDP" if self.fsdp else "DP": self.data}
+        return " ".join(f"{name}{size}" for name, size in (names | data).items() if size > 1)
+
+
+GPT3 = Model(96, 12288, 96, 96, 49152, 51200, 2048, gated=False)
+LLAMA2_70B = Model(80, 8192, 64, 8, 28672, 32000, 4096)
+LLAMA3_8B = Model(32, 4096, 32, 8, 14336, 128256, 8192)
+LLAMA3_70B = Model(80, 8192, 64, 8, 28672, 128256, 8192)
+LLAMA3_405B = Model(126, 16384, 128, 8, 53248, 128256, 8192)
+NEMOTRON_15B = Model(32, 6144, 48, 8, 24576, 256000, 4096, gated=False)
+NEMOTRON_340B = Model(96, 18432, 96, 8, 73728, 256000, 4096, gated=False)
+OF_META = dataclasses.replace(  # "96GB HBM2e with 2.4 TB/sec", a limit of 500 W
+    Target.named("h100"), memory_nbytes=96 * 10**9, memory_bandwidth=2.4e12
+)
+NVIDIA = "NVIDIA DGX Cloud recipes (github.com/NVIDIA/dgxc-benchmarking), 2025"
+TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024"
+RUNS = {
+    "gpt3-175b": Run(
+        f"{NVIDIA}, nemo_megatron/README_175b.md", GPT3,
+        groups=8, virtual=12, data=4, model=4, microbatches=64, schedule="interleaved-1f1b", seconds=8.309,
+    ),
+    "llama3.1-70b": Run(
+        f"{NVIDIA}, llama3.1/README_70b.md", LLAMA3_70B,
+        groups=4, virtual=5, data=2, context=2, model=4, microbatches=64, schedule="interleaved-1f1b", seconds=14.72,
+    ),
+    "llama2-70b-fsdp": Run(
+        f"{NVIDIA}, maxtext/README_70b.md", LLAMA2_70B, data=64, fsdp=True, rows=2, kept="q k v", seconds=6.999,
+    ),
+    "llama3.1-8b": Run(
+        f"{NVIDIA}, llama3.1/README_8b.md", LLAMA3_8B, data=4, context=2, microbatches=32, seconds=12.91,
+    ),
+    "nemotron4-15b": Run(
+        f"{NVIDIA}, nemotron/README_15b.md", NEMOTRON_15B, data=4, model=4, rows=4, microbatches=4, seconds=2.812,
+    ),
+    "nemotron4-340b": Run(
+        f"{NVIDIA}, nemotron/README_340b.md", NEMOTRON_340B,
+        groups=8, virtual=12, data=2, model=8, microbatches=16, schedule="interleaved-1f1b", seconds=4.61,
+    ),
+    "llama3.1-405b-7layers": Run(
+        f"{NVIDIA}, llama3.1/README_405b.md", dataclasses.replace(LLAMA3_405B, layers=7),
+        data=2, context=2, model=8, microbatches=63, seconds=8.85,
+    ),
+    "llama3.1-405b": Run(
+        f"{NVIDIA}, llama3.1/README_405b.md", LLAMA3_405B,
+        groups=9, virtual=7, data=4, context=2, model=8, microbatches=63, schedule="interleaved-1f1b", seconds=17.20,
+    ),
+    "torchtitan-8b": Run(
+        f"{TORCHTITAN}, table 1", LLAMA3_8B, OF_META,
+        data=8, fsdp=True, rows=2, kept="q v attended gate down", rate=6667, memory=77.0 * 2**30,
+    ),
+    "torchtitan-8b-128": Run(
+        f"{TORCHTITAN}, table 3", LLAMA3_8B, OF_META,
+        data=128, fsdp=True, rows=2, kept="q v attended gate down", rate=6514, memory=62.0 * 2**30,
+    ),
+}  # fmt: skip
+
+
+# --- the step of a run --------------------------------------------------------------------------
+
+
+def norm(scale, x):
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
+
+
+def rotated(x):
+    """Rotary positions, for [rows, length, heads, size]."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 500000.0 ** (-jnp.arange(half) / half)
+    sin, cos = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+
+def attention(q, k, v):
+    """Causal attention: q [rows, length, kv_heads, group, size]; k, v [rows, length, kv_heads, size].
+
+    A block of queries at a time, with the keys that it sees. Scores are computed again in the backward pass.
+    """
+
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def of_block(q, k, v, start):
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / q.shape[-1] ** 0.5
+        seen = start + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
+        weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+    block = min(BLOCK, q.shape[1])
+    starts = range(0, q.shape[1], block)
+    done = [of_block(q[:, s : s + block], k[:, : s + block], v[:, : s + block], s) for s in starts]
+    return jnp.concatenate(done, 1)
+
+
+class Step:
+    """The step of a run on a mesh, and its abstract arguments.
+
+    Inside of a replica, `data` divides rows where the run is FSDP. Else each replica has an own place on a leading axis
+    of parameters and rows, which `jax.vmap` hides.
+    """
+
+    def __init__(self, run: Run, mesh: mpmd.MpmdMesh):
+        self.run, self.mesh, self.shape = run, mesh, run.step
+        self.rows_axis = "data" if run.fsdp else None
+        layers, stages = run.step.layers, run.groups * run.virtual
+        assert layers % stages == 0, f"{layers} layers cannot be divided evenly over {stages} stages"
+        self.layers_of_stage = layers // stages
+        kept = self.layer
+        if run.kept != "all":
+            kept = jax.checkpoint(kept, policy=jax.checkpoint_policies.save_only_these_names(*run.kept.split()))
+        self.kept = jax.jit(kept)  # which is traced once for all layers
+
+    def on(self, x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
+
+    def between(self, x):
+        """The layout of activations between layers: [rows, length, width]."""
+        return self.on(x, self.rows_axis, ("context", "model"), None)
+
+    def whole(self, x):
+        """The same before a projection: all positions that the devices of `model` share."""
+        return self.on(x, self.rows_axis, "context", None)
+
+    def layer(self, p, x):
+        s, heads = self.shape, ("model", "context")
+        size, group = s.width // s.heads, s.heads // s.kv_heads
+        h = self.whole(norm(p["attention_norm"], x))
+        q, k, v = (
+            checkpoint_name(h @ p[name], name).reshape(*x.shape[:2], count, size)
+            for name, count in (("q", s.heads), ("k", s.kv_heads), ("v", s.kv_heads))
+        )
+        q, k, v = (self.on(y, self.rows_axis, None, heads, None) for y in (rotated(q), rotated(k), v))
+        out = attention(q.reshape(*x.shape[:2], s.kv_heads, group, size), k, v).reshape(x.shape)
+        out = checkpoint_name(self.on(out, self.rows_axis, "context", "model"), "attended")
+        x = self.between(x + self.between(out @ p["o"]))
+        h = self.whole(norm(p["mlp_norm"], x))
+        if s.gated:
+            h = jax.nn.silu(checkpoint_name(h @ p["gate"], "gate")) * (h @ p["up"])
+        else:
+            h = jnp.square(jax.nn.relu(h @ p["up"]))
+        return self.between(x + checkpoint_name(self.between(h @ p["down"]), "down"))
+
+    def stage(self, p, x):
+        """The layers of a stage; `p` has them on a leading axis."""
+        if self.layers_of_stage == 1:
+            return self.kept(jax.tree.map(lambda a: a[0], p), x)
+        return jax.lax.scan(lambda x, p: (self.kept(p, x), None), x, p)[0]
+
+    def loss(self, params, tokens):
+        x = self.on(params["embedding"].at[tokens[:, :-1]].get(), self.rows_axis, None, "model")
+        x = self.between(x)
+        for p in params["stages"][:-1]:
+            x = mpmd.mark_stage_end(self.stage(p, x))
+        x = self.whole(norm(params["norm"], self.stage(params["stages"][-1], x)))
+        logits = self.on((x @ params["head"]).astype(jnp.float32), self.rows_axis, "context", "model")
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    def specs(self) -> dict:
+        """Of each parameter: its shape, and the spec with which products read it."""
+        s = self.shape
+        kv = s.width // s.heads * s.kv_heads
+        wide = {"q": s.width, "k": kv, "v": kv, "up": s.hidden} | ({"gate": s.hidden} if s.gated else {})
+        one = {name: ((s.width, out), (None, "model")) for name, out in wide.items()}
+        one |= {name: ((width, s.width), ("model", None)) for name, width in (("o", s.width), ("down", s.hidden))}
+        one |= {name: ((s.width,), (None,)) for name in ("attention_norm", "mlp_norm")}
+        stage = {name: ((self.layers_of_stage, *shape), (None, *spec)) for name, (shape, spec) in one.items()}
+        return {
+            "embedding": ((s.vocabulary, s.width), (None, "model")),
+            "stages": [stage] * (self.run.groups * self.run.virtual),
+            "norm": ((s.width,), (None,)),
+            "head": ((s.width, s.vocabulary), (None, "model")),
+        }
+
+    def step(self, state, tokens):
+        run = self.run
+        specs = jax.tree.map(lambda entry: entry[1], self.specs(), is_leaf=_is_entry)
+        stored = jax.tree.map(lambda p: p.sharding.spec, self.state()[0])
+        master, first, second = state
+
+        def used(p, spec, kept):
+            if run.fsdp:  # gathered by each product
+                return self.on(p.astype(jnp.bfloat16), *kept)
+            return self.on(jnp.broadcast_to(self.on(p.astype(jnp.bfloat16), *spec), (run.data, *p.shape)), "data", *spec)
+
+        params = jax.tree.map(used, master, specs, stored, is_leaf=lambda x: isinstance(x, P))
+        per_replica = self.loss if run.fsdp else jax.vmap(self.loss, spmd_axis_name="data")
+
+        def gradients(batch):
+            value, grads = jax.value_and_grad(lambda p: jnp.mean(per_replica(p, batch)))(params)
+            return value, jax.tree.map(lambda g, kept: self.on(g, *kept) if run.fsdp else g, grads, stored)
+
+        value, grads = mpmd.treduce(gradients, tokens, schedule=run.schedule, operation=mpmd.Mean)
+        if not run.fsdp:
+            grads = jax.tree.map(lambda g, kept: self.on(g.sum(0), *kept), grads, stored)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g**2, second, grads)
+        master = jax.tree.map(lambda p, m, v: p - 3e-4 * m / (jnp.sqrt(v) + 1e-8), master, first, second)
+        return (master, first, second), value
+
+    def state(self) -> tuple:
+        """Parameters and two moments, float32, divided over all devices that have the same part of the model."""
+
+        def stored(shape, spec):  # never by layers, which a scan takes one by one
+            free = ("data", "context") if self.run.context > 1 else ("data",)
+            count = self.run.data * self.run.context
+            axes = range(len(shape) == 3 or (len(shape) == 2 and shape[0] < 1024), len(shape))
+            axis = next((i for i in axes if not spec[i] and shape[i] % count == 0), None)
+            spec = [free if i == axis else name for i, name in enumerate(spec)]
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
+
+        one = jax.tree.map(lambda entry: stored(*entry), self.specs(), is_leaf=_is_entry)
+        return one, one, one
+
+    def arguments(self) -> tuple:
+        run = self.run
+        shape = (run.data * run.rows,) if run.fsdp else (run.data, run.rows)
+        spec = NamedSharding(self.mesh.tracing_mesh(), P(None, "data"))
+        tokens = jax.ShapeDtypeStruct((run.microbatches, *shape, run.step.length + 1), jnp.int32, sharding=spec)
+        return self.state(), tokens
+
+
+def _is_entry(x) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)
+
+
+def plan(run: Run) -> Plan:
+    """The plan of a run's step on the machine that its data sheet describes."""
+    sizes = (run.groups, run.data, run.context, run.model)
+    mesh = mpmd.topology_mesh(run.target, sizes, ("stage", *AXES), "stage", axis_types=[AxisType.Auto] * 4)
+    step = Step(run, mesh)
+    compiled = mpmd.jit(step.step, mpmd_mesh=mesh, donate_argnums=0).lower(*step.arguments()).compile()
+    return plan_step(compiled._programs, compiled.program, Machine(run.target), run.tokens)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def row(name: str, run: Run, planned: Plan) -> list[str]:
+    """A row of the table: the run, its layout, seconds of a step and bytes of a device with their errors, a note."""
+    memory = max(g.memory["peak"] for g in planned.groups)
+    both = [f"{memory / 1e9:.1f}", ""]
+    if run.memory:
+        both = [f"{run.memory / 1e9:.1f} / {both[0]}", _error(memory / run.memory, MEMORY)]
+    seconds = [f"{run.measured_s:.3g} / {planned.step.seconds:.3g}", _error(planned.step.seconds / run.measured_s, TIME)]
+    return [name, f"{run.num_devices} {run.target.name}", run.layout, *seconds, *both, run.note]
+
+
+def _error(ratio: float, bound: float) -> str:
+    text = f"{ratio - 1:+.0%}"
+    return text if abs(ratio - 1) <= bound else f"**{text}**"
+
+
+HEADER = ["run", "devices", "layout", "step: measured / predicted, s", "error", "memory, GB", "error", "why"]
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=RUNS, nargs="+", metavar="NAME", help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--verbose", action="store_true", help="print each plan, to stderr")
+    args = parser.parse_args()
+    print(line(HEADER), line(["---"] * len(HEADER)), sep="\n", flush=True)
+    for name in args.only or RUNS:
+        begun = time.perf_counter()
+        planned = plan(RUNS[name])
+        print(line(row(name, RUNS[name], planned)), flush=True)
+        if args.verbose:
+            print(planned, f"\n{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
