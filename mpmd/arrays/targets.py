@@ -22,6 +22,7 @@ class Target:
       memory_bandwidth: bytes a second.
       flops: floating-point operations a second on matrix units, for bfloat16.
       flops_float32: the same for float32 operands at JAX's default precision (TF32 on NVIDIA GPUs).
+      flops_float8: the same for float8 operands; 0 where matrix units know none, and products are as those of bfloat16.
       link_bandwidth: bytes a second that a device sends to others of its host (or NVLink domain).
       network_bandwidth: bytes a second that a device sends to other hosts.
       devices_per_link_domain: how many devices are joined by `link_bandwidth`.
@@ -45,6 +46,7 @@ class Target:
     clock_ghz: float = 0.0
     l2_nbytes: int = 0
     shared_nbytes: int = 0
+    flops_float8: float = 0.0
 
     known: ClassVar[dict[str, "Target"]] = {}
 
@@ -94,7 +96,7 @@ def _cuda(name: str, description: str, **figures: Any) -> None:
 
 
 _HOPPER = {
-    "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,
+    "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "flops_float8": 1978.9 * TB, "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,
     "capability": (9, 0), "cores": 132, "clock_ghz": 1.98, "l2_nbytes": 50 << 20, "shared_nbytes": 228 << 10,
 }  # fmt: skip
 _BLACKWELL = {
@@ -108,9 +110,9 @@ _cuda(
 )  # fmt: skip
 _cuda("h100", "NVIDIA H100 80GB HBM3", memory_nbytes=80 << 30, memory_bandwidth=3.35 * TB, **_HOPPER)
 _cuda("h200", "NVIDIA H200", memory_nbytes=141 * GB, memory_bandwidth=4.8 * TB, **_HOPPER)
-_cuda("b200", "NVIDIA B200", memory_nbytes=180 * GB, flops=2250 * TB, flops_float32=1125 * TB, **_BLACKWELL)
+_cuda("b200", "NVIDIA B200", memory_nbytes=180 * GB, flops=2250 * TB, flops_float32=1125 * TB, flops_float8=4500 * TB, **_BLACKWELL)
 _cuda(
-    "gb200", "NVIDIA GB200", memory_nbytes=186 * GB, flops=2500 * TB, flops_float32=1250 * TB,
+    "gb200", "NVIDIA GB200", memory_nbytes=186 * GB, flops=2500 * TB, flops_float32=1250 * TB, flops_float8=5000 * TB,
     devices_per_link_domain=72, **_BLACKWELL,
 )  # fmt: skip
 for _name, _kind, _memory, _bandwidth, _flops, _link in (

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ _KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+_NAME = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = ")
 _INSTRUCTION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _MODULE = re.compile(r"^(?=HloModule )", re.MULTILINE)
@@ -26,6 +27,7 @@ _MESH_GROUPS = re.compile(
     r"(?:, device_ids=\((?:\[(?P<iota>[\d,]+)\](?:T\((?P<turned>[\d,]+)\))?|(?P<places>[\d,]+))\))?"
     r" \{(?P<axes>[^}]*)\}"
 )
+_PRODUCT = re.compile(r" (?:dot|convolution)\(|custom_call_target=\"__(?:cublas|cudnn)")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4}
 
 
@@ -40,6 +42,7 @@ class Collective:
       num_hosts: in which these devices are (or domains of links, where those are larger).
       times: how often a call of the program runs it.
       is_async: whether other work may go on meanwhile.
+      is_hidden: whether matrix products do: XLA has put some between its start and its end.
     """
 
     kind: str
@@ -48,6 +51,7 @@ class Collective:
     num_hosts: int = 1
     times: int = 1
     is_async: bool = False
+    is_hidden: bool = False
 
     def __str__(self) -> str:
         times = f"{self.times}× " if self.times > 1 else ""
@@ -81,7 +85,8 @@ def _collectives_of_module(hlo: str, num_devices: int, num_near: int) -> Iterabl
 
 
 def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int, num_near: int) -> Iterable[Collective]:
-    for line in bodies.get(name, ()):
+    lines = bodies.get(name, [])
+    for i, line in enumerate(lines):
         if match := _INSTRUCTION.search(line):
             members = _members(line, num_devices)
             yield Collective(
@@ -91,6 +96,7 @@ def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int,
                 _num_hosts(line, members, num_near),
                 times,
                 bool(match["start"]),
+                bool(match["start"]) and _is_hidden(lines[i:], bodies),
             )
         elif match := _WHILE.search(line):
             trips = _TRIPS.search(line)
@@ -99,6 +105,20 @@ def _walk(name: str, bodies: dict[str, list[str]], times: int, num_devices: int,
             for one, several in _CALLED.findall(line):
                 for callee in (one, *re.findall(r"%([\w.-]+)", several)):
                     yield from _walk(callee, bodies, times, num_devices, num_near)
+
+
+def _is_hidden(lines: Sequence[str], bodies: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a matrix product stands between the start of a collective, the first line, and its end."""
+    match = _NAME.match(lines[0])
+    end = f"-done(%{match['name']})" if match else ""
+    for line in lines[1:]:
+        if not end or end in line:
+            break
+        called = [one for one, _ in _CALLED.findall(line) if one]
+        called += _WHILE.findall(line)
+        if _PRODUCT.search(line) or any(_PRODUCT.search(inner) for name in called for inner in bodies.get(name, ())):
+            return True
+    return False
 
 
 def _nbytes(text: str, kind: str, is_start: bool) -> int:

@@ -105,8 +105,10 @@ class Machine:
         return sum(map(self._seconds, works)) / num_devices
 
     def _seconds(self, work: Work) -> float:
-        narrow = (work.products - work.float32) / self.target.flops
-        products = (narrow + work.float32 / self.target.flops_float32) / self.matrix_efficiency
+        t = self.target
+        bfloat16 = (work.products - work.float32 - work.float8) / t.flops
+        others = work.float32 / t.flops_float32 + work.float8 / (t.flops_float8 or t.flops)
+        products = (bfloat16 + others) / self.matrix_efficiency
         return max(products, self.memory_s(work.nbytes))
 
     def memory_s(self, nbytes: float) -> float:
@@ -128,6 +130,13 @@ class Machine:
         else:
             seconds = self.latency_s + collective.nbytes * _SENT[kind](n) / self.ring_bandwidth(n, hosts)
         return collective.times * seconds
+
+    def waiting_s(self, collectives: Iterable[Collective], compute_s: float) -> float:
+        """Seconds of the collectives of a program that computes for `compute_s`, beside which hidden ones go on."""
+        seconds = {True: 0.0, False: 0.0}
+        for collective in collectives:
+            seconds[collective.is_hidden] += self.collective_s(collective)
+        return seconds[False] + max(0.0, seconds[True] - compute_s)
 
     def ring_bandwidth(self, num_devices: int, num_hosts: int) -> float:
         """Bytes a second that each device of a ring sends: of several rings, each leaves a host by another network

@@ -23,6 +23,7 @@ class Work:
       other: all other operations.
       nbytes: read from and written to device memory.
       float32: the part of `products` whose operands are float32 or wider.
+      float8: the part of `products` whose operands both have eight bits.
       recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
     """
 
@@ -31,6 +32,7 @@ class Work:
     nbytes: float = 0.0
     float32: float = 0.0
     recomputed: float = 0.0
+    float8: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -120,8 +122,9 @@ def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
     moved = sum(_read(v, known) for v in (*equations.variables(eqn.invars), *eqn.outvars))
     if (count := _PRODUCTS.get(name)) is not None:
         products = count(eqn)
-        wide = max(v.aval.dtype.itemsize for v in eqn.invars[:2]) >= 4
-        return Work(products=products, nbytes=moved, float32=products if wide else 0.0)
+        width = max(v.aval.dtype.itemsize for v in eqn.invars[:2])
+        float32, float8 = (products if is_so else 0.0 for is_so in (width >= 4, width == 1))
+        return Work(products=products, nbytes=moved, float32=float32, float8=float8)
     if equations.is_view(eqn):
         return Work()
     made = sum(equations.size(v.aval) for v in eqn.outvars)

@@ -21,7 +21,7 @@ class TaskCost:
     """One call of a program.
 
     Attributes:
-      seconds: compute and collectives, one after the other.
+      seconds: compute and collectives, one after the other, but for collectives that matrix products hide.
       collective_s: the collectives' part of it.
     """
 
@@ -65,9 +65,9 @@ class StepCosts:
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
             text = (distinct.compiled_on(mesh).as_text() or "") if mesh.size > 1 else ""
             collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near))
-            waiting = sum(map(self.machine.collective_s, collectives))
-            seconds = self.machine.compute_s(works, mesh.size) + waiting
-            self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, seconds, waiting)
+            compute_s = self.machine.compute_s(works, mesh.size)
+            waiting_s = self.machine.waiting_s(collectives, compute_s)
+            self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, compute_s + waiting_s, waiting_s)
         return self._of_program[distinct]
 
     def duration(self, group: int, instruction: Run | Call) -> float:
