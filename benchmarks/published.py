@@ -51,7 +51,14 @@ AXES = ("data", "context", "model")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder. `hidden` is the width of its MLP, which has two matrices, or three if it is `gated`."""
+    """A decoder.
+
+    Attributes:
+      hidden: width of its MLP, or of each expert.
+      gated: whether an MLP has three matrices instead of two.
+      experts, chosen: how many there are, and how many of them a token takes; beside them it takes a `shared` MLP of
+        that width.
+    """
 
     layers: int
     width: int
@@ -61,6 +68,9 @@ class Model:
     vocabulary: int
     length: int
     gated: bool = True
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +136,12 @@ LLAMA3_70B = Model(80, 8192, 64, 8, 28672, 128256, 8192)
 LLAMA3_405B = Model(126, 16384, 128, 8, 53248, 128256, 8192)
 NEMOTRON_15B = Model(32, 6144, 48, 8, 24576, 256000, 4096, gated=False)
 NEMOTRON_340B = Model(96, 18432, 96, 8, 73728, 256000, 4096, gated=False)
+MARIN = Model(26, 2560, 20, 5, 1280, 128256, 8192, experts=256, chosen=4, shared=2560)
 OF_META = dataclasses.replace(  # "96GB HBM2e with 2.4 TB/sec", a limit of 500 W
     Target.named("h100"), memory_nbytes=96 * 10**9, memory_bandwidth=2.4e12
 )
 NVIDIA = "NVIDIA DGX Cloud recipes (github.com/NVIDIA/dgxc-benchmarking), 2025"
+MARIN_ISSUE = "Marin, github.com/marin-community/marin/issues/7024 (shape: issues/6044), 2026"
 TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024"
 RUNS = {
     "gpt3-175b": Run(
@@ -177,7 +189,20 @@ RUNS = {
         f"{TORCHTITAN}, table 3", LLAMA3_8B, OF_META,
         data=128, fsdp=True, rows=2, kept="q v attended gate down", rate=6514, memory=62.0 * 2**30,
     ),
+    "marin-67b-a2b": Run(
+        MARIN_ISSUE, MARIN, groups=8, virtual=2, data=8, fsdp=True, microbatches=32, schedule="dualpipe-v", kept="",
+        rate=603326.77 / 64, memory=59_153_094_656,
+    ),
+    "marin-67b-a2b-16": Run(
+        MARIN_ISSUE, MARIN, groups=8, virtual=2, data=8, fsdp=True, microbatches=16, schedule="dualpipe-v", kept="",
+        rate=543490.02 / 64, memory=59_153_094_656,
+    ),
 }  # fmt: skip
+RATIOS = {  # of tokens a second of a device
+    "marin-67b-a2b: 32 against 16 microbatches": ("marin-67b-a2b", "marin-67b-a2b-16"),
+    "torchtitan-8b: float8 against bfloat16": ("torchtitan-8b-fp8", "torchtitan-8b"),
+    "torchtitan-8b: 128 against 8 devices": ("torchtitan-8b-128", "torchtitan-8b"),
+}
 
 
 # --- the step of a run --------------------------------------------------------------------------
@@ -247,8 +272,7 @@ class Step:
         self.run, self.mesh, self.shape = run, mesh, run.step
         self.rows_axis = "data" if run.fsdp else None
         layers, stages = run.step.layers, run.groups * run.virtual
-        assert layers % stages == 0, f"{layers} layers cannot be divided evenly over {stages} stages"
-        self.layers_of_stage = layers // stages
+        self.layers_of_stage = [layers // stages + (i < layers % stages) for i in range(stages)]
         kept = self.layer
         if run.kept != "all":
             kept = jax.checkpoint(kept, policy=jax.checkpoint_policies.save_only_these_names(*run.kept.split()))
@@ -281,21 +305,48 @@ class Step:
         out = checkpoint_name(self.on(out, self.rows_axis, "context", "model"), "attended")
         x = self.between(x + self.between(self.product(out, p["o"])))
         h = self.whole(norm(p["mlp_norm"], x))
+        if s.experts:
+            x = self.between(x + self.chosen(p, h))
         if s.gated:
             h = jax.nn.silu(checkpoint_name(self.product(h, p["gate"]), "gate")) * (self.product(h, p["up"]))
         else:
             h = jnp.square(jax.nn.relu(self.product(h, p["up"])))
         return self.between(x + checkpoint_name(self.between(self.product(h, p["down"])), "down"))
 
+    def chosen(self, p, x):
+        """What the experts make of x [rows, length, width]. The devices of `data` have some of them each. As many tokens
+        go to each expert: those for whom there is no place are left out.
+        """
+        s, devices = self.shape, self.run.data
+
+        def local(router, gate, up, down, x):
+            tokens = x.reshape(-1, s.width)
+            weights, experts = jax.lax.top_k(jax.nn.sigmoid((tokens @ router).astype(jnp.float32)), s.chosen)
+            order = jnp.argsort(experts.reshape(-1))
+            own = (devices, s.experts // devices, -1, s.width)  # source, expert of this device, token, width
+            sent = tokens[order // s.chosen].reshape(s.experts, -1, s.width)
+            got = jax.lax.all_to_all(sent, "data", 0, 0, tiled=True).reshape(own)
+            h = jax.nn.silu(jnp.einsum("setw,ewh->seth", got, gate)) * jnp.einsum("setw,ewh->seth", got, up)
+            made = jnp.einsum("seth,ehw->setw", h, down).reshape(sent.shape)
+            back = jax.lax.all_to_all(made, "data", 0, 0, tiled=True).reshape(-1, s.width)
+            back *= weights.reshape(-1)[order, None].astype(x.dtype)
+            return jnp.zeros_like(tokens).at[order // s.chosen].add(back).reshape(x.shape)
+
+        specs = (P(), P("data"), P("data"), P("data"), P("data"))
+        mapped = jax.shard_map(
+            local, mesh=self.mesh.tracing_mesh(), in_specs=specs, out_specs=P("data"), check_vma=False
+        )
+        return mapped(p["router"], p["expert_gate"], p["expert_up"], p["expert_down"], x)
+
     def stage(self, p, x):
         """The layers of a stage; `p` has them on a leading axis."""
-        if self.layers_of_stage == 1:
+        if len(p["q"]) == 1:
             return self.kept(jax.tree.map(lambda a: a[0], p), x)
-        stored = self.state()[0]["stages"][0]
+        stored = {name: a.sharding.spec[1:] for name, a in self.state()[0]["stages"][0].items()}
 
         def one(x, p):
             if self.run.fsdp:  # the constraint holds for the gradient too: it is summed and divided layer by layer
-                p = {name: self.on(a, *stored[name].sharding.spec[1:]) for name, a in p.items()}
+                p = {name: self.on(a, *stored[name]) for name, a in p.items()}
             return self.kept(p, x), None
 
         return jax.lax.scan(one, x, p)[0]
@@ -314,14 +365,19 @@ class Step:
         """Of each parameter: its shape, and the spec with which products read it."""
         s = self.shape
         kv = s.width // s.heads * s.kv_heads
-        wide = {"q": s.width, "k": kv, "v": kv, "up": s.hidden} | ({"gate": s.hidden} if s.gated else {})
+        hidden = s.shared if s.experts else s.hidden
+        wide = {"q": s.width, "k": kv, "v": kv, "up": hidden} | ({"gate": hidden} if s.gated else {})
         one = {name: ((s.width, out), (None, "model")) for name, out in wide.items()}
-        one |= {name: ((width, s.width), ("model", None)) for name, width in (("o", s.width), ("down", s.hidden))}
+        one |= {name: ((width, s.width), ("model", None)) for name, width in (("o", s.width), ("down", hidden))}
         one |= {name: ((s.width,), (None,)) for name in ("attention_norm", "mlp_norm")}
-        stage = {name: ((self.layers_of_stage, *shape), (None, *spec)) for name, (shape, spec) in one.items()}
+        if s.experts:
+            own = {"gate": (s.width, s.hidden), "up": (s.width, s.hidden), "down": (s.hidden, s.width)}
+            one |= {f"expert_{name}": ((s.experts, *shape), ("data", None, None)) for name, shape in own.items()}
+            one["router"] = (s.width, s.experts), (None, None)
+        stages = [{k: ((n, *shape), (None, *spec)) for k, (shape, spec) in one.items()} for n in self.layers_of_stage]
         return {
             "embedding": ((s.vocabulary, s.width), (None, "model")),
-            "stages": [stage] * (self.run.groups * self.run.virtual),
+            "stages": stages,
             "norm": ((s.width,), (None,)),
             "head": ((s.width, s.vocabulary), (None, "model")),
         }
@@ -356,15 +412,17 @@ class Step:
     def state(self) -> tuple:
         """Parameters and two moments, float32, divided over all devices that have the same part of the model."""
 
-        def stored(shape, spec):  # never by layers, which a scan takes one by one
+        def stored(shape, spec, first):
             free = ("data", "context") if self.run.context > 1 else ("data",)
             count = self.run.data * self.run.context
-            axes = range(len(shape) == 3 or (len(shape) == 2 and shape[0] < 1024), len(shape))
+            axes = [] if "data" in spec else range(first, len(shape))
             axis = next((i for i in axes if not spec[i] and shape[i] % count == 0), None)
             spec = [free if i == axis else name for i, name in enumerate(spec)]
             return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
 
-        one = jax.tree.map(lambda entry: stored(*entry), self.specs(), is_leaf=_is_entry)
+        specs = self.specs()  # of a stage, layers are never divided: a scan takes one after the other
+        stages = [{k: stored(*entry, 1) for k, entry in stage.items()} for stage in specs.pop("stages")]
+        one = {k: stored(*entry, 0) for k, entry in specs.items()} | {"stages": stages}
         return one, one, one
 
     def arguments(self) -> tuple:

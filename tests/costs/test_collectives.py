@@ -113,3 +113,36 @@ def test_a_collective_beyond_one_host_goes_over_the_cards_of_all_its_devices(kin
 def test_a_program_that_runs_as_several_has_the_collectives_of_all():
     modules = [f"HloModule part{number}, is_scheduled=true\n{GPU}" for number in range(2)]
     assert collectives_of("\n".join(modules), 16) == 2 * collectives_of(GPU, 16)
+
+
+HIDDEN = """
+%products (p: bf16[8,8], q: bf16[8,8]) -> bf16[8,8] {
+  ROOT %dot.1 = bf16[8,8] dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%copied (p: bf16[8]) -> bf16[8] {
+  ROOT %copy.1 = bf16[8] copy(%p)
+}
+
+ENTRY %main (p: bf16[64,32]) -> bf16[64,32] {
+  %first = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%p), replica_groups=[2,8]<=[16], dimensions={0}
+  %gemm = bf16[8,8] fusion(%a, %b), kind=kCustom, calls=%products
+  %first.end = bf16[64,32]{1,0} all-gather-done(%first)
+  %second = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%p), replica_groups=[2,8]<=[16], dimensions={0}
+  %copy = bf16[8] fusion(%c), kind=kLoop, calls=%copied
+  %second.end = bf16[64,32]{1,0} all-gather-done(%second)
+  %library = (bf16[8,8], s8[4]) custom-call(%a, %b), custom_call_target="__cublas$gemm"
+}
+"""
+
+
+def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
+    assert [c.is_hidden for c in collectives_of(HIDDEN, 16)] == [True, False]
+    instead = HIDDEN.replace("fusion(%c), kind=kLoop, calls=%copied", 'custom-call(%c), custom_call_target="__cublas$gemm"')
+    assert [c.is_hidden for c in collectives_of(instead, 16)] == [True, True]
+
+
+def test_hidden_collectives_take_only_what_is_longer_than_the_products():
+    near, hidden = Collective("collective-permute", 450 * GB, 8), Collective("collective-permute", 450 * GB, 8, is_hidden=True)
+    assert H100.waiting_s([near, hidden], 3.0) == pytest.approx(1.0)
+    assert H100.waiting_s([near, hidden], 0.25) == pytest.approx(1.75)

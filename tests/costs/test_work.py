@@ -1,11 +1,15 @@
 """Operations and bytes counted in equations, against XLA's own count and against what a person counts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mpmd.costs.work import work_of
+from mpmd.arrays.targets import Target
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import work_of, works
 
 
 def f32(*shape):
@@ -45,6 +49,17 @@ def test_bytes_are_those_of_products_and_of_the_edges_of_the_program():
     product, edge = 4 * (4 * 8 + 8 * 16 + 4 * 16), 4 * 4 * 16  # of what is made of the product
     assert work.nbytes == product + edge
     assert work.other == 2 * 4 * 16
+
+
+def test_a_product_is_as_fast_as_its_operands_are_narrow():
+    def seconds(dtype, target):
+        x = jax.ShapeDtypeStruct((8192, 8192), dtype)
+        product = functools.partial(jnp.matmul, preferred_element_type=jnp.bfloat16)
+        return Machine(Target.named(target)).work_s(works(jax.make_jaxpr(product)(x, x).eqns), 1)
+
+    wide, narrow = (seconds(dtype, "h100") for dtype in (jnp.bfloat16, jnp.float8_e4m3fn))
+    assert wide / narrow == pytest.approx(2, rel=1e-3)
+    assert seconds(jnp.float8_e4m3fn, "a100") == seconds(jnp.bfloat16, "a100")  # its matrix units know no float8
 
 
 def test_a_product_of_narrow_operands_is_not_counted_as_float32():
