@@ -12,6 +12,8 @@ divided by position between layers. Data parallel replicas have a leading axis o
 summed once a step. With context parallelism, positions are divided, and heads where attention needs all positions.
 """
 
+# ruff: noqa: E402 (the path and the flags have to be set first)
+
 import argparse
 import dataclasses
 import functools
@@ -19,10 +21,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # So that collectives go on beside products where they can; the published runs that use XLA have them too.
-XLA_ENABLES = ("latency_hiding_scheduler", "pipelined_all_gather", "pipelined_reduce_scatter", "while_loop_double_buffering")
+XLA_ENABLES = (
+    "latency_hiding_scheduler",
+    "pipelined_all_gather",
+    "pipelined_reduce_scatter",
+    "while_loop_double_buffering",
+)
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # instead of this folder, whose reshard.py would hide the package
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,18 +43,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpmd
+import scheduler
 from mpmd.arrays.targets import Target
 from mpmd.costs.machine import Machine
-from mpmd.costs.simulation import simulate_program
 from mpmd.planning.costs import StepCosts
 from mpmd.planning.plan import Plan, plan_step
 
 TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from what was measured
 BLOCK = 1024  # queries of which scores exist at once
-# Of the data sheet's speed, what the fastest bfloat16 product on an H100 was measured to reach, by itself: 792 of 989
-# TFLOP/s. Source: S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS comparison table".
-MEASURED_PRODUCTS = 0.80
 AXES = ("data", "context", "model")
+
+
+H100 = Target.named("h100")
+PRODUCTS = "q k v attended middle gate up"  # kept, they leave only norms, activations and scores to compute again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +91,8 @@ class Run:
       groups, virtual: stages of the pipeline on different devices, and on each of them.
       data, context, model: devices of a group, by what is divided over them; `fsdp` divides parameters over `data`.
       rows, microbatches: of a replica: rows of a microbatch, and microbatches of a step.
-      kept: of a layer for its backward pass: "all" but scores of attention, the names in it, or "input".
+      kept: of a layer for its backward pass, beside its input: what these names in `Step.layer` stand for. All else is
+        computed again.
       float8: whether products with parameters of layers are in float8.
       seconds, rate: of a step, or tokens a second of a device: what was measured.
       memory: bytes of a device, as measured; None if nobody says.
@@ -91,7 +101,7 @@ class Run:
 
     source: str
     step: Model
-    target: Target = Target.named("h100")
+    target: Target = H100
     groups: int = 1
     virtual: int = 1
     data: int = 1
@@ -101,7 +111,7 @@ class Run:
     rows: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
-    kept: str = "all"
+    kept: str = PRODUCTS
     float8: bool = False
     seconds: float | None = None
     rate: float | None = None
@@ -138,7 +148,7 @@ NEMOTRON_15B = Model(32, 6144, 48, 8, 24576, 256000, 4096, gated=False)
 NEMOTRON_340B = Model(96, 18432, 96, 8, 73728, 256000, 4096, gated=False)
 MARIN = Model(26, 2560, 20, 5, 1280, 128256, 8192, experts=256, chosen=4, shared=2560)
 OF_META = dataclasses.replace(  # "96GB HBM2e with 2.4 TB/sec", a limit of 500 W
-    Target.named("h100"), memory_nbytes=96 * 10**9, memory_bandwidth=2.4e12
+    H100, memory_nbytes=96 * 10**9, memory_bandwidth=2.4e12
 )
 NVIDIA = "NVIDIA DGX Cloud recipes (github.com/NVIDIA/dgxc-benchmarking), 2025"
 MARIN_ISSUE = "Marin, github.com/marin-community/marin/issues/7024 (shape: issues/6044), 2026"
@@ -273,10 +283,8 @@ class Step:
         self.rows_axis = "data" if run.fsdp else None
         layers, stages = run.step.layers, run.groups * run.virtual
         self.layers_of_stage = [layers // stages + (i < layers % stages) for i in range(stages)]
-        kept = self.layer
-        if run.kept != "all":
-            kept = jax.checkpoint(kept, policy=jax.checkpoint_policies.save_only_these_names(*run.kept.split()))
-        self.kept = jax.jit(kept)  # which is traced once for all layers
+        policy = jax.checkpoint_policies.save_only_these_names(*run.kept.split())
+        self.kept = jax.jit(jax.checkpoint(self.layer, policy=policy))  # traced once for all layers
 
     def on(self, x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
@@ -303,19 +311,21 @@ class Step:
         q, k, v = (self.on(y, self.rows_axis, None, heads, None) for y in (rotated(q), rotated(k), v))
         out = attention(q.reshape(*x.shape[:2], s.kv_heads, group, size), k, v).reshape(x.shape)
         out = checkpoint_name(self.on(out, self.rows_axis, "context", "model"), "attended")
-        x = self.between(x + self.between(self.product(out, p["o"])))
+        x = checkpoint_name(self.between(x + self.between(self.product(out, p["o"]))), "middle")
         h = self.whole(norm(p["mlp_norm"], x))
         if s.experts:
             x = self.between(x + self.chosen(p, h))
+        up = checkpoint_name(self.product(h, p["up"]), "up")
         if s.gated:
-            h = jax.nn.silu(checkpoint_name(self.product(h, p["gate"]), "gate")) * (self.product(h, p["up"]))
+            h = jax.nn.silu(checkpoint_name(self.product(h, p["gate"]), "gate")) * up
         else:
-            h = jnp.square(jax.nn.relu(self.product(h, p["up"])))
+            h = jnp.square(jax.nn.relu(up))
         return self.between(x + checkpoint_name(self.between(self.product(h, p["down"])), "down"))
 
     def chosen(self, p, x):
-        """What the experts make of x [rows, length, width]. The devices of `data` have some of them each. As many tokens
-        go to each expert: those for whom there is no place are left out.
+        """What the experts make of x [rows, length, width]; each device of `data` has some of them.
+
+        An expert takes as many tokens as any other: each token has a place in a sorted list, whoever it has chosen.
         """
         s, devices = self.shape, self.run.data
 
@@ -367,9 +377,9 @@ class Step:
         kv = s.width // s.heads * s.kv_heads
         hidden = s.shared if s.experts else s.hidden
         wide = {"q": s.width, "k": kv, "v": kv, "up": hidden} | ({"gate": hidden} if s.gated else {})
-        one = {name: ((s.width, out), (None, "model")) for name, out in wide.items()}
+        one: dict[str, Any] = {name: ((s.width, out), (None, "model")) for name, out in wide.items()}
         one |= {name: ((width, s.width), ("model", None)) for name, width in (("o", s.width), ("down", hidden))}
-        one |= {name: ((s.width,), (None,)) for name in ("attention_norm", "mlp_norm")}
+        one |= dict.fromkeys(("attention_norm", "mlp_norm"), ((s.width,), (None,)))
         if s.experts:
             own = {"gate": (s.width, s.hidden), "up": (s.width, s.hidden), "down": (s.hidden, s.width)}
             one |= {f"expert_{name}": ((s.experts, *shape), ("data", None, None)) for name, shape in own.items()}
@@ -391,7 +401,9 @@ class Step:
         def used(p, spec, kept):
             if run.fsdp:  # gathered by each product
                 return self.on(p.astype(jnp.bfloat16), *kept)
-            return self.on(jnp.broadcast_to(self.on(p.astype(jnp.bfloat16), *spec), (run.data, *p.shape)), "data", *spec)
+            return self.on(
+                jnp.broadcast_to(self.on(p.astype(jnp.bfloat16), *spec), (run.data, *p.shape)), "data", *spec
+            )
 
         params = jax.tree.map(used, master, specs, stored, is_leaf=lambda x: isinstance(x, P))
         per_replica = self.loss if run.fsdp else jax.vmap(self.loss, spmd_axis_name="data")
@@ -412,7 +424,7 @@ class Step:
     def state(self) -> tuple:
         """Parameters and two moments, float32, divided over all devices that have the same part of the model."""
 
-        def stored(shape, spec, first):
+        def stored(first, shape, spec):
             free = ("data", "context") if self.run.context > 1 else ("data",)
             count = self.run.data * self.run.context
             axes = [] if "data" in spec else range(first, len(shape))
@@ -421,8 +433,8 @@ class Step:
             return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
 
         specs = self.specs()  # of a stage, layers are never divided: a scan takes one after the other
-        stages = [{k: stored(*entry, 1) for k, entry in stage.items()} for stage in specs.pop("stages")]
-        one = {k: stored(*entry, 0) for k, entry in specs.items()} | {"stages": stages}
+        stages = [{k: stored(1, *entry) for k, entry in stage.items()} for stage in specs.pop("stages")]
+        one = {k: stored(0, *entry) for k, entry in specs.items()} | {"stages": stages}
         return one, one, one
 
     def arguments(self) -> tuple:
@@ -437,34 +449,70 @@ def _is_entry(x) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)
 
 
-def plan(run: Run) -> tuple[Plan, float]:
-    """The plan of a run's step on the machine that its data sheet describes.
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a run.
 
-    Also returns the seconds of the step if products are as fast as those that others have measured alone.
+    Attributes:
+      parts: of the step, in which the busiest group does products, waits for memory, waits for collectives, and idles.
     """
+
+    plan: Plan
+    parts: tuple[float, ...]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the device that holds most."""
+        return max(g.memory["peak"] for g in self.plan.groups)
+
+
+def predict(run: Run) -> Prediction:
+    """Plans a run's step on the machine that its data sheet describes."""
     sizes = (run.groups, run.data, run.context, run.model)
     mesh = mpmd.topology_mesh(run.target, sizes, ("stage", *AXES), "stage", axis_types=[AxisType.Auto] * 4)
     step = Step(run, mesh)
     compiled = mpmd.jit(step.step, mpmd_mesh=mesh, donate_argnums=0).lower(*step.arguments()).compile()
-    programs, program = compiled._programs, compiled.program
-    faster = StepCosts(programs, Machine(run.target, matrix_efficiency=MEASURED_PRODUCTS))
-    seconds = simulate_program(program, faster.duration, faster.transfer).seconds
-    return plan_step(programs, program, Machine(run.target), run.tokens), seconds
+    programs, program, machine = compiled._programs, compiled.program, Machine(run.target)
+    planned, costs = plan_step(programs, program, machine, run.tokens), StepCosts(programs, machine)
+    busiest = max(planned.groups, key=lambda g: g.busy_s)
+    products = collectives = 0.0
+    for instruction in program.groups[busiest.group]:
+        if isinstance(instruction, (scheduler.Run, scheduler.Call)):
+            for executable in programs.executables_of(instruction):
+                cost = costs.cost(executable)
+                alone = dataclasses.replace(cost.work, nbytes=0.0)
+                products += machine.work_s([alone], busiest.num_devices)
+                collectives += cost.collective_s
+    seconds = planned.step.seconds
+    memory = busiest.busy_s - products - collectives
+    parts = tuple(part / seconds for part in (products, memory, collectives, seconds - busiest.busy_s))
+    return Prediction(planned, parts)
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def row(name: str, run: Run, planned: Plan, faster_s: float) -> list[str]:
-    """A row of the table: the run, its layout, seconds of a step and bytes of a device with their errors, a note."""
-    memory = max(g.memory["peak"] for g in planned.groups)
-    both = [f"{memory / 1e9:.1f}", ""]
+def row(name: str, run: Run, found: Prediction) -> list[str]:
+    """A row of the table."""
+    seconds, memory = found.plan.step.seconds, found.memory
+    times = [f"{run.measured_s:.3g}", f"{seconds:.3g}", _error(seconds / run.measured_s, TIME)]
+    sizes = [f"{memory / 1e9:.1f}", ""]
     if run.memory:
-        both = [f"{run.memory / 1e9:.1f} / {both[0]}", _error(memory / run.memory, MEMORY)]
-    seconds = [f"{run.measured_s:.3g}"]
-    for predicted in (planned.step.seconds, faster_s):
-        seconds.append(f"{predicted:.3g} ({_error(predicted / run.measured_s, TIME)})")
-    return [name, f"{run.num_devices} {run.target.name}", run.layout, *seconds, *both, run.note]
+        sizes = [f"{run.memory / 1e9:.1f} / {sizes[0]}", _error(memory / run.memory, MEMORY)]
+    parts = " ".join(f"{part:.0%}" for part in found.parts)
+    return [name, f"{run.num_devices} {run.target.name}", run.layout, *times, *sizes, parts, run.note]
+
+
+def ratio(name: str, predictions: dict[str, Prediction]) -> list[str]:
+    """A row of the table of ratios: of tokens a second of a device."""
+    measured, predicted = (
+        rates[0] / rates[1]
+        for rates in (
+            [RUNS[run].tokens / RUNS[run].num_devices / seconds(run) for run in RATIOS[name]]
+            for seconds in (lambda run: RUNS[run].measured_s, lambda run: predictions[run].plan.step.seconds)
+        )
+    )
+    return [name, f"{measured:.3f}", f"{predicted:.3f}", _error(predicted / measured, RATIO)]
 
 
 def _error(ratio: float, bound: float) -> str:
@@ -473,8 +521,8 @@ def _error(ratio: float, bound: float) -> str:
 
 
 HEADER = [
-    "run", "devices", "layout", "measured, s", "predicted, s", f"with products at {MEASURED_PRODUCTS:.0%}, s",
-    "memory, GB", "error", "why",
+    "run", "devices", "layout", "measured, s", "predicted, s", "error", "memory, GB", "error",
+    "products, memory, collectives, idle", "why",
 ]  # fmt: skip
 
 
@@ -487,13 +535,18 @@ def main() -> int:
     parser.add_argument("--only", choices=RUNS, nargs="+", metavar="NAME", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--verbose", action="store_true", help="print each plan, to stderr")
     args = parser.parse_args()
+    predictions: dict[str, Prediction] = {}
     print(line(HEADER), line(["---"] * len(HEADER)), sep="\n", flush=True)
     for name in args.only or RUNS:
         begun = time.perf_counter()
-        planned, faster_s = plan(RUNS[name])
-        print(line(row(name, RUNS[name], planned, faster_s)), flush=True)
+        predictions[name] = predict(RUNS[name])
+        print(line(row(name, RUNS[name], predictions[name])), flush=True)
         if args.verbose:
-            print(planned, f"\n{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+            print(predictions[name].plan, f"\n{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    if names := [name for name, runs in RATIOS.items() if predictions.keys() >= set(runs)]:
+        header = ["ratio", "measured", "predicted", "error"]
+        print("", line(header), line(["---"] * len(header)), sep="\n")
+        print(*(line(ratio(name, predictions)) for name in names), sep="\n", flush=True)
     return 0
 
 

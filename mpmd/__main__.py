@@ -122,7 +122,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     for name, what in _CONSTANTS.items():
         default = getattr(Machine, name)
         flag = "--" + name.replace("_", "-")
-        add(flag, type=float, default=default, metavar="X", help=f"{what} (default: %(default)s)")
+        shown = "%(default)s" if default is not None else "what was measured of the target"
+        add(flag, type=float, default=default, metavar="X", help=f"{what} (default: {shown})")
     add("--json", action="store_true", help="all figures as JSON")
 
 

@@ -23,6 +23,7 @@ class Target:
       flops: floating-point operations a second on matrix units, for bfloat16.
       flops_float32: the same for float32 operands at JAX's default precision (TF32 on NVIDIA GPUs).
       flops_float8: the same for float8 operands; 0 where matrix units know none, and products are as those of bfloat16.
+      matrix_efficiency: the part of `flops` that the fastest large matrix product was measured to reach, by itself.
       link_bandwidth: bytes a second that a device sends to others of its host (or NVLink domain).
       network_bandwidth: bytes a second that a device sends to other hosts.
       devices_per_link_domain: how many devices are joined by `link_bandwidth`.
@@ -47,6 +48,7 @@ class Target:
     l2_nbytes: int = 0
     shared_nbytes: int = 0
     flops_float8: float = 0.0
+    matrix_efficiency: float = 0.6
 
     known: ClassVar[dict[str, "Target"]] = {}
 
@@ -95,22 +97,29 @@ def _cuda(name: str, description: str, **figures: Any) -> None:
     Target.known[name] = Target(name, description, "cuda", **figures)
 
 
+# Of products alone, the table "Maximum Achievable Matmul FLOPS" (bfloat16) in S. Bekman, Machine Learning Engineering
+# (github.com/stas00/ml-engineering): 267.9 TFLOP/s on an A100, 794.5 on an H100 or H200, 1745 on a B200 (taken for a
+# GB200 too).
 _HOPPER = {
-    "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "flops_float8": 1978.9 * TB, "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,
+    "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "flops_float8": 1978.9 * TB, "matrix_efficiency": 0.80,
+    "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,
     "capability": (9, 0), "cores": 132, "clock_ghz": 1.98, "l2_nbytes": 50 << 20, "shared_nbytes": 228 << 10,
 }  # fmt: skip
 _BLACKWELL = {
-    "link_bandwidth": 900 * GB, "network_bandwidth": 50 * GB, "memory_bandwidth": 8.0 * TB,
+    "matrix_efficiency": 0.78, "link_bandwidth": 900 * GB, "network_bandwidth": 50 * GB, "memory_bandwidth": 8.0 * TB,
     "capability": (10, 0), "cores": 148, "clock_ghz": 1.965, "l2_nbytes": 126 << 20, "shared_nbytes": 228 << 10,
 }  # fmt: skip
 _cuda(
     "a100", "NVIDIA A100-SXM4-80GB", memory_nbytes=80 << 30, memory_bandwidth=2.039 * TB, flops=312 * TB,
-    flops_float32=156 * TB, link_bandwidth=300 * GB, network_bandwidth=25 * GB, capability=(8, 0), cores=108,
-    clock_ghz=1.41, l2_nbytes=40 << 20, shared_nbytes=164 << 10,
+    flops_float32=156 * TB, matrix_efficiency=0.86, link_bandwidth=300 * GB, network_bandwidth=25 * GB,
+    capability=(8, 0), cores=108, clock_ghz=1.41, l2_nbytes=40 << 20, shared_nbytes=164 << 10,
 )  # fmt: skip
 _cuda("h100", "NVIDIA H100 80GB HBM3", memory_nbytes=80 << 30, memory_bandwidth=3.35 * TB, **_HOPPER)
 _cuda("h200", "NVIDIA H200", memory_nbytes=141 * GB, memory_bandwidth=4.8 * TB, **_HOPPER)
-_cuda("b200", "NVIDIA B200", memory_nbytes=180 * GB, flops=2250 * TB, flops_float32=1125 * TB, flops_float8=4500 * TB, **_BLACKWELL)
+_cuda(
+    "b200", "NVIDIA B200", memory_nbytes=180 * GB, flops=2250 * TB, flops_float32=1125 * TB, flops_float8=4500 * TB,
+    **_BLACKWELL,
+)  # fmt: skip
 _cuda(
     "gb200", "NVIDIA GB200", memory_nbytes=186 * GB, flops=2500 * TB, flops_float32=1250 * TB, flops_float8=5000 * TB,
     devices_per_link_domain=72, **_BLACKWELL,

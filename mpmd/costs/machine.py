@@ -32,7 +32,8 @@ class Machine:
     Attributes:
       target: the data sheet.
       devices_per_host: neighbours that reach each other by `target.link_bandwidth`.
-      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach.
+      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. The first one
+        is None for what was measured of the target.
       latency_s: of each transfer and collective.
       launch_s: of each program.
       memory_fraction: the part of a device's memory that JAX's allocator takes. None: what it takes by default.
@@ -40,7 +41,7 @@ class Machine:
 
     target: Target
     devices_per_host: int = 8
-    matrix_efficiency: float = 0.6
+    matrix_efficiency: float | None = None
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_s: float = 15e-6
@@ -51,7 +52,7 @@ class Machine:
         t = self.target
         above_zero = {
             "memory": t.memory_nbytes, "link bandwidth": t.link_bandwidth, "network bandwidth": t.network_bandwidth,
-            "devices per host": self.devices_per_host, "matrix efficiency": self.matrix_efficiency,
+            "devices per host": self.devices_per_host, "matrix efficiency": self.products_fraction,
             "memory efficiency": self.memory_efficiency, "link efficiency": self.link_efficiency,
             "memory fraction": self.taken_fraction,
         }  # fmt: skip
@@ -62,6 +63,11 @@ class Machine:
             faults.append(f"memory fraction is {self.taken_fraction}")
         if faults:
             raise ValueError(f"a machine cannot be like this: {', '.join(faults)}.")
+
+    @property
+    def products_fraction(self) -> float:
+        """The part of the peak that matrix products reach."""
+        return self.target.matrix_efficiency if self.matrix_efficiency is None else self.matrix_efficiency
 
     @property
     def taken_fraction(self) -> float:
@@ -108,7 +114,7 @@ class Machine:
         t = self.target
         bfloat16 = (work.products - work.float32 - work.float8) / t.flops
         others = work.float32 / t.flops_float32 + work.float8 / (t.flops_float8 or t.flops)
-        products = (bfloat16 + others) / self.matrix_efficiency
+        products = (bfloat16 + others) / self.products_fraction
         return max(products, self.memory_s(work.nbytes))
 
     def memory_s(self, nbytes: float) -> float:
@@ -160,7 +166,7 @@ class Machine:
         return (
             f"{t.name} ({t.description}): {t.memory_nbytes / 1e9:.1f} GB a device,"
             f" {self.usable_nbytes / 1e9:.1f} GB of it for the step; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
-            f" {t.flops_float32 / 1e12:.0f} in float32, at {self.matrix_efficiency:.0%};"
+            f" {t.flops_float32 / 1e12:.0f} in float32, at {self.products_fraction:.0%};"
             f" memory {t.memory_bandwidth / 1e12:.2f} TB/s at {self.memory_efficiency:.0%};"
             f" links {t.link_bandwidth / 1e9:.0f} GB/s among {self.num_near},"
             f" network {t.network_bandwidth / 1e9:.0f} GB/s a device, at {self.link_efficiency:.0%};"

@@ -138,11 +138,16 @@ ENTRY %main (p: bf16[64,32]) -> bf16[64,32] {
 
 def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
     assert [c.is_hidden for c in collectives_of(HIDDEN, 16)] == [True, False]
-    instead = HIDDEN.replace("fusion(%c), kind=kLoop, calls=%copied", 'custom-call(%c), custom_call_target="__cublas$gemm"')
+    instead = HIDDEN.replace(
+        "fusion(%c), kind=kLoop, calls=%copied", 'custom-call(%c), custom_call_target="__cublas$gemm"'
+    )
     assert [c.is_hidden for c in collectives_of(instead, 16)] == [True, True]
 
 
 def test_hidden_collectives_take_only_what_is_longer_than_the_products():
-    near, hidden = Collective("collective-permute", 450 * GB, 8), Collective("collective-permute", 450 * GB, 8, is_hidden=True)
+    near, hidden = (
+        Collective("collective-permute", 450 * GB, 8),
+        Collective("collective-permute", 450 * GB, 8, is_hidden=True),
+    )
     assert H100.waiting_s([near, hidden], 3.0) == pytest.approx(1.0)
     assert H100.waiting_s([near, hidden], 0.25) == pytest.approx(1.75)
