@@ -87,7 +87,7 @@ class Run:
     """A run as it was published.
 
     Attributes:
-      source: where its figures are.
+      source, url: where its figures are.
       groups, virtual: stages of the pipeline on different devices, and on each of them.
       data, context, model: devices of a group, by what is divided over them; `fsdp` divides parameters over `data`.
       rows, microbatches: of a replica: rows of a microbatch, and microbatches of a step.
@@ -100,6 +100,7 @@ class Run:
     """
 
     source: str
+    url: str
     step: Model
     target: Target = H100
     groups: int = 1
@@ -150,61 +151,70 @@ MARIN = Model(26, 2560, 20, 5, 1280, 128256, 8192, experts=256, chosen=4, shared
 OF_META = dataclasses.replace(  # "96GB HBM2e with 2.4 TB/sec", a limit of 500 W
     H100, memory_nbytes=96 * 10**9, memory_bandwidth=2.4e12
 )
-NVIDIA = "NVIDIA DGX Cloud recipes (github.com/NVIDIA/dgxc-benchmarking), 2025"
-MARIN_ISSUE = "Marin, github.com/marin-community/marin/issues/7024 (shape: issues/6044), 2026"
-TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024"
+RECIPES = "https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd91f9be958fed4773ae95d941a3356a82"
+EARLIER_RECIPES = "https://github.com/NVIDIA/dgxc-benchmarking/blob/0b71cfda5163540778e2a3d2db59858bf62f96f7"
+TORCHTITAN = (
+    "https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3"
+    "/benchmarks/llama3_h100_202412_torchtitan.md"
+)
+MARIN_ISSUE = "https://github.com/marin-community/marin/issues/7024"  # the shape of the model: issue 6044
 RUNS = {
     "gpt3-175b": Run(
-        f"{NVIDIA}, nemo_megatron/README_175b.md", GPT3,
+        "NVIDIA, NeMo, 2025", f"{EARLIER_RECIPES}/nemo_megatron/README_175b.md", GPT3,
         groups=8, virtual=12, data=4, model=4, microbatches=64, schedule="interleaved-1f1b", seconds=8.309,
     ),
     "llama3.1-70b": Run(
-        f"{NVIDIA}, llama3.1/README_70b.md", LLAMA3_70B,
+        "NVIDIA, NeMo, 2025", f"{RECIPES}/llama3.1/README_70b.md", LLAMA3_70B,
         groups=4, virtual=5, data=2, context=2, model=4, microbatches=64, schedule="interleaved-1f1b", seconds=14.72,
     ),
     "llama2-70b-fsdp": Run(
-        f"{NVIDIA}, maxtext/README_70b.md", LLAMA2_70B, data=64, fsdp=True, rows=2, kept="q k v", seconds=6.999,
+        "NVIDIA, MaxText, 2025", f"{RECIPES}/maxtext/README_70b.md", LLAMA2_70B,
+        data=64, fsdp=True, rows=2, kept="q k v", seconds=6.999,
     ),
     "llama3.1-8b": Run(
-        f"{NVIDIA}, llama3.1/README_8b.md", LLAMA3_8B, data=4, context=2, microbatches=32, seconds=12.91,
+        "NVIDIA, NeMo, 2025", f"{RECIPES}/llama3.1/README_8b.md", LLAMA3_8B,
+        data=4, context=2, microbatches=32, seconds=12.91,
     ),
     "nemotron4-15b": Run(
-        f"{NVIDIA}, nemotron/README_15b.md", NEMOTRON_15B, data=4, model=4, rows=4, microbatches=4, seconds=2.812,
+        "NVIDIA, NeMo, 2025", f"{EARLIER_RECIPES}/nemotron/README_15b.md", NEMOTRON_15B,
+        data=4, model=4, rows=4, microbatches=4, seconds=2.812,
     ),
     "nemotron4-340b": Run(
-        f"{NVIDIA}, nemotron/README_340b.md", NEMOTRON_340B,
+        "NVIDIA, NeMo, 2025", f"{RECIPES}/nemotron/README_340b.md", NEMOTRON_340B,
         groups=8, virtual=12, data=2, model=8, microbatches=16, schedule="interleaved-1f1b", seconds=4.61,
     ),
     "llama3.1-405b-7layers": Run(
-        f"{NVIDIA}, llama3.1/README_405b.md", dataclasses.replace(LLAMA3_405B, layers=7),
+        "NVIDIA, NeMo, 2025", f"{RECIPES}/llama3.1/README_405b.md", dataclasses.replace(LLAMA3_405B, layers=7),
         data=2, context=2, model=8, microbatches=63, seconds=8.85,
     ),
     "llama3.1-405b": Run(
-        f"{NVIDIA}, llama3.1/README_405b.md", LLAMA3_405B,
+        "NVIDIA, NeMo, 2025", f"{RECIPES}/llama3.1/README_405b.md", LLAMA3_405B,
         groups=9, virtual=7, data=4, context=2, model=8, microbatches=63, schedule="interleaved-1f1b", seconds=17.20,
     ),
     "torchtitan-8b": Run(
-        f"{TORCHTITAN}, table 1", LLAMA3_8B, OF_META,
+        "torchtitan, table 1, 2024", TORCHTITAN, LLAMA3_8B, OF_META,
         data=8, fsdp=True, rows=2, kept="q v attended gate down", rate=6667, memory=77.0 * 2**30,
     ),
     "torchtitan-8b-fp8": Run(
-        f"{TORCHTITAN}, table 1", LLAMA3_8B, OF_META,
+        "torchtitan, table 1, 2024", TORCHTITAN, LLAMA3_8B, OF_META,
         data=8, fsdp=True, rows=2, kept="q v attended gate down", float8=True, rate=8532, memory=76.8 * 2**30,
     ),
     "torchtitan-8b-32k-fp8": Run(
-        f"{TORCHTITAN}, table 2", dataclasses.replace(LLAMA3_8B, length=32768), OF_META,
+        "torchtitan, table 2, 2024", TORCHTITAN, dataclasses.replace(LLAMA3_8B, length=32768), OF_META,
         data=8, fsdp=True, kept="attended", float8=True, rate=3890, memory=83.9 * 2**30,
     ),
     "torchtitan-8b-128": Run(
-        f"{TORCHTITAN}, table 3", LLAMA3_8B, OF_META,
+        "torchtitan, table 3, 2024", TORCHTITAN, LLAMA3_8B, OF_META,
         data=128, fsdp=True, rows=2, kept="q v attended gate down", rate=6514, memory=62.0 * 2**30,
     ),
     "marin-67b-a2b": Run(
-        MARIN_ISSUE, MARIN, groups=8, virtual=2, data=8, fsdp=True, microbatches=32, schedule="dualpipe-v", kept="",
+        "Marin, 2026", MARIN_ISSUE, MARIN,
+        groups=8, virtual=2, data=8, fsdp=True, microbatches=32, schedule="dualpipe-v", kept="",
         rate=603326.77 / 64, memory=59_153_094_656,
     ),
     "marin-67b-a2b-16": Run(
-        MARIN_ISSUE, MARIN, groups=8, virtual=2, data=8, fsdp=True, microbatches=16, schedule="dualpipe-v", kept="",
+        "Marin, 2026", MARIN_ISSUE, MARIN,
+        groups=8, virtual=2, data=8, fsdp=True, microbatches=16, schedule="dualpipe-v", kept="",
         rate=543490.02 / 64, memory=59_153_094_656,
     ),
 }  # fmt: skip
@@ -500,7 +510,16 @@ def row(name: str, run: Run, found: Prediction) -> list[str]:
     if run.memory:
         sizes = [f"{run.memory / 1e9:.1f} / {sizes[0]}", _error(memory / run.memory, MEMORY)]
     parts = " ".join(f"{part:.0%}" for part in found.parts)
-    return [name, f"{run.num_devices} {run.target.name}", run.layout, *times, *sizes, parts, run.note]
+    return [
+        name,
+        f"[{run.source}]({run.url})",
+        f"{run.num_devices} {run.target.name}",
+        run.layout,
+        *times,
+        *sizes,
+        parts,
+        run.note,
+    ]
 
 
 def ratio(name: str, predictions: dict[str, Prediction]) -> list[str]:
@@ -521,7 +540,7 @@ def _error(ratio: float, bound: float) -> str:
 
 
 HEADER = [
-    "run", "devices", "layout", "measured, s", "predicted, s", "error", "memory, GB", "error",
+    "run", "source", "devices", "layout", "measured, s", "predicted, s", "error", "memory, GB", "error",
     "products, memory, collectives, idle", "why",
 ]  # fmt: skip
 

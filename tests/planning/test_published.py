@@ -48,11 +48,23 @@ def test_a_run_has_the_global_batch_of_its_source(published, name):
 
 
 def test_a_prediction_beyond_its_bound_is_bold(published):
-    run = published.Run("a paper", published.GPT3, data=8, seconds=2.0, memory=10e9, note="why")
+    run = published.Run("a paper", "https://x", published.GPT3, data=8, seconds=2.0, memory=10e9, note="why")
     group = SimpleNamespace(memory={"peak": 12_000_000_000})
     plan = SimpleNamespace(step=SimpleNamespace(seconds=2.2), groups=[group])
     cells = published.row("name", run, published.Prediction(plan, (0.5, 0.25, 0.125, 0.125)))
-    assert cells == ["name", "8 h100", "DP8", "2", "2.2", "+10%", "10.0 / 12.0", "**+20%**", "50% 25% 12% 12%", "why"]
+    assert cells == [
+        "name",
+        "[a paper](https://x)",
+        "8 h100",
+        "DP8",
+        "2",
+        "2.2",
+        "+10%",
+        "10.0 / 12.0",
+        "**+20%**",
+        "50% 25% 12% 12%",
+        "why",
+    ]
 
 
 @needs_plugin
@@ -60,7 +72,7 @@ def test_a_prediction_beyond_its_bound_is_bold(published):
 def test_a_small_run_is_predicted_from_end_to_end(published):
     shape = published.Model(8, 256, 8, 4, 512, 1024, 256)
     pipeline = {"groups": 2, "virtual": 2, "data": 2, "model": 2, "microbatches": 4, "schedule": "interleaved-1f1b"}
-    run = published.Run("nobody", shape, **pipeline, seconds=1.0)
+    run = published.Run("nobody", "", shape, **pipeline, seconds=1.0)
     found = published.predict(run)
     assert sum(found.parts) == pytest.approx(1.0)
     tasks = found.plan.groups[1].tasks
