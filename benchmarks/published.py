@@ -8,8 +8,8 @@ miss their bound (time 20 %, memory 10 %, ratios 5 %) are bold. A run takes one 
 
 The step of a run: a decoder with float32 parameters and moments that are divided over all devices which have the same
 part of the model, bfloat16 products, causal attention in plain JAX. Tensor parallelism is Megatron's, with activations
-divided by position between layers. Data parallel replicas have a leading axis of their own, so their gradients are
-summed once a step. With context parallelism, positions are divided, and heads where attention needs all positions.
+divided by position between layers. Gradients are summed once a step. With context parallelism, positions are
+divided; in attention, heads of queries are, and all keys are gathered.
 """
 
 # ruff: noqa: E402 (the path and the flags have to be set first)
@@ -233,10 +233,10 @@ def norm(scale, x):
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
 
 
-def rotated(x):
-    """Rotary positions, for [rows, length, heads, size]."""
+def rotated(x, start):
+    """Rotary positions from `start`, for [rows, length, heads, size]."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * 500000.0 ** (-jnp.arange(half) / half)
+    angles = (start + jnp.arange(x.shape[1]))[:, None] * 500000.0 ** (-jnp.arange(half) / half)
     sin, cos = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
     return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
@@ -284,8 +284,8 @@ float8_product.defvjp(_float8_forward, _float8_backward)
 class Step:
     """The step of a run on a mesh, and its abstract arguments.
 
-    Inside of a replica, `data` divides rows where the run is FSDP. Else each replica has an own place on a leading axis
-    of parameters and rows, which `jax.vmap` hides.
+    `data` divides rows and parameters where the run is FSDP. Else each device of `data` and `context` has an own place
+    on leading axes of parameters and rows, which `jax.vmap` hides: so gradients are summed over them once a step.
     """
 
     def __init__(self, run: Run, mesh: mpmd.MpmdMesh):
@@ -301,26 +301,35 @@ class Step:
 
     def between(self, x):
         """The layout of activations between layers: [rows, length, width]."""
-        return self.on(x, self.rows_axis, ("context", "model"), None)
+        return self.on(x, self.rows_axis, "model", None)
 
     def whole(self, x):
         """The same before a projection: all positions that the devices of `model` share."""
-        return self.on(x, self.rows_axis, "context", None)
+        return self.on(x, self.rows_axis, None, None)
 
     def product(self, x, w):
         return float8_product(x, w) if self.run.float8 else x @ w
 
     def layer(self, p, x):
-        s, heads = self.shape, ("model", "context")
+        s = self.shape
         size, group = s.width // s.heads, s.heads // s.kv_heads
         h = self.whole(norm(p["attention_norm"], x))
         q, k, v = (
             checkpoint_name(self.product(h, p[name]), name).reshape(*x.shape[:2], count, size)
             for name, count in (("q", s.heads), ("k", s.kv_heads), ("v", s.kv_heads))
         )
-        q, k, v = (self.on(y, self.rows_axis, None, heads, None) for y in (rotated(q), rotated(k), v))
-        out = attention(q.reshape(*x.shape[:2], s.kv_heads, group, size), k, v).reshape(x.shape)
-        out = checkpoint_name(self.on(out, self.rows_axis, "context", "model"), "attended")
+        start = jax.lax.axis_index("context") * x.shape[1] if self.run.context > 1 else 0
+        q, k, v = (self.on(y, self.rows_axis, None, "model", None) for y in (rotated(q, start), rotated(k, start), v))
+        q = q.reshape(*x.shape[:2], s.kv_heads, group, size)
+        if self.run.context > 1:  # each device attends from all positions, for a part of the heads
+            q = jax.lax.all_to_all(q, "context", 3, 1, tiled=True)
+            k, v = (jax.lax.all_gather(y, "context", axis=1, tiled=True) for y in (k, v))
+            q, k, v = (self.on(y, None, None, "model") for y in (q, k, v))
+        out = attention(q, k, v)
+        if self.run.context > 1:
+            out = jax.lax.all_to_all(out, "context", 1, 3, tiled=True)
+        out = out.reshape(x.shape)
+        out = checkpoint_name(self.on(out, self.rows_axis, None, "model"), "attended")
         x = checkpoint_name(self.between(x + self.between(self.product(out, p["o"]))), "middle")
         h = self.whole(norm(p["mlp_norm"], x))
         if s.experts:
@@ -377,7 +386,7 @@ class Step:
         for p in params["stages"][:-1]:
             x = mpmd.mark_stage_end(self.stage(p, x))
         x = self.whole(norm(params["norm"], self.stage(params["stages"][-1], x)))
-        logits = self.on((x @ params["head"]).astype(jnp.float32), self.rows_axis, "context", "model")
+        logits = self.on((x @ params["head"]).astype(jnp.float32), self.rows_axis, None, "model")
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
@@ -411,12 +420,12 @@ class Step:
         def used(p, spec, kept):
             if run.fsdp:  # gathered by each product
                 return self.on(p.astype(jnp.bfloat16), *kept)
-            return self.on(
-                jnp.broadcast_to(self.on(p.astype(jnp.bfloat16), *spec), (run.data, *p.shape)), "data", *spec
-            )
+            own = jnp.broadcast_to(self.on(p.astype(jnp.bfloat16), *spec), (run.data, run.context, *p.shape))
+            return self.on(own, "data", "context", *spec)
 
         params = jax.tree.map(used, master, specs, stored, is_leaf=lambda x: isinstance(x, P))
-        per_replica = self.loss if run.fsdp else jax.vmap(self.loss, spmd_axis_name="data")
+        per_context = jax.vmap(self.loss, axis_name="context", spmd_axis_name="context")
+        per_replica = self.loss if run.fsdp else jax.vmap(per_context, spmd_axis_name="data")
 
         def gradients(batch):
             value, grads = jax.value_and_grad(lambda p: jnp.mean(per_replica(p, batch)))(params)
@@ -424,7 +433,7 @@ class Step:
 
         value, grads = mpmd.treduce(gradients, tokens, schedule=run.schedule, operation=mpmd.Mean)
         if not run.fsdp:
-            grads = jax.tree.map(lambda g, kept: self.on(g.sum(0), *kept), grads, stored)
+            grads = jax.tree.map(lambda g, kept: self.on(g.sum((0, 1)), *kept), grads, stored)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g**2, second, grads)
@@ -449,9 +458,10 @@ class Step:
 
     def arguments(self) -> tuple:
         run = self.run
-        shape = (run.data * run.rows,) if run.fsdp else (run.data, run.rows)
-        spec = NamedSharding(self.mesh.tracing_mesh(), P(None, "data"))
-        tokens = jax.ShapeDtypeStruct((run.microbatches, *shape, run.step.length + 1), jnp.int32, sharding=spec)
+        shape = (run.data * run.rows,) if run.fsdp else (run.data, run.context, run.rows)
+        spec = NamedSharding(self.mesh.tracing_mesh(), P(None, "data") if run.fsdp else P(None, "data", "context"))
+        shape = (run.microbatches, *shape, run.step.length // run.context + 1)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec)
         return self.state(), tokens
 
 
