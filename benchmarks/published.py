@@ -136,7 +136,7 @@ class Run:
     @property
     def layout(self) -> str:
         names = {"PP": self.groups, "VP": self.virtual, "TP": self.model, "CP": self.context}
-        data = {"FSDP" if self.fsdp else "DP": self.data}
+        data = {"EP" if self.step.experts else "FSDP" if self.fsdp else "DP": self.data}
         return " ".join(f"{name}{size}" for name, size in (names | data).items() if size > 1)
 
 
@@ -213,11 +213,13 @@ RUNS = {
         "Marin, 2026", MARIN_ISSUE, MARIN,
         groups=8, virtual=2, data=8, fsdp=True, microbatches=32, schedule="dualpipe-v", kept="",
         rate=603326.77 / 64, memory=59_153_094_656,
+        note="memory: the source does not say what holds the rest",
     ),
     "marin-67b-a2b-16": Run(
         "Marin, 2026", MARIN_ISSUE, MARIN,
         groups=8, virtual=2, data=8, fsdp=True, microbatches=16, schedule="dualpipe-v", kept="",
         rate=543490.02 / 64, memory=59_153_094_656,
+        note="memory: the source does not say what holds the rest",
     ),
 }  # fmt: skip
 RATIOS = {  # of tokens a second of a device
