@@ -52,8 +52,6 @@ from mpmd.planning.plan import Plan, plan_step
 TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from what was measured
 BLOCK = 1024  # queries of which scores exist at once
 AXES = ("data", "context", "model")
-
-
 H100 = Target.named("h100")
 PRODUCTS = "q k v attended middle gate up"  # kept, they leave only norms, activations and scores to compute again
 
