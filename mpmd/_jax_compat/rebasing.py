@@ -102,10 +102,13 @@ class _Rebase:
 
     def var(self, v: Any) -> Any:
         if isinstance(v, Literal):
-            # A constant with a type of its own carries the mesh that it was made under. A kernel's are numbers, by
-            # which it may index.
-            is_typed = hasattr(v.val, "aval") and not self.is_in_kernel
-            return Literal(np.asarray(v.val, v.aval.dtype) if is_typed else v.val, self.aval(v.aval))
+            # A constant with a type of its own carries the mesh that it was made under. A kernel may index by its
+            # constants: they stay numbers.
+            value = v.val
+            if hasattr(value, "aval"):
+                value = np.asarray(value, v.aval.dtype)
+                value = value.item() if self.is_in_kernel and not value.ndim else value
+            return Literal(value, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)
             self.vars[v] = v if aval is v.aval else DropVar(aval) if isinstance(v, DropVar) else Var(aval)
