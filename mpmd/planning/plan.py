@@ -357,7 +357,7 @@ def _collective_lines(plan: Plan) -> list[str]:
     for g in plan.groups:
         for name, cost in sorted(g.tasks.items()):
             if cost.collectives:
-                text = f"{_counted(cost.collectives)}, {in_seconds(cost.collective_s)}"
+                text = f"{_counted(cost.collectives)}, which add {in_seconds(cost.collective_s)}"
                 stages[name[0], text].append(name[1:])
         if g.once:
             seconds = sum(map(plan.machine.collective_s, g.once))
@@ -369,13 +369,16 @@ def _collective_lines(plan: Plan) -> list[str]:
 
 
 def _counted(collectives: Iterable[Collective]) -> str:
-    """How many of each kind, with their bytes."""
+    """How many of each kind, with their bytes, and how many bytes of these go on beside matrix products."""
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
+    hidden: Counter[str] = Counter()
     for c in collectives:
         count[c.kind] += c.times
         nbytes[c.kind] += c.nbytes * c.times
-    return ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])})" for kind, n in count.items())
+        hidden[c.kind] += c.nbytes * c.times * c.is_hidden
+    beside = {kind: f", {in_bytes(n)} beside products" * (n > 0) for kind, n in hidden.items()}
+    return ", ".join(f"{n} {kind} ({in_bytes(nbytes[kind])}{beside[kind]})" for kind, n in count.items())
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -14,8 +14,9 @@ import mpmd
 import scheduler
 from mpmd.__main__ import _loaded, _users_warnings
 from mpmd.arrays.targets import Target
+from mpmd.costs.collectives import Collective
 from mpmd.costs.machine import Machine
-from mpmd.planning.plan import plan_step
+from mpmd.planning.plan import _counted, plan_step
 
 D, ROWS, MICROBATCHES = 64, 16, 8
 TARGET = dataclasses.replace(Target.named("h100"), memory_nbytes=1 << 30)
@@ -73,6 +74,12 @@ def test_the_gradients_are_summed_over_the_devices_of_each_group_once_a_step(com
         assert {(c.kind, c.num_devices) for c in group.once} == {("all-reduce", 2)}
         assert sum(c.nbytes for c in group.once) == D * D * 4 + (4 if group.group == 3 else 0)  # and the loss
     assert "collectives once a step:\n  group 0, 1, 2, 3: 1 all-reduce (16.4 KB)" in str(plan)
+
+
+def test_collectives_say_what_goes_on_beside_products():
+    gathers = [Collective("all-gather", 10**6, 8, times=3, is_async=True, is_hidden=n == 0) for n in range(2)]
+    text = _counted([*gathers, Collective("all-reduce", 4, 8)])
+    assert text == "6 all-gather (6 MB, 3 MB beside products), 1 all-reduce (4 B)"
 
 
 def test_a_step_fits_to_the_byte(compiled):
