@@ -176,7 +176,7 @@ def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says
         assert plan.loops[0].cuts[2] == 4  # layers of stage 2
     found = chunks.groups[2].tasks["F2"].seconds - kernel.groups[2].tasks["F2"].seconds
     traffic = machine.memory_s(4 * PAIRS * (4 + 4 + 4 + 2))
-    products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.matrix_efficiency)
+    products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.products_fraction)
     assert found == pytest.approx(traffic - products, rel=0.05)
 
 
