@@ -8,9 +8,9 @@
         y = mpmd.transfer(y, out_shardings=on_group_1).done()
         return mpmd.task(second, out_shardings=on_group_1)(y)
 
-A value is in the groups that the mesh of its sharding has. What the groups run, in which order and with which memory,
-is found from what each value needs, as in every step: the order of the tasks in the text is not kept, and memory is
-used again without a word. So a transfer may change the sharding, and a value that was sent may be donated.
+A value is in the groups that the mesh of its sharding has. Each task is one program, which equal tasks share, and a
+group runs its tasks in the order of the text (`mpmd/partition/tasks.py`). Memory is used again without a word. So a
+transfer may change the sharding, and a value that was sent may be donated.
 """
 
 import contextvars
@@ -33,7 +33,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import names_of, without_axis
 from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
-from mpmd.ops.cross_group import cross_mpmd_stack, place
+from mpmd.ops.cross_group import cross_mpmd_stack, end_task, place
 from mpmd.stages import Compiled
 from mpmd.tracing.arguments import broadcast
 
@@ -84,6 +84,11 @@ def _located(value: Any, sharding: NamedSharding, mpmd_mesh: MpmdMesh, what: str
     else:
         value = jax.lax.with_sharding_constraint(value, inside)
     return Located(value, sharding, mpmd_mesh)
+
+
+def _ended(values: Sequence[Located]) -> list[Located]:
+    """What a task gives: it ends here."""
+    return [dataclasses.replace(x, value=end_task(x.value, x.groups)) for x in values]
 
 
 def _leaves(tree: PyTree, what: str) -> list[Located]:
@@ -154,10 +159,9 @@ def task(
             values = _constrained(values, in_shardings, where, mpmd_mesh, f"task {title}: in_shardings")
             outs = traced_once(*values[0], **values[1])
         flat, tree = jax.tree.flatten(outs)
-        wishes = broadcast(out_shardings, tree, "out_shardings")
-        return tree.unflatten(
-            [_located(x, _named(w, where), mpmd_mesh, f"task {title}") for x, w in zip(flat, wishes, strict=True)]
-        )
+        wishes = [_named(w, where) for w in broadcast(out_shardings, tree, "out_shardings")]
+        values = [_located(x, s, mpmd_mesh, f"task {title}") for x, s in zip(flat, wishes, strict=True)]
+        return tree.unflatten(_ended(values))
 
     return run
 
@@ -233,7 +237,7 @@ def stack(*arrays: Any) -> Any:
                 f"stack: an argument is whole in each of the groups {x.groups}; do not mix replicated values of several"
                 f" groups in: name {axis!r} in the spec."
             )
-    rows = [x.value if one else x.value[None] for x, one in zip(leaves, stacked, strict=True)]
+    rows = [end_task(x.value if one else x.value[None], x.groups) for x, one in zip(leaves, stacked, strict=True)]
     mesh = mpmd_mesh.mesh_over(groups)
     spec = without_axis(leaves[0].sharding.spec, axis)
     rest = spec[1:] if stacked[0] else spec[:]
@@ -242,7 +246,7 @@ def stack(*arrays: Any) -> Any:
         value = cross_mpmd_stack(rows).reshape(-1, *rows[0].shape[1:])
     else:
         value = jnp.concatenate([place(row, groups) for row in rows])
-    return _located(value, sharding, mpmd_mesh, "stack")
+    return _ended([_located(value, sharding, mpmd_mesh, "stack")])[0]
 
 
 def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
@@ -263,7 +267,7 @@ def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
         mesh = mpmd_mesh.mesh_over(some)
         sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
         found.append(_located(rows, sharding, mpmd_mesh, "slice"))
-    return tuple(found)
+    return tuple(_ended(found))
 
 
 def _check_leading(x: Located, is_stacked: bool, what: str) -> None:
@@ -323,9 +327,9 @@ class MpmdFunction:
     def _program(self, *args: Any) -> Any:
         """What is traced: the program on values of a trace. Notes where its results are."""
         flat, tree = jax.tree.flatten(args)
-        placed = [
-            _located(x, s, self.mpmd_mesh, "mpmd in_shardings") for x, s in zip(flat, self._ins(tree), strict=True)
-        ]
+        for s in (ins := self._ins(tree)):
+            _groups(self.mpmd_mesh, s.mesh, "mpmd in_shardings")
+        placed = [Located(x, s, self.mpmd_mesh) for x, s in zip(flat, ins, strict=True)]
         token = _traced_on.set(self.mpmd_mesh)
         try:
             outs = self._fun(*tree.unflatten(placed))

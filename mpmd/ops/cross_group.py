@@ -67,6 +67,14 @@ def place(x: PyTree, group: int | Iterable[int]) -> PyTree:
     return jax.tree.map(lambda leaf: place_p.bind(_array(leaf, "place"), groups=groups), x)
 
 
+def end_task(x: jax.Array, group: Iterable[int]) -> jax.Array:
+    """`place` for what a task gives: the equations before it, back to the end of the task before, run as one program.
+
+    A step that has such ends keeps the order of its tasks in each group (`mpmd/partition/tasks.py`).
+    """
+    return place_p.bind(x, groups=_groups(group), ends_task=True)
+
+
 def _groups(group: Any) -> Groups:
     if isinstance(group, (int, np.integer)) and not isinstance(group, bool):
         return frozenset([int(group)])

@@ -21,6 +21,7 @@ from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possi
 from mpmd.partition.outline import Groups, Loop, Outline
 from mpmd.partition.pins import Pins, runs_once, with_fewest_bytes
 from mpmd.partition.stage_text import StageGroups, StageText
+from mpmd.partition.tasks import by_task, has_tasks
 from mpmd.tracing.trace import Trace
 
 
@@ -50,7 +51,8 @@ def outline_step(
     with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
         step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded, in_specs, ahead))
         placed = place_by_demand(pin_by_operands(step))
-        return assemble(placed, as_late_as_possible(placed, as_early_as_possible(placed)))
+        levels = by_task(placed) if has_tasks(placed.step) else None
+        return assemble(placed, levels or as_late_as_possible(placed, as_early_as_possible(placed)))
 
 
 def hold_loop_arguments(step: FlatStep) -> FlatStep:

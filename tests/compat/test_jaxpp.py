@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -450,7 +451,8 @@ def test_a_task_that_runs_for_each_microbatch_is_traced_once():
     @experimental.mpmd.mpmd(mesh, in_shardings=here)
     def program(x):
         run = experimental.mpmd.task(double, out_shardings=here)
-        return run(x), run(run(x))
+        y = experimental.mpmd.task(lambda x: x, out_shardings=here)(x)
+        return run(y), run(run(y))
 
     assert [list(x) for x in jax.tree.leaves(program(np.ones(2, np.float32)))] == [[2, 2], [4, 4]]
     assert traces == [(2,)]
@@ -483,6 +485,55 @@ def test_a_pullback_whose_shape_was_found_before_runs_in_a_program(types):
         return [task(half(i), out_shardings=s)(*kept) for i, s in enumerate((whole, rows))]
 
     assert_close(program(w, x), list(expected))
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_each_task_is_one_program_and_its_group_keeps_the_order_of_the_text(types):
+    """A pipeline by hand: as many programs for six microbatches as for three, and no group waits for all of them."""
+    mesh, task, transfer = mesh_of(2, 1, types), experimental.mpmd.task, experimental.mpmd.transfer
+    first, second = (NamedSharding(group, P()) for group in mesh.unstack)
+    params, (x,) = problem(2, 1)
+
+    def lowered(n):
+        @experimental.mpmd.mpmd(mesh, in_shardings=((first, second), (first,) * n))
+        def program(params, xs):
+            forward = task(lambda w, x: jnp.tanh(x @ w), out_shardings=first)
+            gradient = task(jax.grad(lambda w, y: jnp.mean((y @ w) ** 2)), out_shardings=second)
+            add, total = task(jnp.add, out_shardings=second), None
+            for x in xs:
+                y = transfer(forward(params[0], x), out_shardings=second).done()
+                grad = gradient(params[1], y)
+                total = grad if total is None else add(total, grad)
+            return total
+
+        return program.lower(tuple(params), (x,) * n)
+
+    few, many = lowered(3), lowered(6)
+    expected = jax.grad(lambda w: 6 * jnp.mean((jnp.tanh(x @ params[0]) @ w) ** 2))(params[1])
+    assert_close(many(tuple(params), (x,) * 6), expected)
+    programs = [re.findall(r"executables of all groups; (\d+) programs", c.compiled.explain()) for c in (few, many)]
+    assert programs[0] == programs[1] != []
+    one, other = str(many.compiled.program).split("\ngroup 1\n")
+    does = [re.findall(r"^ *\d+ +(call|send|recv)\b", text, re.MULTILINE) for text in (one, other)]
+    assert does[0] == ["call", "send"] * 6 and does[1].count("call") == 11
+    assert does[1][:4] == ["recv", "call", "recv", "call"]  # the first gradient before the second value is there
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_a_value_may_pass_through_a_group_that_does_not_read_it(types):
+    mesh, task, transfer = mesh_of(3, 2, types), experimental.mpmd.task, experimental.mpmd.transfer
+    first, second, third = (NamedSharding(group, P("data")) for group in mesh.unstack)
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=(first, second))
+    def program(x, y):
+        doubled = task(lambda x: 2 * x, out_shardings=first)(x)
+        on_way = transfer(doubled, out_shardings=second).done()
+        more = task(lambda x: x + 1, out_shardings=third)(transfer(on_way, out_shardings=third).done())
+        product = task(jnp.multiply, out_shardings=first)(transfer(more, out_shardings=first).done(), doubled)
+        return on_way, product, x, transfer(y, out_shardings=third).done()
+
+    x = np.arange(4, dtype=np.float32)
+    assert_close(program(x, -x), (2 * x, (2 * x + 1) * 2 * x, x, -x))
 
 
 def test_a_task_may_keep_values_on_the_host():
