@@ -45,7 +45,7 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[st
     """
     if (found := _summed(eqn, [sharded.of(v) for v in eqn.invars])) is None:
         return None
-    gathered = _gathered(eqn, found, sharded, refused)
+    found, gathered = _gathered(eqn, found, sharded, refused)
     axes = tuple(dict.fromkeys(n for d in found[-1].values() for n in d)) if found else ()
     if not axes or set(axes).intersection(refused) or any(_shards_twice(list(d.values())) for d in found):
         return None
@@ -79,31 +79,28 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[st
 
 
 def _gathered(
-    eqn: compat.JaxprEqn, found: list[dict[int, Axes]], sharded: ShardedAxes, refused: Collection[str]
-) -> tuple[PartitionSpec | None, ...]:
-    """Leaves out of `found` the mesh axes that shard another axis of an operand: over these no device has rows alone.
+    eqn: compat.JaxprEqn, found: Sequence[dict[int, Axes]], sharded: ShardedAxes, refused: Collection[str]
+) -> tuple[list[dict[int, Axes]], tuple[PartitionSpec | None, ...]]:
+    """What is summed over without the mesh axes that shard another axis of an operand: over these no device has rows
+    alone, so the operands are gathered.
 
     Sequences that are sharded like the columns of the other operand are such: XLA gathers them for a product. So are
     the updates of a table that is sharded like their sequences, if they are smaller than the table.
 
     Returns:
-      Per operand, how it is sharded then; None where nothing changes.
+      Per operand, what is left of `found`; and how the operand is sharded then, None where nothing changes.
     """
     known = [sharded.of(v) for v in eqn.invars]
-    others = {
-        n for d, dims in zip(known, found, strict=True) for i, axes in enumerate(d) if i not in dims for n in axes
-    }
+    pairs = list(zip(known, found, strict=True))
+    others = {n for d, dims in pairs for i, axes in enumerate(d) if i not in dims for n in axes}
     if eqn.primitive.name == "scatter-add" and sharded.nbytes(eqn.invars[2]) <= sharded.nbytes(eqn.invars[0]):
-        others |= {*refused}
+        others.update(refused)
+    left = [{i: tuple(n for n in axes if n not in others) for i, axes in dims.items()} for _, dims in pairs]
     specs: list[PartitionSpec | None] = []
-    for d, dims in zip(known, found, strict=True):
-        dims.update({i: tuple(n for n in axes if n not in others) for i, axes in dims.items()})
-        changes = any(others.intersection(d[i]) for i in dims)
-        kept = [dims.get(i, axes) for i, axes in enumerate(d)]
-        specs.append(
-            PartitionSpec(*(axes or (None if i in dims else _ANY) for i, axes in enumerate(kept))) if changes else None
-        )
-    return tuple(specs)
+    for d, dims in zip(known, left, strict=True):
+        kept = [dims.get(i, axes) or (None if i in dims else _ANY) for i, axes in enumerate(d)]
+        specs.append(PartitionSpec(*kept) if any(others.intersection(d[i]) for i in dims) else None)
+    return left, tuple(specs)
 
 
 def _typed_dims(v: Atom) -> Dims:

@@ -7,6 +7,10 @@ parts, the accumulator holds one part per device, and one sum after the loop mak
 takes as much memory on each device as a replicated one.
 
 What is read by anything that is not linear (a norm per microbatch) is left as it was written.
+
+Beside tensor parallelism, parts are over the axes of rows. Over an axis that shards the parameter they would be larger
+than its gradient: there they are refused, from the accumulator back to the equations that it follows from. A sum over
+an axis that shards other parameters (for a norm's scale, for the loss) gives way to one over rows that comes later.
 """
 
 import dataclasses

@@ -14,18 +14,18 @@ from mpmd.partition.flat_step import FlatStep, Item
 from mpmd.partition.levels import Levels, Placed
 from mpmd.partition.outline import Loop
 
-ARRIVES = {"reshard", "sharding_constraint", "device_put", "copy"}  # what a transfer does after it has moved a value
+_ARRIVES = {"reshard", "sharding_constraint", "device_put", "copy"}  # what a transfer does after it has moved a value
 Spot = tuple[int, int]  # the position of an item, and a group that runs it
 
 
-def ends_task(item: Item) -> bool:
+def _ends_task(item: Item) -> bool:
     """Whether an item is the end of a task."""
     return not isinstance(item, Loop) and item.primitive is place_p and bool(item.params.get("ends_task"))
 
 
 def has_tasks(step: FlatStep) -> bool:
     """Whether a step is written as tasks, without a pipelined loop."""
-    return not step.loops and any(map(ends_task, step.items))
+    return not step.loops and any(map(_ends_task, step.items))
 
 
 def by_task(placed: Placed) -> Levels | None:
@@ -72,7 +72,7 @@ def _tasks(placed: Placed) -> list[list[Spot]]:
     positions = set(arriving.values())
     for i, group in (spot for spot in spots if spot[0] not in positions):
         task = current.get(group)
-        if task is None or (ends_task(items[task[-1][0]]) and not ends_task(items[i])):
+        if task is None or (_ends_task(items[task[-1][0]]) and not _ends_task(items[i])):
             task = current[group] = []
         join((i, group), task)
     for spot in spots:  # what arrives and is read elsewhere alone: a result of the step, or on its way to a third group
@@ -84,7 +84,7 @@ def _arriving(items: Sequence[Item]) -> dict[compat.Var, int]:
     """What transfers make, and the position of the item that makes it."""
     found: dict[compat.Var, int] = {}
     for i, item in enumerate(items):
-        if not ends_task(item) and _arrives(item, found):
+        if not _ends_task(item) and _arrives(item, found):
             found.update(dict.fromkeys(item.outvars, i))
     return found
 
@@ -94,4 +94,4 @@ def _arrives(item: Item, arriving: Container[compat.Var]) -> bool:
     if item.primitive is place_p:
         return True
     operands = equations.variables(item.invars)
-    return item.primitive.name in ARRIVES and bool(operands) and all(v in arriving for v in operands)
+    return item.primitive.name in _ARRIVES and bool(operands) and all(v in arriving for v in operands)
