@@ -67,7 +67,7 @@ def test_the_reference_has_each_public_name_once():
 @pytest.mark.parametrize(
     ("name", "num_examples", "printed"),
     [
-        ("numerics", 1, ["float32 ", "\nrounding\n"]),
+        ("numerics", 2, ["wrong by 0.50", "float32 ", "\nrounding\n"]),
         ("splitting", 1, ["as one loop under jax.jit"]),
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
