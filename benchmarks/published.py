@@ -567,6 +567,10 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print each plan, to stderr")
     args = parser.parse_args()
     predictions: dict[str, Prediction] = {}
+    try:
+        mpmd.topology_mesh("h100", (1, 8), ("stage", "data"), "stage")
+    except ModuleNotFoundError as error:
+        parser.error(str(error))
     print(line(HEADER), line(["---"] * len(HEADER)), sep="\n", flush=True)
     for name in args.only or RUNS:
         begun = time.perf_counter()
