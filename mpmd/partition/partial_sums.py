@@ -35,17 +35,22 @@ from mpmd.ops.reductions import Add, Mean, result_types
 from mpmd.partition.accumulators import Accumulator
 from mpmd.partition.local_sums import Local, local_sum
 from mpmd.tracing.inline import inline
-from mpmd.tracing.new_equations import Atom, trace_equations
+from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
 # Values of which parts are enough, and the mesh axes over which they should have none.
 Wanted = Mapping[Atom, frozenset[str]]
 
 
 class Partial(NamedTuple):
-    """A value as parts that add up to it, one for each device along mesh axes: they are on an axis in front."""
+    """A value as parts that add up to it, one for each device along mesh axes: they are on an axis in front.
+
+    Attributes:
+      mesh: the one that is set where the parts are made; inside of `auto_axes` it may be in no type.
+    """
 
     parts: compat.Var
     axes: Axes
+    mesh: AbstractMesh
 
 
 def sum_once(
@@ -239,7 +244,7 @@ class _Sums:
             partial = None if isinstance(v, compat.Literal) else self.partials.get(v)
             # A product of parts is not the parts of a product: all operands but one are summed before.
             if partial and (partial.axes != axes or (0 in mapped and i not in added)):
-                eqns, (v,) = trace_equations(_total, partial.parts)
+                eqns, (v,) = _whole(partial)
                 before, partial = [*before, *eqns], None
             operands.append(v if partial is None else partial.parts)
             mapped.append(None if partial is None else 0)
@@ -263,7 +268,7 @@ class _Sums:
         operands: list[Atom] = []
         for v in eqn.invars:
             if not isinstance(v, compat.Literal) and v in self.partials:
-                eqns, (v,) = trace_equations(_total, self.partials[v].parts)
+                eqns, (v,) = _whole(self.partials[v])
                 before += eqns
             operands.append(v)
         return [*before, eqn.replace(invars=operands)]
@@ -314,7 +319,7 @@ class _Sums:
             eqns = sums.run(body.eqns)
             found = [sums.partials.get(v) if v in wanted else None for v in body.outvars]
             pairs = list(zip(carries, found[:num_carry], strict=True))
-            if not (more := {v: Partial(compat.Var(p.parts.aval), p.axes) for v, p in pairs if p and v not in parts}):
+            if not (more := {v: p._replace(parts=compat.Var(p.parts.aval)) for v, p in pairs if p and v not in parts}):
                 break
             parts |= more  # there are only so many carries
         if any((p and p.axes) != (parts[v].axes if v in parts else None) for v, p in pairs):
@@ -367,7 +372,7 @@ class _Sums:
         for v, out, p in zip(eqn.outvars, new.outs, found, strict=True):
             if p is not None:
                 assert isinstance(out, compat.Var)
-                self.partials[v] = Partial(out, p.axes)
+                self.partials[v] = Partial(out, p.axes, eqn.ctx.cur_abstract_mesh)
         return [e.replace(source_info=eqn.source_info) for e in new.named(names)]
 
     def _traced(self, eqn: compat.JaxprEqn, fun: Callable, atoms: Sequence[Atom], axes: Axes) -> list[compat.JaxprEqn]:
@@ -375,7 +380,7 @@ class _Sums:
         eqns, outs = trace_equations(lambda *xs: jax.tree.leaves(fun(*xs)), *atoms)
         for v, out in zip(eqn.outvars, outs, strict=True):
             assert isinstance(out, compat.Var)
-            self.partials[v] = Partial(out, axes)
+            self.partials[v] = Partial(out, axes, eqn.ctx.cur_abstract_mesh)
         return [e.replace(source_info=eqn.source_info) for e in eqns]
 
     def _placed(self, axes: Axes, x: jax.Array) -> jax.Array:
@@ -406,6 +411,12 @@ def _constrained_alike(eqn: compat.JaxprEqn, parts: jax.Array, axes: Axes) -> ja
     explicit = _explicit(axes, asked.mesh)
     lead = tuple(n for n in axes if n not in explicit)
     return lax.with_sharding_constraint(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
+
+
+def _whole(partial: Partial) -> Equations:
+    """The equations that sum parts, where these are."""
+    with compat.use_abstract_mesh(partial.mesh):
+        return trace_equations(_total, partial.parts)
 
 
 def _total(parts: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Data parallel inside a group, written plainly: sums over its devices are done once a step, on any axes."""
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -387,9 +388,17 @@ def test_rows_on_auto_axes_and_columns_on_explicit_ones_are_summed_right():
     assert_same(host(compiled(params, batch)), host(jax.jit(_step(loss, None))(params, batch)), 2e-5)
 
 
-@pytest.mark.parametrize("work", ["sort", "tanh"])
+REGIONS: dict[str, Callable] = {
+    "sort": lambda h: h[jnp.argsort(h[:, 0])],
+    "tanh": jnp.tanh,
+    "batch norm": lambda h: (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 0.1),  # its gradient adds up sums over the rows
+    "product over the rows": lambda h: h @ (h.T @ h) / 100,
+}
+
+
+@pytest.mark.parametrize("work", REGIONS)
 def test_sums_are_once_a_step_behind_a_region_of_auto_axes(work):
-    inner = {"sort": lambda h: h[jnp.argsort(h[:, 0])], "tanh": jnp.tanh}[work]
+    inner = REGIONS[work]
     params, batch = _dense_case()
 
     def loss(p, m, region):
