@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
@@ -544,7 +545,8 @@ class Compiled:
         is_first = self._executor.prepare()
         leaves, given = self._moved(leaves), []
         placed = self._inputs.place(leaves, given)
-        self._executor.compare(given, is_first)
+        makers = [x._made_by if type(x) is MpmdArray else 0 for x in leaves]
+        self._executor.compare(given, makers, is_first)
         return placed
 
     def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
@@ -552,7 +554,7 @@ class Compiled:
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i, pieces in self._consumed.items():
             consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)
-        return jax.tree.unflatten(self.out_tree, self._results.arrays(results))
+        return jax.tree.unflatten(self.out_tree, self._results.arrays(results, self._executor.call_number))
 
     def _moved(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""

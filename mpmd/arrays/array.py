@@ -68,7 +68,7 @@ class MpmdArray(ReadableArray):
         MpmdArray([0., 1., 2., 3.], float32[4], group 1 of 4, P('data',))
     """
 
-    __slots__ = ("_arrays", "_committed", "_dtype", "_gone", "_mpmd_sharding", "_shape", "_weak_type")
+    __slots__ = ("_arrays", "_committed", "_dtype", "_gone", "_made_by", "_mpmd_sharding", "_shape", "_weak_type")
 
     _arrays: dict[Any, jax.Array]  # by `Part.key`
     _mpmd_sharding: MpmdSharding
@@ -77,6 +77,7 @@ class MpmdArray(ReadableArray):
     _weak_type: bool
     _gone: str | None
     _committed: bool
+    _made_by: int  # which result of which call it is, as the processes of a job count them together; 0 for all else
 
     @compat.api_boundary
     def __init__(
@@ -101,6 +102,7 @@ class MpmdArray(ReadableArray):
         self._weak_type = getattr(first, "weak_type", False)
         self._gone = None
         self._committed = True
+        self._made_by = 0
         check_arrays(by_key, mpmd_sharding, full_shape, self._dtype)
 
     @classmethod
@@ -112,6 +114,7 @@ class MpmdArray(ReadableArray):
         dtype: np.dtype,
         weak_type: bool = False,
         committed: bool = True,
+        made_by: int = 0,
     ) -> Self:
         """The executor's constructor. `arrays` has its keys (`Part.key`) in ascending order and is kept, not copied."""
         self = cls.__new__(cls)
@@ -122,6 +125,7 @@ class MpmdArray(ReadableArray):
         self._weak_type = weak_type
         self._gone = None
         self._committed = committed
+        self._made_by = made_by
         return self
 
     # What it is, known in every process.

@@ -24,7 +24,9 @@ from mpmd.job.disagreement import Disagreement, disagreement
 from mpmd.job.notes import Note
 
 # So many calls are published together, if they come faster than the thread looks.
-WINDOW = 64
+WINDOW = 128
+# The number of a call begins with that of the losses before it, and ends with room for its results.
+_EPOCH_BITS, _RESULT_BITS = 46, 16
 # So many bytes wait for the thread, at most twice; what is more, the main thread reads.
 _MAX_HELD_NBYTES = 64 << 20
 # A rank is at most so many calls ahead of what has been compared.
@@ -161,26 +163,32 @@ class Calls:
         self._thread = threading.Thread(target=self._loop, name="mpmd-calls", daemon=True)
         self._thread.start()
 
-    def note(self, ranks: Sequence[int], note: Note) -> None:
+    def note(self, ranks: Sequence[int], note: Note) -> int:
         """This rank makes a call together with `ranks`. Waits only if it is far ahead of them.
+
+        Returns:
+          Its number, the same in all of them, with room for those of its results; 0 if it is compared with nobody's.
 
         Raises:
           ScheduleError: an earlier call of theirs differs.
         """
         self.check()
         if self.is_apart:
-            return
+            return 0
         if (stream := self._streams.get(ranks := tuple(ranks))) is None:
             stream = self._streams[ranks] = SharedCalls(ranks, self._rank, self._store, epoch=self._epoch)
+        if self._epoch:  # what was made before a rank was lost, its successor has from elsewhere
+            note.makers = [maker if maker >> _EPOCH_BITS == self._epoch else 0 for maker in note.makers]
         self._held_nbytes += note.nbytes()
         if self._held_nbytes > _MAX_HELD_NBYTES and note.is_ready:
-            _ = note.digests
+            note.read()
         stream.notes.append(note)
         stream.count += 1
         if stream.count % WINDOW == 0 or self._held_nbytes > _MAX_HELD_NBYTES // 8:
             self._wake.set()
         if len(stream.notes) > MAX_AHEAD:
             self._wait([stream], MAX_AHEAD)
+        return (self._epoch << _EPOCH_BITS) + (stream.count << _RESULT_BITS)
 
     def begin_again(self, epoch: int) -> None:
         """What was called up to now is not compared any more."""

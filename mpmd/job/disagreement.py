@@ -8,8 +8,8 @@ _MAX_SHOWN = 5
 _MAX_SHOWN_TEXT = 120
 _SAME_VALUES = (
     "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or a"
-    " jax.Array made by jax.make_array_from_process_local_data. If one process made a call more than the"
-    " others, this is where they begin to differ."
+    " jax.Array made by jax.make_array_from_process_local_data. A state is the result of the same call in every"
+    " process. If one process made a call more than the others, this is where they begin to differ."
 )
 _SAME_CALLS = (
     "  Every process makes the same calls in the same order: steps, evaluations, device_get, reshards, saves, restores."
@@ -41,8 +41,9 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     where = f"in step {max(step for _, _, step, *_ in said.values())}"
     is_one_step = len(set(dids)) == 1
     if len(parts) == 1:
-        values = {r: values for r, (*_, values, _, _) in said.items()}
-        found, rule = _other_kinds(values) + _other_values(values), _SAME_VALUES
+        makers, values = ({r: note[k] for r, note in said.items()} for k in (-4, -3))
+        found = _other_kinds(values) + _other_values(values, "gave other values of")
+        found, rule = found + _other_values(makers, "gave other results as"), _SAME_VALUES
     else:
         found, rule = [], _SAME_CALLS
         if is_one_step:
@@ -60,7 +61,7 @@ def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
     return Disagreement(rank, "\n".join([head, *(f"  {line}" for _, line in rest), rule]))
 
 
-def _other_kinds(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[int, str]]:
+def _other_kinds(values: Mapping[int, Mapping[str, str | None]]) -> list[tuple[int, str]]:
     """The arguments that only some ranks gave from their host, a line each; with each, one of these ranks.
 
     The others gave arrays of devices, such as results of a step: nothing says that these hold the same.
@@ -74,7 +75,7 @@ def _other_kinds(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[i
     return found
 
 
-def _other_values(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[int, str]]:
+def _other_values(values: Mapping[int, Mapping[str, str | None]], did: str) -> list[tuple[int, str]]:
     """The arguments of which some ranks gave other values, in lines; with each, one of these ranks."""
     names = dict.fromkeys(name for given in values.values() for name in given)
     told = {n: {r: given[n] for r, given in values.items() if given.get(n) is not None} for n in names}
@@ -86,7 +87,7 @@ def _other_values(values: Mapping[int, Mapping[str, int | None]]) -> list[tuple[
     for (most, *others), names in alike.items():
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
         odd, named = " and ".join(map(_ranks, others)), ", ".join(names[:_MAX_SHOWN])
-        found.append((others[0][0], f"{odd} gave other values of {named}{more} than {_ranks(most)}"))
+        found.append((others[0][0], f"{odd} {did} {named}{more} than {_ranks(most)}"))
     return found
 
 

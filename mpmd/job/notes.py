@@ -1,7 +1,7 @@
 """One call that a rank makes together with others, as it is noted for the comparison."""
 
+import array
 import dataclasses
-import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,11 +13,12 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from scheduler.base.texts import type_text
 
+_UNCOMPARED, _UNREAD = -1, -2  # the numbers of a value that is not compared, and of one that could not be read
 # Not every version of numpy tells type checkers that its arrays are buffers.
 _crc32: Callable[[Any, int], int] = zlib.crc32
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Note:
     """One call, as a rank notes it that makes it. The main thread makes it; another reads the values.
 
@@ -29,7 +30,9 @@ class Note:
       fixed: what else makes the call, in words by name: of static arguments, `{"mode": "as 'train'"}`.
       structure: of all arguments, in words by name; it is told where nothing else differs.
       values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
-        them any more. None stands for a value that is not compared.
+        them any more. None stands for a value that is not compared. They are let go of when they are read.
+      makers: of each argument, a number of the call's result that it is, 0 for what no call returned.
+      numbers: of the values that have been read, a position and a number each.
     """
 
     did: str
@@ -38,8 +41,10 @@ class Note:
     names: Sequence[str] = ()
     types: Sequence[Any] = ()
     values: Sequence[tuple[int, Any]] = ()
+    makers: Sequence[int] = ()
     fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     structure: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    numbers: Sequence[int] = ()
 
     def nbytes(self) -> int:
         """Of all values."""
@@ -59,29 +64,36 @@ class Note:
         arrays: list[Any] = [x for _, x in self.values if isinstance(x, jax.Array)]
         return all(x.is_deleted() or x.is_ready() for x in arrays)
 
-    @functools.cached_property
-    def digests(self) -> dict[int, int | None]:
-        """By position, a number for the value; None if it cannot be read. The values are let go of."""
-        found: dict[int, int | None] = {}
-        for i, x in self.values:
-            before = found.get(i) or 0
+    def read(self) -> None:
+        """Reads the values and lets go of them. Two threads may do so at once: they find the same."""
+        numbers: list[int] = []
+        for i, x in () if self.numbers else self.values:
             try:
-                found[i] = _crc32(x, before) if type(x) is np.ndarray else _digest(x, before)
+                number = _crc32(x, 0) if type(x) is np.ndarray else _number(x)
             except ValueError:  # it is not in one piece, or of a dtype that numpy gives no buffer of
-                found[i] = _digest(x, before)
+                number = _number(x)
+            numbers += i, number
+        self.numbers = self.numbers or numbers
         self.values = ()
-        return found
 
-    @functools.cached_property
+    @property
     def digest(self) -> int:
         """Of all that the ranks must have alike."""
-        return zlib.crc32(repr((self.did, self.program, self.digests)).encode())
+        self.read()
+        numbers = array.array("q", [self.program, *self.makers, *self.numbers])
+        return zlib.crc32(numbers, zlib.crc32(self.did.encode()))
 
     def to_json(self) -> list[Any]:
         """Plain data, for the key-value store: what `disagreement` takes."""
         types = dict(zip(self.names, map(_type_text, self.types), strict=False))
-        values = {self.names[i]: d for i, d in self.digests.items()}
-        return [self.did, self.program, self.step, values, {**types, **self.fixed}, dict(self.structure)]
+        self.read()
+        pieces: dict[str, list[int]] = {}
+        for i, number in zip(self.numbers[::2], self.numbers[1::2], strict=True):
+            if number != _UNCOMPARED:
+                pieces.setdefault(self.names[i], []).append(number)
+        values = {name: None if _UNREAD in read else " ".join(map(str, read)) for name, read in pieces.items()}
+        makers = {name: str(maker) for name, maker in zip(self.names, self.makers, strict=False) if maker}
+        return [self.did, self.program, self.step, makers, values, {**types, **self.fixed}, dict(self.structure)]
 
 
 def note_of_tree(
@@ -95,7 +107,7 @@ def note_of_tree(
       identity: what is compared in the place of `fixed`.
     """
     made = [sorted(types.items()), sorted(fixed.items()) if identity is None else identity]
-    return Note(did, zlib.crc32(repr(made).encode()), step, [*types], [*types.values()], (), fixed)
+    return Note(did, zlib.crc32(repr(made).encode()), step, [*types], [*types.values()], fixed=fixed)
 
 
 def placed_text(x: Any) -> str:
@@ -112,12 +124,12 @@ def _type_text(aval: Any) -> str:
     return "as " + aval.str_short() + " (weak type)" * getattr(aval, "weak_type", False)
 
 
-def _digest(x: Any, before: int) -> int | None:
-    """Of an array of this process, after what came before it; None if it was deleted meanwhile, or is not compared."""
+def _number(x: Any) -> int:
+    """Of an array of this process."""
     if x is None:
-        return None
+        return _UNCOMPARED
     try:
         data = np.asarray(keys.to_data(x) if isinstance(x, jax.Array) else x)
     except RuntimeError:
-        return None
-    return _crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8), before)
+        return _UNREAD
+    return _crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8), 0)

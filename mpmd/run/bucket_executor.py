@@ -190,9 +190,9 @@ class BucketExecutor(Executor):
             sections[f"arguments of microbatches of shape {number}"] = "\n".join(lines)
         return Announcement(sections)
 
-    def _note(self, number: int, values: Sequence[tuple[int, Any]] = ()) -> Note:
+    def _note(self, number: int, values: Sequence[tuple[int, Any]] = (), makers: Sequence[int] = ()) -> Note:
         """A call in another order is another program of the step."""
-        note = super()._note(number, values)
+        note = super()._note(number, values, makers)
         return dataclasses.replace(note, program=number and zlib.crc32(f"{number} {self._number}".encode()))
 
     def _first_piece(self) -> int:

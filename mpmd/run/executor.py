@@ -54,7 +54,7 @@ class Executor:
         self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
         job = joining.current() if len(self.ranks) > 1 else None
         self._job = job if job is not None and job.rank in self.ranks else None
-        if jax.process_index() not in self.ranks:
+        if jax.process_index() not in self.ranks and not programs.mesh.is_part:
             warnings.warn(
                 f"mpmd: process {jax.process_index()} has none of the mesh's devices, which are those of"
                 f" {', '.join(map(str, self.ranks))}: it takes no part in the step and cannot read its results."
@@ -68,6 +68,7 @@ class Executor:
         self.program = program
         self.flight = Flight(len(self.bindings.instructions))
         self._num_steps = 0
+        self.call_number = 0
         self._next_piece: int | None = None
         self._epoch = 0  # of the job, when the processes have agreed on the plan
         self._programs = programs
@@ -144,17 +145,18 @@ class Executor:
     def _plan(self) -> Announcement:
         return plan_of(self._programs, self.program)
 
-    def _note(self, number: int, values: Sequence[tuple[int, Any]] = ()) -> Note:
+    def _note(self, number: int, values: Sequence[tuple[int, Any]] = (), makers: Sequence[int] = ()) -> Note:
         """Of the next call; `number` is 0 before the processes have agreed on the program."""
         assert self._job is not None
         step = self._job.activity.step + 1
-        return Note(f"called {self._programs.name}", number, step, *self._arguments, values, *self._ways)
+        return Note(f"called {self._programs.name}", number, step, *self._arguments, values, makers, *self._ways)
 
-    def compare(self, given: Sequence[tuple[int, Any]], is_first: bool) -> None:
+    def compare(self, given: Sequence[tuple[int, Any]], makers: Sequence[int], is_first: bool) -> None:
         """Has the next call compared with those of the other processes: a first call now, others while they run.
 
         Args:
           given: by position, those that this process gives as arrays of its own.
+          makers: of each argument, the number of the result of a call that it is.
           is_first: as `prepare` has said.
 
         Raises:
@@ -166,7 +168,7 @@ class Executor:
         values = values_to_compare(given, is_first)
         if self._num_steps == 1 and self._job.rank == self.ranks[0]:
             self._tell_of_uncompared([i for i, x in values if x is None])
-        self._job.calls.note(self.ranks, self._note(number, values))
+        self.call_number = self._job.calls.note(self.ranks, self._note(number, values, makers))
         if is_first:
             self._job.calls.settle(self.ranks)
 

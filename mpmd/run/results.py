@@ -40,16 +40,17 @@ class Results:
             self._about.append((sharding, v.aval.shape, v.aval.dtype, weak, committed))
         self._first = [ks[0] for ks in split.out_positions]
 
-    def arrays(self, results: Sequence[Mapping[int, jax.Array]]) -> list[MpmdArray]:
+    def arrays(self, results: Sequence[Mapping[int, jax.Array]], made_by: int) -> list[MpmdArray]:
         """The results of one call.
 
         Args:
           results: per result of the programs, its array in each group of this process.
+          made_by: the number of the call, from which those of its results count on; 0 if it has none.
         """
         found = []
-        for k, pieces, about in zip(self._first, self._pieces, self._about, strict=True):
+        for n, (k, pieces, about) in enumerate(zip(self._first, self._pieces, self._about, strict=True)):
             arrays: Any = results[k]
             if pieces is not None:
                 arrays = {ends: results[i][group] for i, group, ends in pieces if group in results[i]}
-            found.append(MpmdArray._unchecked(arrays, *about))
+            found.append(MpmdArray._unchecked(arrays, *about, made_by=made_by and made_by + n))
         return found

@@ -24,8 +24,8 @@ def test_host_arrays_are_the_same_in_all_processes_also_in_those_that_do_not_use
     message = (
         "scheduler.errors.ScheduleError: rank 1 gave other values of tied, xs than rank 0 in step 1 (step)\n"
         "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or"
-        " a jax.Array made by jax.make_array_from_process_local_data. If one process made a call"
-        " more than the others, this is where they begin to differ.\n"
+        " a jax.Array made by jax.make_array_from_process_local_data. A state is the result of the same call in every"
+        " process. If one process made a call more than the others, this is where they begin to differ.\n"
     )
     for rank in ended("values"):
         assert rank.status == 1
@@ -40,10 +40,13 @@ def test_a_device_get_of_another_tree_is_told_before_anything_is_sent():
 
 
 @pytest.mark.slow
-def test_no_checkpoint_is_written_after_ranks_were_given_other_values(tmp_path):
-    with jobs.Job("calls.py", "values", str(tmp_path), processes=2, hang_timeout_s=60) as job:
+@pytest.mark.parametrize(
+    ("way", "told"), [("values", "gave other values of xs"), ("older", "gave other results as ws[0], ws[1]")]
+)
+def test_no_checkpoint_is_written_after_ranks_were_given_other_values(way, told, tmp_path):
+    with jobs.Job("calls.py", way, str(tmp_path), processes=2, hang_timeout_s=60) as job:
         both = job.wait(limit_s=120)
-    what = "rank 1 gave other values of xs than rank 0 in step 7 (train)"
+    what = f"rank 1 {told} than rank 0 in step 7 (train)"
     for rank in both:
         assert rank.status == 1
         assert f"save refused: {what}" in rank.out and f"saved_by_orbax refused: {what}" in rank.out

@@ -50,8 +50,10 @@ def main(what: str, folder: str = "") -> None:
         if number % 2 == 0 and not (differs and what == "skipped"):
             calls.append(functools.partial(evaluate, ws, xs))
         for call in calls[::-1] if differs and what == "order" else calls:
-            result = call()
+            before, result = ws, call()
             ws = result if isinstance(result, list) else ws
+        if number + 1 == FIRST_UNLIKE and rank == guilty and what == "older":
+            ws = before
         if differs and what == "device_get":
             mpmd.device_get(ws)
     if folder:
