@@ -44,18 +44,32 @@ class Request(NamedTuple):
     key: Any
 
 
-def empty_caches(model: GPT, rows: int) -> list[dict[str, np.ndarray]]:
-    """Keys and values for each layer, (rows, WINDOW, heads, features). Host arrays go to the groups that read them."""
-    shape = (rows, WINDOW, model.d_model // model.head_size, model.head_size)
+class Drawn(NamedTuple):
+    """The next byte of each text of a request: (rows, 1), and the logarithm of the probability with which it came."""
+
+    tokens: Any
+    log_probability: Any
+
+
+def empty_caches(model: GPT, rows: int, window: int = WINDOW) -> list[dict[str, np.ndarray]]:
+    """Keys and values for each layer, (rows, window, heads, features). Host arrays go to the groups that read them."""
+    shape = (rows, window, model.d_model // model.head_size, model.head_size)
     return [{name: np.zeros(shape, np.float32) for name in ("keys", "values")} for _ in range(model.num_layers)]
 
 
-def make_advance(model: GPT, temperature: float = 0.7) -> Callable[..., tuple[Any, jax.Array]]:
-    """A function that reads the new bytes of a request, and draws the next byte of each of its texts."""
+def make_advance(model: GPT, temperature: float = 0.7, choices: range = range(256)) -> Callable[..., tuple[Any, Drawn]]:
+    """A function that reads the new bytes of a request, and draws the next byte of each of its texts.
+
+    Args:
+      model: it computes the logits.
+      temperature: they are divided by it.
+      choices: the bytes that may be drawn.
+    """
 
     def advance(params: dict[str, Any], caches: list[dict[str, jax.Array]], request: Request):
         start, length = request.position, request.tokens.shape[1]
-        seen = jnp.arange(WINDOW) <= (start + jnp.arange(length))[:, None]
+        window = caches[0]["keys"].shape[1]
+        seen = jnp.arange(window) <= (start + jnp.arange(length))[:, None]
         x = params["embed"][request.tokens] / EMBED_SCALE
         new_caches = []
         for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
@@ -70,21 +84,32 @@ def make_advance(model: GPT, temperature: float = 0.7) -> Callable[..., tuple[An
             if model.ends_stage(index):
                 x = mpmd.mark_stage_end(x)
             new_caches.append({"keys": keys, "values": values})
-        logits = rms_norm(x[:, -1], params["norm"]) @ params["embed"].T
-        byte = jax.random.categorical(jax.random.fold_in(request.key, start + length), logits / temperature)
-        return new_caches, byte[:, None]
+        logits = (rms_norm(x[:, -1], params["norm"]) @ params["embed"].T)[:, choices.start : choices.stop]
+        index = jax.random.categorical(jax.random.fold_in(request.key, start + length), logits / temperature)[:, None]
+        log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits / temperature), index, axis=1)
+        return new_caches, Drawn(index + choices.start, log_probability)
 
     return advance
 
 
-def write(advance: Callable, params: Any, caches: Any, request: Request, length: int) -> np.ndarray:
-    """The next `length` bytes, (…, rows, length). The host reads them only at the end, so calls run ahead."""
-    written = []
+def draw(advance: Callable, params: Any, caches: Any, request: Request, length: int) -> list[Drawn]:
+    """The next `length` bytes, one after the other: (…, rows, 1). Nothing is read by the host, so calls run ahead."""
+    drawn = []
     for _ in range(length):
-        caches, tokens = advance(params, caches, request)
-        request = Request(tokens, request.position + request.tokens.shape[-1], request.key)
-        written.append(tokens)
-    return np.concatenate(mpmd.device_get(written), axis=-1)
+        caches, new = advance(params, caches, request)
+        request = Request(new.tokens, request.position + request.tokens.shape[-1], request.key)
+        drawn.append(new)
+    return drawn
+
+
+def on_host(drawn: Sequence[Drawn]) -> Drawn:
+    """What was drawn, in one array each: (…, rows, length)."""
+    return Drawn(*(np.concatenate(parts, axis=-1) for parts in zip(*mpmd.device_get(drawn), strict=True)))
+
+
+def write(advance: Callable, params: Any, caches: Any, request: Request, length: int) -> np.ndarray:
+    """The next `length` bytes, (…, rows, length)."""
+    return on_host(draw(advance, params, caches, request, length)).tokens
 
 
 def stacked(trees: Sequence[Any]) -> Any:

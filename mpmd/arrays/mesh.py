@@ -65,6 +65,7 @@ class MpmdMesh:
     mpmd_axis_name: str | None
     groups: tuple[Mesh, ...]
     target: Target | None = None  # what the devices are, if `topology_mesh` made them
+    is_part: bool = False  # whether `mpmd_submesh` made it: other processes may have the other groups
 
     @compat.api_boundary
     def __init__(self, jax_mesh: Mesh, mpmd_axis_name: str):
@@ -232,7 +233,11 @@ class MpmdMesh:
 
     @compat.api_boundary
     def mpmd_submesh(self, ids: Iterable[int]) -> "MpmdMesh":
-        """The groups `ids` alone, in that order, renumbered from 0."""
+        """The groups `ids` alone, in that order, renumbered from 0: the place of a role, beside others.
+
+        Steps of submeshes without a common group run at the same time. Every process makes the calls of all roles; one
+        that has no device of a role does nothing there.
+        """
         ids = [int(i) for i in ids]
         bad = [i for i in ids if not 0 <= i < self.num_groups]
         if bad or not ids or len(set(ids)) < len(ids):
@@ -240,9 +245,12 @@ class MpmdMesh:
                 f"mpmd_submesh: ids={ids} must be one or more different groups out of 0..{self.num_groups - 1}."
             )
         if self.jax_mesh is None:
-            return MpmdMesh.from_groups(self.groups[i] for i in ids)
-        assert self.mpmd_axis_name is not None
-        return MpmdMesh(_part(self.jax_mesh, self.mpmd_axis_name, ids), self.mpmd_axis_name)
+            mesh = MpmdMesh.from_groups(self.groups[i] for i in ids)
+        else:
+            assert self.mpmd_axis_name is not None
+            mesh = MpmdMesh(_part(self.jax_mesh, self.mpmd_axis_name, ids), self.mpmd_axis_name)
+        mesh.is_part = True
+        return mesh
 
     def mesh_over(self, ids: Sequence[int]) -> Mesh:
         """One mesh over the devices of some groups; over separate groups it has one more axis, in front.

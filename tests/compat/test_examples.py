@@ -44,3 +44,13 @@ def test_requests_in_flight_get_the_text_that_they_get_one_at_a_time(trained, tm
     ]  # fmt: skip
     assert "the same text" in lines
     assert sum(line.startswith("def ") for line in lines) == 2
+
+
+@pytest.mark.slow
+def test_answers_get_better_by_rewards_alone_with_the_numbers_of_jit(capsys):
+    pytest.importorskip("optax")
+    assert importlib.import_module("grpo").main(["--steps", "40", "--check-against-jit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rewards = [float(line.split("reward ")[1].split()[0]) for line in lines[:-1]]
+    assert lines[-1] == "rewards and losses are those of jax.jit"
+    assert rewards[0] < 0.15 and rewards[-1] > 0.25

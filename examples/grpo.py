@@ -1,0 +1,258 @@
+"""Teaches the byte-level GPT of train_gpt.py to answer, by rewards alone: GRPO with a trainer and a sampler as roles.
+
+    python examples/grpo.py                                                        # about a minute on 2 cores
+    python examples/grpo.py --steps 20 --check-against-jit
+    scripts/launch_multihost.sh -n 6 --cpu-devices 1 -- python examples/grpo.py    # the same numbers, in six processes
+
+A prompt is three digits and `>`. The right answer is the largest digit and the smallest one. Nobody shows the model an
+answer: it draws several for each prompt, and a Python function says how much of each is right.
+
+The mesh has six groups. Four are the trainer: they hold the policy in four stages, and beside it the reference, from
+which the policy is not to go far. Two are the sampler: they hold the policy in two stages, and draw answers. In each
+step the weights flow to the sampler in a stream, and it draws the answers of the next step while the trainer learns
+from those of this one. So all answers are one version old; the objective weighs them by the ratio of what is probable
+now to what was probable then, which is printed. Every process runs this whole program, and calls what all roles do; one
+that has no part in a role does nothing there.
+
+Source of the objective: arXiv:2402.03300.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from generate import Drawn, Request, draw, empty_caches, make_advance, on_host, say
+from train_gpt import GPT, TrainState, make_init
+
+import mpmd
+import reshard
+from scheduler import GPipe, OneFOneB
+
+PROMPTS, ANSWERS = 16, 8  # of a step, and of each prompt
+REQUESTS = 4  # in flight in the sampler; of the trainer, microbatches
+DIGITS = range(ord("0"), ord("9") + 1)
+LENGTH = 2  # of an answer
+CLIP, CLOSENESS = 0.2, 0.02
+STAGES, SAMPLER_STAGES = 4, 2
+
+# The task.
+
+
+def prompts_at(step: int) -> np.ndarray:
+    """The prompts of a step, (PROMPTS, 4): three digits and `>`. They depend on the step alone."""
+    digits = np.random.default_rng((1, step)).integers(DIGITS.start, DIGITS.stop, size=(PROMPTS, 3))
+    return np.append(digits, np.full((PROMPTS, 1), ord(">")), axis=1).astype(np.int32)
+
+
+def reward(prompt: str, answer: str) -> float:
+    """The part of an answer that is right."""
+    right = max(prompt[:3]) + min(prompt[:3])
+    return sum(a == b for a, b in zip(answer, right, strict=True)) / LENGTH
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """(PROMPTS, ANSWERS): by how much each is better than the others to its prompt, in their standard deviations."""
+    spread = rewards - rewards.mean(axis=1, keepdims=True)
+    return (spread / (rewards.std(axis=1, keepdims=True) + 1e-4)).astype(np.float32)
+
+
+# What the roles compute.
+
+
+class Batch(NamedTuple):
+    """The answers of a step, in microbatches.
+
+    Attributes:
+      tokens: (REQUESTS, rows, bytes), prompts and answers.
+      drawn: (REQUESTS, rows, LENGTH), the logarithm of the probability with which a byte was drawn.
+      advantages: (REQUESTS, rows).
+    """
+
+    tokens: np.ndarray
+    drawn: np.ndarray
+    advantages: np.ndarray
+
+
+def log_probabilities(model: GPT, params: Any, tokens: Any) -> jax.Array:
+    """Of each byte of the answers, (rows, LENGTH), given those before it."""
+    logits = model.logits(params, tokens[:, :-1])[:, -LENGTH:, DIGITS.start : DIGITS.stop]
+    chosen = tokens[:, -LENGTH:, None] - DIGITS.start
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), chosen, axis=-1)[..., 0]
+
+
+def make_score(model: GPT) -> Callable[..., jax.Array]:
+    """A function that gives the log-probabilities of a batch's answers: what the reference says of them."""
+
+    def score(params: Any, tokens: jax.Array) -> jax.Array:
+        one = lambda rows: log_probabilities(model, params, rows)  # noqa: E731
+        return mpmd.treduce(one, tokens, schedule=GPipe(model.num_stages), operation=mpmd.Concat)
+
+    return score
+
+
+def make_learn(model: GPT, optimizer: optax.GradientTransformation) -> Callable[..., tuple[TrainState, dict]]:
+    """The step of the trainer."""
+
+    def objective(params: Any, batch: Batch, reference: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        now = log_probabilities(model, params, batch.tokens)
+        ratio, advantage = jnp.exp(now - batch.drawn), batch.advantages[:, None]
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
+        distance = jnp.exp(reference - now) - (reference - now) - 1
+        return (CLOSENESS * distance - gain).mean(), {"ratio": ratio.mean(), "distance": distance.mean()}
+
+    def learn(state: TrainState, batch: Batch, reference: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        def one(microbatch):
+            return jax.value_and_grad(objective, has_aux=True)(state.params, *microbatch)
+
+        schedule = OneFOneB(model.num_stages)
+        (loss, metrics), grads = mpmd.treduce(one, (batch, reference), schedule=schedule, operation=mpmd.Mean)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), {"loss": loss, **metrics}
+
+    return learn
+
+
+def request_at(step: int) -> Request:
+    """What is drawn for a step: each prompt ANSWERS times, in REQUESTS requests."""
+    tokens = np.repeat(prompts_at(step), ANSWERS, axis=0).reshape(REQUESTS, -1, 4)
+    keys = jax.random.split(jax.random.key(step), REQUESTS)
+    return Request(tokens, np.zeros(REQUESTS, np.int32), keys)
+
+
+# The roles, on groups of devices and on one device.
+
+
+class Roles(NamedTuple):
+    """What the loop needs.
+
+    Attributes:
+      first: the state before the first step.
+      reference: the parameters of the reference.
+      learn, score: as `make_learn` and `make_score` give them.
+      draw: what the sampler draws with some parameters for a request.
+      deliver: the trainer's parameters for the sampler, with the number of their version.
+    """
+
+    first: TrainState
+    reference: Any
+    learn: Callable[..., Any]
+    score: Callable[..., Any]
+    draw: Callable[[Any, Request], list[Drawn]]
+    deliver: Callable[[Any, int], tuple[Any, int]]
+
+
+def make_draw(model: GPT, jit: Callable[[Callable], Callable]) -> Callable[[Any, Request], list[Drawn]]:
+    """Draws answers: requests go through the stages one behind the other, a byte of each in turn."""
+    advance = make_advance(model, temperature=1.0, choices=DIGITS)
+
+    @jit
+    def advance_all(params, caches, requests):
+        one = lambda x: advance(params, *x)  # noqa: E731
+        return mpmd.treduce(one, (caches, requests), schedule=GPipe(model.num_stages), operation=mpmd.Concat)
+
+    caches = jax.tree.map(lambda x: np.stack([x] * REQUESTS), empty_caches(model, PROMPTS * ANSWERS // REQUESTS, 8))
+    return lambda params, request: draw(advance_all, params, caches, request, LENGTH)
+
+
+def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
+    """The trainer on the first groups of a mesh, the sampler on the others."""
+    count, devices = STAGES + SAMPLER_STAGES, jax.devices()
+    groups = [jax.sharding.Mesh(devices[i % len(devices) : i % len(devices) + 1], ("data",)) for i in range(count)]
+    mesh = mpmd.MpmdMesh.from_groups(groups)
+    trainer, sampler = mesh.mpmd_submesh(range(STAGES)), mesh.mpmd_submesh(range(STAGES, count))
+    model, key = GPT(4, 64, num_stages=STAGES), jax.random.key(0)
+
+    learn = mpmd.jit(make_learn(model, optimizer), mpmd_mesh=trainer, donate_argnums=0)
+    types = jax.eval_shape(make_init(model, optimizer), key)
+    shape = (REQUESTS, PROMPTS * ANSWERS // REQUESTS)
+    drawn = np.zeros((*shape, LENGTH), np.float32)
+    like = Batch(np.zeros((*shape, 4 + LENGTH), np.int32), drawn, np.zeros(shape, np.float32))
+    layout = learn.lower(types, like, drawn).compile().input_shardings[0][0]
+    init = mpmd.jit(make_init(model, optimizer), mpmd_mesh=trainer, out_shardings=layout)
+
+    sampling = GPT(4, 64, num_stages=SAMPLER_STAGES)
+    jit = functools.partial(mpmd.jit, mpmd_mesh=sampler)
+    forward = jit(functools.partial(log_probabilities, sampling))
+    where = forward.lower(types.params, like.tokens[0]).compile().input_shardings[0][0]
+    targets = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types.params, where)
+    stream = reshard.stream(layout.params, targets)
+    elsewhere = jax.tree.map(lambda x: mpmd.MpmdArray([], x.sharding, x.shape, x.dtype), targets)
+
+    def deliver(params, version):
+        if stream.sends:
+            stream.send(params, version=version)  # returns at once
+        return stream.receive() if stream.receives else (elsewhere, version)
+
+    score = mpmd.jit(make_score(model), mpmd_mesh=trainer)
+    return Roles(init(key), init(key).params, learn, score, make_draw(sampling, jit), deliver)
+
+
+def roles_on_one_device(optimizer: optax.GradientTransformation) -> Roles:
+    """The same functions under `jax.jit`."""
+    model = GPT(4, 64, num_stages=STAGES)
+    first = jax.jit(make_init(model, optimizer))(jax.random.key(0))
+    learn, score = jax.jit(make_learn(model, optimizer)), jax.jit(make_score(model))
+    return Roles(first, first.params, learn, score, make_draw(model, jax.jit), lambda *sent: sent)
+
+
+# The loop.
+
+
+def run(roles: Roles, num_steps: int, tell: Callable[[str], None] = say) -> list[tuple[float, float]]:
+    """Mean reward and loss of each step."""
+    state, found = roles.first, []
+    weights, version = roles.deliver(state.params, 0)
+    drawn = roles.draw(weights, request_at(0))
+    for step in range(num_steps):
+        answers, made_by = on_host(drawn), version
+        if step > 0:
+            weights, version = roles.deliver(state.params, step)
+        if step + 1 < num_steps:
+            drawn = roles.draw(weights, request_at(step + 1))  # while the trainer learns
+
+        prompts = request_at(step).tokens
+        tokens = np.concatenate([prompts, answers.tokens], axis=-1).astype(np.int32)
+        texts = [bytes(row.astype(np.uint8)).decode() for row in tokens.reshape(-1, tokens.shape[-1])]
+        rewards = np.array([reward(text[:4], text[4:]) for text in texts]).reshape(PROMPTS, ANSWERS)
+        batch = Batch(tokens, answers.log_probability, advantages(rewards).reshape(tokens.shape[:2]))
+        state, metrics = roles.learn(state, batch, roles.score(roles.reference, tokens))
+
+        values = {name: float(value) for name, value in mpmd.device_get(metrics).items()}
+        found.append((float(rewards.mean()), values["loss"]))
+        if step % max(1, num_steps // 20) == 0 or step + 1 == num_steps:
+            tell(
+                f"step {step + 1}/{num_steps}  reward {rewards.mean():.3f}  answers of version {made_by}, ratio"
+                f" {values['ratio']:.3f}  distance {values['distance']:.3f}  such as {texts[0]}"
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains. Returns the exit status: 1 if the numbers are not those of `jax.jit`, where that is asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200, help="steps (default: %(default)s)")
+    parser.add_argument("--check-against-jit", action="store_true", help="compare with the same on one device")
+    args = parser.parse_args(argv)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", STAGES + SAMPLER_STAGES)  # does nothing to GPUs
+    mpmd.initialize()
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
+    found = run(roles_on_groups(optimizer), args.steps)
+    if not args.check_against_jit:
+        return 0
+    expected = run(roles_on_one_device(optimizer), args.steps, tell=lambda text: None)
+    is_same = np.allclose(found, expected, rtol=1e-3, atol=1e-5)
+    say(f"rewards and losses are {'those' if is_same else 'NOT those'} of jax.jit")
+    return 0 if is_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
