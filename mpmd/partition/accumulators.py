@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
+from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node, Place
 from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
@@ -70,7 +71,7 @@ class _Linear(NamedTuple):
 
     Attributes:
       apply: the equation, on a value that may have another shape (before a padding that came first), and on `operands`.
-      waits: whether it runs after the loop: it puts a slice's gradient among zeros, or reads `operands`.
+      waits: whether it runs after the loop: it puts a slice's gradient among zeros, moves rows, or reads `operands`.
       commutes: whether it may as well run before such a step.
       operands: what it reads besides, which no microbatch changes.
     """
@@ -225,9 +226,9 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
     def walk(v: Atom, chain: tuple[_Linear, ...], first: bool, place: Place | None) -> None:
         node = body.source_in_loop(v)
         is_shared = len(readers[v]) > 1 and not first
-        if node is None or not node.place or (is_shared and not only_in_products(v)):
+        if node is None or not node.place or (is_shared and not only_in_steps(v)):
             add(v, chain, node and node.place and (place or node.place))
-        elif node.eqn.primitive.name in ("add_any", "add") and node.backward:
+        elif _is_sum(node):
             for x in node.eqn.invars:
                 walk(x, chain, False, arrived(node, x))
         elif node.eqn.primitive.name == "concatenate":
@@ -235,6 +236,8 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
             for x in node.eqn.invars:
                 walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
                 offset += x.aval.shape[node.eqn.params["dimension"]]
+        elif node.eqn.primitive.name == "split":
+            walk(node.eqn.invars[0], (_split_off(node.eqn, node.eqn.outvars.index(v)), *chain), False, None)
         elif (found := step_of(node)) is not None:
             operand, step = found
             reduces = operand.aval.size > node.eqn.outvars[0].aval.size
@@ -245,20 +248,36 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
     def step_of(node: Node) -> tuple[Atom, _Linear] | None:
         if node not in steps:
             step = _linear_step(body, node.eqn)
-            is_update = node.eqn.primitive.name == "dynamic_update_slice"
-            steps[node] = (node.eqn.invars[is_update], step) if step else _product(body, node.eqn)
+            operand = next((v for v in node.eqn.invars if isinstance(v, compat.Var)), None)
+            if node.eqn.primitive.name == "dynamic_update_slice":
+                operand = node.eqn.invars[1]
+            steps[node] = (operand, step) if step and operand else _product(body, node.eqn)
         return steps[node]
 
-    def only_in_products(v: Atom) -> bool:
-        found = [step_of(r) if r else None for r in readers[v]]
-        return all(f is not None and f[0] is v for f in found) and any(f and f[1].operands for f in found)
+    def waits(reader: Node | None, v: Atom) -> bool | None:
+        """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
+        if reader is None or reader.eqn.primitive.name == "split":
+            return reader and True
+        if _is_sum(reader):
+            return False
+        step = step_of(reader)
+        return step[1].waits if step and step[0] is v else None
+
+    def only_in_steps(v: Atom) -> bool:
+        found = [waits(reader, v) for reader in readers[v]]
+        return None not in found and any(found)
 
     walk(value, (), True, None)
     found = [leaf for leaf in leaves if leaf is not None]
     return found if len(found) == len(leaves) else None
 
 
+def _is_sum(node: Node) -> bool:
+    return node.backward and node.eqn.primitive.name in ("add_any", "add")
+
+
 _COMMUTES_WITH_PAD = {"convert_element_type", "neg"}
+_ROWS = {"rev", "slice"}  # they move or take rows: with them goes what was padded before
 _SHAPES = {
     "reshape", "transpose", "squeeze", "broadcast_in_dim", "reshard", "sharding_constraint", "copy", "reduce_sum",
     "expand_dims",
@@ -280,16 +299,26 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
         if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
             return None
         return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), waits=True)
+    if name == "mul" and isinstance(eqn.invars[0], compat.Literal):
+        factor = eqn.invars[0].val
+        return _Linear(lambda x: eqn.primitive.bind(factor, x, **eqn.params))
     if name in ("mul", "div"):
         if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
             return None
     elif name == "convert_element_type":
         if not all(jax.dtypes.issubdtype(v.aval.dtype, np.floating) for v in (eqn.invars[0], eqn.outvars[0])):
             return None
+    elif name in _ROWS:
+        return _Linear(lambda x: eqn.primitive.bind(x, **eqn.params), waits=True)
     elif name != "neg" and name not in _SHAPES:
         return None
     rest = [v.val for v in eqn.invars[1:]]
     return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
+
+
+def _split_off(eqn: compat.JaxprEqn, position: int) -> _Linear:
+    """What a split gives at a position."""
+    return _Linear(lambda x: eqn.primitive.bind(x, **eqn.params)[position], waits=True)
 
 
 def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
@@ -314,6 +343,15 @@ def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
             return eqn.primitive.bind(y, *((x, zeros) if position == 1 else (zeros, x)))
 
         return eqn.invars[position], _Linear(apply, waits=True, operands=(mask,))
+    zeros = body.source(eqn.invars[0]) if isinstance(eqn.invars[0], compat.Var) else None
+    if name == "scatter-add" and position == 2 and zeros is not None and _is_zeros(zeros.eqn):
+        indices = eqn.invars[1]
+
+        def scatter(x, *given):
+            whole = zeros.eqn.primitive.bind(zeros.eqn.invars[0].val, **zeros.eqn.params)
+            return eqn.primitive.bind(whole, given[0] if given else indices.val, x, **eqn.params)
+
+        return eqn.invars[2], _Linear(scatter, waits=True, operands=tuple(equations.variables([indices])))
     if name not in ("mul", "div", "dot_general") or (name == "div" and position):
         return None
     other = eqn.invars[1 - position]

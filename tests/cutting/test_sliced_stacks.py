@@ -85,8 +85,17 @@ def generated_one_by_one(params):
     return up, up, params["down"]
 
 
+def reordered(params):
+    """Weights whose layers stand in another order: whole stacks are in each group, and gradients in parts."""
+    down = jnp.concatenate([2 * params["down"][:1], params["down"][1:]])
+    up = params["up"][::-1]
+    return up, up + jnp.roll(params["up"], 1, 0), down[jnp.array([2, 0, 3, 1])]
+
+
 # A row of generated weights goes to each stage and its gradient back; so may 3 numbers that make it, and a scalar.
 ROWS_AND_BACK = 6 * 4 * (WIDTH * WIDTH + 4)
+# Two new stacks go to the three other groups, and 30 rows of gradients come; but not in each microbatch.
+STACKS_AND_ROWS = (2 * 3 * 4 + 30) * 4 * WIDTH * WIDTH + 64
 
 
 def sends(compiled):
@@ -105,6 +114,11 @@ def sends(compiled):
         (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
         pytest.param(generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        (reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS),
+        pytest.param(reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
+        pytest.param(
+            reordered, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), STACKS_AND_ROWS, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_rows_of_what_is_made_of_whole_stacks_are_made_where_they_are_read(
