@@ -54,7 +54,7 @@ class _Options(TypedDict, total=False):
     donate_argnames: str | Sequence[str]
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
-    compiler_options: Mapping[str, Any] | None
+    compiler_options: Mapping[Any, Any] | None
 
 
 @overload
@@ -76,7 +76,7 @@ def jit(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[Any, Any] | None = None,
 ) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
@@ -91,7 +91,7 @@ def jit(
         (groups and spec), `NamedSharding` or `PartitionSpec` (spec; groups are found) or None (all is found).
       donate_argnums, donate_argnames: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
       static_argnums, static_argnames: arguments that are part of the program, as in `jax.jit`.
-      compiler_options: for XLA, as in `jax.jit`.
+      compiler_options: for XLA, as in `jax.jit`. Of a stage's tasks alone: `{2: {"xla_…": True}}`, beside those of all.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -137,7 +137,7 @@ class Jitted:
         out_shardings: Any,
         donated: tuple[frozenset[int], frozenset[str]],
         static: tuple[frozenset[int], frozenset[str]],
-        compiler_options: Mapping[str, Any] | None,
+        compiler_options: Mapping[Any, Any] | None,
     ):
         functools.update_wrapper(self, fun)
         self._fun = fun

@@ -61,13 +61,17 @@ def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
-def check_options(options: Mapping[str, Any] | None, name: str) -> None:
-    """Options for XLA are single values by name, the same for all programs."""
+def check_options(options: Mapping[Any, Any] | None, name: str, num_stages: int | None = None) -> None:
+    """Options for XLA are single values by name, for all programs or, in a mapping, for the tasks of a stage."""
     for key, value in (options or {}).items():
-        if not isinstance(key, str) or isinstance(value, Mapping):
+        if isinstance(key, int) and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            if num_stages is not None and not 0 <= key < num_stages:
+                raise ValueError(f"{name}: compiler_options are given for stage {key}, of {num_stages} stages.")
+        elif not isinstance(key, str) or isinstance(value, Mapping):
             raise ValueError(
                 f"{name}: compiler_options has {key!r}: {value!r:.80}. They are options of XLA by name, for the"
-                " programs of all stages and groups: {'xla_cpu_enable_fast_math': True}."
+                " programs of all stages and groups: {'xla_cpu_enable_fast_math': True}; or such options for the tasks"
+                " of a stage: {0: {'xla_cpu_enable_fast_math': True}}."
             )
 
 
@@ -81,7 +85,7 @@ class Traced:
     _hints: tuple[Hint, ...]
     _out_shardings: Any
     _donated: frozenset[int]
-    _options: Mapping[str, Any]
+    _options: Mapping[Any, Any]
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -200,7 +204,7 @@ class Lowered:
     _ins: Sequence[Hint]
     _outs: Sequence[Hint]
     _donated: frozenset[int]
-    _options: Mapping[str, Any]
+    _options: Mapping[Any, Any]
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -227,7 +231,7 @@ class Lowered:
         return draft_of(self._outline, self._mesh, layouts, self._donated).memory()
 
     @compat.api_boundary
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled":
+    def compile(self, compiler_options: Mapping[Any, Any] | None = None) -> "Compiled":
         """Compiles each distinct task once, builds the program and checks it.
 
         Args:
@@ -251,7 +255,7 @@ class Lowered:
         return self._begin_to_compile()
 
     def _begin_to_compile(
-        self, compiler_options: Mapping[str, Any] | None = None, kind: "type[_C] | None" = None
+        self, compiler_options: Mapping[Any, Any] | None = None, kind: "type[_C] | None" = None
     ) -> "_C | Compiled":
         """As `compile`, but a first call may begin while later programs are compiled.
 
@@ -259,7 +263,8 @@ class Lowered:
           kind: what to make; None: a `Compiled`.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
-        options = {**described, **self._options, **(compiler_options or {})}
+        options: dict[Any, Any] = {**described, **self._options, **(compiler_options or {})}
+        check_options(options, self._name, max((loop.schedule.num_stages for loop in self._outline.loops), default=0))
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(

@@ -1187,13 +1187,16 @@ was_ended_by_us() { # the rank was still there when the launcher began to stop t
 
 # Prints the summary, after everything that the ranks printed.
 conclude() { # seconds
+  local last
   ((${#left[@]} == 0)) || printf 'jax-mpmd: these processes do not end: %s\n' "${left[@]}" >&2
   ((job_status)) || return 0
   {
     printf 'jax-mpmd: %s\n' "$job_text"
     if [[ -n $guilty ]]; then
       printf '  on %s%s, %s s after the start' "${host_of[guilty]:-?}" "${rank_pids[guilty]:+, pid ${rank_pids[guilty]}}" "$1"
-      [[ -s $tmp/last ]] && printf '; its last lines:\n' && sed 's/^/  | /' "$tmp/last" || printf '; it printed nothing\n'
+      # Its own verdict and table stand above: the verdict as the line before this one.
+      last=$(sed -E '/^jax-mpmd: rank [0-9]+: /d; /^  rank  host /,/^[^ ]/{/^  /d;}; s/^/  | /' "$tmp/last" 2>/dev/null)
+      [[ -z $last ]] && printf '%s\n' "$([[ -s $tmp/last ]] || echo '; it printed nothing')" || printf '; its last lines:\n%s\n' "$last"
     fi
     [[ -n $interrupted || -n $job_error ]] || print_table
   } >&2

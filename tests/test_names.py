@@ -116,6 +116,27 @@ def test_a_profile_shows_stage_kind_and_microbatch_of_each_call(compiled, tmp_pa
     assert any(e.get("name") == "the transfer of F0.0[2] from group 0 to 1" for e in events)
 
 
+def test_a_stage_may_have_compiler_options_of_its_own():
+    last = {"xla_backend_optimization_level": 1}
+    step = mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={"xla_backend_optimization_level": 0, 1: last})
+    compiled = step.lower(*ARGUMENTS).compile()
+    levels = {
+        d.program.name: d.program.options["xla_backend_optimization_level"]
+        for d in compiled._programs.compiler._distinct.values()
+        if d.parts is None
+    }
+    assert levels and all((level == 1) == ("stage1" in name) for name, level in levels.items()), levels
+    assert set(levels.values()) == {0, 1}
+    plain = mpmd.jit(gpt, mpmd_mesh=_mesh())(*ARGUMENTS)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        *map(mpmd.device_get, (compiled(*ARGUMENTS), plain)),
+    )
+    step = mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={9: last})
+    with pytest.raises(ValueError, match=r"gpt: compiler_options are given for stage 9, of 4 stages\."):
+        step.lower(*ARGUMENTS).compile()
+
+
 def test_compiler_options_reach_xla():
     step = mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={"xla_no_such_option": 1})
     lowered = step.lower(*ARGUMENTS)

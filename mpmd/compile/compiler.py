@@ -35,7 +35,7 @@ class Compiler:
     Args:
       traced_on: the abstract mesh that jaxprs come on.
       own: the meshes of this process's groups.
-      options: for XLA, as `compiler_options` of `jax.jit`.
+      options: for XLA, as `compiler_options` of `mpmd.jit`.
       others: a compiler for the same groups, whose programs are used too.
     """
 
@@ -43,11 +43,12 @@ class Compiler:
         self,
         traced_on: AbstractMesh,
         own: Sequence[Mesh],
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[Any, Any] | None = None,
         others: "Compiler | None" = None,
     ):
         self.traced_on = traced_on
-        self.options = dict(options) if options else None
+        self.options = options or {}
+        self._of_all = {name: value for name, value in self.options.items() if isinstance(name, str)} or None
         self._own = {_shape(mesh): mesh for mesh in reversed(own)}
         self._is_own = set(own)
         self._threads = Threads()
@@ -96,6 +97,7 @@ class Compiler:
         out_shardings: Sequence[NamedSharding | None],
         donate: Sequence[int] = (),
         reuse: ReuseRule | None = None,
+        stage: int | None = None,
     ) -> Executable:
         """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
 
@@ -105,7 +107,12 @@ class Compiler:
           in_shardings, out_shardings: None lets XLA choose.
           donate: arguments whose memory the program may take over.
           reuse: when it may be compiled as another such program and what is around that; None: never.
+          stage: of which it is a task, if any; it may have options of its own.
         """
+        options = self._of_all
+        if stage in self.options:
+            options = (options or {}) | self.options[stage]
+            family = f"{family} {sorted(options.items())}"
         is_rebased = mesh.abstract_mesh != self.traced_on
         if is_rebased:
             closed = self._rebased(name, closed, mesh)
@@ -114,7 +121,7 @@ class Compiler:
         outs = [s or _typed(v.aval, mesh) for s, v in zip(out_shardings, closed.jaxpr.outvars, strict=True)]
         if not any(ins) and not any(outs):
             ins, outs = ([replicated, *ins[1:]], outs) if ins else (ins, [replicated for _ in outs])
-        distinct, is_new = self._find(name, family, closed, mesh, ins, outs, donate)
+        distinct, is_new = self._find(name, family, options, closed, mesh, ins, outs, donate)
         if is_new and not is_rebased:
             rebased = self._rebased(name, closed, mesh)
             distinct.program = dataclasses.replace(distinct.program, closed=rebased)
@@ -129,13 +136,17 @@ class Compiler:
         ins, outs = (tuple(on_mesh(mesh, s) for s in shardings) for shardings in (ins, outs))
         return Executable(name, mesh, distinct, ins, outs)
 
-    def fuse(self, name: str, first: Executable, second: Executable) -> Executable:
+    def fuse(self, name: str, first: Executable, second: Executable) -> Executable | None:
         """Two programs of a group as one: arguments and results of the first, then those of the second.
+
+        None if they have other options.
 
         Where one of them runs in parts, the inner ones become one program, with the others before and after it: it
         rounds as they do alone.
         """
         mesh = first.mesh
+        if first.compiled.program.options != second.compiled.program.options:
+            return None
         ins = *first.in_shardings, *second.in_shardings
         outs = *first.out_shardings, *second.out_shardings
         fused = self._fused(name, first.compiled, second.compiled, mesh, ins, outs)
@@ -167,7 +178,8 @@ class Compiler:
             begin += len(half.out_shardings)
         donate = sorted(takes[h][i] for h, half in enumerate(programs) for i in half.program.donate)
         ins, outs = [at[i] for i in range(num_args)], [at[i] for i in results]
-        chain, is_new = self._find(name, "".join(p.family for p in programs), closed, mesh, ins, outs, donate)
+        family, options = "".join(p.family for p in programs), programs[0].program.options
+        chain, is_new = self._find(name, family, options, closed, mesh, ins, outs, donate)
         if is_new:
             first = dict(enumerate(programs[0].jaxpr.outvars, num_args))
             handed = set(takes[1]).intersection(first).difference(results)
@@ -195,6 +207,7 @@ class Compiler:
         self,
         name: str,
         family: str,
+        options: dict[str, Any] | None,
         closed: compat.ClosedJaxpr,
         mesh: Mesh,
         ins: Sequence[NamedSharding | None],
@@ -204,12 +217,12 @@ class Compiler:
         """The program, and whether it is new."""
         key = (
             compat.jaxpr_key(closed), _where(mesh),
-            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate),
+            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), tuple((options or {}).items()),
         )  # fmt: skip
         found = self._distinct.get(key)
         if found is None:
             # It keeps `closed`: keys hold identities of its constants.
-            program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), self.options)
+            program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), options)
             self._distinct[key] = found = DistinctProgram(self._threads, program, family)
             return found, True
         if mesh in self._is_own and found.program.mesh not in self._is_own:
@@ -243,7 +256,8 @@ class Compiler:
         halves = first.program.closed, second.program.closed
         closed = _joined(name, halves, takes, sum(num_args), results)
         donate = [*first.program.donate, *(len(first.jaxpr.invars) + i for i in second.program.donate)]
-        fused, is_new = self._find(name, first.family + second.family, closed, mesh, ins, outs, donate)
+        family, options = first.family + second.family, first.program.options
+        fused, is_new = self._find(name, family, options, closed, mesh, ins, outs, donate)
         if is_new and (first.parts or second.parts):
             fused.parts = self._fused_parts(f"{name}_inner", first, second, mesh)
         return fused
@@ -311,7 +325,7 @@ class Compiler:
         donate = [i for i, v in enumerate(block.reads) if v in free]
         name = f"{program.name}_block"
         closed = compat.with_new_vars(compat.make_jaxpr(block.reads, block.writes, block.eqns, name))
-        distinct, _ = self._find(name, whole.family, closed, program.mesh, ins, outs, donate)
+        distinct, _ = self._find(name, whole.family, program.options, closed, program.mesh, ins, outs, donate)
         return self._pattern(distinct), distinct
 
     def _divide(
@@ -374,7 +388,8 @@ class Compiler:
             donate = [i for i, v in enumerate(piece.reads) if v in free and last[v] == k]
             name = f"{program.name}_{'before' if k < min(given) else 'after'}"
             closed = compat.make_jaxpr(piece.reads, piece.writes, piece.eqns, name)
-            programs.append(self._find(name, whole.family, closed, program.mesh, ins, outs, donate)[0])
+            found, _ = self._find(name, whole.family, program.options, closed, program.mesh, ins, outs, donate)
+            programs.append(found)
         position = {v: i for i, v in enumerate((*arguments, *(v for piece in pieces for v in piece.writes)))}
         between = {v for piece in pieces for v in piece.writes}.difference(results)
         return Parts(
@@ -429,7 +444,7 @@ class Compiler:
         closed = _joined(name, [leaf.closed for leaf in model.leaves], model.takes, len(reads), results)
         ins, outs = ([shardings.get(v) or _typed(v.aval, program.mesh) for v in vs] for vs in (reads, writes))
         donate = sorted(taken[i] for leaf, taken in zip(model.leaves, model.takes, strict=True) for i in leaf.donate)
-        return self._find(name, whole.family, closed, program.mesh, ins, outs, donate)[0]
+        return self._find(name, whole.family, program.options, closed, program.mesh, ins, outs, donate)[0]
 
 
 def _joined(

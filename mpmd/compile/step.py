@@ -133,7 +133,7 @@ def compile_step(
     out_layouts: Sequence[Layout | None],
     donated_args: Set[int],
     name: str,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[Any, Any] | None = None,
     alike: Iterable[Sequence[compat.Var]] = (),
 ) -> StepPrograms:
     """Compiles every segment and task of `outline`, in threads that go on until the result's `compiler` is closed.
@@ -296,7 +296,7 @@ class _StepCompiler:
         mesh: MpmdMesh,
         layouts: _Layouts,
         name: str,
-        options: Mapping[str, Any] | None,
+        options: Mapping[Any, Any] | None,
         others: Compiler | None = None,
     ):
         self.layouts = layouts
@@ -338,7 +338,9 @@ class _StepCompiler:
             pair = Place(first.stage, first.kind), Place(second.stage, second.kind)
             halves = [tasks[p].executable for p in pair if p in tasks]
             if pair not in fused and len(halves) == 2 and halves[0] is not None and halves[1] is not None:
-                fused[pair] = self.compiler.fuse(task_name(self._name, loop, *pair), halves[0], halves[1])
+                together = self.compiler.fuse(task_name(self._name, loop, *pair), halves[0], halves[1])
+                if together is not None:
+                    fused[pair] = together
         return fused
 
     def _tasks(
@@ -389,7 +391,7 @@ class _StepCompiler:
         def compiled() -> Executable:
             return self.compiler.compile(
                 task_name(self._name, loop, body.place), body.place.kind, closed, mesh, ins, outs,
-                range(first_acc, len(args)), reuse=TASKS,
+                range(first_acc, len(args)), reuse=TASKS, stage=body.place.stage,
             )  # fmt: skip
 
         executable = compiled()

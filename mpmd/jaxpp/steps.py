@@ -84,7 +84,7 @@ class JitOptions(TypedDict, total=False):
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Sequence[int] | None
     donate_argnames: str | Iterable[str] | None
-    compiler_options: Mapping[str, Any] | None
+    compiler_options: Mapping[Any, Any] | None
 
 
 @compat.api_boundary
