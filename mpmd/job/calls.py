@@ -27,6 +27,9 @@ from mpmd.job.notes import Note
 WINDOW = 128
 # The number of a call begins with that of the losses before it, and ends with room for its results.
 _EPOCH_BITS, _RESULT_BITS = 46, 16
+# Where more calls than these come between two looks of the thread, it looks half as often: each look costs as much as
+# noting some thirty calls.
+_MANY = 48
 # So many bytes wait for the thread, at most twice; what is more, the main thread reads.
 _MAX_HELD_NBYTES = 64 << 20
 # A rank is at most so many calls ahead of what has been compared.
@@ -36,7 +39,7 @@ _SOON_S, _LATE_S = 0.001, 0.05
 # A disagreement is said without the ranks that have not come to the call after so long.
 _PATIENCE_S = 5.0
 # A rank that raises gives the others so long to come to their next call, which raises the same.
-_HEARD_S = 2 * PUBLISH_S
+_HEARD_S = 4 * PUBLISH_S
 # Where no rank comes to a next call after so long, because each waits for the other, the job is ended.
 # (A rank that has left while others wait for it is told before that, by the watchdog.)
 _UNHEARD_S = 10.0
@@ -263,14 +266,17 @@ class Calls:
     # --- the thread -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        delay = _SOON_S
+        delay, before, are_many = _SOON_S, 0, False
         while not self._is_over and self._found is None:
             streams = list(self._streams.values())
             is_hurried = self._num_waiting or any(s.is_asked for s in streams)
             delay = min(_LATE_S, 1.5 * delay) if is_hurried else _SOON_S
             ranks = max((len(s.ranks) for s in streams), default=1)
-            self._wake.wait(delay if is_hurried else PUBLISH_S * max(1.0, ranks / 64))
+            rest = PUBLISH_S * max(1.0, ranks / 64) * (1 + are_many)
+            self._wake.wait(delay if is_hurried else rest)
             self._wake.clear()
+            count = sum(s.count for s in streams)
+            are_many, before = count - before > _MANY, count
             self._held_nbytes = 0
             try:
                 for stream in streams:

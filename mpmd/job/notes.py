@@ -1,6 +1,5 @@
 """One call that a rank makes together with others, as it is noted for the comparison."""
 
-import array
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,11 @@ class Note:
 
     def nbytes(self) -> int:
         """Of all values."""
-        return sum(x.nbytes for _, x in self.values if x is not None)
+        nbytes = 0
+        for _, x in self.values:
+            if x is not None:
+                nbytes += x.nbytes
+        return nbytes
 
     @property
     def is_ready(self) -> bool:
@@ -80,8 +83,8 @@ class Note:
     def digest(self) -> int:
         """Of all that the ranks must have alike."""
         self.read()
-        numbers = array.array("q", [self.program, *self.makers, *self.numbers])
-        return zlib.crc32(numbers, zlib.crc32(self.did.encode()))
+        # Python hashes numbers, and tuples of these, alike in every process.
+        return hash((zlib.crc32(self.did.encode()), self.program, *self.makers, *self.numbers))
 
     def to_json(self) -> list[Any]:
         """Plain data, for the key-value store: what `disagreement` takes."""

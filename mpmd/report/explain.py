@@ -175,8 +175,13 @@ def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:
             yield f"    W keeps {in_bytes(sum(equations.nbytes(v.aval) for v in t.body.reads))} a microbatch"
 
 
+_BESIDE = " beside products"
+
+
 def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
     """How often each collective of XLA stands in each program that this process runs: `{"B0": {"all-reduce": 1}}`.
+
+    One that goes on while matrix products do is counted as `"all-reduce beside products"`.
 
     A gradient that is summed over devices once a step has its `all-reduce` in a segment after the loop; in a backward
     task it runs once a microbatch. See docs/compatibility.md for how to write the former.
@@ -186,10 +191,13 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
     for loop in programs.loops:
         prefix = f"loop{loop.loop.number}:" if len(programs.loops) > 1 else ""
         named.update((f"{prefix}{place}", executable) for place, executable in loop.executables.items())
+        pairs = {f"{prefix}{first}+{second}": executable for (first, second), executable in loop.fused.items()}
+        named.update(sorted(pairs.items()))
     found: dict[str, dict[str, int]] = {}
     for name, executable in named.items():
         if executable.mesh in local and executable.mesh.size > 1:
-            count = Counter(c.kind for c in collectives_of(executable.call.as_text(), executable.mesh.size))
+            all_of_them = collectives_of(executable.call.as_text(), executable.mesh.size)
+            count = Counter(c.kind + _BESIDE * c.is_hidden for c in all_of_them)
             if count:
                 found[name] = dict(sorted(count.items()))
     return found
@@ -198,10 +206,10 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
 def _collective_lines(programs: StepPrograms) -> Iterator[str]:
     """Collectives inside of groups: those of tasks run once a microbatch, the others once a step."""
     found = collectives(programs)
-    for where, chosen in (
-        ("a step, around the loops", {n: c for n, c in found.items() if n in programs.segments}),
-        ("a microbatch, in tasks", {n: c for n, c in found.items() if n not in programs.segments}),
-    ):
+    kinds = {n: "a step, around the loops" if n in programs.segments else "a microbatch, in tasks" for n in found}
+    kinds |= {n: "of two tasks that run as one" for n in found if "+" in n}
+    for where in dict.fromkeys(kinds.values()):
+        chosen = {n: c for n, c in found.items() if kinds[n] == where}
         if chosen:
             each = ", ".join(f"{name} {_counted(count)}" for name, count in chosen.items())
             yield f"collectives {where}: {_counted(sum(map(Counter, chosen.values()), Counter()))} ({each})"

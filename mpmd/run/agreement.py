@@ -128,14 +128,17 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
     return "\n".join(f"  rank {r}: {line}" for r, line in zip((rank_a, rank_b), shown, strict=True))
 
 
-def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> list[tuple[int, Any]]:
+def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> Sequence[tuple[int, Any]]:
     """Of what this process gives to a call, by position, what every process gives alike: from its host, and keys.
 
     Large arrays that are on devices already are compared in the first call only; later None stands for them. Those that
     the user has laid out on a mesh (`jax.make_array_from_process_local_data`) are this process's own.
     """
-    if not any(type(x) is not np.ndarray for _, x in given):  # most calls
-        return list(given)
+    for _, x in given:
+        if type(x) is not np.ndarray:
+            break
+    else:  # most calls
+        return given
     return [
         (i, x if is_first or type(x) is np.ndarray or x.nbytes <= _MAX_SMALL_NBYTES else None)
         for i, x in given

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from plugins import HAS_CUDA, needs_libtpu, needs_plugin
 
 import mpmd
+import scheduler
 from mpmd.__main__ import main
 from mpmd.costs.machine import Machine
 from mpmd.planning.plan import plan_step
@@ -85,6 +86,31 @@ def test_all_questions_to_a_step_for_gpus_are_answered(compiled):
     assert len(compiled.program.groups) == 4
     assert jax.devices() == before
     assert jax.devices()[0].platform == "cpu"
+
+
+@needs_plugin
+def test_gathers_of_one_task_go_on_beside_the_products_of_the_other_in_a_fused_pair():
+    """Alone, each forward and each backward of a stage waits for its first gather."""
+    mesh = mpmd.topology_mesh("h100", (2, 8), ("stage", "data"), "stage")
+
+    def loss(weights, x):
+        for number, (up, down) in enumerate(weights):
+            for _ in range(2):
+                x = x + jnp.tanh(jax.lax.with_sharding_constraint(x @ up, P("data"))) @ down
+            x = mpmd.mark_stage_end(x) if number < 3 else x
+        return jnp.mean(x**2)
+
+    def step(weights, xs):
+        schedule = scheduler.DualPipeV(2)
+        return mpmd.treduce(lambda x: jax.grad(loss)(weights, x), xs, schedule=schedule)
+
+    weights = [(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2] * 4
+    xs = jax.ShapeDtypeStruct((8, 8192, 4096), jnp.bfloat16)
+    shardings = P("data"), P(None, "data")
+    jitted = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=shardings, out_shardings=P("data"))
+    lines = jitted.lower(weights, xs).compile().explain().splitlines()
+    (line,) = [line for line in lines if line.startswith("collectives of two tasks that run as one")]
+    assert "(F0+B3 1 all-gather, 3 all-gather beside products, " in line, line
 
 
 @needs_plugin
