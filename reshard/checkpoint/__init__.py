@@ -19,7 +19,7 @@ from mpmd.job import joining
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.alike import about_save, compared_restore
-from reshard.checkpoint.commit import Working, saves
+from reshard.checkpoint.commit import Working
 from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
 from reshard.checkpoint.meeting import meetings
@@ -82,17 +82,15 @@ def save(
         >>> restore(folder, {"w": np.zeros(6), "step": 0})
         {'step': 7, 'w': array([0., 1., 2., 3., 4., 5.])}
     """
-    number = next(saves)
     with meetings.together("save", about=about_save(path, tree)):
         joining.settle()
         joining.compare("called reshard.save", {}, {})
-        _save(absolute(path), tree, number, use_zarr3, timeout_s, tensors, use_compression)
+        _save(absolute(path), tree, use_zarr3, timeout_s, tensors, use_compression)
 
 
 def _save(
     folder: File,
     tree: Any,
-    number: int,
     use_zarr3: bool,
     timeout_s: int,
     tensors: TensorFormat | None,
@@ -100,7 +98,7 @@ def _save(
 ) -> None:
     _check_path(folder)
     _check_leaves(tree)
-    working = Working(folder, number, timeout_s)
+    working = Working(folder, timeout_s)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         written: list[int] = []

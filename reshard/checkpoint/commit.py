@@ -4,7 +4,6 @@ Orbax names its temporary folder by the target, so two jobs would write into one
 """
 
 import errno
-import itertools
 import os
 import re
 import shutil
@@ -21,8 +20,6 @@ from reshard.checkpoint.meeting import meetings
 from reshard.storage.stored import UNFINISHED
 from reshard.storage.unfinished import UnfinishedFolder
 
-saves = itertools.count()  # every process counts alike
-
 
 class Working(UnfinishedFolder):
     """The folder in which the processes of one job write a checkpoint; each of them makes one at the same point.
@@ -30,19 +27,16 @@ class Working(UnfinishedFolder):
     In a store of objects, which has no rename, it is the target.
     """
 
-    def __init__(self, target: File, number: int, timeout_s: int):
-        """Returns when all processes have come.
-
-        Args:
-            number: the next one of `saves`.
+    def __init__(self, target: File, timeout_s: int):
+        """Returns when all processes have come; they are in a call that they make together.
 
         Raises:
             FileExistsError: something is at `target`, as the first process sees it; in all processes.
             TimeoutError: one has not come in time.
         """
         self.target = target
-        self._key = f"reshard/save/{number}"
         self._is_shared = jax.process_count() > 1
+        self._key = f"{meetings.call.folder}/save" if meetings.call is not None else ""
         self._is_renamed = "://" not in str(target)
         suffix = ""
         if jax.process_index() == 0:
@@ -94,7 +88,7 @@ class Working(UnfinishedFolder):
         if not self._is_shared:
             return
         try:
-            meetings.meet(f"{self._key}/{where}:{self.target}", timeout_s * 1000)
+            meetings.meet(f"{where}:{self.target}", timeout_s * 1000)
         except (TimeoutError, jax.errors.JaxRuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise TimeoutError(
