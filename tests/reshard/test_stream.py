@@ -276,9 +276,17 @@ def test_a_subscriber_gets_what_is_published_by_its_name():
 
 @pytest.mark.slow
 def test_the_programs_of_the_page_run(capsys):
-    program, publish, subscribe, lost = re.findall(
+    roles, program, publish, subscribe, lost = re.findall(
         r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
+    names = {
+        "jax": jax,
+        "mpmd": mpmd,
+        "train_step": lambda state: state + 1,
+        "sampling_step": lambda params: 2 * params,
+    }
+    exec(roles, names)
+    assert float(names["learn"](1.0)) == 2.0 and float(names["sample"](1.0)) == 2.0
     names = {}
     exec(program, names)
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"version {i}" for i in range(20)]
