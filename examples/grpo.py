@@ -241,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps (default: %(default)s)")
     parser.add_argument("--check-against-jit", action="store_true", help="compare with the same on one device")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; at least 1 is needed")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", STAGES + SAMPLER_STAGES)  # does nothing to GPUs
     mpmd.initialize()

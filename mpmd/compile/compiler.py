@@ -217,7 +217,7 @@ class Compiler:
         """The program, and whether it is new."""
         key = (
             compat.jaxpr_key(closed), _where(mesh),
-            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), tuple((options or {}).items()),
+            tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), repr(options),
         )  # fmt: skip
         found = self._distinct.get(key)
         if found is None:

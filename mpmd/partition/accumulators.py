@@ -248,18 +248,17 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
     def step_of(node: Node) -> tuple[Atom, _Linear] | None:
         if node not in steps:
             step = _linear_step(body, node.eqn)
-            operand = next((v for v in node.eqn.invars if isinstance(v, compat.Var)), None)
-            if node.eqn.primitive.name == "dynamic_update_slice":
-                operand = node.eqn.invars[1]
+            operands = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice" :]
+            operand = next((v for v in operands if isinstance(v, compat.Var)), None)
             steps[node] = (operand, step) if step and operand else _product(body, node.eqn)
         return steps[node]
 
     def waits(reader: Node | None, v: Atom) -> bool | None:
         """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
-        if reader is None or reader.eqn.primitive.name == "split":
-            return reader and True
-        if _is_sum(reader):
-            return False
+        if reader is None:
+            return None
+        if reader.eqn.primitive.name == "split" or _is_sum(reader):
+            return not _is_sum(reader)
         step = step_of(reader)
         return step[1].waits if step and step[0] is v else None
 

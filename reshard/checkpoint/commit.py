@@ -36,7 +36,7 @@ class Working(UnfinishedFolder):
         """
         self.target = target
         self._is_shared = jax.process_count() > 1
-        self._key = f"{meetings.call.folder}/save" if meetings.call is not None else ""
+        self._key = meetings.call.place("save") if meetings.call is not None else ""
         self._is_renamed = "://" not in str(target)
         suffix = ""
         if jax.process_index() == 0:
