@@ -388,9 +388,11 @@ class _StepCompiler:
         for k in range(len(results)):  # in and out of an accumulator are one buffer
             outs[k] = ins[first_acc + k] = ins[first_acc + k] or outs[k]
 
+        family = "IWR" if body.place.kind in "IWR" else body.place.kind  # an `I` without `R` may hold another one's
+
         def compiled() -> Executable:
             return self.compiler.compile(
-                task_name(self._name, loop, body.place), body.place.kind, closed, mesh, ins, outs,
+                task_name(self._name, loop, body.place), family, closed, mesh, ins, outs,
                 range(first_acc, len(args)), reuse=TASKS, stage=body.place.stage,
             )  # fmt: skip
 

@@ -267,12 +267,16 @@ def _is_rounded_with(v: compat.Var) -> bool:
 
 
 def _is_copied(eqn: compat.JaxprEqn) -> bool:
-    """Whether what is around the inner program may do such an equation again: with a few integers or keys."""
-    exact = not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in eqn.outvars)
+    """Whether what is around the inner program may do such an equation again: with a few integers or keys, or a literal
+    that is given as it is.
+    """
+    given = eqn.primitive.name in _GIVING and all(isinstance(v, compat.Literal) for v in eqn.invars)
+    exact = given or not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in eqn.outvars)
     return exact and not equations.is_heavy(eqn) and sum(equations.size(v.aval) for v in eqn.outvars) <= _MAX_COPIED
 
 
 _MAX_COPIED = 1024
+_GIVING = frozenset(("broadcast_in_dim", "reshard"))
 
 
 def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var, Any]) -> list[compat.JaxprEqn]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -19,7 +20,8 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
     checkpoint, a scan over layers) is divided into two (`halves.py`).
 
     With `ahead`, what such an equation of `I` computes again of the forward, and what that reads of the backward, is
-    `R`: it needs no gradient of the next stage, so it need not wait for one.
+    `R`: it needs no gradient of the next stage, so it need not wait for one. An equal equation of a stage that has no
+    `R` or no `I` is divided alike, so that its parts are programs that other stages have.
     """
     readers: dict[compat.Var, set[Place]] = defaultdict(set)
     for node in body.nodes:
@@ -34,6 +36,7 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
     held = dict.fromkeys((*body.operands, body.index, *once), 0)  # it costs nothing that `W` reads these
     late = _needs_a_gradient(body) if ahead else set()
     again: set[compat.Var] = set()  # what `R` reads
+    alike: dict[Hashable, _LateAndUrgent] = {}
     nodes: list[Node] = []
     for node in reversed(body.nodes):
         if not (node.per_microbatch and node.place and node.place.kind == "B"):
@@ -49,12 +52,14 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
             for v in equations.outputs(node.eqn)
             if v in urgent or any(p.stage != stage and p.kind == "B" for p in readers[v])
         ]
-        early = None
-        if soon and (waits := late.intersection(node.inputs)):
-            pair = recomputation(node.eqn, waits, KeptBytes(held))
-            if pair is not None:
+        early, waits = None, late.intersection(node.inputs)
+        if soon and ahead and equations.works_hard(node.eqn):
+            key = compat.equation_key(node.eqn)
+            known = _LateAndUrgent.of(node.eqn, waits, soon) if waits else alike.get(key)
+            pair = recomputation(node.eqn, known.waits(node.eqn), KeptBytes(held)) if known else None
+            if known and pair is not None:
+                alike[key] = known
                 early, node = (dataclasses.replace(node, eqn=eqn) for eqn in pair)
-                again.update(early.inputs)
                 soon = [v for v in soon if v in node.eqn.outvars]
         first, rest = None, node
         if soon or compat.has_effects(node.eqn):
@@ -68,9 +73,46 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
             nodes.append(first)
             urgent.update(first.inputs)
         if early is not None:
-            nodes.append(dataclasses.replace(early, place=Place(stage, "R")))
+            nodes.append(dataclasses.replace(early, place=Place(stage, "R" if waits else "I")))
+            (again if waits else urgent).update(early.inputs)
+    nodes = [part for node in nodes for part in _divided_alike(node, alike, KeptBytes(held))]
     body = body.with_nodes(reversed(nodes))
     return body, [dataclasses.replace(a, place=_half(body, a)) for a in accumulators]
+
+
+class _LateAndUrgent(NamedTuple):
+    """How an equation was divided: the positions of its late operands, and of its urgent results."""
+
+    late: tuple[int, ...]
+    urgent: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: compat.JaxprEqn, waits: Collection[compat.Var], soon: Collection[compat.Var]) -> "_LateAndUrgent":
+        return cls(
+            tuple(i for i, v in enumerate(eqn.invars) if not isinstance(v, compat.Literal) and v in waits),
+            tuple(i for i, v in enumerate(eqn.outvars) if v in soon),
+        )
+
+    def waits(self, eqn: compat.JaxprEqn) -> set[compat.Var]:
+        """Of an equal equation, the late operands."""
+        return {eqn.invars[i] for i in self.late}
+
+    def soon(self, eqn: compat.JaxprEqn) -> set[compat.Var]:
+        """Of an equal equation, the urgent results."""
+        return {eqn.outvars[i] for i in self.urgent}
+
+
+def _divided_alike(node: Node, alike: Mapping[Hashable, _LateAndUrgent], costs: KeptBytes) -> list[Node]:
+    """A node of a stage without `I`, in the parts that an equal one has elsewhere; the last part first."""
+    if not (alike and node.place and node.place.kind == "W" and equations.works_hard(node.eqn)):
+        return [node]
+    known = alike.get(compat.equation_key(node.eqn))
+    early = recomputation(node.eqn, known.waits(node.eqn), costs) if known else None
+    pair = halves(early.rest, known.soon(node.eqn).intersection(early.rest.outvars), costs) if known and early else None
+    if early is None:
+        return [node]
+    eqns = [pair.rest, pair.first, early.first] if pair else [early.rest, early.first]
+    return [dataclasses.replace(node, eqn=eqn) for eqn in eqns]
 
 
 def _needs_a_gradient(body: Body) -> set[compat.Var]:

@@ -385,3 +385,33 @@ def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allo
     late = pipeline(program, schedule, "explicit")
     assert not any(task.kind == "R" for task in orders(late.lower(*args)))
     assert_same_history(program.run(ahead), program.run(late), 0)
+
+
+@pytest.mark.parametrize("schedule", ["ZeroBubbleH1", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+def test_a_stage_without_an_early_part_runs_the_programs_of_those_that_have_it(schedule):
+    def deep(tools):
+        def block(p, x):
+            for _ in range(12):
+                x = x + 0.1 * jnp.tanh(x @ p["in"] + p["b"]) @ p["out"]
+            return x
+
+        def loss(params, batch):
+            x, y = _rows(tools, batch)
+            x = x * jnp.tanh(params["scale"])  # as an embedding: its gradient needs that of the first block's input
+            for stage, p in enumerate(params["blocks"]):
+                x = jax.checkpoint(block)(p, x if stage == 0 else tools.mark(x))
+            return squared_error(x, y)
+
+        return train(tools, loss)
+
+    def state(num):
+        make = _in_stages(num)
+        return lambda key: momentum_state({"scale": normal(key, WIDTH), "blocks": make(key)["params"]})
+
+    program = _program(_Case(deep, state), (), 4)
+    step = pipeline(program, schedule, "auto")
+    compiled = step.lower(program.state(), next(program.batches(1))).compile()
+    programs = [d for d in compiled._programs.compiler._distinct.values() if d.parts is None]
+    busy = [d.family for d in programs if any(work_of_equation(e).products for e in d.jaxpr.eqns)]
+    assert sorted(busy) == ["F", "IWR", "IWR", "IWR"]
+    assert_same_history(program.run(step), program.expected, program.rtol)
