@@ -81,7 +81,7 @@ from mpmd._jax_compat.jaxprs import (
     written_out,
     zero_like,
 )
-from mpmd._jax_compat.parameters import jaxprs_in, mapped
+from mpmd._jax_compat.parameters import jaxprs_in, kernel_grid, mapped
 from mpmd._jax_compat.processes import (
     abandon_distributed,
     backends_are_initialized,

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,16 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
                 yield x.jaxpr
             elif isinstance(x, Jaxpr):
                 yield x
+
+
+def kernel_grid(params: Mapping[str, Any]) -> tuple[int, tuple[float, float] | None]:
+    """Of a Pallas kernel: the steps of its grid as far as they are known, and the operations and bytes of the whole
+    kernel if its author has stated them (`pl.CostEstimate`).
+    """
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    stated = params.get("cost_estimate")
+    steps = math.prod(n for n in grid if isinstance(n, int))
+    return steps, None if stated is None else (stated.flops, stated.bytes_accessed)
 
 
 @functools.cache

@@ -71,7 +71,9 @@ def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None)
     fused = {} if fused is None else fused
     found: list[Work] = []
     for eqn in eqns:
-        if jaxprs := list(compat.jaxprs_in(eqn.params)):
+        if eqn.primitive.name == "pallas_call":
+            own = [_work_of_kernel(eqn)]
+        elif jaxprs := list(compat.jaxprs_in(eqn.params)):
             branches = [_works_inside(eqn, jaxpr, fused) for jaxpr in jaxprs]
             if eqn.primitive.name in ("cond", "custom_linear_solve"):  # one branch; the solver, not its transposes
                 branches = [max(branches, key=lambda branch: sum(branch, Work()).flops)]
@@ -85,6 +87,22 @@ def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None)
             own = [dataclasses.replace(work, recomputed=work.products) for work in own]
         found += own
     return found
+
+
+def _work_of_kernel(eqn: compat.JaxprEqn) -> Work:
+    """The work of a Pallas kernel: what its author states; else its body for each step of the grid, and each operand
+    and result once from or to device memory. Steps that the kernel leaves out count, and so does a grid of unknown size
+    as one step.
+    """
+    steps, stated = compat.kernel_grid(eqn.params)
+    body = sum(works(eqn.params["jaxpr"].eqns), Work()).times(steps)
+    nbytes = sum(equations.nbytes(v.aval) for v in (*equations.variables(eqn.invars), *eqn.outvars))
+    if stated is None:
+        return dataclasses.replace(body, nbytes=nbytes)
+    scale = stated[0] / body.products if body.products else 0.0
+    if not scale:
+        return Work(other=stated[0], nbytes=stated[1])
+    return Work(stated[0], 0.0, stated[1], body.float32 * scale, float8=body.float8 * scale)
 
 
 def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Atom, int]) -> list[Work]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from mpmd.arrays.targets import Target
 from mpmd.costs.machine import Machine
@@ -84,3 +85,20 @@ def test_a_shard_map_counts_what_all_devices_do():
     fun = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(p, jax.sharding.PartitionSpec()), out_specs=p)
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, p))
     assert work_of(jax.make_jaxpr(fun)(x, f32(8, 4)).jaxpr).products == 2 * 16 * 8 * 4
+
+
+@pytest.mark.parametrize("stated", [None, (1_000_000, 300_000)])
+def test_a_kernel_of_pallas_counts_each_step_of_its_grid_or_what_its_author_states(stated):
+    def product(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    kernel = pl.pallas_call(
+        product, out_shape=f32(512, 256), grid=(4, 2),
+        in_specs=[pl.BlockSpec((128, 64), lambda i, j: (i, 0)), pl.BlockSpec((64, 128), lambda i, j: (0, j))],
+        out_specs=pl.BlockSpec((128, 128), lambda i, j: (i, j)),
+        cost_estimate=stated and pl.CostEstimate(flops=stated[0], bytes_accessed=stated[1], transcendentals=0),
+    )  # fmt: skip
+    found = work_of(jax.make_jaxpr(kernel)(f32(512, 64), f32(64, 256)).jaxpr)
+    flops, nbytes = stated or (2 * 512 * 64 * 256, 4 * (512 * 64 + 64 * 256 + 512 * 256))
+    assert found.products == pytest.approx(flops) and found.nbytes == nbytes
+    assert found.float32 == pytest.approx(flops)
