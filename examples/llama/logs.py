@@ -92,7 +92,7 @@ class Speed:
 
     def __init__(self, num_steps: int, tokens: int, ideal_s: float | None):
         self.num_steps, self.tokens, self.ideal_s = num_steps, tokens, ideal_s
-        self.start(0)
+        self.start(num_steps)  # nothing has ended yet, and no step comes after this one
 
     def start(self, step: int) -> None:
         """Begins to measure after a step that has ended."""

@@ -329,18 +329,31 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+class Ended(Exception):
+    """The steps end here.
+
+    Attributes:
+      status: of the program.
+    """
+
+    def __init__(self, status: int):
+        super().__init__(status)
+        self.status = status
+
+
 def train(
     program: Program, compiled: Any, state: Any, batches: Batches, checkpoints: Checkpoints | None, first: int
 ) -> tuple[int, Any]:
-    """Steps from `first` on. The status is 75 where a signal stopped them: the launcher's --restarts goes on."""
+    """Steps from `first` on, after the loss of a process too (--restarts). Status 75: a signal has stopped them."""
     options, stop, layout = program.options, Stop(), compiled.input_shardings[0][1]
     trace = Trace(options.profile, options.log or "profile")
     flops, peak = program.flops_per_step(), peak_flops(program.mesh)
     speed = Speed(options.steps, options.batch * options.length, flops / peak if peak else None)
     report = writers(options.steps, options.log) if jax.process_index() == 0 else []
 
-    for step in range(first + 1, options.steps + 1):
-        is_first, is_last = step == first + 1, step == options.steps
+    def take_step(done: int, state: Any) -> Any:
+        step, is_last = done + 1, done + 1 == options.steps
+        is_first = not speed.step < step  # of this program, or since a process was lost: it also loads programs
         reports, evaluates, saves = (
             is_last or (bool(every) and step % every == 0)
             for every in (options.report_every, options.eval_every, options.save_every)
@@ -348,15 +361,15 @@ def train(
         reports |= is_first
         trace.before(step)
         compiled.timing = reports and not is_first  # notes when each group computes
-        state, metrics = compiled(state, batches.placed(step - 1, layout))
+        state, metrics = compiled(state, batches.placed(done, layout))
         trace.after(step, state)
         if not (reports or evaluates or saves):
-            continue
+            return state
         numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not all(map(math.isfinite, numbers.values())):  # before this state is saved
             say(f"step {step}: {numbers}; the last checkpoint is of step {checkpoints and checkpoints.newest}")
-            return 1, state
-        if reports and not is_first:  # the first step also loads programs
+            raise Ended(1)
+        if reports and not is_first:
             numbers |= speed.numbers(step, compiled.last_timeline().busy)
         if options.eval_every and evaluates:
             numbers["held_out_loss"] = program.held_out_loss(state["params"], batches)
@@ -374,8 +387,14 @@ def train(
                 if checkpoints:
                     checkpoints.save(step, saved(state))
                 say(f"stopped by a signal after step {step}" + ("; saved" if checkpoints else ""))
-                return 75, state
+                raise Ended(75)
         speed.start(step)  # what is done between steps does not count
+        return state
+
+    try:
+        state = mpmd.resilient(take_step, state, options.steps, start=first)
+    except Ended as end:
+        return end.status, state
     trace.end(state)
     return 0, state
 
