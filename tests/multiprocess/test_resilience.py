@@ -171,9 +171,11 @@ def taken(job: Launched) -> list[str]:
     return re.findall(r"^jax-mpmd: rank (\d: killed by SIGKILL; spare \d) takes its place$", job.err, re.MULTILINE)
 
 
-def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environment, unbroken):
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environment, unbroken, tmp_path):
+    """Barriers of the saves before and after it are counted anew in all: the spare has not been at the earlier ones."""
     options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
-    job = run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    job = run({**environment, "TEST_SAVES": str(tmp_path)}, *options, case="pairs", faults=[kill(0, 1, 4)])
     assert (steps(job), end(job)) == unbroken("pairs", 4)
     assert taken(job) == ["1: killed by SIGKILL; spare 2"] and "starts over" not in job.err
     first, second = said(job)
@@ -183,15 +185,6 @@ def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environ
         "0",
         "2",
     }
-
-
-@pytest.mark.slow
-def test_checkpoints_are_saved_before_and_after_a_spare_takes_a_place(environment, unbroken, tmp_path):
-    """The barriers of a save are counted anew in all processes: the spare has not been at the earlier ones."""
-    options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
-    job = run({**environment, "TEST_SAVES": str(tmp_path)}, *options, case="pairs", faults=[kill(0, 1, 4)])
-    assert (steps(job), end(job)) == unbroken("pairs", 4)
-    assert len(taken(job)) == 1 and "starts over" not in job.err
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "3", "5", "7"]
     with ocp.StandardCheckpointer() as checkpointer:
         first, last = (checkpointer.restore(tmp_path / name) for name in "17")
