@@ -76,6 +76,12 @@ def _sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@functools.cache
+def _tree(source: Path) -> ast.Module:
+    """What the file says, parsed once for all tests."""
+    return ast.parse(source.read_text(), str(source))
+
+
 def _dotted(node: ast.expr) -> str:
     match node:
         case ast.Name(id=name):
@@ -163,7 +169,7 @@ def test_a_room_imports_only_the_rooms_before_it(room):
     allowed = tuple(f"{package}.{m}" for m in (name, *ROOMS[room], *BELOW_ALL_ROOMS[package]))
     found = []
     for source in sorted((ROOT / room).glob("*.py")):
-        for module in sorted(set(_modules(ast.parse(source.read_text())))):
+        for module in sorted(set(_modules(_tree(source)))):
             if _within(module, package) and not any(_within(module, prefix) for prefix in allowed):
                 found.append(f"{source.relative_to(ROOT)}: {module}")
     assert found == []
@@ -182,7 +188,7 @@ def _modules(tree: ast.AST) -> Iterator[str]:
 def test_scheduler_imports_the_standard_library_alone():
     found = []
     for source in _sources("scheduler"):
-        tree = ast.parse(source.read_text(), str(source))
+        tree = _tree(source)
         at_import = set(_roots(_without_functions(tree)))
         later = set(_roots(tree)) - at_import
         found += [f"{source.name}: {root}" for root in sorted(at_import - STDLIB)]
@@ -205,7 +211,7 @@ def _third_party(folder: str) -> set[str]:
     """The distributions that the modules of a folder import."""
     sources = _sources(folder)
     own = {*PACKAGES, *(name for source in sources for name in (source.stem, source.parent.name))}
-    roots = set().union(*(set(_roots(ast.parse(source.read_text()))) for source in sources))
+    roots = set().union(*(set(_roots(_tree(source))) for source in sources))
     return {DISTRIBUTIONS.get(root, root) for root in roots - own - sys.stdlib_module_names}
 
 
@@ -250,7 +256,7 @@ def _undocumented_names() -> set[str]:
     undocumented = tuple(name for name in PRIVATE_JAX if name != "jax.extend.core")
     found: set[str] = set()
     for source in _sources(JAX_SHIM):
-        tree, known = ast.parse(source.read_text()), {}
+        tree, known = _tree(source), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
@@ -262,7 +268,7 @@ def _undocumented_names() -> set[str]:
         found |= {name for name in reached if any(_within(name, prefix) for prefix in undocumented)}
     handed_on = {"ad", "batching", "mlir", "pe"}
     for source in (source for package in PACKAGES for source in _sources(package)):
-        names = (_dotted(node) for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Attribute))
+        names = (_dotted(node) for node in ast.walk(_tree(source)) if isinstance(node, ast.Attribute))
         parts = [name.split(".") for name in names]
         found |= {
             f"jax.interpreters.{p[1]}.{p[2]}" for p in parts if p[0] == "compat" and len(p) == 3 and p[1] in handed_on
@@ -293,7 +299,7 @@ def _names_of_orbax() -> set[str]:
     known = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     found, modules = set(known.values()), set()
     for source in _sources("reshard/checkpoint"):
-        tree = ast.parse(source.read_text())
+        tree = _tree(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 head, _, name = _dotted(node).partition(".")
@@ -326,7 +332,7 @@ def test_a_file_of_tests_has_a_name_of_its_own():
 def test_a_class_name_has_one_meaning():
     places = collections.defaultdict(list)
     for source in (source for package in PACKAGES for source in _sources(package)):
-        for node in ast.walk(ast.parse(source.read_text())):
+        for node in ast.walk(_tree(source)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(source.relative_to(ROOT).as_posix())
     assert len(places) > 300 and {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -50,8 +50,9 @@ def test_without_n_the_allocation_says_how_many(slurm):
 def test_a_batch_job_runs_the_same_line(slurm, tmp_path):
     output = tmp_path / "out"
     script = f"{LAUNCHER} -n 2 -- bash -c 'echo rank $MPMD_PROCESS_ID'"
-    result = slurm.command("sbatch", "--wait", "--ntasks=2", f"--output={output}", "--wrap", script)
+    result = slurm.command("sbatch", "--ntasks=2", f"--output={output}", "--wrap", script)
     assert result.returncode == 0, result.stderr
+    until(lambda: not slurm.jobs(), "the end of the job", 60)  # `--wait` looks every ten seconds
     assert sorted(output.read_text().splitlines()) == ["[0] rank 0", "[1] rank 1"]
 
 
