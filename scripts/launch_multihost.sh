@@ -99,6 +99,7 @@ set_rank_environment() {
   rank_environment+=("MPMD_ATTEMPT=$attempt")
   [[ -z $keeper ]] || rank_environment+=("MPMD_KEEPER=$keeper" "MPMD_KEEPER_TOKEN=$keeper_token")
   [[ -z $log_dir || -n ${MPMD_FLIGHT_DIR:-} ]] || rank_environment+=("MPMD_FLIGHT_DIR=$log_dir")
+  [[ -z $log_dir || -n ${MPMD_LEDGER_DIR:-} ]] || rank_environment+=("MPMD_LEDGER_DIR=$log_dir")
   if [[ -n $cpu_devices ]]; then
     rank_environment+=("JAX_PLATFORMS=cpu" "JAX_NUM_CPU_DEVICES=$cpu_devices" "CUDA_VISIBLE_DEVICES=")
   elif [[ -n $gpus_per_process ]]; then

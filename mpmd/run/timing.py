@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,21 +33,26 @@ class Recorder:
       bound: all of them, in order.
       groups: the meshes of all groups.
       rank: this process.
+      given_away: slots whose memory may be taken over before all of the step is done: results, if nobody waits for it.
 
     Attributes:
       order: the numbers of the instructions in the order in which the last step did them.
+      lanes: per group, the first group that it shares a device with, perhaps through others: what cannot work at a time.
     """
 
-    def __init__(self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int):
+    def __init__(
+        self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int, given_away: Set[int] = frozenset()
+    ):
         self._bound = bound
         self.order: Sequence[int] = range(len(bound))
         self._rank = rank
-        self._donated = {slot for b in bound for slot in b.donates}
-        self._lanes = _lanes(groups)
+        self._donated = {slot for b in bound for slot in b.donates} | given_away
+        self.lanes = _lanes(groups)
         self._begun = [0.0] * len(bound)
         self._returned = [0.0] * len(bound)
         self._ends = [0.0] * len(bound)
         self._queues: dict[Any, SimpleQueue] = {}
+        self._threads: list[threading.Thread] = []
         self._is_warm = False
 
     def wrapped(self, instructions: Sequence[tuple]) -> list[tuple]:
@@ -67,22 +72,34 @@ class Recorder:
         Returns:
           What makes the rows, which takes a while: for when no step follows.
         """
-        self._warm_up()
-        self._ends = [0.0] * len(self._bound)
-        threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
+        self.warm_up()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
+        self.start()
         try:
-            for t in threads:
-                t.start()
             walk()
         finally:
-            for q in self._queues.values():
-                q.put(None)
-            for t in threads:
-                t.join()
+            self.stop()
+            self.join()
             sys.setswitchinterval(interval)
         return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends, self.order)
+
+    def start(self) -> None:
+        """A step begins, by the instructions that `wrapped` returned."""
+        self._ends = [0.0] * len(self._bound)
+        self._threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
+        for t in self._threads:
+            t.start()
+
+    def stop(self) -> None:
+        """All instructions of the step have been started."""
+        for q in self._queues.values():
+            q.put(None)
+
+    def join(self) -> None:
+        """Returns when all that the step started is done."""
+        for t in self._threads:
+            t.join()
 
     # --- while the step runs ----------------------------------------------------------------------
 
@@ -98,7 +115,7 @@ class Recorder:
                 returned[number] = now()
 
             return send
-        marker, key = self._marker(about), self._lanes[about.group] if about.crossing is None else about.crossing[1:3]
+        marker, key = self._marker(about), self.lanes[about.group] if about.crossing is None else about.crossing[1:3]
         put = self._queues.setdefault(key, SimpleQueue()).put
 
         def run(*args: Any) -> Any:
@@ -129,7 +146,7 @@ class Recorder:
             ends[number] = now()
             del item, value  # while this waits, nothing is kept alive
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Compiles what waits for donated results, so that the first step is as good as the tenth."""
         if self._is_warm:
             return
@@ -152,7 +169,7 @@ class Recorder:
         found, latest = list(ends), {}  # latest: per slot, and per lane ("lane", number)
         for number in reversed(order):
             b = self._bound[number]
-            lane = "lane", self._lanes[b.group]
+            lane = "lane", self.lanes[b.group]
             reads, writes = (b.reads, b.writes) if b.code == RUN else ((b.reads,), (b.writes,))
             end = min(found[number] or math.inf, *(latest.pop(w, math.inf) for w in writes), math.inf)
             if b.code == RUN:
@@ -161,6 +178,10 @@ class Recorder:
                 found[number] = end
                 latest.update((r, min(end, latest.get(r, math.inf))) for r in reads)
         return found
+
+    def rows(self, step: int) -> RecordedTimes:
+        """What was noted of the step, which has been joined."""
+        return self._rows(step, self._begun, self._returned, self._ends, self.order)
 
     def _rows(
         self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float],
@@ -174,7 +195,7 @@ class Recorder:
             b, begun, returned = self._bound[number], begun_at[number], returned_at[number]
             end = max(ends[number], begun)
             if b.code == RUN:
-                lane = self._lanes[b.group]
+                lane = self.lanes[b.group]
                 ready, by = max((there.get(s, (0.0, None)) for s in b.reads), key=lambda x: x[0], default=(0.0, None))
                 start = min(max(begun, free.get(lane, 0.0), ready), end)
                 free[lane] = end
