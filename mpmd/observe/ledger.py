@@ -103,7 +103,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """A stretch of work other than a call. Within another one, or in another thread, it is part of what is there."""
+        """A stretch of work other than a call. Within another one, or in another thread, it is part of that."""
         if self._open is not None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -251,7 +251,7 @@ class Ledger:
             self._at = until
 
     def _write(self, text: str = "") -> None:
-        if not text and not self._sums or self._file.closed or os.getpid() != self._pid:
+        if (not text and not self._sums) or self._file.closed or os.getpid() != self._pid:
             return
         what = []
         if self._steps:

@@ -37,7 +37,7 @@ class Recorder:
 
     Attributes:
       order: the numbers of the instructions in the order in which the last step did them.
-      lanes: per group, the first group that it shares a device with, perhaps through others: what cannot work at a time.
+      lanes: per group, the first group that it shares a device with, perhaps through others.
     """
 
     def __init__(
