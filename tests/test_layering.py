@@ -45,6 +45,7 @@ ROOMS = {
     "mpmd/partition": ("arrays", "ops", "tracing", "graphs"),
     "mpmd/compile": ("arrays", "tracing", "graphs", "partition"),
     "mpmd/observe": (),
+    "mpmd/goodput": ("observe",),
     "mpmd/job": ("arrays", "observe"),
     "mpmd/resilience": ("arrays", "job"),
     "mpmd/run": ("arrays", "tracing", "graphs", "cutting", "compile", "observe", "job"),

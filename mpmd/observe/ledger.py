@@ -29,6 +29,7 @@ IN_STEPS = (COMPUTE, BUBBLE, TRANSFERS, HOST)
 PARTS = (*IN_STEPS, COMPILING, CHECKPOINT, LOST, RECOVERY, IDLE, STARTING, OTHER)
 # What begins the text of lines about the loop of `mpmd.resilient`, of a spare, and of the end.
 LOOP, TAKES, ENDED = "loop: ", "takes the place of rank ", "ended: "
+AT_END = "the program is at its end"
 _LINE_S = 1.0  # from one line to the next
 _LONG_S = 10.0  # so long may something go on before a line is written on the way
 _END_S = 10.0  # for the last call to be done, at the end of the program
@@ -180,7 +181,7 @@ class Ledger:
         if os.getpid() == self._pid:
             self._queue.put(None)
             self._thread.join(_END_S)
-            self.close("the program is at its end")
+            self.close(AT_END)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -211,7 +212,8 @@ class Ledger:
             for x in call.waits:
                 x.block_until_ready()
         except Exception:  # whoever reads the result gets the error
-            part, self._is_recovering = LOST, True
+            part = part if part == RECOVERY else LOST
+            self._is_recovering = True
         end = time.perf_counter()
         with self._lock:
             self._num_waited += 1
@@ -298,6 +300,8 @@ def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger 
     attempt = environment.get("MPMD_ATTEMPT", "0")
     title = f"jax-mpmd: where the seconds of process {number} went, attempt {attempt}, on {socket.gethostname()}"
     try:
+        for old in folder.glob(f"rank-{number}.restart-*.ledger") if attempt == "0" else ():  # of an earlier job
+            old.unlink()
         return Ledger(path_of(folder, number, environment), title, attempt != "0", _age_s())
     except OSError as error:
         print(f"jax-mpmd: no ledger is written to {folder}: {error}", file=sys.stderr, flush=True)
