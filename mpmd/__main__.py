@@ -124,8 +124,8 @@ def _add_goodput(commands: Any) -> None:
     goodput = commands.add_parser(
         "goodput",
         help="where the time of a job went, or would go with so many failures",
-        description="Reads the ledgers that the processes of a job wrote into a folder, and says how much of the time went"
-        " to steps that count. With --simulate: what a job of a size would get, from the inputs that it prints.",
+        description="Reads the ledgers that the processes of a job wrote into a folder, and says how much of the time"
+        " went to steps that count. With --simulate: what a job of a size would get, from the inputs that it prints.",
     )
     add = goodput.add_argument
     add("folder", type=Path, nargs="?", metavar="DIR", help="of the launcher's --log-dir, or of MPMD_LEDGER_DIR")
@@ -133,7 +133,7 @@ def _add_goodput(commands: Any) -> None:
     add(
         "--simulate",
         action="store_true",
-        help="predict, from the options below; no default was measured at such a size",
+        help="predict, from the options below, whose defaults are assumptions",
     )
     add("--gpus", type=int, metavar="N", help="that compute")
     add("--mtbf", type=float, metavar="H", help="hours between two failures of one GPU that stop the job")

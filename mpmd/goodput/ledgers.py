@@ -113,7 +113,7 @@ class JobLedger:
         rows.append((f"{self.total:.1f}", "100.0%", "in all"))
         yield from (f"  {line}" for line in texts.table(rows, ">><"))
         yield f"goodput: {self.goodput:.1%} of the time devices computed steps that count"
-        yield f"effective training time: {self.effective:.1%} of the time went to steps that count, waits in them included"
+        yield f"effective training time: {self.effective:.1%} went to steps that count, with all waits in them"
         yield from (f"  {event}" for event in self.events)
 
     def as_json(self) -> str:

@@ -6,6 +6,7 @@ Failures are counted one by one: each costs its whole stop, also where two would
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ class FailureInputs:
       gpus: that compute.
       failures_per_day: that stop the job.
       step_s: of a step.
-      checkpoint_every_s, checkpoint_s: training time from one checkpoint on disk to the next, and how long each holds it up.
+      checkpoint_every_s: training time from one checkpoint on disk to the next.
+      checkpoint_s: how long each holds the training up.
       copy_s: how long the copies in memory hold up a step.
       detect_s: from a failure until all are told.
       restart_s, from_memory_s, in_place_s: from then on until the next step begins, with the state from disk, from
@@ -134,7 +136,8 @@ def text_of(inputs: FailureInputs) -> str:
 
 def _lines(inputs: FailureInputs) -> Iterator[str]:
     stated = {f.name.replace("_", "-"): getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
-    yield "inputs: " + ", ".join(f"{name} {value:,.6g}" for name, value in stated.items())
+    inputs_text = "inputs: " + ", ".join(f"{name} {value:,.6g}" for name, value in stated.items())
+    yield textwrap.fill(inputs_text, 110, subsequent_indent="  ", break_on_hyphens=False)
     if inputs.failures_per_day:
         yield (
             f"a failure every {24 / inputs.failures_per_day:.3g} h: of one GPU every"
