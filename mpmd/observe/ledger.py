@@ -69,21 +69,21 @@ class Ledger:
 
     Args:
       path: the file. What an earlier job left there is replaced.
-      title: the first line.
-      is_successor: others did this process's work before: what comes before its second call is recovery.
+      number: of the process.
+      attempt: of the job. If it is not the first one, what comes before the second call of a program is recovery.
       age_s: how long the process has lived.
 
     Attributes:
       step: of the loop of `mpmd.resilient`, that the next calls belong to; None outside.
     """
 
-    def __init__(self, path: Path, title: str, is_successor: bool, age_s: float = 0.0):
+    def __init__(self, path: Path, number: int, attempt: int = 0, age_s: float = 0.0):
         self.step: int | None = None
         now = time.perf_counter()
         self._clock = time.time() - now
         self._at = now - age_s  # all before it is in the sums
         self._gap = STARTING  # what time belongs to in which nothing was said
-        self._is_recovering = is_successor
+        self._is_recovering = attempt > 0
         self._open: tuple[str, float] | None = None  # what the main thread is at; "" is a call
         self._sums: defaultdict[str, float] = defaultdict(float)  # not written yet
         self._steps: list[int] = []
@@ -93,7 +93,9 @@ class Ledger:
         self._pid = os.getpid()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: Any = path.open("w", encoding="utf-8")
-        self._file.write(f"# {title}; begun {_clock_text(self._clock + self._at)}\n")
+        who = f"process {number} went, attempt {attempt}, on {socket.gethostname()}"
+        begun = _clock_text(self._clock + self._at)
+        self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")
         self._file.flush()
         self._queue: SimpleQueue[_Stretch | _Call | tuple[str, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpmd-ledger", daemon=True)
@@ -267,7 +269,7 @@ class Ledger:
             f"{sum(self._sums.values()):.4f} s",
             ", ".join(what),
             parts,
-            text,
+            " ".join(text.split()),
         ]
         with contextlib.suppress(OSError):  # a full disk ends no job
             self._file.write(" | ".join(fields).rstrip() + "\n")
@@ -277,10 +279,9 @@ class Ledger:
         self._num_calls, self._written_at = 0, time.perf_counter()
 
 
-def path_of(where: Path, number: int, environment: Mapping[str, str]) -> Path:
+def path_of(where: Path, number: int, attempt: int) -> Path:
     """The file of a process."""
-    attempt = environment.get("MPMD_ATTEMPT", "0")
-    return where / f"rank-{number}{'' if attempt == '0' else f'.restart-{attempt}'}.ledger"
+    return where / f"rank-{number}{f'.restart-{attempt}' if attempt else ''}.ledger"
 
 
 _ledgers: dict[str, Ledger | None] = {}  # by folder: the one of this process
@@ -297,12 +298,11 @@ def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
 
 
 def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger | None:
-    attempt = environment.get("MPMD_ATTEMPT", "0")
-    title = f"jax-mpmd: where the seconds of process {number} went, attempt {attempt}, on {socket.gethostname()}"
+    attempt = int(environment.get("MPMD_ATTEMPT", "0"))
     try:
-        for old in folder.glob(f"rank-{number}.restart-*.ledger") if attempt == "0" else ():  # of an earlier job
+        for old in folder.glob(f"rank-{number}.restart-*.ledger") if not attempt else ():  # of an earlier job
             old.unlink()
-        return Ledger(path_of(folder, number, environment), title, attempt != "0", _age_s())
+        return Ledger(path_of(folder, number, attempt), number, attempt, _age_s())
     except OSError as error:
         print(f"jax-mpmd: no ledger is written to {folder}: {error}", file=sys.stderr, flush=True)
         return None
