@@ -47,7 +47,7 @@ ROOMS = {
     "mpmd/observe": (),
     "mpmd/goodput": ("observe",),
     "mpmd/job": ("arrays", "observe"),
-    "mpmd/resilience": ("arrays", "job"),
+    "mpmd/resilience": ("arrays", "observe", "job"),
     "mpmd/run": ("arrays", "tracing", "graphs", "cutting", "compile", "observe", "job"),
     "mpmd/report": ("arrays", "graphs", "partition", "costs", "compile", "observe", "job"),
     "mpmd/planning": ("arrays", "graphs", "partition", "costs", "compile", "report"),

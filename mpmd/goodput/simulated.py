@@ -106,9 +106,9 @@ def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeSha
     saving = running * inputs.checkpoint_s / (inputs.checkpoint_every_s + inputs.checkpoint_s)
     copying = (running - saving) * inputs.copy_s / (inputs.step_s + inputs.copy_s) if in_memory else 0.0
     repeated = min(running - saving - copying, rate * again_s)
-    idle = inputs.spares / (inputs.gpus + inputs.spares) if in_place else 0.0
     useful = running - saving - copying - repeated
-    return TimeShares(*((1 - idle) * x for x in (useful, stopped, repeated, saving, copying)), idle)
+    busy = inputs.gpus / (inputs.gpus + inputs.spares) if in_place else 1.0
+    return TimeShares(busy * useful, busy * stopped, busy * repeated, busy * saving, busy * copying, 1 - busy)
 
 
 def spare_is_free(inputs: FailureInputs) -> float:

@@ -44,7 +44,7 @@ class _Stretch(NamedTuple):
     before: str
 
 
-class _Call(NamedTuple):
+class _NotedCall(NamedTuple):
     """A call of a step.
 
     Attributes:
@@ -97,7 +97,7 @@ class Ledger:
         begun = _clock_text(self._clock + self._at)
         self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")
         self._file.flush()
-        self._queue: SimpleQueue[_Stretch | _Call | tuple[str, float] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Stretch | _NotedCall | tuple[str, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpmd-ledger", daemon=True)
         self._thread.start()
         atexit.register(self._finish)
@@ -134,7 +134,7 @@ class Ledger:
         part: str = "",
         divide: Callable[[float, float], Mapping[str, float]] | None = None,
     ) -> None:
-        """Everything of a call has been started, or (`LOST`) it has failed. The arguments are those of `_Call`."""
+        """Everything of a call has been started, or (`LOST`) it has failed. The arguments are those of `_NotedCall`."""
         before = self._before()
         if not part:
             self._is_recovering, self._gap = False, HOST
@@ -143,7 +143,7 @@ class Ledger:
         elif self._is_recovering:
             part = RECOVERY
         self._num_pending += 1
-        self._queue.put(_Call(part, begin, waits, divide, shares, self.step, before))
+        self._queue.put(_NotedCall(part, begin, waits, divide, shares, self.step, before))
         self._open = None
 
     def event(self, text: str, *, is_recovering: bool = False) -> None:
@@ -196,19 +196,19 @@ class Ledger:
                 continue
             if item is None:
                 return
-            if isinstance(item, _Call):
+            if isinstance(item, _NotedCall):
                 self._wait(item)
             with self._lock:
                 if isinstance(item, _Stretch):
                     self._add(item.before, item.begin)
                     self._add(item.part, item.end)
-                elif not isinstance(item, _Call):
+                elif not isinstance(item, _NotedCall):
                     self._write(item[0])
                 if time.perf_counter() - self._written_at > _LINE_S:
                     self._write()
             del item  # while this waits, nothing is kept alive
 
-    def _wait(self, call: _Call) -> None:
+    def _wait(self, call: _NotedCall) -> None:
         part = call.part
         try:
             for x in call.waits:

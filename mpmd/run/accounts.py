@@ -124,7 +124,7 @@ def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end
     by_lane: dict[int, list[Ran]] = defaultdict(list)
     for r in rows.runs:
         by_lane[lanes[r.group]].append(r)
-    found = dict.fromkeys(ledger.IN_STEPS, 0.0)
+    found: dict[str, float] = dict.fromkeys(ledger.IN_STEPS, 0.0)
     for runs in by_lane.values():
         free = begin
         for r in sorted(runs, key=lambda r: r.start):
