@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,20 @@ def test_the_share_of_failures_that_find_a_spare_is_erlangs(hosts, busy, free):
 def test_ten_minutes_every_eighteen_leave_44_percent_as_meta_says_of_100_000_gpus():
     inputs = FailureInputs(98304, 80, checkpoint_every_s=1, checkpoint_s=0, detect_s=0, restart_s=600)
     assert 1 - shares(inputs, in_memory=False, in_place=False).stopped == pytest.approx(0.44, abs=0.005)
+
+
+def test_the_figures_of_the_page_are_those_of_the_commands_beside_them(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "goodput.md").read_text()
+    main("goodput --simulate --gpus 16384 --mtbf 50000".split())
+    assert capsys.readouterr().out in page
+    minutes = "--gpus 98304 --failures-per-day 80 --detect-s 0 --restart-s 600 --checkpoint-every-s 1 --checkpoint-s 0"
+    assert f"`{minutes}`" in page
+    for options, useful in [
+        (minutes, "44.4%"), (minutes.replace("600", "180"), "83.3%"), ("--gpus 16384 --failures-per-day 8.63", "75.0%")
+    ]:  # fmt: skip
+        main(["goodput", "--simulate", *options.split()])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints on disk")]
+        assert line.split()[3] == useful and useful.removesuffix(".0%").removesuffix("%") in page
 
 
 def test_inputs_that_cannot_be_are_named_together():
