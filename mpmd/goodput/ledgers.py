@@ -21,6 +21,7 @@ _ABOUT = {
     ledger.BUBBLE: "they waited for other groups, or for values on their way from other processes",
     ledger.TRANSFERS: "they waited for values on their way between groups of one process",
     ledger.HOST: "they had nothing to do: data, reading results, starting programs",
+    ledger.UNDIVIDED: "calls that there was no memory to measure: compute and waits",
     REPEATED: "steps that were done again",
     ledger.LOST: "steps that were not finished",
     ledger.RECOVERY: "from the loss of a process to the next step",

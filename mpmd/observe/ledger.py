@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 # The folder, in the environment; the launcher sets it to that of --log-dir.
 VARIABLE = "MPMD_LEDGER_DIR"
 COMPUTE, BUBBLE, TRANSFERS, HOST = "compute", "bubble", "transfers", "data and host"
+UNDIVIDED = "not divided"  # of calls that were not measured
 COMPILING, CHECKPOINT, LOST, RECOVERY = "compiling", "checkpoint", "lost", "recovery"
 IDLE, STARTING, OTHER = "idle spare", "starting", "other"
-IN_STEPS = (COMPUTE, BUBBLE, TRANSFERS, HOST)
+DIVIDED = (COMPUTE, BUBBLE, TRANSFERS, HOST)
+IN_STEPS = (*DIVIDED, UNDIVIDED)
 PARTS = (*IN_STEPS, COMPILING, CHECKPOINT, LOST, RECOVERY, IDLE, STARTING, OTHER)
 # What begins the text of lines about the loop of `mpmd.resilient`, of a spare, and of the end.
 LOOP, TAKES, ENDED = "loop: ", "takes the place of rank ", "ended: "
@@ -228,7 +230,7 @@ class Ledger:
             if part:
                 self._add(part, end)
                 return
-            shares, seconds = call.shares or {COMPUTE: 1.0}, max(0.0, end - begin)
+            shares, seconds = call.shares or {UNDIVIDED: 1.0}, max(0.0, end - begin)
             for name, share in shares.items():
                 self._sums[name] += share * seconds
             self._at = max(self._at, end)

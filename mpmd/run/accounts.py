@@ -17,7 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.observe import ledger
 from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Ran, RecordedTimes
-from mpmd.run.bindings import RUN, Bindings
+from mpmd.run.bindings import MOVE, RECV, RUN, Bindings
 from mpmd.run.run_ahead import after
 from mpmd.run.timing import Recorder
 
@@ -42,6 +42,8 @@ class Accounts:
         self._ledger, self._groups = of, groups
         self._outputs = {slot for where in bindings.outputs for _, slot in where}
         self._ends = _last_results(bindings, self._outputs)
+        here = jax.process_index()
+        self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
         self._shares: dict[str, float] = {}
         self._num_calls = 0
         self.recorder: Recorder | None = None
@@ -57,7 +59,8 @@ class Accounts:
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
         try:
-            yield self._measured(bindings) if count in _FIRST or (count and not count % _EVERY) else _as_they_are
+            is_due = count in _FIRST or (count and not count % _EVERY)
+            yield self._measured(bindings) if is_due and self._has_room(bindings) else _as_they_are
             waits = [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
             if not count:
                 self._recorder_of(bindings).warm_up()
@@ -72,7 +75,18 @@ class Accounts:
         self._ledger.end_call(begin, waits, self._shares, part="" if count else ledger.COMPILING, divide=divide)
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
-        return Recorder(bindings.instructions, self._groups, jax.process_index(), self._outputs)
+        """Keeps no result of a program alive: memory that is given back late could be missing elsewhere."""
+        made = {slot for b in bindings.instructions if b.code == RUN for slot in b.writes}
+        return Recorder(bindings.instructions, self._groups, jax.process_index(), made | self._outputs)
+
+    def _has_room(self, bindings: Bindings) -> bool:
+        """Whether devices have had room for all values that come in a step: measuring keeps each until it is there."""
+        moves = (b.crossing for b in bindings.instructions if b.code in (MOVE, RECV))
+        nbytes = sum(crossing.nbytes for crossing in moves if crossing is not None)
+        found = [stats for d in self._devices if (stats := d.memory_stats())]
+        return all(
+            stats["bytes_limit"] - stats["peak_bytes_in_use"] > nbytes for stats in found if "bytes_limit" in stats
+        )
 
     def _measured(self, bindings: Bindings) -> Measured:
         recorder = self.recorder = self._recorder_of(bindings)
@@ -124,7 +138,7 @@ def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end
     by_lane: dict[int, list[Ran]] = defaultdict(list)
     for r in rows.runs:
         by_lane[lanes[r.group]].append(r)
-    found: dict[str, float] = dict.fromkeys(ledger.IN_STEPS, 0.0)
+    found: dict[str, float] = dict.fromkeys(ledger.DIVIDED, 0.0)
     for runs in by_lane.values():
         free = begin
         for r in sorted(runs, key=lambda r: r.start):

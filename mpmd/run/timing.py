@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from mpmd.arrays import keys
+from mpmd.compile.executable import Executable
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
 from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.run_ahead import after
@@ -33,7 +34,7 @@ class Recorder:
       bound: all of them, in order.
       groups: the meshes of all groups.
       rank: this process.
-      given_away: slots whose memory may be taken over before all of the step is done: results, if nobody waits for it.
+      given_away: more slots that nothing is to keep alive: results, whose memory the next step may take over.
 
     Attributes:
       order: the numbers of the instructions in the order in which the last step did them.
@@ -153,7 +154,12 @@ class Recorder:
         self._is_warm = True
         known = set()
         for b in self._bound:
-            if b.code == RUN and b.writes and self._donated.issuperset(b.writes) and b.executable is not None:
+            if (
+                b.code == RUN
+                and b.writes
+                and self._donated.issuperset(b.writes)
+                and isinstance(b.executable, Executable)
+            ):
                 aval, sharding = b.executable.compiled.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
                 shape = sharding.shard_shape(aval.shape)
                 here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
