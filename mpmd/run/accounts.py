@@ -61,9 +61,6 @@ class Accounts:
         try:
             is_due = count in _FIRST or (count and not count % _EVERY)
             yield self._measured(bindings) if is_due and self._has_room(bindings) else _as_they_are
-            waits = [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
-            if not count:
-                self._recorder_of(bindings).warm_up()
         except BaseException:
             self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
             raise
@@ -71,8 +68,15 @@ class Accounts:
             recorder, self.recorder = self.recorder, None
             if recorder is not None:
                 recorder.stop()
+        part, waits = "" if count else ledger.COMPILING, []
+        try:
+            waits += [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
+            if not count:
+                self._recorder_of(bindings).warm_up()
+        except Exception:  # a program has failed already: whoever reads its result gets the error
+            part = ledger.LOST
         divide = None if recorder is None else _divided(recorder)
-        self._ledger.end_call(begin, waits, self._shares, part="" if count else ledger.COMPILING, divide=divide)
+        self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
         """Keeps no result of a program alive: memory that is given back late could be missing elsewhere."""

@@ -123,7 +123,10 @@ class Recorder:
             begun[number] = now()
             results = act(*args)
             returned[number] = now()
-            put((number, marker(results)))
+            value = None
+            with contextlib.suppress(Exception):  # it has failed already: whoever reads the result gets the error
+                value = marker(results)
+            put((number, value))
             return results
 
         return run
