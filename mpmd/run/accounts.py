@@ -1,11 +1,12 @@
 """Tells the ledger of each call of a program: when it began, what says that it is done, and how its seconds divide.
 
-One call in `_EVERY` is measured, program by program; its shares divide the seconds of the calls after it. All of that
-is this process's own, and no clock is compared with another one. So of a value of another process it is known how long
-it was waited for, but not how much of that it was on its way: such waits are all bubble.
+One call in `_EVERY` or more is measured, program by program; its shares divide the seconds of the calls after it. All
+of that is this process's own, and no clock is compared with another one. So of a value of another process it is known
+how long it was waited for, but not how much of that it was on its way: such waits are all bubble.
 """
 
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Ran, RecordedTimes
 from mpmd.run.bindings import MOVE, RECV, RUN, Bindings
 from mpmd.run.run_ahead import after
-from mpmd.run.timing import Recorder
+from mpmd.run.timing import Recorder, lanes_of
 
-_EVERY, _FIRST = 100, (1, 10)  # the first call is not like the others
+_FIRST = 1, 10  # the first call is not like the others
+_EVERY, _PAUSE_S = 100, 5.0  # so many calls, and so long, from one that is measured to the next
 
 # What makes of the instructions of a call those that are walked.
 Measured = Callable[[Sequence[tuple]], Sequence[tuple]]
@@ -41,11 +43,12 @@ class Accounts:
     def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh]):
         self._ledger, self._groups = of, groups
         self._outputs = {slot for where in bindings.outputs for _, slot in where}
-        self._ends = _last_results(bindings, self._outputs)
+        self._ends = _last_results(bindings, self._outputs, lanes_of(groups))
         here = jax.process_index()
         self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
         self._shares: dict[str, float] = {}
         self._num_calls = 0
+        self._next = _EVERY, 0.0  # when one is measured: the number of the call, and the time
         self.recorder: Recorder | None = None
 
     @contextlib.contextmanager
@@ -59,7 +62,7 @@ class Accounts:
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
         try:
-            is_due = count in _FIRST or (count and not count % _EVERY)
+            is_due = count in _FIRST or (count >= self._next[0] and begin >= self._next[1])
             yield self._measured(bindings) if is_due and self._has_room(bindings) else _as_they_are
         except BaseException:
             self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
@@ -94,6 +97,7 @@ class Accounts:
 
     def _measured(self, bindings: Bindings) -> Measured:
         recorder = self.recorder = self._recorder_of(bindings)
+        self._next = self._num_calls + _EVERY, time.perf_counter() + _PAUSE_S
 
         def wrapped(instructions: Sequence[tuple]) -> Sequence[tuple]:
             found = recorder.wrapped(instructions)
@@ -107,12 +111,12 @@ def _as_they_are(instructions: Sequence[tuple]) -> Sequence[tuple]:
     return instructions
 
 
-def _last_results(bindings: Bindings, outputs: set[int]) -> list[int]:
-    """Per group, the slot of the result that its last program makes: when it is there, the group has done its part."""
+def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -> list[int]:
+    """Per set of devices, the slot of the result that its last program makes: when it is there, a call is done."""
     last: dict[int, int] = {}
     for b in bindings.instructions:
         if b.code == RUN:
-            last.update((b.group, slot) for slot in b.writes if slot in outputs)
+            last.update((lanes[b.group], slot) for slot in b.writes if slot in outputs)
     return list(last.values())
 
 

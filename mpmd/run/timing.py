@@ -48,7 +48,7 @@ class Recorder:
         self.order: Sequence[int] = range(len(bound))
         self._rank = rank
         self._donated = {slot for b in bound for slot in b.donates} | given_away
-        self.lanes = _lanes(groups)
+        self.lanes = lanes_of(groups)
         self._begun = [0.0] * len(bound)
         self._returned = [0.0] * len(bound)
         self._ends = [0.0] * len(bound)
@@ -234,7 +234,7 @@ def _first_shard(x: jax.Array) -> jax.Array:
     return x if x.is_fully_addressable and len(x.devices()) == 1 else x.addressable_shards[0].data
 
 
-def _lanes(groups: Sequence[Mesh]) -> list[int]:
+def lanes_of(groups: Sequence[Mesh]) -> list[int]:
     """Per group, the first group that it shares a device with, perhaps through others: what cannot work at a time."""
     lanes = list(range(len(groups)))
     first: dict[Any, int] = {}
