@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from mpmd.goodput import ledgers
 from mpmd.observe import ledger
 from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
-from mpmd.run.accounts import seconds_by_part
+from mpmd.run.accounts import Accounts, seconds_by_part
 
 ROOT = Path(__file__).parents[2]
 
@@ -260,6 +261,18 @@ def test_a_program_with_donation_has_the_same_results_and_a_ledger_of_all_its_st
     steps = [line.steps for line in process.lines if line.steps]
     assert steps[0][0] == 1 and steps[-1][1] == 12  # the first call counts as compiling
     assert process.lines[-1].text == ledger.ENDED + ledger.AT_END
+
+
+def test_calls_that_there_was_no_memory_to_measure_are_not_divided(tmp_path, monkeypatch):
+    full = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "peak_bytes_in_use": 999})
+    monkeypatch.setattr(Accounts, "_devices", property(lambda _: [full], lambda *_: None), raising=False)
+    monkeypatch.setenv(ledger.VARIABLE, str(tmp_path))
+    run_steps(3)
+    of = ledger.of_process()
+    assert of is not None
+    of._finish()
+    found = seconds(tmp_path)
+    assert found[ledger.UNDIVIDED] > 0 and ledger.COMPUTE not in found
 
 
 def test_a_folder_that_cannot_be_written_ends_no_program(tmp_path, monkeypatch, capsys):
