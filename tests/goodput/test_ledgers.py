@@ -264,7 +264,7 @@ def test_a_program_with_donation_has_the_same_results_and_a_ledger_of_all_its_st
 
 
 def test_calls_that_there_was_no_memory_to_measure_are_not_divided(tmp_path, monkeypatch):
-    full = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "peak_bytes_in_use": 999})
+    full = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "peak_bytes_in_use": 1000})
     monkeypatch.setattr(Accounts, "_devices", property(lambda _: [full], lambda *_: None), raising=False)
     monkeypatch.setenv(ledger.VARIABLE, str(tmp_path))
     run_steps(3)
