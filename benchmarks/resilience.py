@@ -3,10 +3,12 @@
     python benchmarks/resilience.py                 # both, in four processes on this machine
     python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
     python benchmarks/resilience.py --only kill --spares 1
+    python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
 
 Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
 two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
 job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
+`ledger` compares the plain loop with and without the ledger in the same way.
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
 attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
@@ -33,7 +35,7 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("cost", "kill"), help="measure only this")
+    parser.add_argument("--only", choices=("cost", "kill", "ledger"), help="measure only this")
     parser.add_argument("--spares", type=int, default=0, help="for `kill` (default: %(default)s: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
@@ -41,7 +43,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=4, help="of each way (default: %(default)s)")
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
-        cost(args) if args.only == "cost" else kill()
+        kill() if args.only == "kill" else cost(args)
         return 0
     for what in (args.only,) if args.only else ("cost", "kill"):
         launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
@@ -49,6 +51,7 @@ def main() -> int:
         words = [*launcher, "--", sys.executable, __file__, *sys.argv[1:], "--only", what]
         with tempfile.TemporaryDirectory() as cache:
             more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            more |= {"MPMD_LEDGER_DIR": cache} if what == "ledger" else {}
             environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"} | more
             done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -59,7 +62,7 @@ def main() -> int:
 
 
 def cost(args) -> None:
-    """Prints the time of a step as a plain loop and under `mpmd.resilient`."""
+    """Prints the time of a step as a plain loop, and under `mpmd.resilient` or with a ledger."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -102,8 +105,10 @@ def cost(args) -> None:
     xs = np.ones((2 * NUM_GROUPS, 1, width), np.float32)
     zeros = [np.zeros((width, width), np.float32)] * NUM_GROUPS
     state, _ = step({"w": zeros, "m": list(zeros)}, xs)
-    times: dict[str, list[float]] = {"plain": [], "resilient": []}
-    processor = {"plain": 0.0, "resilient": 0.0}
+    executor = step.lower(state, xs).compile()._executor
+    accounts, other = executor._accounts, "ledger" if args.only == "ledger" else "resilient"
+    times: dict[str, list[float]] = {"plain": [], other: []}
+    processor = {"plain": 0.0, other: 0.0}
 
     def body(i, state):
         begun.append(time.perf_counter())
@@ -115,7 +120,8 @@ def cost(args) -> None:
         way, begun = list(times)[turn % 2], []
         job.exchange("a turn", "", range(NUM_GROUPS))
         before = time.process_time()
-        if way == "plain":
+        executor._accounts = accounts if way == "ledger" else None
+        if way != "resilient":
             for i in range(args.steps):
                 state = body(i, state)
         else:
@@ -127,11 +133,11 @@ def cost(args) -> None:
         return
     medians = {way: statistics.median(found) for way, found in times.items()}
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
-    print(f"kept: {nbytes / 2**20:.0f} MiB after each step, by {NUM_GROUPS} processes")
+    print(f"state: {nbytes / 2**20:.0f} MiB, in {NUM_GROUPS} processes")
     for way in times:
         cpu = sum(json.loads(text)[way] for text in said.values()) / (args.steps * args.turns)
         print(f"{way:9}  step {medians[way] * 1e3:7.1f} ms, processor time {cpu * 1e3:7.1f} ms a step")
-    print(f"resilient / plain: {medians['resilient'] / medians['plain']:.3f}")
+    print(f"{other} / plain: {medians[other] / medians['plain']:.4f}")
 
 
 def kill() -> None:

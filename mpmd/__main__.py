@@ -1,10 +1,14 @@
-"""Plans and tunes a step for devices that are not here, says why a job hung: ``python -m mpmd plan|tune|replay``."""
+"""Plans and tunes a step for devices that are not here, says why a job hung and where its time went.
+
+``python -m mpmd plan|tune|replay|goodput``
+"""
 
 import argparse
 import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import json
 import math
 import os
 import sys
@@ -24,6 +28,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
 from mpmd.costs.machine import Machine
+from mpmd.goodput import ledgers, simulated
 from mpmd.observe import flight_files
 from mpmd.planning.plan import Plan, plan_step
 from mpmd.report.replay import replay
@@ -41,6 +46,18 @@ _CONSTANTS = {
     "latency_s": "seconds until a transfer or collective begins to move bytes",
     "launch_s": "seconds to start a program",
 }
+_FAILURES = {
+    "step_s": "seconds of a step",
+    "checkpoint_every_s": "seconds of training between two checkpoints on disk",
+    "checkpoint_s": "seconds for which each holds up the training",
+    "copy_s": "seconds for which the copies in memory hold up a step",
+    "detect_s": "seconds from a failure until all processes know",
+    "restart_s": "seconds from then to the next step, all processes anew, the state from disk",
+    "from_memory_s": "the same with the state from memory",
+    "in_place_s": "the same with a spare in the place, and all others as they are",
+    "gpus_per_host": "a failure takes them all",
+    "host_repair_h": "hours until a host is a spare again",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "replay":
         return _replayed(options.folder)
+    if options.command == "goodput":
+        return _goodput(options)
     try:
         with _users_warnings(options.step):
             answer = _planned(options) if options.command == "plan" else _tuned(options)
@@ -72,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         " the checker and the simulator, and says which rank waited for which value from whom, and which was slow.",
     )
     again.add_argument("folder", type=Path, metavar="DIR", help="of the launcher's --log-dir, or of MPMD_FLIGHT_DIR")
+    _add_goodput(commands)
     plan = commands.add_parser(
         "plan",
         help="what a step needs and takes on devices that are not here",
@@ -98,6 +118,31 @@ def _parser() -> argparse.ArgumentParser:
     counts = ",".join(map(str, NUM_MICROBATCHES))
     tune.add_argument("--microbatches", metavar="N,M,…", default=counts, help="default: %(default)s")
     return parser
+
+
+def _add_goodput(commands: Any) -> None:
+    goodput = commands.add_parser(
+        "goodput",
+        help="where the time of a job went, or would go with so many failures",
+        description="Reads the ledgers that the processes of a job wrote into a folder, and says how much of the time"
+        " went to steps that count. With --simulate: what a job of a size would get, from the inputs that it prints.",
+    )
+    add = goodput.add_argument
+    add("folder", type=Path, nargs="?", metavar="DIR", help="of the launcher's --log-dir, or of MPMD_LEDGER_DIR")
+    add("--json", action="store_true", help="all figures as JSON")
+    add(
+        "--simulate",
+        action="store_true",
+        help="predict, from the options below, whose defaults are assumptions",
+    )
+    add("--gpus", type=int, metavar="N", help="that compute")
+    add("--mtbf", type=float, metavar="H", help="hours between two failures of one GPU that stop the job")
+    add("--failures-per-day", type=float, metavar="X", help="of the job, in place of --mtbf")
+    add("--spares", metavar="N", default="1%", help="GPUs that wait, or their share as in 1%% (default: 1%%)")
+    for name, what in _FAILURES.items():
+        default = getattr(simulated.FailureInputs, name)
+        flag, kind = "--" + name.replace("_", "-"), type(default)
+        add(flag, type=kind, default=default, metavar="X", help=f"{what} (default: %(default)s)")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +179,37 @@ def _replayed(folder: Path) -> int:
         print(f"python -m mpmd replay: {e}", file=sys.stderr)
         return BAD_INPUT
     return FITS
+
+
+def _goodput(options: argparse.Namespace) -> int:
+    try:
+        if options.simulate:
+            inputs = _failure_inputs(options)
+            found = {name: of._asdict() for name, of in simulated.predicted(inputs).items()}
+            print(json.dumps(found, indent=2) if options.json else simulated.text_of(inputs))
+            return FITS
+        if options.folder is None:
+            raise ValueError("name the folder of a job's ledgers, or --simulate.")
+        found = ledgers.put_together(ledgers.read(options.folder))
+        print(found.as_json() if options.json else found)
+    except (OSError, ValueError) as e:
+        print(f"python -m mpmd goodput: {e}", file=sys.stderr)
+        return BAD_INPUT
+    return FITS
+
+
+def _failure_inputs(options: argparse.Namespace) -> simulated.FailureInputs:
+    if options.gpus is None or (options.mtbf is None) == (options.failures_per_day is None):
+        raise ValueError("--simulate needs --gpus, and one of --mtbf and --failures-per-day.")
+    if options.mtbf is not None and not options.mtbf > 0:
+        raise ValueError(f"--mtbf {options.mtbf:g}: expected hours above 0.")
+    number, percent, rest = options.spares.partition("%")
+    if not number.replace(".", "", 1).isdecimal() or rest or ("." in number and not percent):
+        raise ValueError(f"--spares {options.spares}: expected a number of GPUs, or a share as in 1%.")
+    spares = math.ceil(options.gpus * float(number) / 100) if percent else int(number)
+    failures = options.failures_per_day if options.mtbf is None else 24 * options.gpus / options.mtbf
+    more = {name: getattr(options, name) for name in _FAILURES}
+    return simulated.FailureInputs(options.gpus, failures, spares=spares, **more)
 
 
 def _planned(options: argparse.Namespace) -> Plan:

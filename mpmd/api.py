@@ -18,6 +18,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.buckets import Bucketing, Buckets, MicrobatchList
 from mpmd.job import joining
+from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
@@ -313,7 +314,7 @@ class Jitted:
         known = _traces_of(self._fun)
         key = *read, tuple(hints), shape_of(self._mesh)
         if (trace := known.get(key)) is None:
-            with waiting(lambda: ("mpmd: tracing the step", 0.0)):
+            with waiting(lambda: ("mpmd: tracing the step", 0.0)), ledger.during(ledger.COMPILING):
                 trace = trace_step(fun, avals, call.tree, names, self._mesh)
                 trace = known[key] = dataclasses.replace(trace, fixed=fixed_ways(self._fun, call))
         donated = donated_leaves(call, *self._donated)

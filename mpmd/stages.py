@@ -28,6 +28,7 @@ from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
 from mpmd.cutting.split_rows import SplitStep, split_rows
 from mpmd.job import joining
 from mpmd.job.wires import expected_wire
+from mpmd.observe import ledger
 from mpmd.observe.records import RecordedTimes
 from mpmd.partition.outline import Outline
 from mpmd.partition.place_segments import outline_step
@@ -120,7 +121,7 @@ class Traced:
 
     @functools.cached_property
     def _lowered(self) -> "Lowered":
-        with waiting(lambda: ("mpmd: cutting the step into tasks", 0.0)):
+        with waiting(lambda: ("mpmd: cutting the step into tasks", 0.0)), ledger.during(ledger.COMPILING):
             return self._lower(self._mesh)
 
     def _is_of(self, hints: Sequence[Hint]) -> bool:

@@ -58,8 +58,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
                             named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
                             and nothing starts over. When starting over without a host, they compute. Needs --restarts
-      --log-dir DIR         also write each rank's output to DIR/rank-N.log, and after a failure what it did last
-                            (default: no files)
+      --log-dir DIR         also write each rank's output to DIR/rank-N.log, what its time goes to (DIR/rank-N.ledger),
+                            and after a failure what it did last (default: no files)
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
       --env NAME[=VALUE]    set or forward one more variable (may be repeated; default: none)
       --dry-run             print what would run where, and start nothing
@@ -99,6 +99,7 @@ set_rank_environment() {
   rank_environment+=("MPMD_ATTEMPT=$attempt")
   [[ -z $keeper ]] || rank_environment+=("MPMD_KEEPER=$keeper" "MPMD_KEEPER_TOKEN=$keeper_token")
   [[ -z $log_dir || -n ${MPMD_FLIGHT_DIR:-} ]] || rank_environment+=("MPMD_FLIGHT_DIR=$log_dir")
+  [[ -z $log_dir || -n ${MPMD_LEDGER_DIR:-} ]] || rank_environment+=("MPMD_LEDGER_DIR=$log_dir")
   if [[ -n $cpu_devices ]]; then
     rank_environment+=("JAX_PLATFORMS=cpu" "JAX_NUM_CPU_DEVICES=$cpu_devices" "CUDA_VISIBLE_DEVICES=")
   elif [[ -n $gpus_per_process ]]; then

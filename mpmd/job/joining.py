@@ -16,6 +16,7 @@ from mpmd.errors import HangError
 from mpmd.job import reaching, spares
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree
+from mpmd.observe import ledger
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
 # JAX's own heartbeat kills without a word, so it comes last.
@@ -62,6 +63,8 @@ def initialize(
     if "MPMD_HANG_TIMEOUT_S" in environment:
         hang_timeout_s = _seconds(environment["MPMD_HANG_TIMEOUT_S"])
     _check_timeout(hang_timeout_s)
+    if (number := given[2]) is not None:
+        ledger.of_process(lambda: number)
     with _threads_beside_collectives():
         if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
             return
@@ -156,7 +159,14 @@ def compare(
 def compiling() -> contextlib.AbstractContextManager:
     """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
     job = current()
-    return contextlib.nullcontext() if job is None else job.activity.during("compiling", "compiling a step")
+    of_ledger = ledger.during(ledger.COMPILING)
+    return of_ledger if job is None else _both(of_ledger, job.activity.during("compiling", "compiling a step"))
+
+
+@contextlib.contextmanager
+def _both(one: contextlib.AbstractContextManager, other: contextlib.AbstractContextManager) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _join(
@@ -199,7 +209,10 @@ def _join(
     if num_spares:
         assert count is not None and rank is not None
         if rank >= count:
-            spares.wait_for_place(rank, count, environment)
+            with ledger.during(ledger.IDLE):
+                place = spares.wait_for_place(rank, count, environment)
+            if (account := ledger.of_process()) is not None:
+                account.event(f"{ledger.TAKES}{place}", is_recovering=True)
         else:
             compat.become(rank, count)
     return True

@@ -26,6 +26,7 @@ from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.signs import Door
 from mpmd.job.verdict import SECONDHAND_S, SILENT_S, View
+from mpmd.observe import ledger
 
 # A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
 _PAUSED_S = 2.0
@@ -146,6 +147,7 @@ class Watchdog:
         if is_finished and is_guilty and not self._serves:
             self._is_let_go = True  # with the status that its program has ended with
         else:
+            ledger.close(f"rank {rank} {what}")
             self._leave(1 if is_guilty and self._activity.callbacks.raised else VICTIM_STATUS)
 
     def _print_stacks(self) -> None:
@@ -196,6 +198,7 @@ class Watchdog:
         """This rank cannot go on: tells the others, and ends the process."""
         if where := self._black_box.write(what, self.boards.views(), self.boards.rank):
             print(where, file=sys.stderr, flush=True)
+        ledger.close(f"rank {self.boards.rank} {what}")
         self._activity.fail(what)
         self._is_ending = True
         run_briefly(self._last_words, 3.0)

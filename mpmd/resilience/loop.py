@@ -14,6 +14,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import HangError, RankLostError
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.observe import ledger
 from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import Copies, say
 from mpmd.resilience.keeper import TOKEN
@@ -72,10 +73,12 @@ def resilient(
     own = keepers.own(os.environ, "127.0.0.1")
     job = joining.current()
     if job is None and own is None:
-        structure = jax.tree.structure(state)
-        for i in range(start, num_steps):
-            state = _next(body(i, state), structure, i)
-        return state
+        with _accounted(f"begins with step {start}") as begin_step:
+            structure = jax.tree.structure(state)
+            for i in range(start, num_steps):
+                begin_step(i)
+                state = _next(body(i, state), structure, i)
+            return state
     numbers = num_steps, copies, every, start
     if job is None:
         return _attempt(OnlyRank(), own, call, numbers, body, state, names)
@@ -108,17 +111,22 @@ def _attempt(
     if own is not None:
         own = own._replace(host=ranks.address)
     meeting = _Meeting(ranks, own, call, numbers, is_used_up)
-    first, last = start, None
-    if (version := meeting.newest_readable(names, state, start, num_steps)) is not None:
+    first, last, begins = start, None, f"begins with step {start}"
+    with ledger.during(ledger.OTHER):
+        version = meeting.newest_readable(names, state, start, num_steps)
+    if version is not None:
         state, last = version
-        first = last + 1
+        first, begins = last + 1, f"goes on after step {last}, from memory"
     keeping, notice = meeting.copies(copies, last), Notice(os.environ)
-    with contextlib.nullcontext() if keeping is None else notice.heeded(), _closing(keeping):
+    heeded = contextlib.nullcontext() if keeping is None else notice.heeded()
+    with _accounted(begins) as begin_step, heeded, _closing(keeping):
         for i in range(first, num_steps):
+            begin_step(i)
             state = _next(body(i, state), structure, i)
             if keeping is None or ((i + 1) % every and i + 1 < num_steps):
                 continue
-            keeping.keep(i, state)
+            with ledger.during(ledger.CHECKPOINT):
+                keeping.keep(i, state)
             if notice.came:
                 keeping.finish()
                 say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
@@ -128,8 +136,25 @@ def _attempt(
     return state
 
 
+@contextlib.contextmanager
+def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
+    """Around the loop: the ledger hears how it begins; gives what tells it that a step begins."""
+    if (account := ledger.of_process(jax.process_index)) is None:
+        yield _ignore
+        return
+    account.event(ledger.LOOP + begins)
+    yield account.begin_step
+    account.leave_loop()
+
+
+def _ignore(step: int) -> None:
+    pass
+
+
 def _say_lost(job: Job) -> None:
     lost = job.lost
+    if (account := ledger.of_process()) is not None:
+        account.event(f"lost: rank {', '.join(map(str, lost))}", is_recovering=True)
     if job.rank == min(set(range(job.num_ranks)).difference(lost), default=-1):
         text = f"rank {lost[0]} was" if len(lost) == 1 else f"the ranks {', '.join(map(str, lost))} were"
         say(f"{text} lost; all others wait for the spare that takes the place")

@@ -122,8 +122,9 @@ class AdaptiveExecutor(Executor):
             if self._alone is not None:
                 e.add_note(self._alone.failed(e))
             raise
-        if "_recorder" in vars(self):
-            self._recorder.order = order
+        for recorder in (vars(self).get("_recorder"), self._accounts and self._accounts.recorder):
+            if recorder is not None:
+                recorder.order = order
         self._look_at(time.perf_counter() - start)
 
     def _go_along(

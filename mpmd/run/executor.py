@@ -20,10 +20,12 @@ from mpmd.job import joining, wires
 from mpmd.job.alone import alone
 from mpmd.job.job import Job
 from mpmd.job.notes import Note
+from mpmd.observe import ledger
 from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
+from mpmd.run.accounts import Accounts, Measured
 from mpmd.run.agreement import Announcement, agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, Bindings, bind
 from mpmd.run.profiling import annotated
@@ -77,6 +79,8 @@ class Executor:
         groups = zip(outline.trace.in_names, outline.inputs[len(outline.trace.consts) :], strict=True)
         placed = {name: f"in groups {sorted(of_argument)}" for name, of_argument in groups}
         self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}", **placed}
+        account = ledger.of_process(jax.process_index)
+        self._accounts = None if account is None else Accounts(account, self.bindings, programs.mesh.groups)
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step
@@ -103,10 +107,19 @@ class Executor:
         """
         slots = self._fill(arguments)
         # What one group sends to another is no transfer that the user wrote.
-        with self._step() as base, jax.transfer_guard_device_to_device("allow"):
-            self._walk(slots, self._chosen(), base)
-        self.finish()
+        with jax.transfer_guard_device_to_device("allow"):
+            if self._accounts is None:
+                self._run_once(slots)
+            else:
+                with self._accounts.call(self.bindings, slots) as measured:
+                    self._run_once(slots, measured)
         return self._collect(slots)
+
+    def _run_once(self, slots: list[Any], measured: Measured | None = None) -> None:
+        with self._step() as base:
+            instructions = self._chosen()
+            self._walk(slots, instructions if measured is None else measured(instructions), base)
+        self.finish()
 
     def timed(
         self, arguments: Sequence[Mapping[int, jax.Array]], step: int

@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from mpmd.arrays import keys
+from mpmd.compile.executable import Executable
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
 from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.run_ahead import after
@@ -33,21 +34,26 @@ class Recorder:
       bound: all of them, in order.
       groups: the meshes of all groups.
       rank: this process.
+      given_away: more slots that nothing is to keep alive: results, whose memory the next step may take over.
 
     Attributes:
       order: the numbers of the instructions in the order in which the last step did them.
+      lanes: per group, the first group that it shares a device with, perhaps through others.
     """
 
-    def __init__(self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int):
+    def __init__(
+        self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int, given_away: Set[int] = frozenset()
+    ):
         self._bound = bound
         self.order: Sequence[int] = range(len(bound))
         self._rank = rank
-        self._donated = {slot for b in bound for slot in b.donates}
-        self._lanes = _lanes(groups)
+        self._donated = {slot for b in bound for slot in b.donates} | given_away
+        self.lanes = lanes_of(groups)
         self._begun = [0.0] * len(bound)
         self._returned = [0.0] * len(bound)
         self._ends = [0.0] * len(bound)
         self._queues: dict[Any, SimpleQueue] = {}
+        self._threads: list[threading.Thread] = []
         self._is_warm = False
 
     def wrapped(self, instructions: Sequence[tuple]) -> list[tuple]:
@@ -67,22 +73,34 @@ class Recorder:
         Returns:
           What makes the rows, which takes a while: for when no step follows.
         """
-        self._warm_up()
-        self._ends = [0.0] * len(self._bound)
-        threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
+        self.warm_up()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
+        self.start()
         try:
-            for t in threads:
-                t.start()
             walk()
         finally:
-            for q in self._queues.values():
-                q.put(None)
-            for t in threads:
-                t.join()
+            self.stop()
+            self.join()
             sys.setswitchinterval(interval)
         return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends, self.order)
+
+    def start(self) -> None:
+        """A step begins, by the instructions that `wrapped` returned."""
+        self._ends = [0.0] * len(self._bound)
+        self._threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
+        for t in self._threads:
+            t.start()
+
+    def stop(self) -> None:
+        """All instructions of the step have been started."""
+        for q in self._queues.values():
+            q.put(None)
+
+    def join(self) -> None:
+        """Returns when all that the step started is done."""
+        for t in self._threads:
+            t.join()
 
     # --- while the step runs ----------------------------------------------------------------------
 
@@ -98,14 +116,17 @@ class Recorder:
                 returned[number] = now()
 
             return send
-        marker, key = self._marker(about), self._lanes[about.group] if about.crossing is None else about.crossing[1:3]
+        marker, key = self._marker(about), self.lanes[about.group] if about.crossing is None else about.crossing[1:3]
         put = self._queues.setdefault(key, SimpleQueue()).put
 
         def run(*args: Any) -> Any:
             begun[number] = now()
             results = act(*args)
             returned[number] = now()
-            put((number, marker(results)))
+            value = None
+            with contextlib.suppress(Exception):  # it has failed already: whoever reads the result gets the error
+                value = marker(results)
+            put((number, value))
             return results
 
         return run
@@ -129,14 +150,19 @@ class Recorder:
             ends[number] = now()
             del item, value  # while this waits, nothing is kept alive
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Compiles what waits for donated results, so that the first step is as good as the tenth."""
         if self._is_warm:
             return
         self._is_warm = True
         known = set()
         for b in self._bound:
-            if b.code == RUN and b.writes and self._donated.issuperset(b.writes) and b.executable is not None:
+            if (
+                b.code == RUN
+                and b.writes
+                and self._donated.issuperset(b.writes)
+                and isinstance(b.executable, Executable)
+            ):
                 aval, sharding = b.executable.compiled.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
                 shape = sharding.shard_shape(aval.shape)
                 here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
@@ -152,7 +178,7 @@ class Recorder:
         found, latest = list(ends), {}  # latest: per slot, and per lane ("lane", number)
         for number in reversed(order):
             b = self._bound[number]
-            lane = "lane", self._lanes[b.group]
+            lane = "lane", self.lanes[b.group]
             reads, writes = (b.reads, b.writes) if b.code == RUN else ((b.reads,), (b.writes,))
             end = min(found[number] or math.inf, *(latest.pop(w, math.inf) for w in writes), math.inf)
             if b.code == RUN:
@@ -161,6 +187,10 @@ class Recorder:
                 found[number] = end
                 latest.update((r, min(end, latest.get(r, math.inf))) for r in reads)
         return found
+
+    def rows(self, step: int) -> RecordedTimes:
+        """What was noted of the step, which has been joined."""
+        return self._rows(step, self._begun, self._returned, self._ends, self.order)
 
     def _rows(
         self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float],
@@ -174,7 +204,7 @@ class Recorder:
             b, begun, returned = self._bound[number], begun_at[number], returned_at[number]
             end = max(ends[number], begun)
             if b.code == RUN:
-                lane = self._lanes[b.group]
+                lane = self.lanes[b.group]
                 ready, by = max((there.get(s, (0.0, None)) for s in b.reads), key=lambda x: x[0], default=(0.0, None))
                 start = min(max(begun, free.get(lane, 0.0), ready), end)
                 free[lane] = end
@@ -204,7 +234,7 @@ def _first_shard(x: jax.Array) -> jax.Array:
     return x if x.is_fully_addressable and len(x.devices()) == 1 else x.addressable_shards[0].data
 
 
-def _lanes(groups: Sequence[Mesh]) -> list[int]:
+def lanes_of(groups: Sequence[Mesh]) -> list[int]:
     """Per group, the first group that it shares a device with, perhaps through others: what cannot work at a time."""
     lanes = list(range(len(groups)))
     first: dict[Any, int] = {}

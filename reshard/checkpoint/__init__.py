@@ -16,6 +16,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from mpmd.job import joining
+from mpmd.observe import ledger
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.alike import about_save, compared_restore
@@ -161,6 +162,19 @@ def restore(
         ScheduleError: `shardings` are of several processes, and these restore different checkpoints, or into different
             trees. (One checkpoint may have another path in each process.)
     """
+    with ledger.during(ledger.CHECKPOINT):
+        return _restore(path, like, shardings, partial, mapping, reads, threshold)
+
+
+def _restore(
+    path: str | os.PathLike[str],
+    like: Any,
+    shardings: Any,
+    partial: bool,
+    mapping: Any,
+    reads: Reads | None,
+    threshold: int | str | None,
+) -> Any:
     requests, treedef = requests_of(like, shardings)
     with compared_restore(path, requests) as found:
         found.append(find_by_path(path))

@@ -24,6 +24,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.disagreement import other_ways
+from mpmd.observe import ledger
 
 # Those who wait look this often whether somebody has failed.
 _SLICE_MS = 500
@@ -125,6 +126,11 @@ class Meetings:
         Args:
             about: what all must have alike, in words by name.
         """
+        with ledger.during(ledger.CHECKPOINT), self._together(what, ranks, about):
+            yield
+
+    @contextlib.contextmanager
+    def _together(self, what: str, ranks: set[int] | None, about: Mapping[str, str]) -> Iterator[None]:
         if self.call is not None or jax.process_count() == 1:
             yield
             return

@@ -19,6 +19,8 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 
+from mpmd.goodput import ledgers
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
 
 import hosts as network  # pyright: ignore[reportMissingImports]
@@ -161,6 +163,43 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
         shutil.rmtree(job._temporary.name)
         os.mkdir(job._temporary.name)  # what was killed can remove nothing
     assert set(os.listdir("/dev/shm")) <= before
+
+
+# --- ledgers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_ledgers_of_a_job_that_starts_over_say_what_that_cost(environment, tmp_path):
+    options = f"-n 2 --cpu-devices 2 --restarts 1 --log-dir {tmp_path}".split()
+    run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    processes = ledgers.read(tmp_path)
+    assert sorted((p.number, p.attempt) for p in processes) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    found = ledgers.put_together(processes)
+    lives = [max(p.end for p in processes if p.number == r) - min(p.begun for p in processes) for r in range(2)]
+    assert found.total == pytest.approx(sum(lives), abs=0.2)  # the processes do not begin at the same instant
+    assert found.seconds["recovery"] > 2.0 and found.seconds["lost"] > 0 and found.seconds["compute"] > 0
+    begins, ends, goes_on, *rest = found.events
+    assert begins.endswith(" begins with step 0") and " ended: rank 1 " in ends and not rest
+    assert re.search(
+        r"attempt 1: goes on after step [123], from memory, [\d.]+ s after the last step before; [12] steps? again$",
+        goes_on,
+    )
+
+
+@pytest.mark.slow
+def test_the_ledgers_of_a_job_with_a_spare_say_how_long_it_waited_and_whose_place_it_took(environment, tmp_path):
+    options = f"-n 2 --cpu-devices 2 --restarts 1 --spares 1 --log-dir {tmp_path}".split()
+    run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    processes = {p.number: p for p in ledgers.read(tmp_path)}
+    assert list(processes) == [0, 1, 2]
+    assert (taken := processes[2].taken) is not None and taken[0] == 1
+    found = ledgers.put_together(list(processes.values()))
+    lives = [p.end - p.begun for p in processes.values()]
+    assert found.total == pytest.approx(sum(lives) + taken[1] - processes[1].end, abs=0.1)
+    assert found.seconds["idle spare"] > 1.0 and found.seconds["recovery"] > 0 and found.seconds["lost"] > 0
+    text = "\n".join(found.events)
+    assert " spare 2 takes the place of rank 1" in text and " lost: rank 1" in text
+    assert re.search(r" goes on after step [123], from memory, [\d.]+ s after the last step before", text)
 
 
 # --- spares ---------------------------------------------------------------------------------------

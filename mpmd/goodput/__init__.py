@@ -1,0 +1,1 @@
+"""From the ledgers of a job, or from stated inputs, to how much of its time counts."""

@@ -1,0 +1,252 @@
+"""Reads the ledgers of all processes of a job, and says where its time went."""
+
+import dataclasses
+import datetime
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpmd.observe import ledger
+from scheduler.base import texts
+
+REPEATED = "repeated"
+_NAME = re.compile(r"rank-\d+(\.restart-\d+)?\.ledger")
+_HEAD = re.compile(r"# jax-mpmd: .* process (\d+) went, attempt (\d+), on .*; begun (.*)Z")
+_LINE = re.compile(r"(.*)Z \| ([\d.]+) s \| (?:steps? (\d+)(?: to (\d+))?, )?(?:\d+ calls?)? ?\| (.*?) ?\|(?: (.*))?")
+_ABOUT = {
+    ledger.COMPUTE: "devices ran programs",
+    ledger.BUBBLE: "they waited for other groups, or for values on their way from other processes",
+    ledger.TRANSFERS: "they waited for values on their way between groups of one process",
+    ledger.HOST: "they had nothing to do: data, reading results, starting programs",
+    ledger.UNDIVIDED: "calls that there was no memory to measure: compute and waits",
+    REPEATED: "steps that were done again",
+    ledger.LOST: "steps that were not finished",
+    ledger.RECOVERY: "from the loss of a process to the next step",
+    ledger.CHECKPOINT: "saving, restoring, copies for other hosts",
+    ledger.COMPILING: "tracing, compiling, first calls",
+    ledger.STARTING: "before the steps",
+    ledger.IDLE: "spares that waited",
+    ledger.OTHER: "outside of steps",
+}
+
+
+class LedgerLine(NamedTuple):
+    """What a process wrote at a time (seconds since 1970): seconds by part since the line before, and what happened.
+
+    Attributes:
+      steps: the first and the last one of those that ended; None outside of `mpmd.resilient`.
+    """
+
+    at: float
+    parts: dict[str, float]
+    steps: tuple[int, int] | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessLedger:
+    """What a process wrote."""
+
+    number: int
+    attempt: int
+    begun: float
+    lines: tuple[LedgerLine, ...]
+
+    @property
+    def end(self) -> float:
+        """When it wrote its last line."""
+        return self.lines[-1].at if self.lines else self.begun
+
+    @property
+    def taken(self) -> tuple[int, float] | None:
+        """Of a spare: whose place it took, and when."""
+        found = [line for line in self.lines if line.text.startswith(ledger.TAKES)]
+        return (int(found[0].text.removeprefix(ledger.TAKES)), found[0].at) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class JobLedger:
+    """Where the time of a job's processes went.
+
+    Attributes:
+      seconds: by part, of all processes together; with the time in which a rank had no process.
+      begun, end: of the first and the last process, in seconds since 1970.
+      events: what happened, and when.
+    """
+
+    num_ranks: int
+    num_spares: int
+    num_restarts: int
+    seconds: dict[str, float]
+    begun: float
+    end: float
+    events: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all processes."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which devices computed steps that count."""
+        return self.seconds.get(ledger.COMPUTE, 0.0) / self.total if self.total else 0.0
+
+    @property
+    def effective(self) -> float:
+        """The share of the time that went to steps that count, whatever the devices did in them."""
+        return sum(self.seconds.get(part, 0.0) for part in ledger.IN_STEPS) / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(self._text())
+
+    def _text(self) -> Iterator[str]:
+        counts = [_number(self.num_ranks, "rank"), _number(self.num_spares, "spare")]
+        counts.append(_number(self.num_restarts, "restart"))
+        yield f"{', '.join(filter(None, counts))}; {_time(self.begun, day=True)} to {_time(self.end)} UTC"
+        rows = [("seconds", "share", "of all processes")]
+        for part, about in _ABOUT.items():
+            if (seconds := self.seconds.get(part, 0.0)) > 0:
+                rows.append((f"{seconds:.1f}", f"{seconds / self.total:.1%}", f"{part}: {about}"))
+        rows.append((f"{self.total:.1f}", "100.0%", "in all"))
+        yield from (f"  {line}" for line in texts.table(rows, ">><"))
+        yield f"goodput: {self.goodput:.1%} of the time devices computed steps that count"
+        yield f"effective training time: {self.effective:.1%} went to steps that count, with all waits in them"
+        yield from (f"  {event}" for event in self.events)
+
+    def as_json(self) -> str:
+        """All figures."""
+        return json.dumps({
+            **dataclasses.asdict(self), "total": self.total, "goodput": self.goodput, "effective": self.effective
+        }, indent=2)  # fmt: skip
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}" if count else ""
+
+
+def _time(at: float, day: bool = False) -> str:
+    return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):{'%Y-%m-%d ' * day}%H:%M:%S}"
+
+
+def read(where: Path) -> list[ProcessLedger]:
+    """What all processes of a folder wrote; a line that was not finished is left out.
+
+    Raises:
+      FileNotFoundError: there is no folder, or no ledger in it.
+      ValueError: a file is no ledger.
+    """
+    if not where.is_dir():
+        raise FileNotFoundError(f"{where} is no folder.")
+    paths = sorted(path for path in where.iterdir() if _NAME.fullmatch(path.name))
+    found = [one for path in paths if (one := _read(path)) is not None]
+    if not found:
+        raise FileNotFoundError(
+            f"{where} holds no rank-N.ledger. A job writes them into the folder of the launcher's --log-dir or of"
+            f" {ledger.VARIABLE}."
+        )
+    return found
+
+
+def _read(path: Path) -> ProcessLedger | None:
+    *whole, _ = path.read_text(errors="replace").split("\n")
+    if not whole:
+        return None
+    head, lines = _HEAD.fullmatch(whole[0]), [_LINE.fullmatch(line) for line in whole[1:]]
+    if head is None or None in lines:
+        number = 1 if head is None else 2 + lines.index(None)
+        raise ValueError(f"{path} is no ledger of this library: line {number} is {whole[number - 1]!r:.80}")
+    return ProcessLedger(int(head[1]), int(head[2]), _seconds(head[3]), tuple(_line(m) for m in lines if m))
+
+
+def _line(match: re.Match[str]) -> LedgerLine:
+    steps = None if match[3] is None else (int(match[3]), int(match[4] or match[3]))
+    parts = (entry.rpartition(" ") for entry in filter(None, match[5].split(", ")))
+    return LedgerLine(_seconds(match[1]), {name: float(seconds) for name, _, seconds in parts}, steps, match[6] or "")
+
+
+def _seconds(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.UTC).timestamp()
+
+
+def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
+    """Where the time of a job went.
+
+    Args:
+      processes: of all attempts, spares too.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for process in processes:
+        for part, amount in _counted(process, processes):
+            seconds[part] += amount
+    seconds[ledger.RECOVERY] += _seconds_without_process(processes)
+    spares = {p.number for p in processes if any(ledger.IDLE in line.parts for line in p.lines)}
+    num_restarts = max(p.attempt for p in processes) - min(p.attempt for p in processes)
+    begun, end = min(p.begun for p in processes), max(p.end for p in processes)
+    num_ranks = len({p.number for p in processes} - spares)
+    return JobLedger(num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes)))
+
+
+def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iterator[tuple[str, float]]:
+    """Seconds by part of a process; of a line with steps that are done again, as many as such steps are in it."""
+    done = -1  # steps up to this one were done before
+    for line in process.lines:
+        again = 0.0
+        if line.steps is not None:
+            first, last = line.steps
+            again = max(0, min(last, done) - first + 1) / (last - first + 1)
+        for part, amount in line.parts.items():
+            share = again if part in ledger.IN_STEPS else 0.0
+            yield REPEATED, share * amount
+            yield part, (1 - share) * amount
+        if _begins(line):
+            done = max((steps[1] for _, steps in _steps_before(line.at, processes)), default=-1)
+
+
+def _begins(line: LedgerLine) -> bool:
+    return line.text.startswith((f"{ledger.LOOP}begins", f"{ledger.LOOP}goes on"))
+
+
+def _steps_before(at: float, processes: Sequence[ProcessLedger]) -> list[tuple[float, tuple[int, int]]]:
+    """The lines about steps of the loop that goes on at a time: when they were written, and the steps."""
+    lines = [line for p in processes for line in p.lines if line.at <= at]
+    over = max((line.at for line in lines if line.text == ledger.LOOP + "is over"), default=0.0)
+    return [(line.at, line.steps) for line in lines if line.steps is not None and line.at > over]
+
+
+def _seconds_without_process(processes: Sequence[ProcessLedger]) -> float:
+    """How long places of ranks and of spares were empty until somebody was there again."""
+    filled: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for p in processes:
+        rank, since = p.taken or (p.number, p.begun)
+        filled[rank].append((since, p.end))
+    found = 0.0
+    for times in filled.values():
+        free = min(begun for begun, _ in times)
+        for begun, end in sorted(times):
+            found += max(0.0, begun - free)
+            free = max(free, end)
+    return found
+
+
+def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
+    """In the order of time; what several processes say alike, once."""
+    lines = [(line.at, p, line) for p in processes for line in p.lines if line.text]
+    said: set[tuple[int, str]] = set()
+    for at, process, line in sorted(lines, key=lambda entry: entry[0]):
+        kind = line.text.partition(": ")[0] if line.text.startswith(ledger.ENDED) else line.text
+        text = line.text.removeprefix(ledger.LOOP)
+        if (process.attempt, kind) in said or text in (f"{ledger.ENDED}{ledger.AT_END}", "is over"):
+            continue
+        said.add((process.attempt, kind))
+        if line.text.startswith(ledger.TAKES):
+            text = f"spare {process.number} {text}"
+        if _begins(line) and (before := _steps_before(at, processes)):
+            text += f", {at - max(t for t, _ in before):.1f} s after the last step before"
+            last, first = max(steps[1] for _, steps in before), int(re.findall(r"step (\d+)", text)[0])
+            first += "goes on after" in text
+            text += f"; {_number(last - first + 1, 'step')} again" if last >= first else ""
+        yield f"{_time(at)} {f'attempt {process.attempt}: ' if process.attempt else ''}{text}"

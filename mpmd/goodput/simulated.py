@@ -1,0 +1,150 @@
+"""How much of a job's time would count, from stated inputs, with and without each way to go on after a failure.
+
+A closed form, in averages. Each failure stops all devices until the job is back, and has it do again what was not kept.
+Failures are counted one by one: each costs its whole stop, also where two would overlap.
+"""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scheduler.base import texts
+
+# Steps done again where the state after each step is kept: the one before the failure, and on average half of the one
+# that was under way.
+_STEPS_AGAIN = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureInputs:
+    """What a prediction stands on.
+
+    Attributes:
+      gpus: that compute.
+      failures_per_day: that stop the job.
+      step_s: of a step.
+      checkpoint_every_s: training time from one checkpoint on disk to the next.
+      checkpoint_s: how long each holds the training up.
+      copy_s: how long the copies in memory hold up a step.
+      detect_s: from a failure until all are told.
+      restart_s, from_memory_s, in_place_s: from then on until the next step begins, with the state from disk, from
+        memory, and with a spare in the place.
+      spares: GPUs that wait.
+      gpus_per_host: a failure takes a host, and a spare host takes its place.
+      host_repair_h: hours until a host that has failed is a spare again.
+
+    Raises:
+      ValueError: numbers that cannot be; all of them are named.
+    """
+
+    gpus: int
+    failures_per_day: float
+    step_s: float = 10.0
+    checkpoint_every_s: float = 3600.0
+    checkpoint_s: float = 30.0
+    copy_s: float = 0.0
+    detect_s: float = 30.0
+    restart_s: float = 600.0
+    from_memory_s: float = 300.0
+    in_place_s: float = 60.0
+    spares: int = 0
+    gpus_per_host: int = 8
+    host_repair_h: float = 24.0
+
+    def __post_init__(self):
+        above = {"gpus", "step_s", "checkpoint_every_s", "gpus_per_host"}
+        faults = []
+        for name, value in dataclasses.asdict(self).items():
+            if not 0 <= value < math.inf or (name in above and value == 0):
+                faults.append(f"{name} is {value:g}; it must be {'above' if name in above else 'at least'} 0")
+        if faults:
+            raise ValueError("; ".join(faults) + ".")
+
+
+class TimeShares(NamedTuple):
+    """Shares of the time of all GPUs, spares too; together 1.
+
+    Attributes:
+      useful: steps that count.
+      stopped: from failures until the job was back.
+      repeated: steps done again.
+      saving: held up by checkpoints on disk.
+      copying: held up by copies in memory.
+      idle: spares.
+    """
+
+    useful: float
+    stopped: float
+    repeated: float
+    saving: float
+    copying: float
+    idle: float
+
+
+def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeShares:
+    """What would become of the time.
+
+    Args:
+      in_memory: the state after each step is kept in the memory of other hosts (`mpmd.resilient`).
+      in_place: and a spare takes the place of what has failed, if one is free.
+
+    Examples:
+      >>> of = FailureInputs(gpus=8, failures_per_day=24, checkpoint_every_s=600, checkpoint_s=0)
+      >>> [round(share, 3) for share in shares(of, in_memory=False, in_place=False)]
+      [0.742, 0.175, 0.083, 0.0, 0.0, 0.0]
+    """
+    rate = inputs.failures_per_day / 86400
+    place = spare_is_free(inputs) if in_place else 0.0
+    memory = 1 - place if in_memory else 0.0
+    disk = 1 - place - memory
+    back_s = place * inputs.in_place_s + memory * inputs.from_memory_s + disk * inputs.restart_s
+    again_s = disk * inputs.checkpoint_every_s / 2 + (1 - disk) * _STEPS_AGAIN * inputs.step_s
+    stopped = min(1.0, rate * (inputs.detect_s + back_s))
+    running = 1 - stopped
+    saving = running * inputs.checkpoint_s / (inputs.checkpoint_every_s + inputs.checkpoint_s)
+    copying = (running - saving) * inputs.copy_s / (inputs.step_s + inputs.copy_s) if in_memory else 0.0
+    repeated = min(running - saving - copying, rate * again_s)
+    useful = running - saving - copying - repeated
+    busy = inputs.gpus / (inputs.gpus + inputs.spares) if in_place else 1.0
+    return TimeShares(busy * useful, busy * stopped, busy * repeated, busy * saving, busy * copying, 1 - busy)
+
+
+def spare_is_free(inputs: FailureInputs) -> float:
+    """The share of failures for which a spare host is free (Erlang's loss formula): the others are being repaired."""
+    busy = inputs.failures_per_day / 24 * inputs.host_repair_h
+    blocked = 1.0
+    for number in range(1, inputs.spares // inputs.gpus_per_host + 1):
+        blocked = busy * blocked / (number + busy * blocked)
+    return 1 - blocked
+
+
+def predicted(inputs: FailureInputs) -> dict[str, TimeShares]:
+    """By what a job has: checkpoints alone, copies in memory too, spares too if there are any."""
+    found = {
+        "checkpoints on disk": shares(inputs, in_memory=False, in_place=False),
+        "and copies in memory": shares(inputs, in_memory=True, in_place=False),
+    }
+    return found | ({"and spares": shares(inputs, in_memory=True, in_place=True)} if inputs.spares else {})
+
+
+def text_of(inputs: FailureInputs) -> str:
+    """Inputs and prediction, for people."""
+    return "\n".join(_lines(inputs))
+
+
+def _lines(inputs: FailureInputs) -> Iterator[str]:
+    stated = {f.name.replace("_", "-"): getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+    inputs_text = "inputs: " + ", ".join(f"{name} {value:,.6g}" for name, value in stated.items())
+    yield textwrap.fill(inputs_text, 110, subsequent_indent="  ", break_on_hyphens=False)
+    if inputs.failures_per_day:
+        yield (
+            f"a failure every {24 / inputs.failures_per_day:.3g} h: of one GPU every"
+            f" {24 * inputs.gpus / inputs.failures_per_day:,.0f} h"
+        )
+    if inputs.spares:
+        yield f"a spare host is free for {spare_is_free(inputs):.1%} of the failures"
+    rows = [("a job with", *TimeShares._fields)]
+    rows += [(name, *(f"{share:.1%}" for share in found)) for name, found in predicted(inputs).items()]
+    yield from texts.table(rows, "<" + ">" * len(TimeShares._fields))

@@ -1,0 +1,335 @@
+"""The ledger of a process: where its seconds go, written while it runs, in lines that a person reads.
+
+The main thread says what it begins and ends; a thread beside it waits for the results of each call and does the sums.
+Time in which the devices have a call to do belongs to that call, whatever the host does meanwhile. The rest belongs to
+what the host was at. Each second is counted once, so the parts add up to the life of the process.
+"""
+
+import atexit
+import contextlib
+import datetime
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+# The folder, in the environment; the launcher sets it to that of --log-dir.
+VARIABLE = "MPMD_LEDGER_DIR"
+COMPUTE, BUBBLE, TRANSFERS, HOST = "compute", "bubble", "transfers", "data and host"
+UNDIVIDED = "not divided"  # of calls that were not measured
+COMPILING, CHECKPOINT, LOST, RECOVERY = "compiling", "checkpoint", "lost", "recovery"
+IDLE, STARTING, OTHER = "idle spare", "starting", "other"
+DIVIDED = (COMPUTE, BUBBLE, TRANSFERS, HOST)
+IN_STEPS = (*DIVIDED, UNDIVIDED)
+PARTS = (*IN_STEPS, COMPILING, CHECKPOINT, LOST, RECOVERY, IDLE, STARTING, OTHER)
+# What begins the text of lines about the loop of `mpmd.resilient`, of a spare, and of the end.
+LOOP, TAKES, ENDED = "loop: ", "takes the place of rank ", "ended: "
+AT_END = "the program is at its end"
+_LINE_S = 1.0  # from one line to the next
+_LONG_S = 10.0  # so long may something go on before a line is written on the way
+_END_S = 10.0  # for the last call to be done, at the end of the program
+
+
+class _Stretch(NamedTuple):
+    """The main thread was at something other than a call. `before`: what the time up to `begin` belongs to."""
+
+    part: str
+    begin: float
+    end: float
+    before: str
+
+
+class _NotedCall(NamedTuple):
+    """A call of a step.
+
+    Attributes:
+      part: what all of it belongs to; empty if it is to be divided.
+      waits: arrays that are there when the devices have done it.
+      divide: of the begin and the end of a measured call, the seconds by part; None of the others.
+      shares: by part, of this program's calls; filled in by `divide`.
+      step: of the loop; None outside of one.
+    """
+
+    part: str
+    begin: float
+    waits: Sequence[Any]
+    divide: Callable[[float, float], Mapping[str, float]] | None
+    shares: dict[str, float]
+    step: int | None
+    before: str
+
+
+class Ledger:
+    """Where the seconds of this process went.
+
+    Args:
+      path: the file. What an earlier job left there is replaced.
+      number: of the process.
+      attempt: of the job. If it is not the first one, what comes before the second call of a program is recovery.
+      age_s: how long the process has lived.
+
+    Attributes:
+      step: of the loop of `mpmd.resilient`, that the next calls belong to; None outside.
+    """
+
+    def __init__(self, path: Path, number: int, attempt: int = 0, age_s: float = 0.0):
+        self.step: int | None = None
+        now = time.perf_counter()
+        self._clock = time.time() - now
+        self._at = now - age_s  # all before it is in the sums
+        self._gap = STARTING  # what time belongs to in which nothing was said
+        self._is_recovering = attempt > 0
+        self._open: tuple[str, float] | None = None  # what the main thread is at; "" is a call
+        self._sums: defaultdict[str, float] = defaultdict(float)  # not written yet
+        self._steps: list[int] = []
+        self._num_calls, self._num_waited = 0, 0
+        self._num_pending, self._written_at = 0, now
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: Any = path.open("w", encoding="utf-8")
+        who = f"process {number} went, attempt {attempt}, on {socket.gethostname()}"
+        begun = _clock_text(self._clock + self._at)
+        self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")
+        self._file.flush()
+        self._queue: SimpleQueue[_Stretch | _NotedCall | tuple[str, float] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mpmd-ledger", daemon=True)
+        self._thread.start()
+        atexit.register(self._finish)
+
+    # --- what the main thread says ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """A stretch of work other than a call. Within another one, or in another thread, it is part of that."""
+        if self._open is not None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        begin, before = time.perf_counter(), self._before()
+        part = RECOVERY if self._is_recovering and part != IDLE else part
+        self._open = part, begin
+        try:
+            yield
+        finally:
+            self._open = None
+            self._queue.put(_Stretch(part, begin, time.perf_counter(), before))
+
+    def begin_call(self) -> float:
+        """A call begins: when."""
+        begin = time.perf_counter()
+        self._open = "", begin
+        return begin
+
+    def end_call(
+        self,
+        begin: float,
+        waits: Sequence[Any],
+        shares: dict[str, float],
+        *,
+        part: str = "",
+        divide: Callable[[float, float], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Everything of a call has been started, or (`LOST`) it has failed. The arguments are those of `_NotedCall`."""
+        before = self._before()
+        if not part:
+            self._is_recovering, self._gap = False, HOST
+        elif part == LOST:
+            self._is_recovering = True
+        elif self._is_recovering:
+            part = RECOVERY
+        self._num_pending += 1
+        self._queue.put(_NotedCall(part, begin, waits, divide, shares, self.step, before))
+        self._open = None
+
+    def event(self, text: str, *, is_recovering: bool = False) -> None:
+        """Something happened that is worth a line."""
+        self._queue.put(_Stretch(self._before(), now := time.perf_counter(), now, self._before()))
+        self._queue.put((text, now))
+        self._is_recovering |= is_recovering
+
+    def begin_step(self, step: int) -> None:
+        """A step of the loop begins."""
+        self.step = step
+
+    def leave_loop(self) -> None:
+        """The steps are over."""
+        self.event(LOOP + "is over")
+        self.step, self._gap = None, OTHER
+
+    def close(self, why: str) -> None:
+        """The process ends now, perhaps by force: writes what is known. What it was at in a call is lost.
+
+        Args:
+          why: for people.
+        """
+        with self._lock:
+            if self._file.closed or os.getpid() != self._pid:
+                return
+            open_, now = self._open, time.perf_counter()
+            is_in_call = self._num_pending > self._num_waited or (open_ is not None and not open_[0])
+            self._add(LOST if is_in_call else open_[0] if open_ else self._before(), now)
+            self._write(ENDED + why)
+            self._file.close()
+
+    def _before(self) -> str:
+        return RECOVERY if self._is_recovering else self._gap
+
+    def _finish(self) -> None:
+        if os.getpid() == self._pid:
+            self._queue.put(None)
+            self._thread.join(_END_S)
+            self.close(AT_END)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_LINE_S)
+            except Empty:
+                self._look()
+                continue
+            if item is None:
+                return
+            if isinstance(item, _NotedCall):
+                self._wait(item)
+            with self._lock:
+                if isinstance(item, _Stretch):
+                    self._add(item.before, item.begin)
+                    self._add(item.part, item.end)
+                elif not isinstance(item, _NotedCall):
+                    self._write(item[0])
+                if time.perf_counter() - self._written_at > _LINE_S:
+                    self._write()
+            del item  # while this waits, nothing is kept alive
+
+    def _wait(self, call: _NotedCall) -> None:
+        part = call.part
+        try:
+            for x in call.waits:
+                x.block_until_ready()
+        except Exception:  # whoever reads the result gets the error
+            part = part if part == RECOVERY else LOST
+            self._is_recovering = True
+        end = time.perf_counter()
+        with self._lock:
+            self._num_waited += 1
+            self._add(call.before, call.begin)
+            begin = self._at
+            if call.divide is not None and not part:
+                with contextlib.suppress(Exception):  # then the shares stay as they were
+                    seconds = call.divide(begin, end)
+                    call.shares.update({name: s / sum(seconds.values()) for name, s in seconds.items()})
+            if part:
+                self._add(part, end)
+                return
+            shares, seconds = call.shares or {UNDIVIDED: 1.0}, max(0.0, end - begin)
+            for name, share in shares.items():
+                self._sums[name] += share * seconds
+            self._at = max(self._at, end)
+            self._num_calls += 1
+            if call.step is not None:
+                self._steps.append(call.step)
+
+    def _look(self) -> None:
+        """Nothing has ended for a while: writes what is there, and from time to time what goes on."""
+        with self._lock:
+            open_, now = self._open, time.perf_counter()
+            if now - self._at > _LONG_S and (open_ is None or open_[0]):
+                if open_ is not None:
+                    self._add(self._before(), open_[1])
+                self._add(open_[0] if open_ else self._before(), now)
+            self._write()
+
+    # --- sums and lines ---------------------------------------------------------------------------
+
+    def _add(self, part: str, until: float) -> None:
+        """The time up to `until`, as far as it is not counted yet."""
+        if until > self._at:
+            self._sums[part] += until - self._at
+            self._at = until
+
+    def _write(self, text: str = "") -> None:
+        if (not text and not self._sums) or self._file.closed or os.getpid() != self._pid:
+            return
+        what = []
+        if self._steps:
+            first, last = min(self._steps), max(self._steps)
+            what.append(f"steps {first} to {last}" if last > first else f"step {first}")
+        if self._num_calls:
+            what.append(f"{self._num_calls} call{'s' * (self._num_calls > 1)}")
+        parts = ", ".join(f"{name} {self._sums[name]:.4f}" for name in PARTS if self._sums.get(name))
+        fields = [
+            _clock_text(self._clock + self._at),
+            f"{sum(self._sums.values()):.4f} s",
+            ", ".join(what),
+            parts,
+            " ".join(text.split()),
+        ]
+        with contextlib.suppress(OSError):  # a full disk ends no job
+            self._file.write(" | ".join(fields).rstrip() + "\n")
+            self._file.flush()
+        self._sums.clear()
+        self._steps.clear()
+        self._num_calls, self._written_at = 0, time.perf_counter()
+
+
+def path_of(where: Path, number: int, attempt: int) -> Path:
+    """The file of a process."""
+    return where / f"rank-{number}{f'.restart-{attempt}' if attempt else ''}.ledger"
+
+
+_ledgers: dict[str, Ledger | None] = {}  # by folder: the one of this process
+
+
+def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
+    """The ledger of this process, begun by the first who asks with its number; None where no folder is named."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return None
+    if folder not in _ledgers and number is not None:
+        _ledgers[folder] = _begun(Path(folder), number(), os.environ)
+    return _ledgers.get(folder)
+
+
+def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger | None:
+    attempt = int(environment.get("MPMD_ATTEMPT", "0"))
+    try:
+        for old in folder.glob(f"rank-{number}.restart-*.ledger") if not attempt else ():  # of an earlier job
+            old.unlink()
+        return Ledger(path_of(folder, number, attempt), number, attempt, _age_s())
+    except OSError as error:
+        print(f"jax-mpmd: no ledger is written to {folder}: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def during(part: str) -> contextlib.AbstractContextManager:
+    """As of the ledger of this process; nothing where there is none."""
+    ledger = of_process()
+    return contextlib.nullcontext() if ledger is None else ledger.during(part)
+
+
+def close(why: str) -> None:
+    """The process is ended by force; nothing where there is no ledger."""
+    if (ledger := of_process()) is not None:
+        ledger.close(why)
+
+
+@functools.cache
+def _age_s() -> float:
+    """How long this process has lived, by the kernel; 0 if it does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
+
+
+def _clock_text(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-2] + "Z"

@@ -1,0 +1,164 @@
+"""Tells the ledger of each call of a program: when it began, what says that it is done, and how its seconds divide.
+
+One call in `_EVERY` or more is measured, program by program; its shares divide the seconds of the calls after it. All
+of that is this process's own, and no clock is compared with another one. So of a value of another process it is known
+how long it was waited for, but not how much of that it was on its way: such waits are all bubble.
+"""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mpmd import _jax_compat as compat
+from mpmd.observe import ledger
+from mpmd.observe.ledger import Ledger
+from mpmd.observe.records import Ran, RecordedTimes
+from mpmd.run.bindings import MOVE, RECV, RUN, Bindings
+from mpmd.run.run_ahead import after
+from mpmd.run.timing import Recorder, lanes_of
+
+_FIRST = 1, 10  # the first call is not like the others
+_EVERY, _PAUSE_S = 100, 5.0  # so many calls, and so long, from one that is measured to the next
+
+# What makes of the instructions of a call those that are walked.
+Measured = Callable[[Sequence[tuple]], Sequence[tuple]]
+
+
+class Accounts:
+    """What the ledger hears of one program.
+
+    Args:
+      bindings: what this process runs.
+      groups: the meshes of all groups.
+
+    Attributes:
+      recorder: measures the call that is under way, if it is measured.
+    """
+
+    def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh]):
+        self._ledger, self._groups = of, groups
+        self._outputs = {slot for where in bindings.outputs for _, slot in where}
+        self._ends = _last_results(bindings, self._outputs, lanes_of(groups))
+        here = jax.process_index()
+        self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
+        self._shares: dict[str, float] = {}
+        self._num_calls = 0
+        self._next = _EVERY, 0.0  # when one is measured: the number of the call, and the time
+        self.recorder: Recorder | None = None
+
+    @contextlib.contextmanager
+    def call(self, bindings: Bindings, slots: Sequence[Any]) -> Iterator[Measured]:
+        """Around a call.
+
+        Args:
+          bindings: those of this call.
+          slots: what it reads and writes.
+        """
+        begin, count = self._ledger.begin_call(), self._num_calls
+        self._num_calls += 1
+        try:
+            is_due = count in _FIRST or (count >= self._next[0] and begin >= self._next[1])
+            yield self._measured(bindings) if is_due and self._has_room(bindings) else _as_they_are
+        except BaseException:
+            self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
+            raise
+        finally:
+            recorder, self.recorder = self.recorder, None
+            if recorder is not None:
+                recorder.stop()
+        part, waits = "" if count else ledger.COMPILING, []
+        try:
+            waits += [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
+            if not count:
+                self._recorder_of(bindings).warm_up()
+        except Exception:  # a program has failed already: whoever reads its result gets the error
+            part = ledger.LOST
+        divide = None if recorder is None else _divided(recorder)
+        self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
+
+    def _recorder_of(self, bindings: Bindings) -> Recorder:
+        """Keeps no result of a program alive: memory that is given back late could be missing elsewhere."""
+        made = {slot for b in bindings.instructions if b.code == RUN for slot in b.writes}
+        return Recorder(bindings.instructions, self._groups, jax.process_index(), made | self._outputs)
+
+    def _has_room(self, bindings: Bindings) -> bool:
+        """Whether devices have had room for all values that come in a step: measuring keeps each until it is there."""
+        moves = (b.crossing for b in bindings.instructions if b.code in (MOVE, RECV))
+        nbytes = sum(crossing.nbytes for crossing in moves if crossing is not None)
+        found = [stats for d in self._devices if (stats := d.memory_stats())]
+        return all(
+            stats["bytes_limit"] - stats["peak_bytes_in_use"] > nbytes for stats in found if "bytes_limit" in stats
+        )
+
+    def _measured(self, bindings: Bindings) -> Measured:
+        recorder = self.recorder = self._recorder_of(bindings)
+        self._next = self._num_calls + _EVERY, time.perf_counter() + _PAUSE_S
+
+        def wrapped(instructions: Sequence[tuple]) -> Sequence[tuple]:
+            found = recorder.wrapped(instructions)
+            recorder.start()
+            return found
+
+        return wrapped
+
+
+def _as_they_are(instructions: Sequence[tuple]) -> Sequence[tuple]:
+    return instructions
+
+
+def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -> list[int]:
+    """Per set of devices, the slot of the result that its last program makes: when it is there, a call is done."""
+    last: dict[int, int] = {}
+    for b in bindings.instructions:
+        if b.code == RUN:
+            last.update((lanes[b.group], slot) for slot in b.writes if slot in outputs)
+    return list(last.values())
+
+
+def _divided(recorder: Recorder) -> Callable[[float, float], dict[str, float]]:
+    """Seconds by part, of a call from `begin` to `end`; waits until all that was measured is done."""
+
+    def divide(begin: float, end: float) -> dict[str, float]:
+        recorder.join()
+        return seconds_by_part(recorder.rows(0), recorder.lanes, begin, end)
+
+    return divide
+
+
+def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end: float) -> dict[str, float]:
+    """How the devices of a process spent the time of a call, all of them together.
+
+    Args:
+      rows: what ran.
+      lanes: per group, the number that groups share which cannot work at a time.
+      begin, end: of the call, in seconds.
+
+    Returns:
+      Seconds by part; their sum is `end - begin` for each lane that something ran on.
+    """
+    offered = {m.way: m.start for m in rows.moves}
+    here = {r.group for r in rows.runs}
+    by_lane: dict[int, list[Ran]] = defaultdict(list)
+    for r in rows.runs:
+        by_lane[lanes[r.group]].append(r)
+    found: dict[str, float] = dict.fromkeys(ledger.DIVIDED, 0.0)
+    for runs in by_lane.values():
+        free = begin
+        for r in sorted(runs, key=lambda r: r.start):
+            start, stop = (min(max(t, free), end) for t in (r.start, r.end))
+            ready = min(max(r.ready, free), start)
+            moving = 0.0
+            if r.by is not None and r.by.source in here:
+                moving = max(0.0, ready - max(free, offered.get(r.by, ready)))
+            found[ledger.TRANSFERS] += moving
+            found[ledger.BUBBLE] += ready - free - moving
+            found[ledger.HOST] += start - ready
+            found[ledger.COMPUTE] += stop - start
+            free = stop
+        found[ledger.BUBBLE] += end - free
+    return found
