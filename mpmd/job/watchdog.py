@@ -147,7 +147,7 @@ class Watchdog:
         if is_finished and is_guilty and not self._serves:
             self._is_let_go = True  # with the status that its program has ended with
         else:
-            ledger.close(f"rank {rank} {what}")
+            run_briefly(lambda: ledger.close(f"rank {rank} {what}"), 3.0)  # its folder may be on a disk that hangs
             self._leave(1 if is_guilty and self._activity.callbacks.raised else VICTIM_STATUS)
 
     def _print_stacks(self) -> None:
@@ -198,7 +198,7 @@ class Watchdog:
         """This rank cannot go on: tells the others, and ends the process."""
         if where := self._black_box.write(what, self.boards.views(), self.boards.rank):
             print(where, file=sys.stderr, flush=True)
-        ledger.close(f"rank {self.boards.rank} {what}")
+        run_briefly(lambda: ledger.close(f"rank {self.boards.rank} {what}"), 3.0)
         self._activity.fail(what)
         self._is_ending = True
         run_briefly(self._last_words, 3.0)

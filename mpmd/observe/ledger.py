@@ -32,7 +32,8 @@ PARTS = (*IN_STEPS, COMPILING, CHECKPOINT, LOST, RECOVERY, IDLE, STARTING, OTHER
 # What begins the text of lines about the loop of `mpmd.resilient`, of a spare, and of the end.
 LOOP, TAKES, ENDED = "loop: ", "takes the place of rank ", "ended: "
 AT_END = "the program is at its end"
-_LINE_S = 1.0  # from one line to the next
+_LINE_S = 1.0  # from one line to the next, at first; a longer run writes fewer: in a month some 30 MB
+_LINES_AT_FIRST = 600
 _LONG_S = 10.0  # so long may something go on before a line is written on the way
 _END_S = 10.0  # for the last call to be done, at the end of the program
 
@@ -83,7 +84,7 @@ class Ledger:
         self.step: int | None = None
         now = time.perf_counter()
         self._clock = time.time() - now
-        self._at = now - age_s  # all before it is in the sums
+        self._begun = self._at = now - age_s  # all before `_at` is in the sums
         self._gap = STARTING  # what time belongs to in which nothing was said
         self._is_recovering = attempt > 0
         self._open: tuple[str, float] | None = None  # what the main thread is at; "" is a call
@@ -176,7 +177,8 @@ class Ledger:
             is_in_call = self._num_pending > self._num_waited or (open_ is not None and not open_[0])
             self._add(LOST if is_in_call else open_[0] if open_ else self._before(), now)
             self._write(ENDED + why)
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _before(self) -> str:
         return RECOVERY if self._is_recovering else self._gap
@@ -206,7 +208,7 @@ class Ledger:
                     self._add(item.part, item.end)
                 elif not isinstance(item, _NotedCall):
                     self._write(item[0])
-                if time.perf_counter() - self._written_at > _LINE_S:
+                if (now := time.perf_counter()) - self._written_at > self._line_s(now):
                     self._write()
             del item  # while this waits, nothing is kept alive
 
@@ -238,6 +240,10 @@ class Ledger:
             if call.step is not None:
                 self._steps.append(call.step)
 
+    def _line_s(self, now: float) -> float:
+        """The seconds from one line to the next: a share of the process's life, within bounds."""
+        return min(_LONG_S, max(_LINE_S, (now - self._begun) / _LINES_AT_FIRST))
+
     def _look(self) -> None:
         """Nothing has ended for a while: writes what is there, and from time to time what goes on."""
         with self._lock:
@@ -246,7 +252,8 @@ class Ledger:
                 if open_ is not None:
                     self._add(self._before(), open_[1])
                 self._add(open_[0] if open_ else self._before(), now)
-            self._write()
+            if now - self._written_at > self._line_s(now):
+                self._write()
 
     # --- sums and lines ---------------------------------------------------------------------------
 
