@@ -235,7 +235,8 @@ class Jitted:
     @compat.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, cut into tasks and placed on groups."""
-        return self.trace(*args, **kwargs).lower()
+        with without_collection():
+            return self.trace(*args, **kwargs).lower()
 
     @compat.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
