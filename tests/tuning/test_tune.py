@@ -55,7 +55,9 @@ def test_every_configuration_is_ranked_and_the_best_one_is_measured(tuning):
     ranks = [c.rank for c in tuning.configurations]
     assert ranks == sorted(ranks)
     assert tuning.best is tuning.configurations[0] and tuning.best.is_measured and tuning.best.measured_s > 0
-    assert sum(tuning.best.cuts) == NUM_LAYERS and max(tuning.best.cuts) <= 3
+    assert sum(tuning.best.cuts) == NUM_LAYERS
+    predicted = [c.cuts for c in tuning.configurations if c.cuts and not c.is_cut_again]  # the others follow the clock
+    assert all(max(cuts) <= 3 for cuts in predicted)
 
 
 def test_what_cannot_be_scheduled_is_listed_with_the_reason(tuning):
