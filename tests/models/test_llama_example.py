@@ -262,9 +262,8 @@ def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_
             os.kill(ranks_in(tmp_path)[0], signal.SIGTERM)
     assert job.wait(60) == 0, "".join(lines)[-3000:]
     text = "".join(lines)
-    assert (
-        "stopped by a signal" in text and "starts over in 1 s (restart 1 of 1)" in text and "goes on after step" in text
-    )
+    assert "stopped by a signal" in text or "was told to end (SIGTERM)" in text  # at a report, or after its step
+    assert "starts over in 1 s (restart 1 of 1)" in text and "goes on after step" in text
     rows = list(csv.DictReader((tmp_path / "log/metrics.csv").open()))
     losses = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
     assert losses[40] < losses[4]
