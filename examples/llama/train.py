@@ -353,7 +353,7 @@ def train(
 
     def take_step(done: int, state: Any) -> Any:
         step, is_last = done + 1, done + 1 == options.steps
-        is_first = not speed.step < step  # of this program, or since a process was lost: it also loads programs
+        is_first = speed.step >= step  # of this program, or since a process was lost: it also loads programs
         reports, evaluates, saves = (
             is_last or (bool(every) and step % every == 0)
             for every in (options.report_every, options.eval_every, options.save_every)

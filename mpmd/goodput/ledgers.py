@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpmd.observe import ledger
+from mpmd.observe import ledger, rank_files
 from scheduler.base import texts
 
 REPEATED = "repeated"
-_NAME = re.compile(r"rank-\d+(\.restart-\d+)?\.ledger")
 _HEAD = re.compile(r"# jax-mpmd: .* process (\d+) went, attempt (\d+), on .*; begun (.*)Z")
 _LINE = re.compile(r"(.*)Z \| ([\d.]+) s \| (?:steps? (\d+)(?: to (\d+))?, )?(?:\d+ calls?)? ?\| (.*?) ?\|(?: (.*))?")
 _ABOUT = {
@@ -141,7 +140,8 @@ def read(where: Path) -> list[ProcessLedger]:
     """
     if not where.is_dir():
         raise FileNotFoundError(f"{where} is no folder.")
-    paths = sorted(path for path in where.iterdir() if _NAME.fullmatch(path.name))
+    name = rank_files.pattern(ledger.ENDING)
+    paths = sorted(path for path in where.iterdir() if name.fullmatch(path.name))
     found = [one for path in paths if (one := _read(path)) is not None]
     if not found:
         raise FileNotFoundError(

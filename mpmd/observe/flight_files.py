@@ -3,20 +3,20 @@
 import contextlib
 import json
 import os
-import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpmd.observe import rank_files
 from mpmd.observe.flight import Flight, Sample
 from scheduler import Program
 from scheduler.programs.stored import of_data, to_data
 
 # The folder, in the environment; the launcher sets it to that of --log-dir.
 VARIABLE = "MPMD_FLIGHT_DIR"
-_NAME = re.compile(r"rank-(\d+)(?:\.restart-(\d+))?\.flight\.json")
+_ENDING = "flight.json"
 
 
 def folder(environment: Mapping[str, str]) -> Path | None:
@@ -26,8 +26,7 @@ def folder(environment: Mapping[str, str]) -> Path | None:
 
 def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
     """The file of a rank."""
-    attempt = environment.get("MPMD_ATTEMPT", "0")
-    return where / f"rank-{rank}{'' if attempt == '0' else f'.restart-{attempt}'}.flight.json"
+    return rank_files.path_of(where, rank, rank_files.attempt_of(environment), _ENDING)
 
 
 def record_of(flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]) -> dict[str, Any]:
@@ -96,8 +95,9 @@ def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
     if not where.is_dir():
         raise FileNotFoundError(f"{where} is no folder.")
     found: dict[int, tuple[int, Path]] = {}
+    name = rank_files.pattern(_ENDING)
     for path in where.iterdir():
-        if (match := _NAME.fullmatch(path.name)) is not None:
+        if (match := name.fullmatch(path.name)) is not None:
             rank, attempt = int(match[1]), int(match[2] or 0)
             found[rank] = max(found.get(rank, (-1, path)), (attempt, path))
     if not found:

@@ -20,8 +20,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from mpmd.observe import rank_files
+
 # The folder, in the environment; the launcher sets it to that of --log-dir.
 VARIABLE = "MPMD_LEDGER_DIR"
+ENDING = "ledger"
 COMPUTE, BUBBLE, TRANSFERS, HOST = "compute", "bubble", "transfers", "data and host"
 UNDIVIDED = "not divided"  # of calls that were not measured
 COMPILING, CHECKPOINT, LOST, RECOVERY = "compiling", "checkpoint", "lost", "recovery"
@@ -288,11 +291,6 @@ class Ledger:
         self._num_calls, self._written_at = 0, time.perf_counter()
 
 
-def path_of(where: Path, number: int, attempt: int) -> Path:
-    """The file of a process."""
-    return where / f"rank-{number}{f'.restart-{attempt}' if attempt else ''}.ledger"
-
-
 _ledgers: dict[str, Ledger | None] = {}  # by folder: the one of this process
 
 
@@ -307,11 +305,11 @@ def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
 
 
 def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger | None:
-    attempt = int(environment.get("MPMD_ATTEMPT", "0"))
+    attempt = rank_files.attempt_of(environment)
     try:
-        for old in folder.glob(f"rank-{number}.restart-*.ledger") if not attempt else ():  # of an earlier job
+        for old in folder.glob(f"rank-{number}.restart-*.{ENDING}") if not attempt else ():  # of an earlier job
             old.unlink()
-        return Ledger(path_of(folder, number, attempt), number, attempt, _age_s())
+        return Ledger(rank_files.path_of(folder, number, attempt, ENDING), number, attempt, _age_s())
     except OSError as error:
         print(f"jax-mpmd: no ledger is written to {folder}: {error}", file=sys.stderr, flush=True)
         return None

@@ -14,7 +14,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import HangError, RankLostError
 from mpmd.job import joining
 from mpmd.job.job import Job
-from mpmd.observe import ledger
+from mpmd.observe import ledger, rank_files
 from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import Copies, say
 from mpmd.resilience.keeper import TOKEN
@@ -220,7 +220,7 @@ class _Meeting:
         self._ranks, self._own, self._call = ranks, own, call
         self._is_used_up = is_used_up
         self._token = os.environ.get(TOKEN, "")
-        self._attempt = int(os.environ.get("MPMD_ATTEMPT", "0"))
+        self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
         mine: dict[str, Any] = {"numbers": numbers, "call": call}
         if self._connection:
