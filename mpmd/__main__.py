@@ -227,7 +227,14 @@ def _planned(options: argparse.Namespace) -> Plan:
     shown = [("mpmd: planning", 0.0)]
     with waiting(lambda: shown[-1]):
         return plan_step(
-            compiled._programs, compiled.program, machine, options.tokens, costs, options.copies, shown.append
+            compiled._programs,
+            compiled.program,
+            machine,
+            options.tokens,
+            costs,
+            options.copies,
+            lowered._costs_of_lists(machine),
+            shown.append,
         )
 
 

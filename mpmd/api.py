@@ -190,7 +190,7 @@ class Jitted:
 
     def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         if xs := self._lists_in(args, kwargs):
-            return self._buckets_for(args, kwargs, xs)[1].traced([x.largest for x in xs], None)
+            return self._buckets_for(args, kwargs, xs)[1].for_lists(xs)
         return self._trace(self._read(args, kwargs))
 
     def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,6 +96,20 @@ class Bucketing:
         traced = self.trace(self.read(ones), known)
         return dataclasses.replace(traced, _donated=traced._donated - self.positions(ones).keys())
 
+    def for_lists(self, xs: Sequence["MicrobatchList"]) -> Traced:
+        """The step for the largest microbatch of each list, which can tell what the others cost."""
+        largest = [x.largest for x in xs]
+
+        def shapes(path: lists.Path, cuts: Any) -> tuple[list[Traced], list[int]]:
+            of = next(k for k, x in enumerate(xs) if x.path == path)
+            kinds = dict(zip(xs[of].types, xs[of].given, strict=True))
+            steps = [self.traced([*largest[:of], one, *largest[of + 1 :]], None) for one in kinds.values()]
+            if cuts is not None:
+                steps = [dataclasses.replace(t, _trace=with_given_cuts(t._trace, cuts)) for t in steps]
+            return steps, [list(kinds).index(types) for types in xs[of].types]
+
+        return dataclasses.replace(self.traced(largest, None), _shapes=shapes)
+
     def positions(self, ones: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Where the arrays of the microbatches stand among all leaves: which of which list each is."""
         trees = [jax.tree.structure(one) for one in ones]

@@ -22,6 +22,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.costs.devices import machine_of, memory_limit
+from mpmd.costs.machine import Machine
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
 from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
@@ -30,7 +31,8 @@ from mpmd.job import joining
 from mpmd.job.wires import expected_wire
 from mpmd.observe import ledger
 from mpmd.observe.records import RecordedTimes
-from mpmd.partition.outline import Outline
+from mpmd.ops import lists
+from mpmd.partition.outline import Loop, Outline
 from mpmd.partition.place_segments import outline_step
 from mpmd.report.estimate import draft_of
 from mpmd.report.explain import StepTraffic, explain
@@ -42,6 +44,7 @@ from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
+from mpmd.report.task_costs import costs_of
 from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
@@ -50,11 +53,14 @@ from mpmd.run.results import Results
 from mpmd.tracing.arguments import Hint, broadcast, hint_of
 from mpmd.tracing.trace import Trace, trace_step
 from mpmd.users_frame import users_frame
-from scheduler import Program, Timeline
+from scheduler import Costs, Program, Timeline
 from scheduler.base.collector import without_collection
 from scheduler.base.waiting import waiting
 
 _C = TypeVar("_C", bound="Compiled")
+# Of a list of microbatches (its path), with the cuts of its loop: the step for each shape, and which microbatch has
+# which shape.
+Shapes = Callable[[lists.Path, Any], "tuple[Sequence[Traced], Sequence[int]]"]
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
@@ -87,6 +93,7 @@ class Traced:
     _out_shardings: Any
     _donated: frozenset[int]
     _options: Mapping[Any, Any]
+    _shapes: "Shapes | None" = None
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -165,7 +172,7 @@ class Traced:
             outline = outlined()
         if _recomputes_too_much_ahead(outline, mesh, ins, donated):
             outline = outlined(ahead=False)
-        return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options)
+        return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes)
 
     def __str__(self):
         return str(self._trace)
@@ -187,6 +194,11 @@ def _recomputes_too_much_ahead(outline: Outline, mesh: MpmdMesh, ins: Sequence[H
     return max(of_group["peak"] for of_group in memory.values()) > limit
 
 
+def _same(loop: Loop, lowered: "Lowered") -> Loop:
+    """That loop of the step for microbatches of another shape."""
+    return next(other for other in lowered._outline.loops if other.number == loop.number)
+
+
 def _items(outline: Outline, mesh: MpmdMesh) -> str:
     """A step in a line: its loops, and what is around them."""
     loops = [f"{loop.schedule}, {loop.partition.info.num_microbatches} microbatches" for loop in outline.loops]
@@ -206,6 +218,7 @@ class Lowered:
     _outs: Sequence[Hint]
     _donated: frozenset[int]
     _options: Mapping[Any, Any]
+    _shapes: "Shapes | None" = None
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -224,6 +237,34 @@ class Lowered:
         """
         found = tuple(loop.partition.info.cuts for loop in self._outline.loops)
         return found[0] if len(found) == 1 else found or None
+
+    @compat.api_boundary
+    def costs(self, loop: int = -1) -> Costs:
+        """What the tasks of a loop take and hold, by the roofline of the devices. Compiles nothing.
+
+        `scheduler.simulate`, `search` and `order_microbatches` take it. Of a loop over a list, the costs of each of its
+        microbatches are in it (`Costs.microbatches`), and the others are those of the largest.
+
+        Args:
+          loop: which one of the step, the last one by default.
+        """
+        return self._costs(self._outline.loops[loop], machine_of(self._mesh))
+
+    def _costs(self, loop: Loop, machine: Machine) -> Costs:
+        layouts = [h.layout for h in self._ins]
+        own = costs_of(loop, self._mesh, machine, draft_of(self._outline, self._mesh, layouts, self._donated).sizes)
+        path = loop.partition.info.path
+        if path is None or self._shapes is None:
+            return own
+        steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
+        every = [step._lowered for step in steps]
+        of_shape = [dataclasses.replace(one, _shapes=None)._costs(_same(loop, one), machine) for one in every]
+        return dataclasses.replace(own, microbatches=tuple(of_shape[n] for n in numbers))
+
+    def _costs_of_lists(self, machine: Machine) -> dict[int, Costs]:
+        """Of each loop over a list, by its number."""
+        loops = self._outline.loops if self._shapes is not None else ()
+        return {loop.number: self._costs(loop, machine) for loop in loops if loop.partition.info.path is not None}
 
     @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:
@@ -277,7 +318,9 @@ class Lowered:
                         warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                    return (kind or Compiled)(programs, program, self._donated, self._split)
+                    made = (kind or Compiled)(programs, program, self._donated, self._split)
+                    made._costs_of_lists = self._costs_of_lists
+                    return made
             finally:
                 programs.compiler.close()
 
@@ -303,6 +346,7 @@ class Compiled:
         self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
         self._bound = None if programs.mesh.is_described else self._executor_of(programs, program, split)
         self._timed: Profile | None = None
+        self._costs_of_lists: Callable[[Machine], dict[int, Costs]] = lambda machine: {}
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
         self._split = split
@@ -388,14 +432,16 @@ class Compiled:
         """
         notes = [*dict.fromkeys(map(str, self._split.joins)), *([] if self._bound is None else self._bound.notes)]
         mesh = self._programs.mesh
-        limit = memory_limit(mesh, machine_of(mesh))
+        machine = machine_of(mesh)
+        limit = memory_limit(mesh, machine)
+        costs = self._costs_of_lists(machine)
         if self._bound is None:
             wire = expected_wire(mesh.groups[0].devices.flat[0].platform)
             traffic = StepTraffic.of_all(self._program, f"by jax.device_put in a process, between processes by {wire}")
         else:
             own = self._bound.bindings
             traffic = StepTraffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
-        return explain(self._programs, self._program, traffic, notes, limit)
+        return explain(self._programs, self._program, traffic, notes, limit, costs)
 
     @compat.api_boundary
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:

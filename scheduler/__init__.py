@@ -1,6 +1,7 @@
 """Pipeline schedules: orders of tasks, proved before they run, simulated, searched and drawn. Needs Python alone."""
 
 from scheduler.errors import ScheduleError
+from scheduler.optimize.microbatches import order_microbatches
 from scheduler.optimize.search import Found, investigate, search
 from scheduler.programs.check import Report, check
 from scheduler.programs.instructions import (
@@ -67,6 +68,7 @@ __all__ = [
     "lower",
     "make",
     "merge",
+    "order_microbatches",
     "search",
     "simulate",
 ]

@@ -320,6 +320,45 @@ def output(w, x):
     return mpmd.mark_stage_end(x["x"] @ w) @ w
 
 
+def text_loss(params, tokens):
+    """A loss with what follows from the length alone: positions, a mask that is a constant, the seed of the mean."""
+    n = tokens.shape[1]
+    h = params["embed"][tokens] + params["position"][jnp.arange(n)] @ params["first"]
+    h = mpmd.mark_stage_end(jnp.tanh(h + jnp.cos(jnp.outer(jnp.arange(n), jnp.arange(WIDTH)) / WIDTH)))
+    scores = jnp.where(np.tril(np.ones((n, n), bool)), jnp.einsum("btd,bsd->bts", h, h), -1e9)
+    h = jax.nn.softmax(scores) @ h + params["position"][:n].astype(jnp.bfloat16).astype(jnp.float32)
+    return -jax.nn.log_softmax(h @ params["embed"].T)[..., 0].mean()
+
+
+def text_step(params, texts):
+    gradient = jax.value_and_grad(text_loss)
+    return mpmd.treduce(lambda x: gradient(params, x), texts, "1f1b", operation=mpmd.Mean, weights=lambda x: x.size)
+
+
+def test_what_follows_from_the_length_alone_is_computed_for_each_shape():
+    shapes = {"embed": (160, WIDTH), "position": (16, WIDTH), "first": (WIDTH, WIDTH)}
+    rng = np.random.default_rng(3)
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    pipelined, plain = mpmd.jit(text_step, mpmd_mesh=groups(2)), jax.jit(text_step)
+    for lengths in [(4,), (16, 4, 4, 8, 4, 16), (8, 16)]:
+        texts = [rng.integers(0, 160, (2, n)).astype(np.int32) for n in lengths]
+        got, want = mpmd.device_get(pipelined(params, texts)), plain(params, texts)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+    # What each costs, by the roofline; and what another order would save.
+    lowered = pipelined.lower(params, [np.zeros((2, n), np.int32) for n in (16, 4, 16, 4, 16, 8, 4, 4)])
+    costs = lowered.costs()
+    assert costs == lowered.costs() and len(costs.of_microbatches(8)) == 8
+    long, short, *_, middle, _, again = costs.of_microbatches(8)
+    assert short == again and short.forward < middle.forward < long.forward == costs.forward
+    assert short.activation_bytes < long.activation_bytes
+    order = scheduler.order_microbatches(scheduler.OneFOneB(2), costs)
+    told = lowered.compile().explain()
+    assert "its 8 microbatches have 3 shapes" in told
+    fewer = scheduler.simulate(scheduler.OneFOneB(2), 8, costs.in_order(order)).makespan
+    assert fewer < scheduler.simulate(scheduler.OneFOneB(2), 8, costs).makespan
+
+
 def test_mistakes_are_told():
     xs = microbatches((2, 3))
     assert fault(output, []) == "treduce: xs is an empty list. At least one microbatch is needed."

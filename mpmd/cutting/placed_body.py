@@ -54,7 +54,8 @@ def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
     closed = eqn.params["jaxpr"]
     jaxpr, spans = _with_every_mark(closed.jaxpr, candidates)
     inner = compat.ClosedJaxpr(jaxpr, closed.consts)
-    body = hoist(Body.of(eqn.replace(params={**eqn.params, "jaxpr": inner})))
+    of_a_list = eqn.params["info"].path is not None
+    body = hoist(Body.of(eqn.replace(params={**eqn.params, "jaxpr": inner})), of_a_list)
     nodes = [n for n in body.nodes if n.is_mark]
     number = dict(zip(nodes, boundaries([n.eqn.params for n in nodes]), strict=True))
     written = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")

@@ -134,10 +134,16 @@ class Body:
         return "\n".join([*lines, f"return {' '.join(map(name, self.outvars))}"])
 
 
-def hoist(body: Body) -> Body:
+def hoist(body: Body, of_a_list: bool = False) -> Body:
     """Marks what no microbatch changes as computed once, before the loop, where it becomes an operand.
 
     Cheap views and constants may be computed again inside the tasks that read them.
+
+    Args:
+      body: of a loop.
+      of_a_list: whether microbatches of other shapes run by the same plan. What is before the loop is the same for all
+        of them, and nobody knows what follows from a shape (masks, positions, the seed of a mean's gradient, a table
+        cut to length): each task computes what it reads.
     """
     moving = {body.index}
     rooted = set(body.operands)
@@ -152,7 +158,7 @@ def hoist(body: Body) -> Body:
             rooted.update(node.eqn.outvars)
         is_cheap = not equations.is_heavy(node.eqn) or equations.is_small_scatter(node.eqn)
         clonable = is_cheap and (not from_operands or equations.is_view(node.eqn) or equations.is_scalar_work(node.eqn))
-        nodes.append(dataclasses.replace(node, per_microbatch=False, clonable=clonable))
+        nodes.append(dataclasses.replace(node, per_microbatch=False, clonable=clonable or of_a_list))
     return body.with_nodes(nodes)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -186,7 +186,7 @@ def _treduce_list(
             raise lists.CountsList(xs.path)
         return outs
 
-    return means.of(_treduce(take, xs.num_microbatches, schedule, means.operations, cuts, "treduce", path=xs.path))
+    return means.of(_treduce(take, xs.num_microbatches, schedule, means.operations, cuts, "treduce", of=xs))
 
 
 def _whole(x: Any, index: Any) -> jax.Array:
@@ -277,9 +277,13 @@ def _treduce(
     cuts: Any,
     name: str,
     doubt: str | None = None,
-    path: lists.Path | None = None,
+    of: Microbatches | None = None,
 ) -> Any:
-    """Traces `take(index)` once and binds the loop; values it closes over become operands."""
+    """Traces `take(index)` once and binds the loop; values it closes over become operands.
+
+    Args:
+      of: the list that it is a loop over.
+    """
     if schedule is not None:
         _check_schedule(schedule, name)
     cuts = _checked_cuts(cuts, schedule, name)
@@ -297,18 +301,39 @@ def _treduce(
 
     index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
     body = compat.written_out(_without_outer_refs(jax.make_jaxpr(flat)(index), name))
-    if path is not None:
-        body = _varying(body)
+    if of is not None:
+        body = _with_own_constants(_varying(body), {n for x in jax.tree.leaves(of.one) for n in np.shape(x)})
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
     jaxpr = body.jaxpr if schedule is not None else without(body.jaxpr, (mark_p,))
     closed = compat.ClosedJaxpr(compat.constvars_to_invars(jaxpr), ())
-    info = LoopInfo(schedule, num_microbatches, operations, cuts, doubt, path)
+    info = LoopInfo(schedule, num_microbatches, operations, cuts, doubt, None if of is None else of.path)
     reduced = treduce_p.bind(*body.consts, jaxpr=closed, info=info)
     rest = iter(reduced)
     leaves = [frozen[k] if k in frozen else next(rest) for k in range(out_tree.num_leaves)]
     return jax.tree.unflatten(out_tree, leaves)
+
+
+def _with_own_constants(body: compat.ClosedJaxpr, lengths: Set[int]) -> compat.ClosedJaxpr:
+    """A loop's body that holds the captured constants (masks, positions) which may be others for other shapes.
+
+    Args:
+      lengths: of the axes of a microbatch. A constant with an axis of such a length may be for this shape alone.
+    """
+    own, rest = {}, []
+    for v, c in zip(body.jaxpr.constvars, body.consts, strict=True):
+        if isinstance(c, compat.Tracer) or lengths.isdisjoint(np.shape(c)) or not isinstance(v.aval.dtype, np.dtype):
+            rest.append((v, c))
+        else:
+            own[v] = compat.Literal(np.asarray(c), v.aval)
+
+    def held(atoms: Sequence[Any]) -> list[Any]:
+        return [v if isinstance(v, compat.Literal) else own.get(v, v) for v in atoms]
+
+    eqns = [e.replace(invars=held(e.invars)) for e in body.jaxpr.eqns]
+    jaxpr = compat.new_jaxpr(body.jaxpr, constvars=[v for v, _ in rest], eqns=eqns, outvars=held(body.jaxpr.outvars))
+    return compat.ClosedJaxpr(jaxpr, [c for _, c in rest])
 
 
 def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:

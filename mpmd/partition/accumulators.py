@@ -101,6 +101,7 @@ class _Outputs:
     def __init__(self, body: Body, info: ScheduledLoop, num_stages: int, split: bool):
         self.body = body
         self.num_microbatches = info.num_microbatches
+        self._of_a_list = info.path is not None
         self.num_stages = num_stages
         self.added: list[Node] = []
         self.accumulators: list[Accumulator] = []
@@ -169,7 +170,7 @@ class _Outputs:
         loop, up to a padding (a slice's gradient) or a product with what no microbatch changes (a scale, the other
         factor of a low rank); these run once after the loop.
         """
-        leaves = _leaves(self.body, value, self._readers, self._steps)
+        leaves = _leaves(self.body, value, self._readers, self._steps, self._of_a_list)
         if leaves is None:
             return []
         stages = {leaf.place.stage for leaf in leaves}
@@ -205,8 +206,13 @@ class _Outputs:
 _Steps = dict[Node, tuple[Atom, _Linear] | None]
 
 
-def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], steps: _Steps) -> list[_Summand] | None:
+def _leaves(
+    body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], steps: _Steps, of_a_list: bool
+) -> list[_Summand] | None:
     """The summands of `value`; None if one has no place in the backward pass.
+
+    Of a list, microbatches of other shapes are added to the same accumulators and go through the same steps after the
+    loop: sums are not cut behind what may be another step for another shape.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
     the bias's stage, though the value that is reduced comes from the next one. If the sum comes first, that stage
@@ -231,12 +237,12 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
         elif _is_sum(node):
             for x in node.eqn.invars:
                 walk(x, chain, False, arrived(node, x))
-        elif node.eqn.primitive.name == "concatenate":
+        elif node.eqn.primitive.name == "concatenate" and not of_a_list:
             offset = 0
             for x in node.eqn.invars:
                 walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
                 offset += x.aval.shape[node.eqn.params["dimension"]]
-        elif node.eqn.primitive.name == "split":
+        elif node.eqn.primitive.name == "split" and not of_a_list:
             walk(node.eqn.invars[0], (_split_off(node.eqn, node.eqn.outvars.index(v)), *chain), False, None)
         elif (found := step_of(node)) is not None:
             operand, step = found
@@ -247,9 +253,12 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
 
     def step_of(node: Node) -> tuple[Atom, _Linear] | None:
         if node not in steps:
-            step = _linear_step(body, node.eqn)
+            step = _linear_step(body, node.eqn, of_a_list)
             operands = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice" :]
             operand = next((v for v in operands if isinstance(v, compat.Var)), None)
+            if of_a_list:
+                steps[node] = (operand, step) if step and operand and _is_of_any_shape(node.eqn) else None
+                return steps[node]
             steps[node] = (operand, step) if step and operand else _product(body, node.eqn)
         return steps[node]
 
@@ -257,7 +266,7 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
         """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
         if reader is None:
             return None
-        if reader.eqn.primitive.name == "split" or _is_sum(reader):
+        if (reader.eqn.primitive.name == "split" and not of_a_list) or _is_sum(reader):
             return not _is_sum(reader)
         step = step_of(reader)
         return step[1].waits if step and step[0] is v else None
@@ -269,6 +278,16 @@ def _leaves(body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], 
     walk(value, (), True, None)
     found = [leaf for leaf in leaves if leaf is not None]
     return found if len(found) == len(leaves) else None
+
+
+def _is_of_any_shape(eqn: compat.JaxprEqn) -> bool:
+    """Whether a linear equation between a summand and a gradient is the same for all shapes of a microbatch: what it
+    takes, or puts among zeros, is one element of an axis, as a layer of a stack is.
+    """
+    if eqn.primitive.name not in ("pad", "dynamic_update_slice", *_ROWS):
+        return True
+    operand = eqn.invars[eqn.primitive.name == "dynamic_update_slice"].aval.shape
+    return all(1 in (a, b) or a == b for a, b in zip(operand, eqn.outvars[0].aval.shape, strict=True))
 
 
 def _is_sum(node: Node) -> bool:
@@ -283,8 +302,10 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
-    """The equation as a step, or None if it is not linear in one operand."""
+def _linear_step(body: Body, eqn: compat.JaxprEqn, of_a_list: bool) -> _Linear | None:
+    """The equation as a step, or None if it is not linear in one operand. A factor may be the tokens of a microbatch of
+    a list; then it belongs in the loop.
+    """
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         zeros = body.source(eqn.invars[0])
@@ -300,7 +321,7 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
         return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), waits=True)
     if name == "mul" and isinstance(eqn.invars[0], compat.Literal):
         factor = eqn.invars[0].val
-        return _Linear(lambda x: eqn.primitive.bind(factor, x, **eqn.params))
+        return _Linear(lambda x: eqn.primitive.bind(factor, x, **eqn.params), commutes=of_a_list)
     if name in ("mul", "div"):
         if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
             return None
@@ -312,7 +333,8 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn) -> _Linear | None:
     elif name != "neg" and name not in _SHAPES:
         return None
     rest = [v.val for v in eqn.invars[1:]]
-    return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=name in _COMMUTES_WITH_PAD)
+    commutes = name in _COMMUTES_WITH_PAD or (of_a_list and name in ("mul", "div"))
+    return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=commutes)
 
 
 def _split_off(eqn: compat.JaxprEqn, position: int) -> _Linear:

@@ -135,7 +135,7 @@ def partition_loop(
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
     """
     info: ScheduledLoop = eqn.params["info"]
-    body = hoist(check_marks_are_used(Body.of(eqn)))
+    body = hoist(check_marks_are_used(Body.of(eqn)), of_a_list=info.path is not None)
     marks = Marks.of(body, info)
     body = forget_marks(place_equations(body, marks, info.num_microbatches))
     body = sink_residuals(place_floating(body, marks.num_stages))

@@ -1,6 +1,8 @@
 """Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import cast
 
 from jax.sharding import Mesh
@@ -13,7 +15,7 @@ from mpmd.costs.work import Work, works_of_program
 from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
 from scheduler import Call, Costs, Program, Run
-from scheduler.task import Kind
+from scheduler.task import Kind, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +38,27 @@ class StepCosts:
 
     Args:
       measured: seconds of tasks, in place of the machine's.
+      of_lists: costs of the microbatches of lists, by the number of the loop, by the roofline.
+
+    Raises:
+      ValueError: `measured` is of another number of stages or microbatches.
     """
 
-    def __init__(self, programs: StepPrograms, machine: Machine, measured: Costs | None = None):
-        self.programs, self.machine, self.measured = programs, machine, measured
+    def __init__(
+        self,
+        programs: StepPrograms,
+        machine: Machine,
+        measured: Costs | None = None,
+        of_lists: Mapping[int, Costs] | None = None,
+    ):
+        self.programs, self.machine, self.measured, self.of_lists = programs, machine, measured, of_lists or {}
         self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
         self._of_program: dict[DistinctProgram, TaskCost] = {}
         self._of_executable: dict[Executable, TaskCost] = {}
         if measured is not None:
             for loop in programs.loops:
-                measured.seconds(loop.loop.schedule.num_stages)  # complains of another number of stages
+                for one in set(measured.of_microbatches(loop.loop.partition.info.num_microbatches)):
+                    one.seconds(loop.loop.schedule.num_stages)
 
     def cost(self, executable: Executable) -> TaskCost:
         """Of a call of an executable, however many programs it runs."""
@@ -73,8 +86,13 @@ class StepCosts:
     def duration(self, group: int, instruction: Run | Call) -> float:
         """Seconds of an instruction of a group."""
         if self.measured is not None and isinstance(instruction, Run):
-            return sum(self.measured.duration(t.kind, t.stage) for t in instruction.tasks)
-        return sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
+            return _seconds_of(self.measured, instruction.tasks)
+        share = 1.0
+        if isinstance(instruction, Run) and (costs := self.of_lists.get(instruction.loop)):
+            largest = [costs.duration(t.kind, t.stage) for t in instruction.tasks]
+            shares = [share_of(costs, t) for t in instruction.tasks]
+            share = sum(map(mul, shares, largest)) / sum(largest) if sum(largest) else 1.0
+        return share * sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
 
     def transfer(self, source: int, target: int, name: str) -> float:
         """Seconds of a value (its name) from one group to another."""
@@ -112,3 +130,15 @@ class StepCosts:
         """The work of a whole step, over all devices."""
         times = self.programs.num_calls(program)
         return sum((self.cost(e).work.times(n) for e, n in times.items()), Work())
+
+
+def share_of(costs: Costs | None, task: Task) -> float:
+    """How many times the seconds of the largest microbatch a task of another one takes."""
+    largest = costs.duration(task.kind, task.stage) if costs is not None else 0.0
+    return _seconds_of(costs, [task]) / largest if costs is not None and largest else 1.0
+
+
+def _seconds_of(costs: Costs, tasks: Sequence[Task]) -> float:
+    """Seconds of tasks, each by its microbatch."""
+    of = costs.microbatches
+    return sum((cast(Costs, of[t.microbatch]) if of else costs).duration(t.kind, t.stage) for t in tasks)

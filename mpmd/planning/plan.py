@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -186,6 +186,7 @@ def plan_step(
     tokens: int | None = None,
     costs: Costs | None = None,
     copies: int | None = None,
+    of_lists: Mapping[int, Costs] | None = None,
     told: Callable[[tuple[str, float]], object] = lambda shown: None,
 ) -> Plan:
     """The plan of a compiled step.
@@ -194,6 +195,7 @@ def plan_step(
       tokens: of a step. None takes the largest argument of integers that is neither parameter nor state.
       costs: measured seconds of tasks, in place of the machine's.
       copies: of the state, as for `mpmd.resilient`.
+      of_lists: what the microbatches of lists take beside the largest, by the number of the loop.
       told: called with what is done next, and about which share of all is done.
 
     Raises:
@@ -203,7 +205,7 @@ def plan_step(
     told(("mpmd: checking that the step cannot deadlock", 0.0))
     check(program, streams=_streams(programs.mesh))
     roles = Roles(programs.outline)
-    found = StepCosts(programs, machine, costs)
+    found = StepCosts(programs, machine, costs, of_lists)
     told(("mpmd: simulating the step", 0.35))
     step = simulate_program(program, found.duration, found.transfer)
     memory = measured(programs, program)

@@ -9,11 +9,11 @@ from mpmd.costs.collectives import collectives_of
 from mpmd.graphs import equations
 from mpmd.report.crossings import crossing_lines
 from mpmd.report.flops import cost_per_step, flops_of
-from mpmd.report.loop_notes import loop_lines
+from mpmd.report.loop_notes import loop_lines, order_lines
 from mpmd.report.memory import measured
 from mpmd.report.repetition import repetition
 from mpmd.report.roles import Roles
-from scheduler import Call, Program, Run, Send
+from scheduler import Call, Costs, Program, Run, Send
 from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.optimize.cuts import Cut
 from scheduler.timing.simulate import simulate_orders
@@ -48,12 +48,14 @@ def explain(
     traffic: StepTraffic,
     notes: Sequence[str] = (),
     limit: float | None = None,
+    costs: Mapping[int, Costs] | None = None,
 ) -> str:
     """A table per group and stage, and the step's totals.
 
     Args:
       notes: lines on what crosses outside of the loops.
       limit: bytes that a step may use on each device; None where nobody knows.
+      costs: of the microbatches of lists, by the number of the loop.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
@@ -71,6 +73,8 @@ def explain(
         if info.cuts is not None:
             lines.append(_cut_line(info.cuts, info.choice))
         lines += loop_lines(compiled, roles, timeline.bubble_fraction)
+        if costs and loop.number in costs:
+            lines += order_lines(loop, costs[loop.number])
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
             f"no pipelined loop: one batch passes {marks} stage end{'s' * (marks > 1)} one after the other, so groups"

@@ -13,7 +13,7 @@ from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
-from scheduler import Costs
+from scheduler import Costs, order_microbatches, simulate
 from scheduler.base.texts import in_bytes, in_flops
 from scheduler.timing.simulate import simulate_orders
 
@@ -74,6 +74,31 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
             f"warning: groups idle {bubble:.0%} of loop {loop.number} even with equal tasks, for it has"
             f" {info.num_microbatches} microbatches for {num_stages} stages.\n"
             "  More microbatches (smaller ones), or another schedule, make that less (docs/schedules.md)."
+        )
+
+
+def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
+    """What the order of the microbatches of a list costs.
+
+    Args:
+      costs: with those of each microbatch.
+    """
+    schedule, num = loop.schedule, len(costs.microbatches)
+    busy = max(simulate(schedule, num, costs).busy)
+    if not busy:
+        return
+    given, best = (
+        simulate(schedule, num, costs.in_order(order)).makespan / busy
+        for order in (range(num), order_microbatches(schedule, costs))
+    )
+    yield (
+        f"  its {num} microbatches have {len(set(costs.microbatches))} shapes; by the roofline it takes {given:.2f}"
+        f" times the work of the busiest group in this order, {best:.2f} times in the best one found"
+    )
+    if best < (1 - _WORTH) * given:
+        yield (
+            f"warning: another order of the microbatches would save {1 - best / given:.0%} of the loop.\n"
+            "  scheduler.order_microbatches(schedule, step.lower(...).costs()) gives it (docs/stages.md)."
         )
 
 

@@ -213,8 +213,8 @@ def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
 def _equal(costs: Costs, facts: LoopFacts) -> Costs:
     """The same work, with every stage the same."""
     num = len(facts.placement)
-    means = {name: sum(getattr(costs, name)) / num for name in ("forward", "input_grad", "weight_grad")}
-    return Costs(**means)
+    forward, backward, weights = (sum(costs.per_stage(n, num)) / num for n in ("forward", "input_grad", "weight_grad"))
+    return Costs(forward, backward, weights)
 
 
 def stage_seconds(costs: Costs, num_stages: int) -> list[float]:

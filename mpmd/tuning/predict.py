@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
 from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import works_of_program
@@ -14,9 +13,10 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import recomputed_peak
-from mpmd.planning.costs import StepCosts
+from mpmd.planning.costs import StepCosts, share_of
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.roles import Roles
+from mpmd.report.task_costs import task_seconds
 from scheduler import Call, Costs, Run
 
 
@@ -56,6 +56,8 @@ class Predictor:
         self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
         self.memory: dict[int, float] = dict(self._estimate)
         """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
+        self.of_lists: dict[int, Costs] = lowered._costs_of_lists(machine)
+        """Of loops over lists, by their number, the costs of each microbatch."""
         self.compiled: StepCosts | None = None
         """Seconds of the compiled programs, with the collectives that XLA put into them; None before they are there."""
         self._seconds: dict[str | tuple[int, Place], float] = {}
@@ -64,12 +66,8 @@ class Predictor:
                 works = works_of_program(item.eqns, [*item.reads, *item.writes])
                 self._seconds[item.name] = machine.compute_s(works, self.mesh.groups[item.group].size)
             elif isinstance(item, Loop):
-                for body in task_bodies(item):
-                    if not body.is_empty:
-                        jaxpr = task_jaxpr(item.partition, body).jaxpr
-                        works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
-                        size = self.mesh.groups[item.group(body.place)].size
-                        self._seconds[item.number, body.place] = machine.compute_s(works, size)
+                found = task_seconds(item, self.mesh, machine)
+                self._seconds |= {(item.number, place): seconds for place, seconds in found.items()}
 
     @functools.cached_property
     def num_elements(self) -> int:
@@ -119,7 +117,8 @@ class Predictor:
                 return self.compiled.duration(group, instruction) + again
             if isinstance(instruction, Call):
                 return self._seconds.get(instruction.name, 0.0) * (scale or {}).get("", 1.0)
-            return sum(task(instruction.loop, t.stage, t.kind) for t in instruction.tasks)
+            costs = self.of_lists.get(instruction.loop)
+            return sum(task(instruction.loop, t.stage, t.kind) * share_of(costs, t) for t in instruction.tasks)
 
         @functools.cache
         def task(loop: int, stage: int, kind: str) -> float:

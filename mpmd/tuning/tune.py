@@ -204,7 +204,7 @@ class _Search:
         compiled = one.lowered.compile()
         if self.machine.target.platform != "cpu":
             one.plan = plan_step(compiled._programs, compiled.program, self.machine)
-            predictor.compiled = StepCosts(compiled._programs, self.machine)
+            predictor.compiled = StepCosts(compiled._programs, self.machine, of_lists=predictor.of_lists)
             self.scale = _scale(predictor.corrections())
         estimated = max(predictor.memory.values())
         for group, memory in compiled.memory_analysis().items():

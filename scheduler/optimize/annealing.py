@@ -36,9 +36,10 @@ def improve(
         seed: For the moves.
         compiled: Use numba.
     """
-    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
     number = {kind: index * n * m for index, kind in enumerate(_KINDS)}
-    over, seconds, memory = costs.transfers_between(problem.placement), costs.seconds(n), costs.memory(n)
+    over = [one.transfers_between(problem.placement) for one in every]
+    seconds, memory = [one.seconds(n) for one in every], [one.memory(n) for one in every]
     size = problem.num_tasks
     time, lag, nbytes = [0.0] * size, [0.0] * size, [0.0] * size
     across, local, lane = [-1] * size, [-1] * size, [0] * size
@@ -46,17 +47,16 @@ def improve(
         for stage in range(n):
             before = stage - 1 if kind == "F" else stage + 1
             apart = kind != "W" and 0 <= before < n
-            late = over[min(stage, before)] if apart else 0.0
             for microbatch in range(m):
                 task = number[kind] + stage * m + microbatch
-                time[task] = seconds[kind][stage]
+                time[task] = seconds[microbatch][kind][stage]
                 lane[task] = index * n + stage
                 if apart:
                     across[task] = number[kind] + before * m + microbatch
-                    lag[task] = late
+                    lag[task] = over[microbatch][min(stage, before)]
                 if index:
                     local[task] = task - n * m
-                nbytes[task] = memory[kind][stage]
+                nbytes[task] = memory[microbatch][kind][stage]
     sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
     begin = [0, *itertools.accumulate(map(len, orders))]
     limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from scheduler.errors import ScheduleError
 from scheduler.optimize.annealing import can_compile, improve
@@ -103,7 +104,8 @@ def search(
         num_stages: The number of stages.
         num_groups: The number of groups.
         num_microbatches: The number of microbatches.
-        costs: What tasks take and hold.
+        costs: What tasks take and hold, of all microbatches or of each. Microbatches stay in their order
+            (:func:`order_microbatches` finds a better one).
         placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each
             stage.
         memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
@@ -294,7 +296,8 @@ class _OrderSearch:
         rounds = 2
         budget = 0.6 * self.budget.seconds * rate / problem.num_tasks
         steps = max(50, int(budget / len(starts) / rounds))
-        times = sum(map(sum, problem.costs.seconds(problem.num_stages).values()))
+        mean = problem.costs.of_mean(problem.num_stages)
+        times = sum(map(sum, mean.seconds(problem.num_stages).values()))
         # The mean task, where tasks take time; else the mean share of the makespan.
         scale = times / (3 * problem.num_stages) or starts[0].makespan / problem.num_tasks
         for number, start in enumerate(starts):
@@ -362,11 +365,17 @@ def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int) -> f
     rng = random.Random(seed)
     gains = []
     for _ in range(_SAMPLES):
-        forward, input_grad, weight_grad = (
-            tuple(value * (1 + rng.uniform(-_NOISE, _NOISE)) for value in values)
-            for values in problem.costs.seconds(problem.num_stages).values()
-        )
-        costs = replace(problem.costs, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+        n = problem.num_stages
+        off = [[1 + rng.uniform(-_NOISE, _NOISE) for _ in range(n)] for _ in range(3)]
+        every = problem.of_microbatches() if problem.costs.microbatches else []
+        costs = replace(_off(problem.costs, n, off), microbatches=[_off(one, n, off) for one in every])
         spans = [_simulated(problem, orders, costs).makespan for orders in (before, after)]
         gains.append(1 - spans[1] / spans[0] if spans[0] else 0.0)
     return sum(gains) / len(gains)
+
+
+def _off(costs: Costs, num_stages: int, factors: Sequence[Sequence[float]]) -> Costs:
+    """Costs whose seconds of F, I and W are that many times as long in each stage."""
+    rows = zip(costs.seconds(num_stages).values(), factors, strict=True)
+    changed = (tuple(map(mul, seconds, row)) for seconds, row in rows)
+    return replace(costs, **dict(zip(("forward", "input_grad", "weight_grad"), changed, strict=True)))

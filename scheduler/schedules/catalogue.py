@@ -126,4 +126,8 @@ def split_costs(costs: Costs, schedule: Schedule) -> Costs:
         values = costs.per_stage(name, groups)
         pairs = zip(schedule.placement, (*schedule.placement[1:], schedule.placement[-1]), strict=True)
         changed[name] = tuple(values[min(one, other)] for one, other in pairs)
-    return replace(costs, **changed)
+    return replace(
+        costs,
+        **changed,
+        microbatches=[split_costs(one, schedule) for one in costs.of_microbatches(len(costs.microbatches))],
+    )

@@ -28,6 +28,10 @@ class Problem:
     def num_stages(self) -> int:
         return len(self.placement)
 
+    def of_microbatches(self) -> list[Costs]:
+        """The costs of each microbatch."""
+        return self.costs.of_microbatches(self.num_microbatches)
+
     def limit(self, group: int) -> float:
         return self.limits[group] if self.limits else math.inf
 
@@ -43,9 +47,10 @@ class Problem:
         """For each stage, the room that its F must find: for itself and for the later stages of its group.
 
         Younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
-        other.
+        other. Where microbatches differ, the room is that of the largest.
         """
-        held = self.costs.per_stage("activation_bytes", self.num_stages)
+        rows = [one.per_stage("activation_bytes", self.num_stages) for one in self.of_microbatches()]
+        held = list(map(max, zip(*rows, strict=True)))
         need = list(held)
         later = [0.0] * self.num_groups
         for stage in reversed(range(self.num_stages)):
@@ -91,27 +96,29 @@ class _Lane:
     """A stage's tasks of one kind, one for each microbatch in turn.
 
     Args:
+        seconds: For each microbatch, how long its task takes.
         ready: For each microbatch, when what another stage makes for it is there.
         open: How many microbatches have run the stage's task before this one.
         room: What memory must have room for; F alone needs some.
-        holds: What a task adds to the memory that is held.
+        holds: For each microbatch, what its task adds to the memory that is held.
         next: The microbatch whose turn it is.
         follower: The lane of the stage's task after this one.
-        results: The lane that waits for what this one makes, the time that it takes to arrive, and that lane's group.
+        results: The lane that waits for what this one makes, for each microbatch the time that it takes to arrive, and
+            that lane's group.
     """
 
     stage: int
     kind: Kind
-    seconds: float
+    seconds: Sequence[float]
     due: float
     noise: Sequence[float] | None
     ready: list[float]
     open: int
     room: float
-    holds: float
+    holds: Sequence[float]
     next: int = 0
     follower: "_Lane | None" = None
-    results: "tuple[_Lane, float, int] | None" = None
+    results: "tuple[_Lane, Sequence[float], int] | None" = None
 
 
 class _Listing:
@@ -174,9 +181,9 @@ class _Listing:
         """Runs the next task of a lane, and wakes the groups that wait for its result."""
         microbatch = lane.next
         start = max(now, lane.ready[microbatch])
-        end = start + lane.seconds
+        end = start + lane.seconds[microbatch]
         lane.next += 1
-        self.live[group] += lane.holds
+        self.live[group] += lane.holds[microbatch]
         self.free_at[group] = end
         self.orders[group].append(Task(lane.stage, lane.kind, microbatch))
         heappush(self.heap, (end, group))
@@ -184,7 +191,7 @@ class _Listing:
             lane.follower.open += 1
         if lane.results is not None:
             there, seconds, to_group = lane.results
-            there.ready[microbatch] = arrival = end + seconds
+            there.ready[microbatch] = arrival = end + seconds[microbatch]
             heappush(self.heap, (arrival, to_group))
         if lane.kind == "F" and not lane.stage and self.ranking.burst <= microbatch < len(lane.ready) - 1:
             lane.ready[microbatch + 1] = start + self.ranking.interval
@@ -192,9 +199,10 @@ class _Listing:
 
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
     """For each stage the lanes of F, I and W, linked to the lanes that wait for them."""
-    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
-    seconds, memory, need = costs.seconds(n), costs.memory(n), problem.needed_to_start()
-    over = costs.transfers_between(problem.placement)
+    n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
+    need = problem.needed_to_start()
+    seconds, memory = [one.seconds(n) for one in every], [one.memory(n) for one in every]
+    over = list(zip(*(one.transfers_between(problem.placement) for one in every), strict=True))
 
     def lane(s: int, kind: Kind) -> _Lane:
         due = ranking.due[kind][s] + (_LAST if kind == "W" and ranking.weights_last else 0.0)
@@ -202,7 +210,8 @@ def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane
         sent = (kind == "F" and s) or (kind == "I" and s + 1 < n)
         ready = [math.inf if sent else 0.0] * m
         open_, room = (m, need[s]) if kind == "F" else (0, -math.inf)
-        return _Lane(s, kind, seconds[kind][s], due, noise, ready, open_, room, memory[kind][s])
+        own = ([row[kind][s] for row in rows] for rows in (seconds, memory))
+        return _Lane(s, kind, next(own), due, noise, ready, open_, room, next(own))
 
     lanes = [(lane(s, "F"), lane(s, "I"), lane(s, "W")) for s in range(n)]
     for s, (f, i, w) in enumerate(lanes):

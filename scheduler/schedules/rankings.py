@@ -31,7 +31,7 @@ def random_genes(rng: random.Random) -> Genes:
 
 def ranking_from(problem: Problem, genes: Genes) -> Ranking:
     """A ranking from genes. Tasks are due as in one microbatch's way on its own, stretched here and there."""
-    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs.of_mean(problem.num_stages)
     forward, input_grad, weight_grad = costs.seconds(n).values()
     over = costs.transfers(n)
     period = max(

@@ -21,8 +21,8 @@ class Clock:
     Args:
         placement: For each stage, its group.
         num_microbatches: The number of microbatches.
-        seconds: For each kind, the time of each stage's tasks.
-        over: The time over the boundary behind each stage.
+        seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
+        over: The time over the boundary behind a stage, at the same places.
     """
 
     placement: Sequence[int]
@@ -82,7 +82,7 @@ class Clock:
                     arrival = happened[at - m]
                     if arrival < 0:
                         return at - m
-                    arrival += over[stage - 1]
+                    arrival += over[at - m]
                     if arrival > now:
                         now = arrival
             elif kind == "W":
@@ -95,11 +95,11 @@ class Clock:
                     arrival = happened[size + at + m]
                     if arrival < 0:
                         return size + at + m
-                    arrival += over[stage]
+                    arrival += over[at]
                     if arrival > now:
                         now = arrival
             add_start(now)
-            now += seconds[kind][stage]
+            now += seconds[kind][at]
             add_end(now)
             if kind != "W" and kind != "R":
                 event = at if kind == "F" else size + at
@@ -131,7 +131,7 @@ class Clock:
                     start = max(start, end + late)
             for one in unit:
                 starts.append(start)
-                start += self.seconds[one.kind][one.stage]
+                start += self.seconds[one.kind][one.stage * self.num_microbatches + one.microbatch]
                 ends.append(start)
             for one in unit:
                 if one.kind not in "WR":  # no other group waits for these
@@ -146,13 +146,13 @@ class Clock:
         at = task.stage * m + task.microbatch
         if task.kind == "F":
             if task.stage:
-                yield at - m, self.over[task.stage - 1]
+                yield at - m, self.over[at - m]
         elif task.kind == "W":
             yield size + at, 0.0
         else:
             yield at, 0.0
             if task.stage < len(self.placement) - 1 and task.kind != "R":
-                yield size + at + m, self.over[task.stage]
+                yield size + at + m, self.over[at]
 
     def _event_of(self, task: Task) -> int:
         """The event of a task's end. That of W and R is no event: no other group waits for them."""

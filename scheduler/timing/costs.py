@@ -3,8 +3,8 @@
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -12,6 +12,16 @@ from scheduler.base.files import parse_json
 from scheduler.task import Kind, Task
 
 PerStage = float | tuple[float, ...]
+# What a larger microbatch has more of.
+_GROWING = (
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "recompute",
+    "activation_bytes",
+    "released_at_input_grad",
+    "transfer_bytes",
+)
 
 
 class Timed(Protocol):
@@ -39,10 +49,14 @@ class Costs:
         released_at_input_grad: The part of activation_bytes that is let go after I already.
         recompute: Seconds of R, what I and W need of the forward and did not keep. It runs right before I, and does
             not wait for the gradient that I waits for.
+        microbatches: For each microbatch its own Costs, or a number: so many times the seconds and bytes given beside.
+            Empty if all cost the same.
 
     Examples:
         >>> Costs(forward=(1.0, 2.0)).duration("F", 1)
         2.0
+        >>> Costs(forward=(1.0, 2.0), microbatches=(1.0, 0.5)).microbatches[1].forward
+        (0.5, 1.0)
     """
 
     forward: PerStage = 1.0
@@ -54,10 +68,11 @@ class Costs:
     transfer_bytes: PerStage = 0.0
     bytes_per_s: float = math.inf
     recompute: PerStage = 0.0
+    microbatches: "Sequence[Costs | float]" = ()
 
     def __post_init__(self) -> None:
         faults = []
-        for one in fields(self):
+        for one in fields(self)[:-1]:
             value = getattr(self, one.name)
             if isinstance(value, list):
                 value = tuple(value)
@@ -74,6 +89,32 @@ class Costs:
             wanted = "numbers of at least 0 (bytes_per_s: above 0), or one for each stage"
             raise ValueError(f"Costs: {'; '.join(faults)}. Expected {wanted}.")
         self._check_released()
+        object.__setattr__(self, "microbatches", tuple(self._microbatches()))
+
+    def _microbatches(self) -> "Iterator[Costs]":
+        """The costs of each microbatch, from what was given; those of equal numbers are one object."""
+        known: dict[float, Costs] = {}
+        if not isinstance(self.microbatches, Iterable) or isinstance(self.microbatches, str):
+            raise ValueError(f"Costs: microbatches is {self.microbatches!r}; expected one entry for each microbatch.")
+        for one in self.microbatches:
+            if isinstance(one, Mapping):  # from JSON
+                _check_names(one)
+                one = replace(self, microbatches=(), **one)
+            if isinstance(one, Costs):
+                if one.microbatches:
+                    raise ValueError("Costs: an entry of microbatches has microbatches itself.")
+                yield one
+                continue
+            if not isinstance(one, int | float) or not 0 <= one < math.inf:
+                raise ValueError(f"Costs: microbatches holds {one!r}; expected Costs, or numbers of at least 0.")
+            if one not in known:
+                known[one] = self._times(one)
+            yield known[one]
+
+    def _times(self, factor: float) -> "Costs":
+        values = {name: getattr(self, name) for name in _GROWING}
+        scaled = {k: tuple(x * factor for x in v) if isinstance(v, tuple) else v * factor for k, v in values.items()}
+        return replace(self, **scaled, microbatches=())
 
     def _check_released(self) -> None:
         held, early = self.activation_bytes, self.released_at_input_grad
@@ -98,8 +139,36 @@ class Costs:
             )
         return list(value)
 
+    def of_microbatches(self, num_microbatches: int) -> "list[Costs]":
+        """The costs of each microbatch.
+
+        Raises:
+            ValueError: They were given for another number of microbatches.
+        """
+        if not self.microbatches:
+            return [self] * num_microbatches
+        if len(self.microbatches) != num_microbatches:
+            raise ValueError(
+                f"Costs: microbatches has {len(self.microbatches)} entries and the loop {num_microbatches}"
+                " microbatches; give one entry for each."
+            )
+        return [one for one in self.microbatches if isinstance(one, Costs)]
+
+    def of_mean(self, num_stages: int) -> "Costs":
+        """The costs of a mean microbatch."""
+        if not self.microbatches:
+            return self
+        every = self.of_microbatches(len(self.microbatches))
+        rows = {name: [c.per_stage(name, num_stages) for c in every] for name in _GROWING}
+        means = {name: tuple(map(statistics.fmean, zip(*row, strict=True))) for name, row in rows.items()}
+        return replace(self, **means, microbatches=())
+
+    def in_order(self, order: Sequence[int]) -> "Costs":
+        """The costs of the same microbatches in another order: number ``order[k]`` in place k."""
+        return replace(self, microbatches=tuple(self.microbatches[i] for i in order))
+
     def duration(self, kind: Kind, stage: int) -> float:
-        """Seconds of a task."""
+        """Seconds of a task, where all microbatches cost the same."""
         if kind == "B":
             return self.duration("I", stage) + self.duration("W", stage)
         value = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "R": self.recompute}[kind]
@@ -134,7 +203,13 @@ class Costs:
         return seconds
 
     @classmethod
-    def measured(cls, durations: Timed | Iterable[tuple[Task, float]], **others: Any) -> "Costs":
+    def measured(
+        cls,
+        durations: Timed | Iterable[tuple[Task, float]],
+        *,
+        shapes: Sequence[Hashable] | None = None,
+        **others: Any,
+    ) -> "Costs":
         """Costs from the times of a real run: the median for each kind and stage.
 
         Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
@@ -142,10 +217,12 @@ class Costs:
         Args:
             durations: The timeline of a run, or pairs of task and seconds; leave out the first microbatches of a cold
                 run.
+            shapes: For each microbatch of the run, its shape. Then each shape is measured on its own, and the costs
+                are those of a loop over these microbatches.
             **others: The costs that a timeline does not show (transfer_s, activation_bytes, …).
 
         Raises:
-            ValueError: There are no durations.
+            ValueError: There are no durations, or none of some shape.
 
         Examples:
             >>> seen = [("0F0", 1.0), ("0F1", 1.2), ("0F2", 5.0), ("0B0", 3.0)]
@@ -153,8 +230,15 @@ class Costs:
             >>> costs.forward, costs.input_grad, costs.weight_grad
             ((1.2,), (1.5,), (1.5,))
         """
+        pairs = list(durations if isinstance(durations, Iterable) else durations.durations)
+        if shapes is not None:
+            of_shape = {
+                shape: cls.measured([(t, s) for t, s in pairs if shapes[t.microbatch] == shape], **others)
+                for shape in dict.fromkeys(shapes)
+            }
+            others = {**others, "microbatches": tuple(of_shape[shape] for shape in shapes)}
         seconds: dict[tuple[int, str], list[float]] = {}
-        for task, duration in durations if isinstance(durations, Iterable) else durations.durations:
+        for task, duration in pairs:
             seconds.setdefault((task.stage, task.kind), []).append(duration)
         if not seconds:
             raise ValueError("Costs.measured: received no durations; expected pairs of Task and seconds.")
@@ -185,11 +269,7 @@ class Costs:
         except ValueError as error:
             raise ValueError(f"Costs: this is not JSON: {error}.") from None
         if isinstance(data, dict) and "traceEvents" not in data:
-            known = {one.name for one in fields(cls)}
-            if unknown := sorted(set(data) - known):
-                raise ValueError(
-                    f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace."
-                )
+            _check_names(data)
             return cls(**data)
         events = data["traceEvents"] if isinstance(data, dict) else data
         if not isinstance(events, list):
@@ -207,3 +287,9 @@ class Costs:
         if stages > 10 * len(durations) + 1000:
             raise ValueError(f"Costs: the Chrome trace names stage {stages - 1}, and holds {len(durations)} tasks.")
         return cls.measured(durations)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    known = {one.name for one in fields(Costs)}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace.")

@@ -16,12 +16,13 @@ class Replay:
     Args:
         orders: For each group, its tasks in order; they must not deadlock.
         placement: For each stage, its group.
+        num_microbatches: For :meth:`ends`, which takes durations for each microbatch. Else they are those of all.
     """
 
-    def __init__(self, orders: Orders, placement: Sequence[int]) -> None:
+    def __init__(self, orders: Orders, placement: Sequence[int], num_microbatches: int = 1) -> None:
         self.placement = tuple(placement)
         self.num_tasks = sum(map(len, orders))
-        self._steps = _steps(orders, self.placement)
+        self._steps = _steps(orders, self.placement, num_microbatches)
         self._held = [_counts(order, self.placement, group) for group, order in enumerate(orders)]
         self.counts = [max((c.get(s, 0) for c in self._held[g]), default=0) for s, g in enumerate(self.placement)]
         """For each stage, the most microbatches that it holds at once."""
@@ -44,6 +45,17 @@ class Replay:
             0.0,
             *(t if a != b else 0.0 for t, a, b in zip(over, self.placement, self.placement[1:], strict=False)),
         ]
+        clock = self.ends(seconds, waits)
+        return max(map(sum, zip(clock, after, strict=True))) if after else max(clock)
+
+    def ends(self, seconds: Sequence[float], waits: Sequence[float]) -> list[float]:
+        """When each group ends.
+
+        Args:
+            seconds: Of a task: at four times its stage plus 0 for F, 1 for I, 2 for W, 3 for B; all that times the
+                microbatches plus its own.
+            waits: Of a result on its way from or to the stage before: at stage times microbatches plus microbatch.
+        """
         clock = [0.0] * (max(self.placement) + 1)
         ends: list[float] = []
         done = ends.append
@@ -56,7 +68,7 @@ class Replay:
             now += seconds[kind]
             clock[group] = now
             done(now)
-        return max(map(sum, zip(clock, after, strict=True))) if after else max(clock)
+        return clock
 
     def peaks(self, activations: Sequence[float]) -> list[float]:
         """For each group, the most bytes of activations that it holds, from the bytes of a microbatch in each stage."""
@@ -66,10 +78,11 @@ class Replay:
         ]
 
 
-def _steps(orders: Orders, placement: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """All tasks in an order in which each comes after what it waits for: its group, its kind and stage as a number, the
-    position of the task of another stage that it waits for (-1: none), and the boundary between them (0: none).
+def _steps(orders: Orders, placement: tuple[int, ...], num_microbatches: int) -> list[tuple[int, int, int, int]]:
+    """All tasks in an order in which each comes after what it waits for: its group, where its seconds stand, the
+    position of the task of another stage that it waits for (-1: none), and where the seconds of that way stand.
     """
+    m = num_microbatches
     last = len(placement) - 1
     at: dict[tuple[int, bool, int], int] = {}  # stage, whether it goes back, microbatch
     position = [0] * len(orders)
@@ -85,10 +98,10 @@ def _steps(orders: Orders, placement: tuple[int, ...]) -> list[tuple[int, int, i
             if 0 <= other <= last:
                 if (needs := at.get((other, is_back, microbatch), -1)) < 0:
                     return other, is_back, microbatch
-                boundary = max(stage, other)
+                boundary = max(stage, other) * m + microbatch % m
             if kind != "W":
                 at[stage, is_back, microbatch] = len(steps)
-            steps.append((group, 4 * stage + _KINDS[kind], needs, boundary))
+            steps.append((group, (4 * stage + _KINDS[kind]) * m + microbatch % m, needs, boundary))
             position[group] += 1
             if kind != "W":
                 happened((stage, is_back, microbatch))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
-from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
+from scheduler.task import KINDS, Kind, Orders, Pairs, Schedule, Task, check_schedule
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
 from scheduler.timing.timeline import Timeline
@@ -18,7 +18,8 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     Args:
         schedule: Any schedule.
         num_microbatches: How often the loop body runs.
-        costs: What tasks take and hold; by default 1 for F, I and W each, and transfers nothing.
+        costs: What tasks take and hold, of all microbatches or of each; by default 1 for F, I and W each, and
+            transfers nothing.
         fuse: Count each pair that the schedule wants fused as one unit, which starts when both could and hands on its
             results at its end. By default the pair's tasks run one after the other.
 
@@ -34,8 +35,9 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     """
     check_schedule("simulate", schedule)
     with without_collection():
-        again = (costs or Costs()).per_stage("recompute", schedule.num_stages)
-        stages = {stage for stage, seconds in enumerate(again) if seconds}
+        every = set((costs or Costs()).of_microbatches(num_microbatches))
+        again = [one.per_stage("recompute", schedule.num_stages) for one in every]
+        stages = {stage for row in again for stage, seconds in enumerate(row) if seconds}
         orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
@@ -52,7 +54,7 @@ def simulate_orders(
     """The same as :func:`simulate`, for orders at hand."""
     costs = Costs() if costs is None else costs
     starts, ends = _clock(placement, num_microbatches, costs).run(orders, dict(fused))
-    counts, nbytes = _memory(orders, len(placement), costs)
+    counts, nbytes = peaks(orders, len(placement), costs, num_microbatches)
     return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name)
 
 
@@ -78,31 +80,43 @@ def timeline_of(
     orders = tuple(tuple(task for task, _, _ in row) for row in rows)
     starts, ends = (tuple(tuple(times[k] for _, *times in row) for row in rows) for k in range(2))
     has_forward = {task.stage for order in orders for task in order if task.kind == "F"}  # the others hold nothing
-    held, nbytes = _memory([[t for t in order if t.stage in has_forward] for order in orders], len(placement), Costs())
+    holding = [[t for t in order if t.stage in has_forward] for order in orders]
+    held, nbytes = peaks(holding, len(placement), Costs(), 1 + max(t.microbatch for _, ts, _, _ in runs for t in ts))
     fused = frozenset((tasks[0], tasks[1]) for _, tasks, _, _ in runs if len(tasks) == 2)
     return Timeline(orders, starts, ends, tuple(placement), costs, held, nbytes, fused, name)
 
 
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
-    seconds = costs.seconds(len(placement))
-    seconds["B"] = [one + other for one, other in zip(seconds["I"], seconds["W"], strict=True)]
-    seconds["R"] = costs.per_stage("recompute", len(placement))
-    return Clock(placement, num_microbatches, seconds, costs.transfers_between(placement))
+    n, every = len(placement), costs.of_microbatches(num_microbatches)
+    known = {one: one.seconds(n) for one in dict.fromkeys(every)}
+    for one, seconds in known.items():
+        seconds["B"] = [a + b for a, b in zip(seconds["I"], seconds["W"], strict=True)]
+        seconds["R"] = one.per_stage("recompute", n)
+    over = {one: one.transfers_between(placement) for one in known}
+    flat: dict[Kind, list[float]] = {kind: _flat([known[one][kind] for one in every]) for kind in KINDS}
+    return Clock(placement, num_microbatches, flat, _flat([over[one] for one in every]))
 
 
-def _memory(
-    orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs
+def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of numbers for each microbatch and stage a list, stage after stage."""
+    return [x for column in zip(*rows, strict=True) for x in column]
+
+
+def peaks(
+    orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The most activations and the most bytes that each group holds. They follow from its order alone."""
-    added = costs.memory(num_stages)
+    every = costs.of_microbatches(num_microbatches)
+    known = {one: one.memory(num_stages) for one in dict.fromkeys(every)}
+    added = {kind: _flat([known[one][kind] for one in every]) for kind in ("F", "I", "W")}
     added["B"] = [-nbytes for nbytes in added["F"]]
-    added["R"] = [0.0] * num_stages
+    added["R"] = [0.0] * len(added["F"])
     counts, nbytes = [], []
     for order in orders:
         count = most = 0
         size = largest = 0.0
-        for stage, kind, _ in order:
-            size += added[kind][stage]
+        for stage, kind, microbatch in order:
+            size += added[kind][stage * num_microbatches + microbatch]
             if kind == "F":
                 count += 1
                 if count > most:

@@ -64,6 +64,8 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each group, the time it works."""
+        if self.costs.microbatches:
+            return tuple(sum(end - start for _, start, end in self.row(group)) for group in range(self.num_groups))
         counts: list[Counter[tuple[Kind, int]]]
         counts = [Counter((kind, stage) for stage, kind, _ in order) for order in self.orders]
         return tuple(sum(n * self.costs.duration(*key) for key, n in count.items()) for count in counts)
@@ -113,7 +115,8 @@ def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
     if not where:
         return ()
     num_stages = len(timeline.placement)
-    over = timeline.costs.transfers_between(timeline.placement)
+    every = timeline.costs.of_microbatches(1 + max(task.microbatch for task in where))
+    over = [costs.transfers_between(timeline.placement) for costs in every]
     second = {then: first for first, then in timeline.fused}
     first_of = dict(timeline.fused)
 
@@ -134,7 +137,7 @@ def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
         unit = [task, *([second[task]] if task in second else []), *([first_of[task]] if task in first_of else [])]
         for one in unit:
             for need in chain_needs(one, num_stages, where.__contains__):
-                late = 0.0 if need.stage == one.stage else over[min(need.stage, one.stage)]
+                late = 0.0 if need.stage == one.stage else over[one.microbatch][min(need.stage, one.stage)]
                 last = first_of.get(need, need)
                 candidates.append((end(last) + late, last))
         if not candidates or start <= 0:

@@ -198,7 +198,7 @@ def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tmp_path, monkey
             b'{"forwards": 1}',
             (
                 "Costs: unknown names ['forwards']; expected some of ['activation_bytes', 'bytes_per_s', 'forward', "
-                "'input_grad', 'recompute', 'released_at_input_grad', 'transfer_bytes', 'transfer_s', "
+                "'input_grad', 'microbatches', 'recompute', 'released_at_input_grad', 'transfer_bytes', 'transfer_s', "
                 "'weight_grad'], or a Chrome trace."
             ),
         ),
