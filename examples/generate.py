@@ -68,14 +68,13 @@ class Text(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the rows of a lane do in a step. Where there is no text, all is zero.
+    """What the rows of a lane do in a step. A row without a text has zeros; so it writes to page 0, which no text has.
 
     Attributes:
       token: (rows,), the byte to read; `NO_BYTE` is the one that the last step drew.
       position: (rows,), its position in the text.
-      pages: (rows, pages of a text), the pages of the row's keys and values. Nobody reads page 0.
-      key: (rows, 2).
-      temperature: (rows,).
+      pages: (rows, pages of a text), where the keys and values of the text are.
+      key, temperature: (rows, 2) and (rows,), as in `Request`.
     """
 
     token: Any
@@ -196,42 +195,40 @@ class Started(NamedTuple):
     places: list[list[tuple[int, int]]]
 
 
+@dataclasses.dataclass
 class Sampler:
     """Writes texts, with caches that stay from call to call. Its programs have one shape, whatever texts come.
 
-    Args:
+    Attributes:
       model: it gives the layers.
       jit: `jax.jit`, or `mpmd.jit` for a mesh. In several processes, all make the same calls.
       lanes: as many as the model has stages keep all groups at work.
       rows: of a lane.
       window: bytes of the longest text with its prompt.
-      page_size: bytes of a page; must divide `window`.
-      pages: of a lane; by default, as many as its rows can need at most.
+      page_size: bytes of a page.
+      pages: of a lane; 0 means as many as its rows can need at most.
       choices: the bytes that may be drawn.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        jit: Callable[..., Any],
-        *,
-        lanes: int,
-        rows: int,
-        window: int = WINDOW,
-        page_size: int = 16,
-        pages: int | None = None,
-        choices: range = range(256),
-    ):
-        if window % page_size:
-            raise ValueError(f"Sampler: page_size is {page_size}, which does not divide the window of {window} bytes")
-        self._window, self._page_size = window, page_size
-        self._pages = rows * window // page_size if pages is None else pages
-        self._make_lane = functools.partial(Lane, rows, self._pages, window // page_size)
-        self._advance = jit(make_advance(model, choices), donate_argnums=1)
-        shape = (1 + self._pages, page_size, model.d_model // model.head_size, model.head_size)
-        pool = np.zeros(shape, np.float32)  # host arrays go to the groups that read them
-        self._caches = [[{"keys": pool, "values": pool}] * model.num_layers for _ in range(lanes)]
-        self._last: list[Any] = [np.zeros(rows, np.int32)] * lanes
+    model: GPT
+    jit: Callable[..., Any]
+    lanes: int
+    rows: int
+    window: int = WINDOW
+    page_size: int = 16
+    pages: int = 0
+    choices: range = range(256)
+
+    def __post_init__(self):
+        pages_of_text = -(-self.window // self.page_size)
+        self.pages = self.pages or self.rows * pages_of_text
+        self._make_lane = functools.partial(Lane, self.rows, self.pages, pages_of_text)
+        self._advance = self.jit(make_advance(self.model, self.choices), donate_argnums=1)
+        heads = self.model.d_model // self.model.head_size
+        pool = np.zeros((1 + self.pages, self.page_size, heads, self.model.head_size), np.float32)
+        # Host arrays go to the groups that read them.
+        self._caches = [[{"keys": pool, "values": pool}] * self.model.num_layers for _ in range(self.lanes)]
+        self._last: list[Any] = [np.zeros(self.rows, np.int32)] * self.lanes
 
     def start(self, params: Any, requests: Sequence[Request]) -> Started:
         """Starts all steps, without waiting for the devices. It reads what they draw only of texts with a stop byte.
@@ -239,7 +236,7 @@ class Sampler:
         Raises:
           ValueError: a text can never fit.
         """
-        self._check(requests)
+        self.check(requests)
         started = Started(requests, [], [[] for _ in requests])
         waiting = collections.deque(zip(requests, started.places, strict=True))
         lanes = [self._make_lane() for _ in self._caches]
@@ -278,17 +275,18 @@ class Sampler:
 
     def _num_pages(self, request: Request) -> int:
         """How many pages a text takes. Its last byte is not read."""
-        return -(-(len(request.prompt) + request.length - 1) // self._page_size)
+        return -(-(len(request.prompt) + request.length - 1) // self.page_size)
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises a ValueError that names all requests which can never fit."""
         faults = []
         for i, request in enumerate(requests):
             prompt, length, num_pages = len(request.prompt), request.length, self._num_pages(request)
-            if min(prompt, length) < 1 or prompt + length > self._window:
-                limits = f"each must be at least 1, and both at most {self._window} together"
+            if min(prompt, length) < 1 or prompt + length > self.window:
+                limits = f"each must be at least 1, and both at most {self.window} together"
                 faults.append(f"request {i} has a prompt of {prompt} bytes and a length of {length}; {limits}")
-            elif num_pages > self._pages:
-                faults.append(f"request {i} needs {num_pages} pages; a lane has {self._pages}")
+            elif num_pages > self.pages:
+                faults.append(f"request {i} needs {num_pages} pages; a lane has {self.pages}")
         if faults:
             raise ValueError("Sampler: " + "\n  ".join(faults))
 
@@ -356,8 +354,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24, help="texts to write (default 24)")
     parser.add_argument("--prompt", default="def ", help="how the texts begin (default 'def ')")
     parser.add_argument("--length", type=int, default=100, help="bytes of the longest text (default 100)")
-    args = parser.parse_args(argv)
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -375,6 +372,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Request(args.prompt.encode(), -(-args.length * (4 - i % 4) // 4), (1, i), temperature=0.7 if i else 0.0)
         for i in range(args.texts)
     ]
+    try:
+        sampler.check(requests)
+    except ValueError as error:
+        sys.exit(str(error))
     if args.checkpoint_dir is None:
         params = trained_params(model, mesh, args.steps)
     else:
