@@ -60,8 +60,8 @@ class Text(NamedTuple):
     With temperature 0, it is the probability at temperature 1.
     """
 
-    tokens: np.ndarray
-    log_probabilities: np.ndarray
+    tokens: Any
+    log_probabilities: Any
 
 
 # What the groups compute: one byte in each row.

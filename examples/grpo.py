@@ -203,17 +203,16 @@ def run(roles: Roles, num_steps: int, tell: Callable[[str], None] = say) -> list
     weights, version = roles.deliver(state.params, 0)
     drawn = roles.draw(weights, requests_at(0))
     for step in range(num_steps):
-        answers, made_by = on_host(drawn), version
+        answers, made_by = jax.tree.map(lambda *rows: np.stack(rows), *on_host(drawn)), version
         if step > 0:
             weights, version = roles.deliver(state.params, step)
         if step + 1 < num_steps:
             drawn = roles.draw(weights, requests_at(step + 1))  # while the trainer learns
 
-        tokens = np.append(np.repeat(prompts_at(step), ANSWERS, axis=0), [text.tokens for text in answers], axis=1)
+        tokens = np.append(np.repeat(prompts_at(step), ANSWERS, axis=0), answers.tokens, axis=1).astype(np.int32)
         texts = [bytes(row.astype(np.uint8)).decode() for row in tokens]
         rewards = np.array([reward(text[:4], text[4:]) for text in texts]).reshape(PROMPTS, ANSWERS)
-        drawn_with = [text.log_probabilities for text in answers]
-        parts = (tokens.astype(np.int32), np.array(drawn_with), advantages(rewards).reshape(-1))
+        parts = tokens, answers.log_probabilities, advantages(rewards).reshape(-1)
         batch = Batch(*(x.reshape(MICROBATCHES, -1, *x.shape[1:]) for x in parts))
         state, metrics = roles.learn(state, batch, roles.score(roles.reference, batch.tokens))
 
