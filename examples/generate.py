@@ -220,6 +220,8 @@ class Sampler:
     choices: range = range(256)
 
     def __post_init__(self):
+        if min(self.lanes, self.rows, self.window, self.page_size) < 1:
+            raise ValueError("Sampler: lanes, rows, window and page_size must each be at least 1")
         pages_of_text = -(-self.window // self.page_size)
         self.pages = self.pages or self.rows * pages_of_text
         self._make_lane = functools.partial(Lane, self.rows, self.pages, pages_of_text)
@@ -372,10 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Request(args.prompt.encode(), -(-args.length * (4 - i % 4) // 4), (1, i), temperature=0.7 if i else 0.0)
         for i in range(args.texts)
     ]
-    try:
-        sampler.check(requests)
-    except ValueError as error:
-        sys.exit(str(error))
+    sampler.check(requests)  # now, and not after training
     if args.checkpoint_dir is None:
         params = trained_params(model, mesh, args.steps)
     else:
