@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from generate import Drawn, Request, draw, empty_caches, make_advance, on_host, say
+from generate import Request, Sampler, Started, on_host, say
 from train_gpt import GPT, TrainState, make_init
 
 import mpmd
@@ -36,7 +36,7 @@ import reshard
 from scheduler import GPipe, OneFOneB
 
 PROMPTS, ANSWERS = 16, 8  # of a step, and of each prompt
-REQUESTS = 4  # in flight in the sampler; of the trainer, microbatches
+MICROBATCHES = 4  # of the trainer
 DIGITS = range(ord("0"), ord("9") + 1)
 LENGTH = 2  # of an answer
 CLIP, CLOSENESS = 0.2, 0.02
@@ -70,9 +70,9 @@ class Batch(NamedTuple):
     """The answers of a step, in microbatches.
 
     Attributes:
-      tokens: (REQUESTS, rows, bytes), prompts and answers.
-      drawn: (REQUESTS, rows, LENGTH), the logarithm of the probability with which a byte was drawn.
-      advantages: (REQUESTS, rows).
+      tokens: (MICROBATCHES, rows, bytes), prompts and answers.
+      drawn: (MICROBATCHES, rows, LENGTH), the logarithm of the probability with which a byte was drawn.
+      advantages: (MICROBATCHES, rows).
     """
 
     tokens: np.ndarray
@@ -120,11 +120,10 @@ def make_learn(model: GPT, optimizer: optax.GradientTransformation) -> Callable[
     return learn
 
 
-def request_at(step: int) -> Request:
-    """What is drawn for a step: each prompt ANSWERS times, in REQUESTS requests."""
-    tokens = np.repeat(prompts_at(step), ANSWERS, axis=0).reshape(REQUESTS, -1, 4)
-    keys = jax.random.split(jax.random.key(step), REQUESTS)
-    return Request(tokens, np.zeros(REQUESTS, np.int32), keys)
+def requests_at(step: int) -> list[Request]:
+    """What is drawn for a step: each prompt ANSWERS times, each time with another key."""
+    prompts = [bytes(prompt.astype(np.uint8)) for prompt in prompts_at(step) for _ in range(ANSWERS)]
+    return [Request(prompt, LENGTH, (step, i)) for i, prompt in enumerate(prompts)]
 
 
 # The roles, on groups of devices and on one device.
@@ -137,7 +136,7 @@ class Roles(NamedTuple):
       first: the state before the first step.
       reference: the parameters of the reference.
       learn, score: as `make_learn` and `make_score` give them.
-      draw: what the sampler draws with some parameters for a request.
+      draw: starts the texts of some requests with some parameters; returns at once.
       deliver: the trainer's parameters for the sampler, with the number of their version.
     """
 
@@ -145,21 +144,14 @@ class Roles(NamedTuple):
     reference: Any
     learn: Callable[..., Any]
     score: Callable[..., Any]
-    draw: Callable[[Any, Request], list[Drawn]]
+    draw: Callable[[Any, Sequence[Request]], Started]
     deliver: Callable[[Any, int], tuple[Any, int]]
 
 
-def make_draw(model: GPT, jit: Callable[[Callable], Callable]) -> Callable[[Any, Request], list[Drawn]]:
-    """Draws answers: requests go through the stages one behind the other, a byte of each in turn."""
-    advance = make_advance(model, temperature=1.0, choices=DIGITS)
-
-    @jit
-    def advance_all(params, caches, requests):
-        one = lambda x: advance(params, *x)  # noqa: E731
-        return mpmd.treduce(one, (caches, requests), schedule=GPipe(model.num_stages), operation=mpmd.Concat)
-
-    caches = jax.tree.map(lambda x: np.stack([x] * REQUESTS), empty_caches(model, PROMPTS * ANSWERS // REQUESTS, 8))
-    return lambda params, request: draw(advance_all, params, caches, request, LENGTH)
+def make_sampler(model: GPT, jit: Callable[..., Any]) -> Sampler:
+    """A sampler that has all answers of a step in flight."""
+    rows = PROMPTS * ANSWERS // SAMPLER_STAGES
+    return Sampler(model, jit, lanes=SAMPLER_STAGES, rows=rows, window=8, page_size=4, choices=DIGITS)
 
 
 def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
@@ -172,16 +164,15 @@ def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
 
     learn = mpmd.jit(make_learn(model, optimizer), mpmd_mesh=trainer, donate_argnums=0)
     types = jax.eval_shape(make_init(model, optimizer), key)
-    shape = (REQUESTS, PROMPTS * ANSWERS // REQUESTS)
+    shape = (MICROBATCHES, PROMPTS * ANSWERS // MICROBATCHES)
     drawn = np.zeros((*shape, LENGTH), np.float32)
     like = Batch(np.zeros((*shape, 4 + LENGTH), np.int32), drawn, np.zeros(shape, np.float32))
     layout = learn.lower(types, like, drawn).compile().input_shardings[0][0]
     init = mpmd.jit(make_init(model, optimizer), mpmd_mesh=trainer, out_shardings=layout)
 
     sampling = GPT(4, 64, num_stages=SAMPLER_STAGES)
-    jit = functools.partial(mpmd.jit, mpmd_mesh=sampler)
-    forward = jit(functools.partial(log_probabilities, sampling))
-    where = forward.lower(types.params, like.tokens[0]).compile().input_shardings[0][0]
+    answering = make_sampler(sampling, functools.partial(mpmd.jit, mpmd_mesh=sampler))
+    where = answering.layout(types.params)
     targets = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types.params, where)
     stream = reshard.stream(layout.params, targets)
     elsewhere = jax.tree.map(lambda x: mpmd.MpmdArray([], x.sharding, x.shape, x.dtype), targets)
@@ -192,7 +183,7 @@ def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
         return stream.receive() if stream.receives else (elsewhere, version)
 
     score = mpmd.jit(make_score(model), mpmd_mesh=trainer)
-    return Roles(init(key), init(key).params, learn, score, make_draw(sampling, jit), deliver)
+    return Roles(init(key), init(key).params, learn, score, answering.start, deliver)
 
 
 def roles_on_one_device(optimizer: optax.GradientTransformation) -> Roles:
@@ -200,7 +191,7 @@ def roles_on_one_device(optimizer: optax.GradientTransformation) -> Roles:
     model = GPT(4, 64, num_stages=STAGES)
     first = jax.jit(make_init(model, optimizer))(jax.random.key(0))
     learn, score = jax.jit(make_learn(model, optimizer)), jax.jit(make_score(model))
-    return Roles(first, first.params, learn, score, make_draw(model, jax.jit), lambda *sent: sent)
+    return Roles(first, first.params, learn, score, make_sampler(model, jax.jit).start, lambda *sent: sent)
 
 
 # The loop.
@@ -210,20 +201,20 @@ def run(roles: Roles, num_steps: int, tell: Callable[[str], None] = say) -> list
     """Mean reward and loss of each step."""
     state, found = roles.first, []
     weights, version = roles.deliver(state.params, 0)
-    drawn = roles.draw(weights, request_at(0))
+    drawn = roles.draw(weights, requests_at(0))
     for step in range(num_steps):
-        answers, made_by = on_host(drawn), version
+        answers, made_by = jax.tree.map(lambda *rows: np.stack(rows), *on_host(drawn)), version
         if step > 0:
             weights, version = roles.deliver(state.params, step)
         if step + 1 < num_steps:
-            drawn = roles.draw(weights, request_at(step + 1))  # while the trainer learns
+            drawn = roles.draw(weights, requests_at(step + 1))  # while the trainer learns
 
-        prompts = request_at(step).tokens
-        tokens = np.concatenate([prompts, answers.tokens], axis=-1).astype(np.int32)
-        texts = [bytes(row.astype(np.uint8)).decode() for row in tokens.reshape(-1, tokens.shape[-1])]
+        tokens = np.append(np.repeat(prompts_at(step), ANSWERS, axis=0), answers.tokens, axis=1).astype(np.int32)
+        texts = [bytes(row.astype(np.uint8)).decode() for row in tokens]
         rewards = np.array([reward(text[:4], text[4:]) for text in texts]).reshape(PROMPTS, ANSWERS)
-        batch = Batch(tokens, answers.log_probability, advantages(rewards).reshape(tokens.shape[:2]))
-        state, metrics = roles.learn(state, batch, roles.score(roles.reference, tokens))
+        parts = tokens, answers.log_probabilities, advantages(rewards).reshape(-1)
+        batch = Batch(*(x.reshape(MICROBATCHES, -1, *x.shape[1:]) for x in parts))
+        state, metrics = roles.learn(state, batch, roles.score(roles.reference, batch.tokens))
 
         values = {name: float(value) for name, value in mpmd.device_get(metrics).items()}
         found.append((float(rewards.mean()), values["loss"]))

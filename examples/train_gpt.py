@@ -109,7 +109,10 @@ class GPT:
         return x + dropout(self.mlp(layer, x), self.dropout, keys[1])
 
     def heads(self, layer: dict[str, Any], x: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, (rows, length, heads, features), for bytes at the positions from `start` on."""
+        """Queries, keys and values, (rows, length, heads, features), for bytes at the positions from `start` on.
+
+        `start` is a number for all rows, or (rows, 1).
+        """
         qkv = (rms_norm(x, layer["attention_norm"]) @ layer["qkv"]).reshape(*x.shape[:-1], 3, -1, self.head_size)
         return rotary(qkv[..., 0, :, :], start), rotary(qkv[..., 1, :, :], start), qkv[..., 2, :, :]
 
@@ -129,8 +132,8 @@ def rotary(x: jax.Array, start: Any = 0) -> jax.Array:
     Source: arXiv:2104.09864.
     """
     length, half = x.shape[1], x.shape[-1] // 2
-    angles = (start + jnp.arange(length))[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    angles = (start + jnp.arange(length))[..., None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
