@@ -369,12 +369,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = GPT(args.layers, args.d_model, num_stages=args.stages)
 
     jit = functools.partial(mpmd.jit, mpmd_mesh=mesh)
-    sampler = Sampler(model, jit, lanes=args.lanes, rows=args.rows, pages=args.pages)
     requests = [  # of four lengths; the first one is greedy
         Request(args.prompt.encode(), -(-args.length * (4 - i % 4) // 4), (1, i), temperature=0.7 if i else 0.0)
         for i in range(args.texts)
     ]
-    sampler.check(requests)  # now, and not after training
+    try:
+        sampler = Sampler(model, jit, lanes=args.lanes, rows=args.rows, pages=args.pages)
+        sampler.check(requests)  # now, and not after training
+    except ValueError as error:
+        sys.exit(str(error))
     if args.checkpoint_dir is None:
         params = trained_params(model, mesh, args.steps)
     else:
