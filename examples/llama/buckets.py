@@ -44,6 +44,7 @@ class Pass:
         sizes = [sum(map(num_tokens, documents)) for documents, _ in sources]
         if not all(sizes):
             raise ValueError("a source of the text has no tokens to train on, or none to hold out; give more text")
+        # Passes over each source in one over all of them, such that the weights are shares of tokens.
         scale = sum(sizes) / sum(weight for _, weight in sources)
         self.speeds = [scale * weight / size for size, (_, weight) in zip(sizes, sources, strict=True)]
         self.streams: dict[int, grain.MapDataset] = {}
@@ -67,8 +68,9 @@ class Pass:
         passes, place = divmod(number, len(self.order))
         length, k = self.order[place]
         count, rows = self.counts[length], self.rows[length]
-        stream, first = self.streams[length], passes * count
-        return length, [stream[first + i] for i in range(k * rows, min(count, (k + 1) * rows))]
+        numbers = range(passes * count + k * rows, passes * count + min(count, (k + 1) * rows))
+        documents = [self.streams[length][i] for i in numbers]
+        return length, [x for x in documents if x is not None]  # Grain: for elements that were filtered out
 
     def total(self, amount: Callable[[int], float]) -> float:
         """The sum of `amount`, a function of a document's tokens, over a pass."""
@@ -168,9 +170,7 @@ class BatchesByLength:
 
             return array_of(name, (len(rows), length), shardings[name], part)
 
-        return [
-            {name: array(name, length, rows) for name in shardings} for length, rows in self.dealt(step, held_out)
-        ]
+        return [{name: array(name, length, rows) for name in shardings} for length, rows in self.dealt(step, held_out)]
 
 
 def filled(name: str, rows: Sequence[np.ndarray | None], length: int) -> np.ndarray:

@@ -200,9 +200,7 @@ def array_of(
     """
     dtype = np.float32 if name == "weights" else np.int32
     here = {
-        group: jax.make_array_from_callback(
-            shape, sharding.group_sharding(group), functools.partial(part, name), dtype
-        )
+        group: jax.make_array_from_callback(shape, sharding.group_sharding(group), functools.partial(part, name), dtype)
         for group in sharding.groups
         if group in sharding.mpmd_mesh.local_groups
     }

@@ -124,9 +124,7 @@ class Program:
     def _loop(self, function, batch) -> Any:
         options = self.options
         weights = (lambda microbatch: microbatch["weights"].sum()) if options.buckets else None  # a mean over tokens
-        return mpmd.treduce(
-            function, batch, options.schedule, operation=mpmd.Mean, cuts=self.cuts, weights=weights
-        )
+        return mpmd.treduce(function, batch, options.schedule, operation=mpmd.Mean, cuts=self.cuts, weights=weights)
 
     def _step(self, state, batch):
         trained, *frozen = state["params"]
