@@ -16,9 +16,9 @@ _NAMES = ", ".join(SCHEDULES)
 _MOST_TASKS = 250_000
 _COSTS = """\
 Costs are JSON, an object with some of: forward, input_grad, weight_grad (seconds), transfer_s, transfer_bytes,
-bytes_per_s, activation_bytes, released_at_input_grad; each a number, or a list with one for each stage. microbatches has
-for each microbatch how many times these it takes, or such an object of its own. A Chrome trace whose events are named
-like tasks (2F0) will do too: its medians are taken."""
+bytes_per_s, activation_bytes, released_at_input_grad; each a number, or a list with one for each stage. microbatches
+has for each microbatch how many times these it takes, or such an object of its own. A Chrome trace whose events are
+named like tasks (2F0) will do too: its medians are taken."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -146,6 +146,24 @@ def test_rows_are_sharded_as_the_user_says():
         np.testing.assert_allclose(pipelined(params, xs), step(params, xs), rtol=1e-5)
 
 
+def test_microbatches_may_be_in_the_groups_already_and_have_the_shape_of_a_parameter():
+    """Their rows are sharded, which says nothing of parameters: gradients are summed over devices once a step."""
+
+    def step(params, xs):
+        def loss(params, x):
+            return jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0].T)) @ params[1], x)
+
+        return mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, "1f1b")
+
+    mesh, rng = sharded(AxisType.Auto), np.random.default_rng(0)
+    params = [rng.normal(size=(4, WIDTH)).astype(np.float32) for _ in range(2)]
+    where, pipelined = mpmd.MpmdSharding(mesh, (0, 1), P("data")), mpmd.jit(step, mpmd_mesh=mesh)
+    xs = [rng.normal(size=(rows, WIDTH)).astype(np.float32) for rows in (8, 4, 8)]
+    placed = [mpmd.MpmdArray([jax.device_put(x, where.group_sharding(g)) for g in where.groups], where) for x in xs]
+    for got, want in zip(pipelined(params, placed), step(params, xs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_means_by_weights():
     step = Step(2, "1f1b", mpmd.Mean, weights=lambda x: x["x"].shape[1])

@@ -10,7 +10,7 @@ A process makes only the rows that its own devices read.
 import functools
 import sysconfig
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -102,6 +102,11 @@ def tokenizer_of(folder: str | None) -> Tokenizer:
     return OfFolder(Path(folder))
 
 
+def documents_of(files: Sequence[Path], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The tokens of each file, and the one that ends it."""
+    return [np.append(tokenizer.encode(file.read_bytes()), tokenizer.end).astype(np.int32) for file in files]
+
+
 class Packed(grain.sources.RandomAccessDataSource):
     """Rows of `length` tokens, cut from documents that stand one behind the other.
 
@@ -110,8 +115,8 @@ class Packed(grain.sources.RandomAccessDataSource):
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: Tokenizer, length: int):
-        documents = [np.append(tokenizer.encode(file.read_bytes()), tokenizer.end) for file in files]
-        self.stream = np.concatenate(documents).astype(np.int32)
+        documents = documents_of(files, tokenizer)
+        self.stream = np.concatenate(documents)
         self.starts = np.cumsum([0, *map(len, documents)])[:-1]
         self.length = length
         if len(self) == 0:
@@ -160,6 +165,48 @@ def path_and_weight(source: str) -> tuple[str, float]:
         return source, 1.0
 
 
+def parted(sources: Sequence[str], rows_of: Callable[[Sequence[Path]], Any]) -> Iterator[tuple[Any, Any, float]]:
+    """Per source the rows to train on, those that are held out (one document of twenty, or the end of a single
+    document), and its weight.
+
+    Args:
+      sources: as of `Batches`.
+      rows_of: from files to a sequence of rows.
+    """
+    for source in sources or [standard_library()]:
+        path, weight = path_and_weight(source)
+        files = files_of(path) if sources else sorted(Path(path).glob("*.py"))
+        if len(files) > 1:
+            yield rows_of([file for i, file in enumerate(files) if i % 20]), rows_of(files[::20]), weight
+        else:
+            whole = rows_of(files)
+            last = max(1, len(whole) // 20) if len(whole) > 1 else 0
+            yield whole[: len(whole) - last], whole[-last:], weight
+
+
+def mixed(parts: Sequence[grain.MapDataset], weights: Sequence[float], seed: int | None) -> grain.MapDataset:
+    """The rows of several sources over and over, shuffled anew in each pass if there is a seed."""
+    rows = [(part if seed is None else part.shuffle(seed=seed)).repeat() for part in parts]
+    return grain.MapDataset.mix(rows, weights) if len(rows) > 1 else rows[0]
+
+
+def array_of(
+    name: str, shape: tuple[int, ...], sharding: mpmd.MpmdSharding, part: Callable[[str, Any], np.ndarray]
+) -> mpmd.MpmdArray:
+    """A leaf of a batch where the groups want it, of which each process makes the parts that its own devices read.
+
+    Args:
+      part: from the name and an index into the array to what stands there.
+    """
+    dtype = np.float32 if name == "weights" else np.int32
+    here = {
+        group: jax.make_array_from_callback(shape, sharding.group_sharding(group), functools.partial(part, name), dtype)
+        for group in sharding.groups
+        if group in sharding.mpmd_mesh.local_groups
+    }
+    return mpmd.MpmdArray(here, sharding, shape, dtype)
+
+
 class Batches:
     """Training batches, and others that are held out: one document of twenty, or the end of a single document.
 
@@ -180,27 +227,17 @@ class Batches:
     ):
         self.shape = (microbatches, rows // microbatches, length)
         self.checksum = 0
-        parts, held_out, weights = [], [], []
-        for source in sources or [standard_library()]:
-            path, weight = path_and_weight(source)
-            files = files_of(path) if sources else sorted(Path(path).glob("*.py"))
-            if len(files) > 1:
-                kept = [file for i, file in enumerate(files) if i % 20]
-                train, away = (self._rows(Packed(x, tokenizer, length)) for x in (kept, files[::20]))
-            else:
-                whole = self._rows(Packed(files, tokenizer, length))
-                last = max(1, len(whole) // 20) if len(whole) > 1 else 0
-                train, away = whole[: len(whole) - last], whole[-last:]
-            parts.append(train.shuffle(seed=seed).repeat())
-            held_out.append(away.repeat())
-            weights.append(weight)
-        self.train, self.held_out = (
-            grain.MapDataset.mix(x, weights) if len(weights) > 1 else x[0] for x in (parts, held_out)
-        )
+        parts = parted(sources, lambda files: self._rows(Packed(files, tokenizer, length)))
+        train, held_out, weights = zip(*parts, strict=True)
+        self.train, self.held_out = mixed(train, weights, seed), mixed(held_out, weights, None)
 
     def _rows(self, source: Packed) -> grain.MapDataset:
         self.checksum = zlib.crc32(source.stream.data, self.checksum)
         return grain.MapDataset.source(source)
+
+    def per_step(self, amount: Callable[[int], float]) -> float:
+        """The sum of `amount`, a function of a row's tokens, over the rows of a step."""
+        return self.shape[0] * self.shape[1] * amount(self.shape[2])
 
     def row(self, number: int, held_out: bool = False) -> dict[str, np.ndarray]:
         """A row, counted from the first one of the first batch."""
@@ -229,15 +266,4 @@ class Batches:
             first = [(step * self.shape[0] + m) * self.shape[1] for m in parts]
             return np.stack([[row(k + r)[name][positions.start : positions.stop] for r in rows] for k in first])
 
-        def array(name: str, sharding: mpmd.MpmdSharding) -> mpmd.MpmdArray:
-            dtype = np.float32 if name == "weights" else np.int32
-            here = {
-                group: jax.make_array_from_callback(
-                    self.shape, sharding.group_sharding(group), functools.partial(part, name), dtype
-                )
-                for group in sharding.groups
-                if group in sharding.mpmd_mesh.local_groups
-            }
-            return mpmd.MpmdArray(here, sharding, self.shape, dtype)
-
-        return {name: array(name, sharding) for name, sharding in shardings.items()}
+        return {name: array_of(name, self.shape, sharding, part) for name, sharding in shardings.items()}

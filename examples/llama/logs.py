@@ -86,11 +86,11 @@ class Speed:
 
     Args:
       num_steps: of the whole run.
-      tokens: of a step.
+      tokens: of a step; with buckets, the mean over a pass.
       ideal_s: seconds of a step at the devices' peak, where it is known.
     """
 
-    def __init__(self, num_steps: int, tokens: int, ideal_s: float | None):
+    def __init__(self, num_steps: int, tokens: float, ideal_s: float | None):
         self.num_steps, self.tokens, self.ideal_s = num_steps, tokens, ideal_s
         self.start(num_steps)  # nothing has ended yet, and no step comes after this one
 

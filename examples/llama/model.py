@@ -157,6 +157,10 @@ class Config:
         scores = self.heads * self.head_dim * length
         return 2.0 * (self.layers * (attention + mlp + scores) + self.width * self.vocabulary)
 
+    def flops_per_row(self, length: int) -> float:
+        """Of a forward pass over a row: tokens · linear + tokens² · attention."""
+        return length * self.flops_per_token(length)
+
 
 def normal(rngs: nnx.Rngs, *shape: int, fan_in: int) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5)

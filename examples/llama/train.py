@@ -30,6 +30,8 @@ import optax
 import optax.contrib
 from attention import CHUNK as QUERIES
 from attention import kernel_fault
+from balance import rows_of
+from buckets import BatchesByLength
 from checkpoints import Checkpoints
 from data import Batches, Tokenizer, tokenizer_of
 from flax import nnx
@@ -120,7 +122,9 @@ class Program:
         return {"params": params, "optimizer": self.optimizer.init(params[0]), "step": jnp.zeros((), jnp.int32)}
 
     def _loop(self, function, batch) -> Any:
-        return mpmd.treduce(function, batch, self.options.schedule, operation=mpmd.Mean, cuts=self.cuts)
+        options = self.options
+        weights = (lambda microbatch: microbatch["weights"].sum()) if options.buckets else None  # a mean over tokens
+        return mpmd.treduce(function, batch, options.schedule, operation=mpmd.Mean, cuts=self.cuts, weights=weights)
 
     def _step(self, state, batch):
         trained, *frozen = state["params"]
@@ -138,12 +142,18 @@ class Program:
     def _evaluate(self, params, batch):
         return self._loop(lambda batch: self.model.bind(params).loss(batch), batch)
 
-    def held_out_loss(self, params: Any, batches: Batches) -> float:
-        """The loss on text that is not trained on: the forward half of the same pipeline, where the parameters are."""
+    def held_out_loss(self, params: Any, batches: Batches | BatchesByLength, layout: Any) -> float:
+        """The loss on text that is not trained on: the forward half of the same pipeline, where the parameters are.
+
+        Args:
+          layout: of the batches of the training, whose lists are evaluated in the same layout.
+        """
         if self.evaluation is None:
-            function = mpmd.jit(self._evaluate, mpmd_mesh=self.mesh)
-            self.evaluation = function.lower(params, self.abstract()[1]).compile()
-        layout = self.evaluation.input_shardings[0][1]
+            self.evaluation = mpmd.jit(self._evaluate, mpmd_mesh=self.mesh)
+            if not self.options.buckets:
+                self.evaluation = self.evaluation.lower(params, self.abstract()[1]).compile()
+        if not self.options.buckets:
+            layout = self.evaluation.input_shardings[0][1]
         indices = range(self.options.eval_batches)
         losses = [self.evaluation(params, batches.placed(i, layout, held_out=True)) for i in indices]
         return float(np.mean([float(loss) for loss in losses]))
@@ -156,21 +166,22 @@ class Program:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(group, spec_of(path, x.shape, group)))
 
         state = jax.tree_util.tree_map_with_path(typed, jax.eval_shape(self.init, jax.random.key(0)))
+        names = ("tokens", "targets", *(() if self.options.whole_rows else ("segments", "positions")), "weights")
+
+        def batch(*shape):
+            rows = NamedSharding(group, P(*[None] * (len(shape) - 2), "data"))
+            dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in names}
+            return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
+
         o = self.options
-        rows = NamedSharding(group, P(None, "data"))
-        shape = (o.microbatches, o.batch // o.microbatches, o.length)
+        if o.buckets:
+            return state, [batch(rows, length) for length, rows in rows_of_buckets(o, self.model.config).items()]
+        return state, batch(o.microbatches, o.batch // o.microbatches, o.length)
 
-        def array(dtype):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-
-        names = ("tokens", "targets", *(() if o.whole_rows else ("segments", "positions")))
-        return state, {name: array(jnp.int32) for name in names} | {"weights": array(jnp.float32)}
-
-    def flops_per_step(self) -> float:
+    def flops_per_step(self, batches: Batches | BatchesByLength) -> float:
         """Of the model, as MFU counts them: forward, and twice as much backward; not what is computed again."""
-        o, c = self.options, self.model.config
-        passes = 2 if c.lora_rank else 3  # a frozen matrix has no gradient
-        return passes * c.flops_per_token(o.length) * o.batch * o.length
+        passes = 2 if self.model.config.lora_rank else 3  # a frozen matrix has no gradient
+        return passes * batches.per_step(self.model.config.flops_per_row)
 
 
 class Stop:
@@ -296,7 +307,7 @@ def run(options: argparse.Namespace) -> int:
     with told(OSError, ValueError):
         tokenizer = tokenizer_of(options.model)
         config = config_of(options, tokenizer)
-        batches = Batches(options.text, tokenizer, options.batch, options.length, options.microbatches, options.seed)
+        batches = batches_of(options, config, tokenizer)
         checkpoints = Checkpoints(options.checkpoint_dir, options.keep) if options.checkpoint_dir else None
         if options.model:
             reshard.checkpoint.restore(options.model, {}, partial=True)  # are all files there, before anything compiles
@@ -310,6 +321,8 @@ def run(options: argparse.Namespace) -> int:
         )
     program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
     count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
+    if isinstance(batches, BatchesByLength):
+        say(str(batches))
     say(f"{count:,} parameters in {options.groups} groups; {options.schedule}; compiling ...")
     lowered = program.step.lower(*program.abstract())
     program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
@@ -342,13 +355,19 @@ class Ended(Exception):
 
 
 def train(
-    program: Program, compiled: Any, state: Any, batches: Batches, checkpoints: Checkpoints | None, first: int
+    program: Program,
+    compiled: Any,
+    state: Any,
+    batches: Batches | BatchesByLength,
+    checkpoints: Checkpoints | None,
+    first: int,
 ) -> tuple[int, Any]:
     """Steps from `first` on, after the loss of a process too (--restarts). Status 75: a signal has stopped them."""
-    options, stop, layout = program.options, Stop(), compiled.input_shardings[0][1]
+    options, stop, layout = program.options, Stop(), batch_layout(compiled)
+    takes_lists = bool(options.buckets)  # which the compiled step, for the largest microbatch alone, does not
     trace = Trace(options.profile, options.log or "profile")
-    flops, peak = program.flops_per_step(), peak_flops(program.mesh)
-    speed = Speed(options.steps, options.batch * options.length, flops / peak if peak else None)
+    flops, peak = program.flops_per_step(batches), peak_flops(program.mesh)
+    speed = Speed(options.steps, batches.per_step(float), flops / peak if peak else None)
     report = writers(options.steps, options.log) if jax.process_index() == 0 else []
 
     def take_step(done: int, state: Any) -> Any:
@@ -360,8 +379,8 @@ def train(
         )
         reports |= is_first
         trace.before(step)
-        compiled.timing = reports and not is_first  # notes when each group computes
-        state, metrics = compiled(state, batches.placed(done, layout))
+        compiled.timing = reports and not is_first and not takes_lists  # notes when each group computes
+        state, metrics = (program.step if takes_lists else compiled)(state, batches.placed(done, layout))
         trace.after(step, state)
         if not (reports or evaluates or saves):
             return state
@@ -370,9 +389,9 @@ def train(
             say(f"step {step}: {numbers}; the last checkpoint is of step {checkpoints and checkpoints.newest}")
             raise Ended(1)
         if reports and not is_first:
-            numbers |= speed.numbers(step, compiled.last_timeline().busy)
+            numbers |= speed.numbers(step, compiled.last_timeline().busy if compiled.timing else ())
         if options.eval_every and evaluates:
-            numbers["held_out_loss"] = program.held_out_loss(state["params"], batches)
+            numbers["held_out_loss"] = program.held_out_loss(state["params"], batches, layout)
         if reports or evaluates:
             try:
                 for write in report:
@@ -397,6 +416,26 @@ def train(
         return end.status, state
     trace.end(state)
     return 0, state
+
+
+def batch_layout(compiled: Any) -> Any:
+    """Where the step wants the leaves of a batch; those of a list's microbatches, which are all alike."""
+    batch = compiled.input_shardings[0][1]
+    return getattr(batch, "one", batch)
+
+
+def rows_of_buckets(options: argparse.Namespace, config: Config) -> dict[int, int]:
+    """Per length of --buckets, the rows of a microbatch: for the longest, as many as without buckets."""
+    return rows_of(options.buckets, config.flops_per_row, options.batch // options.microbatches, options.data)
+
+
+def batches_of(options: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Batches | BatchesByLength:
+    """Packed rows, or documents in buckets."""
+    o = options
+    if o.buckets:
+        rows = rows_of_buckets(o, config)
+        return BatchesByLength(o.text, tokenizer, rows, config.flops_per_row, o.microbatches, o.data, o.seed)
+    return Batches(o.text, tokenizer, o.batch, o.length, o.microbatches, o.seed)
 
 
 def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh) -> Config:
@@ -460,6 +499,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="rows of a step (default 16)")
     add("--length", type=int, default=128, help="tokens of a row (default 128)")
     add(
+        "--buckets",
+        type=lambda text: tuple(map(int, text.split(","))),
+        metavar="LENGTHS",
+        help="each document is a row, padded to the first of these ascending lengths that holds it; default: packing",
+    )
+    add(
         "--whole-rows", action="store_true", help="documents packed in a row see each other; GPUs use cuDNN's attention"
     )
     add("--steps", type=int, default=200, help="steps (default: %(default)s)")
@@ -504,8 +549,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"
         )
-    if options.length > CHUNK and options.length % CHUNK:
-        parser.error(f"--length {options.length}: give a multiple of {CHUNK}, for which logits are made at a time")
+    lengths = options.buckets or (options.length,)
+    if any(x < 1 or x >= y for x, y in zip(lengths, (*lengths[1:], math.inf), strict=True)):
+        parser.error(f"--buckets {','.join(map(str, lengths))}: give lengths that ascend, for instance 64,128,256")
+    if wrong := [x for x in lengths if x > CHUNK and x % CHUNK]:
+        name = "buckets" if options.buckets else "length"
+        parser.error(f"--{name} {wrong[0]}: give a multiple of {CHUNK}, for which logits are made at a time")
+    if options.buckets:  # a row holds one document, and nothing of it sees the padding behind it
+        options.length, options.whole_rows = lengths[-1], True
     return options
 
 

@@ -96,7 +96,9 @@ def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
 
 def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[str]:
     """The axes over which a parameter of this shape is sharded: parts of its gradient over them would be larger."""
-    same = [v for v in body.operands if v.aval.shape == value.aval.shape]
+    slices = [n for n in body.nodes if n.eqn.primitive.name == "dynamic_slice" and body.index in n.inputs]
+    parameters = body.operands.difference(v for n in slices for v in n.inputs)  # a microbatch may have such a shape
+    same = [v for v in parameters if v.aval.shape == value.aval.shape]
     return frozenset(n for v in same for axes in sharded.of(v) for n in axes)
 
 

@@ -65,6 +65,7 @@ class Inputs:
         nowhere = MpmdSharding(self.shardings[0].mpmd_mesh, (), PartitionSpec())
         shardings = [nowhere if i in absent else s for i, s in enumerate(self.shardings)]
         found.shardings = [*shardings, *(s for _, _, s in more)]
+        found._num_here = [len(s.local_groups) for s in found.shardings]
         found.avals = [*self.avals, *(aval for _, aval, _ in more)]
         found._names = [*self._names, *(name for name, _, _ in more)]
         found._rows = (*self._rows, *[None] * len(more))
@@ -150,7 +151,7 @@ class Inputs:
                 x._check_not_gone(self._names[i])
                 if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
                     if len(x._arrays) < self._num_here[i]:
-                        name = self._whole.in_names[i]
+                        name = self._names[i]
                         raise ValueError(f"{name}: {x!r} was made without the arrays of all groups of this process.")
                     arguments += [x._arrays] if rows is None else _pieces_in_place(x, rows, self._of_pieces[i])
                     continue

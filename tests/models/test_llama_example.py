@@ -35,7 +35,7 @@ def example():
         yield importlib.import_module("train")
     finally:
         sys.path.remove(str(ROOT / "examples" / "llama"))
-        for name in ("train", "model", "attention", "data", "logs", "parallel"):
+        for name in ("train", "model", "attention", "data", "buckets", "balance", "logs", "parallel"):
             sys.modules.pop(name, None)
 
 
@@ -77,6 +77,30 @@ def test_the_losses_are_those_of_one_device(example, family, options):
         plain_state, expected = plain(plain_state, {name: x for name, x in batches.at(step).items() if name in batch})
         np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=2e-5)
         np.testing.assert_allclose(float(metrics["grad_norm"]), float(expected["grad_norm"]), rtol=1e-3)
+
+
+def test_the_losses_of_documents_in_buckets_are_those_of_a_plain_loop(example, tmp_path):
+    for i in range(60):
+        (tmp_path / f"{i:02}.txt").write_text("to be or not to be, that is the question " * (i % 5) + str(i))
+    options = "--groups 2 --data 2 --microbatches 4 --batch 8 --buckets 16,64 --eval-batches 1 --layers 2 --width 32"
+    options = example.parse([*options.split(), "--text", str(tmp_path)])
+    config = example.dataclasses.replace(example.config_of(options, example.tokenizer_of(None)), dtype=jnp.float32)
+    program = example.Program(config, options, example.make_mesh(2, 2, 1))
+    batches = example.batches_of(options, config, example.tokenizer_of(None))
+    lowered = program.step.lower(*program.abstract())
+    program.cuts = lowered.cuts
+    compiled = lowered.compile()
+    layout = example.batch_layout(compiled)
+    state, plain_state = example.first_state(program, compiled.input_shardings[0][0]), program.init(jax.random.key(0))
+    plain = jax.jit(program._step)
+    for step in range(3):
+        state, metrics = program.step(state, batches.placed(step, layout))
+        plain_state, expected = plain(plain_state, batches.at(step))
+        np.testing.assert_allclose(float(metrics["loss"]), float(expected["loss"]), rtol=2e-5)
+        np.testing.assert_allclose(float(metrics["grad_norm"]), float(expected["grad_norm"]), rtol=1e-3)
+    expected = jax.jit(program._evaluate)(plain_state["params"], batches.at(0, held_out=True))
+    found = program.held_out_loss(state["params"], batches, layout)
+    np.testing.assert_allclose(found, float(expected), rtol=2e-5)
 
 
 def test_devices_that_share_parameters_gather_them_and_sum_no_activations(example):
