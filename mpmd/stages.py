@@ -247,7 +247,14 @@ class Lowered:
 
         Args:
           loop: which one of the step, the last one by default.
+
+        Raises:
+          ValueError: the step has no such loop.
         """
+        if not -len(self._outline.loops) <= loop < len(self._outline.loops):
+            raise ValueError(
+                f"costs: loop is {loop}, and the step has {len(self._outline.loops)} loops with a schedule."
+            )
         return self._costs(self._outline.loops[loop], machine_of(self._mesh))
 
     def _costs(self, loop: Loop, machine: Machine) -> Costs:
@@ -257,8 +264,7 @@ class Lowered:
         if path is None or self._shapes is None:
             return own
         steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
-        every = [step._lowered for step in steps]
-        of_shape = [dataclasses.replace(one, _shapes=None)._costs(_same(loop, one), machine) for one in every]
+        of_shape = [step._lowered._costs(_same(loop, step._lowered), machine) for step in steps]
         return dataclasses.replace(own, microbatches=tuple(of_shape[n] for n in numbers))
 
     def _costs_of_lists(self, machine: Machine) -> dict[int, Costs]:

@@ -84,13 +84,12 @@ def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
       costs: with those of each microbatch.
     """
     schedule, num = loop.schedule, len(costs.microbatches)
-    busy = max(simulate(schedule, num, costs).busy)
-    if not busy:
+    now, num_tasks = simulate(schedule, num, costs), sum(map(len, loop.orders))
+    busy = max(now.busy)
+    if not busy or num_tasks > _MOST_TASKS:
         return
-    given, best = (
-        simulate(schedule, num, costs.in_order(order)).makespan / busy
-        for order in (range(num), order_microbatches(schedule, costs))
-    )
+    order = order_microbatches(schedule, costs, tries=min(1000, 10 * _MOST_TASKS // num_tasks))
+    given, best = now.makespan / busy, simulate(schedule, num, costs.in_order(order)).makespan / busy
     yield (
         f"  its {num} microbatches have {len(set(costs.microbatches))} shapes; by the roofline it takes {given:.2f}"
         f" times the work of the busiest group in this order, {best:.2f} times in the best one found"

@@ -1,10 +1,12 @@
 """Makes timelines: of a schedule on a clock, and of tasks that ran."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import add
+from typing import Any
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
-from scheduler.task import KINDS, Kind, Orders, Pairs, Schedule, Task, check_schedule
+from scheduler.task import Kind, Orders, Pairs, Schedule, Task, check_schedule
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
 from scheduler.timing.timeline import Timeline
@@ -35,9 +37,9 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     """
     check_schedule("simulate", schedule)
     with without_collection():
-        every = set((costs or Costs()).of_microbatches(num_microbatches))
-        again = [one.per_stage("recompute", schedule.num_stages) for one in every]
-        stages = {stage for row in again for stage, seconds in enumerate(row) if seconds}
+        every = (costs or Costs()).of_microbatches(num_microbatches)
+        again = _flat(every, Costs.per_stage, "recompute", schedule.num_stages)
+        stages = {at // num_microbatches for at, seconds in enumerate(again) if seconds}
         orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
@@ -88,18 +90,28 @@ def timeline_of(
 
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
     n, every = len(placement), costs.of_microbatches(num_microbatches)
-    known = {one: one.seconds(n) for one in dict.fromkeys(every)}
-    for one, seconds in known.items():
-        seconds["B"] = [a + b for a, b in zip(seconds["I"], seconds["W"], strict=True)]
-        seconds["R"] = one.per_stage("recompute", n)
-    over = {one: one.transfers_between(placement) for one in known}
-    flat: dict[Kind, list[float]] = {kind: _flat([known[one][kind] for one in every]) for kind in KINDS}
-    return Clock(placement, num_microbatches, flat, _flat([over[one] for one in every]))
+    names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
+    seconds: dict[Kind, list[float]] = {}
+    for kind, name in names.items():
+        seconds[kind] = _flat(every, Costs.per_stage, name, n)
+    seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
+    return Clock(placement, num_microbatches, seconds, _flat(every, Costs.transfers_between, placement))
 
 
-def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Of numbers for each microbatch and stage a list, stage after stage."""
-    return [x for column in zip(*rows, strict=True) for x in column]
+def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: Any) -> list[float]:
+    """A list of a number for each stage and microbatch, stage after stage, from those of each microbatch."""
+    known: dict[int, Sequence[float]] = {}
+    for one in every:
+        if id(one) not in known:
+            known[id(one)] = of_stages(one, *args)
+    if len(known) == 1:
+        return [x for x in known[id(every[0])] for _ in every]
+    return [x for column in zip(*(known[id(one)] for one in every), strict=True) for x in column]
+
+
+def _memory(costs: Costs, num_stages: int, kind: Kind) -> list[float]:
+    """What each stage's task of a kind adds to the memory that is held."""
+    return costs.memory(num_stages)[kind]
 
 
 def peaks(
@@ -107,8 +119,9 @@ def peaks(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The most activations and the most bytes that each group holds. They follow from its order alone."""
     every = costs.of_microbatches(num_microbatches)
-    known = {one: one.memory(num_stages) for one in dict.fromkeys(every)}
-    added = {kind: _flat([known[one][kind] for one in every]) for kind in ("F", "I", "W")}
+    added: dict[Kind, list[float]] = {}
+    for kind in ("F", "I", "W"):
+        added[kind] = _flat(every, _memory, num_stages, kind)
     added["B"] = [-nbytes for nbytes in added["F"]]
     added["R"] = [0.0] * len(added["F"])
     counts, nbytes = [], []
