@@ -35,9 +35,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step (default: %(default)s)")
     parser.add_argument("--median", type=int, default=1500, help="of the lengths (default: %(default)s)")
     parser.add_argument("--spread", type=float, default=0.6, help="of their logarithm (default: %(default)s)")
-    parser.add_argument(
-        "--task-ms", type=float, default=20.0, help="forward of a mean microbatch (default: %(default)s)"
-    )
+    parser.add_argument("--task-ms", type=float, default=20.0, help="forward of 2,048 tokens (default: %(default)s)")
     parser.add_argument("--delay-ms", type=float, default=2.0, help="of a transfer (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="draws that are measured (default: %(default)s)")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, help="by name (default: %(default)s)")

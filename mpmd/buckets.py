@@ -100,6 +100,7 @@ class Bucketing:
         """The step for the largest microbatch of each list, which can tell what the others cost."""
         largest = [x.largest for x in xs]
 
+        @functools.cache
         def shapes(path: lists.Path, cuts: Any) -> tuple[list[Traced], list[int]]:
             of = next(k for k, x in enumerate(xs) if x.path == path)
             kinds = dict(zip(xs[of].types, xs[of].given, strict=True))
@@ -108,7 +109,15 @@ class Bucketing:
                 steps = [dataclasses.replace(t, _trace=with_given_cuts(t._trace, cuts)) for t in steps]
             return steps, [list(kinds).index(types) for types in xs[of].types]
 
-        return dataclasses.replace(self.traced(largest, None), _shapes=shapes)
+        counts = {x.path: len(x.given) for x in xs}
+
+        def of_this_length(eqn: compat.JaxprEqn) -> compat.JaxprEqn:  # the trace may be that of another list
+            info = eqn.params["info"]
+            info = dataclasses.replace(info, num_microbatches=counts.get(info.path, info.num_microbatches))
+            return eqn.replace(params={**eqn.params, "info": info})
+
+        traced = self.traced(largest, None)
+        return dataclasses.replace(traced, _trace=traced._trace.with_loops(of_this_length), _shapes=shapes)
 
     def positions(self, ones: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Where the arrays of the microbatches stand among all leaves: which of which list each is."""

@@ -267,6 +267,14 @@ class Lowered:
         of_shape = [step._lowered._costs(_same(loop, step._lowered), machine) for step in steps]
         return dataclasses.replace(own, microbatches=tuple(of_shape[n] for n in numbers))
 
+    def _of_microbatches(self) -> "list[Lowered]":
+        """Of a step over a list, the step for each of its microbatches; else the step alone."""
+        path = next((loop.partition.info.path for loop in self._outline.loops if loop.partition.info.path), None)
+        if path is None or self._shapes is None:
+            return [self]
+        steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
+        return [steps[n]._lowered for n in numbers]
+
     def _costs_of_lists(self, machine: Machine) -> dict[int, Costs]:
         """Of each loop over a list, by its number."""
         loops = self._outline.loops if self._shapes is not None else ()

@@ -15,8 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import mpmd
 import scheduler
+from mpmd.arrays.targets import Target
 from mpmd.compile import executable
+from mpmd.costs.machine import Machine
 from mpmd.errors import StageError
+from mpmd.planning.plan import plan_step, tokens_of
+from mpmd.report.roles import Roles
 
 WIDTH = 6
 SHAPES = (2, 3, 4, 5)  # rows of a microbatch
@@ -371,10 +375,16 @@ def test_what_follows_from_the_length_alone_is_computed_for_each_shape():
     assert short == again and short.forward < middle.forward < long.forward == costs.forward
     assert short.activation_bytes < long.activation_bytes
     order = scheduler.order_microbatches(scheduler.OneFOneB(2), costs)
-    told = lowered.compile().explain()
-    assert "its 8 microbatches have 3 shapes" in told
+    compiled = lowered.compile()
+    assert "its 8 microbatches have 3 shapes" in compiled.explain()
     fewer = scheduler.simulate(scheduler.OneFOneB(2), 8, costs.in_order(order)).makespan
     assert fewer < scheduler.simulate(scheduler.OneFOneB(2), 8, costs).makespan
+
+    # A plan counts each by its shape: all of its tokens, and less time than if all were as long as the longest.
+    machine, of_lists = Machine(Target.named("h100")), lowered._costs_of_lists(Machine(Target.named("h100")))
+    of_each, of_longest = (plan_step(compiled._programs, compiled.program, machine, of_lists=x) for x in (of_lists, {}))
+    assert of_each.loops[0].seconds < of_longest.loops[0].seconds
+    assert sum(tokens_of(Roles(one._outline)) for one in lowered._of_microbatches()) == 2 * (3 * 16 + 8 + 4 * 4)
 
 
 def test_mistakes_are_told():

@@ -237,7 +237,7 @@ def plan_step(
         step,
         programs.compiler.num_programs,
         total,
-        tokens or _tokens(roles),
+        tokens or tokens_of(roles),
         unpipelined(programs, roles, machine, total),
         picture_of(programs, program, step, found),
         costs is not None,
@@ -261,7 +261,8 @@ def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(groups.values()))
 
 
-def _tokens(roles: Roles) -> int | None:
+def tokens_of(roles: Roles) -> int | None:
+    """The tokens of a step, or of a microbatch of a list: elements of the largest argument of integers that is data."""
     data = [v.aval for v, role in roles.role.items() if role == "data" and v.aval.dtype.kind in "iu"]
     return max((equations.size(aval) for aval in data), default=0) or None
 

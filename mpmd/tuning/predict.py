@@ -56,6 +56,7 @@ class Predictor:
         self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
         self.memory: dict[int, float] = dict(self._estimate)
         """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
+        self._of_microbatches = lowered._of_microbatches()
         self.of_lists: dict[int, Costs] = lowered._costs_of_lists(machine)
         """Of loops over lists, by their number, the costs of each microbatch."""
         self.compiled: StepCosts | None = None
@@ -72,8 +73,8 @@ class Predictor:
     @functools.cached_property
     def num_elements(self) -> int:
         """How much data a step takes: configurations that take different amounts are compared by it."""
-        roles = Roles(self.outline)
-        return max((equations.size(v.aval) for v, role in roles.role.items() if role == "data"), default=1)
+        found = (Roles(one._outline).role.items() for one in self._of_microbatches)
+        return sum(max((equations.size(v.aval) for v, role in roles if role == "data"), default=1) for roles in found)
 
     def correct_memory(self, ratio: float) -> None:
         """Takes the estimate of the memory for so many times what it says, as it was for a step that was compiled."""
