@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -302,7 +302,7 @@ def _treduce(
     index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
     body = compat.written_out(_without_outer_refs(jax.make_jaxpr(flat)(index), name))
     if of is not None:
-        body = _with_own_constants(_varying(body), {n for x in jax.tree.leaves(of.one) for n in np.shape(x)})
+        body = _with_own_constants(_varying(body))
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
@@ -315,15 +315,13 @@ def _treduce(
     return jax.tree.unflatten(out_tree, leaves)
 
 
-def _with_own_constants(body: compat.ClosedJaxpr, lengths: Set[int]) -> compat.ClosedJaxpr:
-    """A loop's body that holds the captured constants (masks, positions) which may be others for other shapes.
-
-    Args:
-      lengths: of the axes of a microbatch. A constant with an axis of such a length may be for this shape alone.
+def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
+    """A loop's body that holds NumPy's constants which it captured (masks, positions): they may be others for other
+    shapes. Arrays of JAX were made outside of the step, so they are the same for all.
     """
     own, rest = {}, []
     for v, c in zip(body.jaxpr.constvars, body.consts, strict=True):
-        if isinstance(c, compat.Tracer) or lengths.isdisjoint(np.shape(c)) or not isinstance(v.aval.dtype, np.dtype):
+        if isinstance(c, jax.Array):  # of an outer trace, too
             rest.append((v, c))
         else:
             own[v] = compat.Literal(np.asarray(c), v.aval)
