@@ -30,9 +30,8 @@ from mpmd.arrays.topology import topology_mesh
 from mpmd.costs.machine import Machine
 from mpmd.goodput import ledgers, simulated
 from mpmd.observe import flight_files
-from mpmd.planning.plan import Plan, plan_step, tokens_of
+from mpmd.planning.plan import Plan, plan_lowered
 from mpmd.report.replay import replay
-from mpmd.report.roles import Roles
 from mpmd.tuning.ranked import Tuning
 from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, tuned
 from scheduler import Costs
@@ -224,20 +223,10 @@ def _planned(options: argparse.Namespace) -> Plan:
     )
     with _users_errors(options.step, "lowering the step of", but=ValueError):
         lowered = step.lower(*arguments)
-    compiled = lowered.compile()
-    tokens = options.tokens or sum(tokens_of(Roles(one._outline)) or 0 for one in lowered._of_microbatches())
+    lowered.compile()
     shown = [("mpmd: planning", 0.0)]
     with waiting(lambda: shown[-1]):
-        return plan_step(
-            compiled._programs,
-            compiled.program,
-            machine,
-            tokens,
-            costs,
-            options.copies,
-            lowered._costs_of_lists(machine),
-            shown.append,
-        )
+        return plan_lowered(lowered, machine, options.tokens, costs=costs, copies=options.copies, told=shown.append)
 
 
 def _tuned(options: argparse.Namespace) -> Tuning:

@@ -260,16 +260,16 @@ class Lowered:
     def _costs(self, loop: Loop, machine: Machine) -> Costs:
         layouts = [h.layout for h in self._ins]
         own = costs_of(loop, self._mesh, machine, draft_of(self._outline, self._mesh, layouts, self._donated).sizes)
-        path = loop.partition.info.path
-        if path is None or self._shapes is None:
+        if loop.partition.info.path is None or self._shapes is None:
             return own
-        steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
-        of_shape = [step._lowered._costs(_same(loop, step._lowered), machine) for step in steps]
-        return dataclasses.replace(own, microbatches=tuple(of_shape[n] for n in numbers))
+        every = self._of_microbatches(loop)
+        known = {step: step._costs(_same(loop, step), machine) for step in dict.fromkeys(every)}
+        return dataclasses.replace(own, microbatches=tuple(known[step] for step in every))
 
-    def _of_microbatches(self) -> "list[Lowered]":
-        """Of a step over a list, the step for each of its microbatches; else the step alone."""
-        path = next((loop.partition.info.path for loop in self._outline.loops if loop.partition.info.path), None)
+    def _of_microbatches(self, loop: Loop | None = None) -> "list[Lowered]":
+        """Of a loop over a list (the first one), the step for each of its microbatches; else the step alone."""
+        loops = self._outline.loops if loop is None else [loop]
+        path = next((one.partition.info.path for one in loops if one.partition.info.path), None)
         if path is None or self._shapes is None:
             return [self]
         steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)

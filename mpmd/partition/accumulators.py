@@ -256,10 +256,11 @@ def _leaves(
             step = _linear_step(body, node.eqn, of_a_list)
             operands = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice" :]
             operand = next((v for v in operands if isinstance(v, compat.Var)), None)
+            found = (operand, step) if step and operand else None
             if of_a_list:
-                steps[node] = (operand, step) if step and operand and _is_of_any_shape(node.eqn) else None
-                return steps[node]
-            steps[node] = (operand, step) if step and operand else _product(body, node.eqn)
+                steps[node] = found if _is_of_any_shape(node.eqn) else None
+            else:
+                steps[node] = found or _product(body, node.eqn)
         return steps[node]
 
     def waits(reader: Node | None, v: Atom) -> bool | None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from operator import mul
 from typing import cast
 
 from jax.sharding import Mesh
@@ -89,9 +88,7 @@ class StepCosts:
             return _seconds_of(self.measured, instruction.tasks)
         share = 1.0
         if isinstance(instruction, Run) and (costs := self.of_lists.get(instruction.loop)):
-            largest = [costs.duration(t.kind, t.stage) for t in instruction.tasks]
-            shares = [share_of(costs, t) for t in instruction.tasks]
-            share = sum(map(mul, shares, largest)) / sum(largest) if sum(largest) else 1.0
+            share = share_of(costs, instruction.tasks)
         return share * sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
 
     def transfer(self, source: int, target: int, name: str) -> float:
@@ -132,10 +129,10 @@ class StepCosts:
         return sum((self.cost(e).work.times(n) for e, n in times.items()), Work())
 
 
-def share_of(costs: Costs | None, task: Task) -> float:
-    """How many times the seconds of the largest microbatch a task of another one takes."""
-    largest = costs.duration(task.kind, task.stage) if costs is not None else 0.0
-    return _seconds_of(costs, [task]) / largest if costs is not None and largest else 1.0
+def share_of(costs: Costs, tasks: Sequence[Task]) -> float:
+    """How many times the seconds of the largest microbatch these tasks take."""
+    largest = sum(costs.duration(t.kind, t.stage) for t in tasks)
+    return _seconds_of(costs, tasks) / largest if largest else 1.0
 
 
 def _seconds_of(costs: Costs, tasks: Sequence[Task]) -> float:

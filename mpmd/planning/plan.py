@@ -245,6 +245,17 @@ def plan_step(
     )
 
 
+def plan_lowered(lowered: Any, machine: Machine, tokens: int | None = None, **options: Any) -> Plan:
+    """The plan of a step that `mpmd.jit` has lowered; of a list, each microbatch counts by its shape.
+
+    Args, Raises: as `plan_step`.
+    """
+    compiled = lowered.compile()
+    tokens = tokens or sum(tokens_of(Roles(one._outline)) or 0 for one in lowered._of_microbatches())
+    of_lists = lowered._costs_of_lists(machine)
+    return plan_step(compiled._programs, compiled.program, machine, tokens, of_lists=of_lists, **options)
+
+
 def _loop_plan(loop: Loop, step: SimulatedStep) -> LoopPlan:
     info = loop.partition.info
     even = None if info.choice is None else info.choice.even

@@ -119,7 +119,10 @@ class Predictor:
             if isinstance(instruction, Call):
                 return self._seconds.get(instruction.name, 0.0) * (scale or {}).get("", 1.0)
             costs = self.of_lists.get(instruction.loop)
-            return sum(task(instruction.loop, t.stage, t.kind) * share_of(costs, t) for t in instruction.tasks)
+            return sum(
+                task(instruction.loop, t.stage, t.kind) * (share_of(costs, [t]) if costs else 1.0)
+                for t in instruction.tasks
+            )
 
         @functools.cache
         def task(loop: int, stage: int, kind: str) -> float:

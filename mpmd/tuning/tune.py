@@ -10,7 +10,7 @@ from mpmd.costs.devices import machine_of
 from mpmd.costs.devices import memory_limit as memory_of
 from mpmd.costs.machine import Machine
 from mpmd.planning.costs import StepCosts
-from mpmd.planning.plan import Plan, plan_step
+from mpmd.planning.plan import Plan, plan_lowered
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
 from mpmd.tuning.ranked import Configuration, Tuning
@@ -203,7 +203,7 @@ class _Search:
         assert predictor is not None and self.machine is not None
         compiled = one.lowered.compile()
         if self.machine.target.platform != "cpu":
-            one.plan = plan_step(compiled._programs, compiled.program, self.machine)
+            one.plan = plan_lowered(one.lowered, self.machine)
             predictor.compiled = StepCosts(compiled._programs, self.machine, of_lists=predictor.of_lists)
             self.scale = _scale(predictor.corrections())
         estimated = max(predictor.memory.values())
