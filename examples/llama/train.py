@@ -472,6 +472,13 @@ def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32
     return program.step, program.abstract()
 
 
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths such as 64,128,256")
+    return tuple(map(int, text.split(",")))
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -500,7 +507,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=128, help="tokens of a row (default 128)")
     add(
         "--buckets",
-        type=lambda text: tuple(map(int, text.split(","))),
+        type=lengths_of,
         metavar="LENGTHS",
         help="each document is a row, padded to the first of these ascending lengths that holds it; default: packing",
     )
