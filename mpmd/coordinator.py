@@ -8,6 +8,7 @@ when the launcher is gone. It computes nothing and touches no device.
 
 import argparse
 import os
+import select
 import signal
 import socket
 import sys
@@ -24,6 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Serves until stdin ends or SIGTERM comes; the exit status is 69 if the port cannot be had."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    # A signal that comes just before a read does not interrupt it; the byte that stands for the signal does.
+    of_signals, written = socket.socketpair()
+    written.setblocking(False)
+    signal.set_wakeup_fd(written.fileno())
     try:
         _check_free(options.bind, options.port)
     except OSError as error:
@@ -36,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
     )
     print("ready", flush=True)
-    while os.read(sys.stdin.fileno(), 4096):
+    while select.select([sys.stdin, of_signals], [], []) and os.read(sys.stdin.fileno(), 4096):
         pass
     del service
     # Clients that are still connected are no reason to stay.

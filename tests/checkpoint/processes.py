@@ -1,14 +1,18 @@
 """Real processes for the tests: each runs one function of `scenarios.py`, and prints what it found as JSON."""
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from forked import Forked
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 SCENARIOS = Path(__file__).parent / "scenarios.py"
@@ -32,10 +36,7 @@ def start(
     scenario: str, num_processes: int, devices: int = 1, prefixes: dict[int, list[str]] | None = None, **arguments: Any
 ) -> list[subprocess.Popen]:
     """Starts the processes, the words of `prefixes` before the commands of some; the caller ends them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, str(SCENARIOS), scenario, address, str(num_processes)]
+    command = [sys.executable, *map(str, _words(scenario, num_processes))]
     return [
         subprocess.Popen(
             [*(prefixes or {}).get(i, ()), *command, str(i), json.dumps(arguments)],
@@ -73,9 +74,34 @@ def finish(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list[
     return found
 
 
+def run_stock(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -> None:
+    """Runs a scenario in processes that have not imported the packages."""
+    for status, _, err in finish(start(scenario, num_processes, devices, **arguments)):
+        assert status == 0, err[-8000:]
+
+
 def run(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -> list[Any]:
     """Runs a scenario to its end; what each process found."""
-    found = finish(start(scenario, num_processes, devices, **arguments))
-    for i, (status, _, err) in enumerate(found):
-        assert status == 0, f"process {i} of {scenario} ended with {status}:\n{err[-4000:]}"
-    return [json.loads(out.splitlines()[-1]) for _, out, _ in found]
+    words = _words(scenario, num_processes)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * num_processes)]
+        outs, errs = files[::2], files[1::2]
+        processes = [
+            Forked([*words, i, json.dumps(arguments)], environment(devices), outs[i], errs[i])
+            for i in range(num_processes)
+        ]
+        for process in processes:
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        end = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            time.sleep(0.01)
+        for i, process in enumerate(processes):
+            said = os.pread(errs[i].fileno(), 1 << 20, 0).decode(errors="replace")
+            assert process.returncode == 0, f"process {i} of {scenario} ended with {process.returncode}:\n{said[-8000:]}"
+        return [json.loads(os.pread(out.fileno(), 1 << 20, 0).splitlines()[-1]) for out in outs]
+
+
+def _words(scenario: str, num_processes: int) -> list[Any]:
+    """The program and its arguments, but for the number of the process and those of the scenario."""
+    return [SCENARIOS, scenario, f"127.0.0.1:{free_port()}", num_processes]

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from layouts import check_equal, mesh_of, nbytes, random_values, shardings_for
-from processes import run
+from processes import run, run_stock
 
 from reshard.checkpoint import restore
 from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing
@@ -58,7 +58,7 @@ def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, b
 
 @pytest.mark.slow
 def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
-    run("save_stock", 2, 2, path=str(tmp_path / "state"), scale=64)
+    run_stock("save_stock", 2, 2, path=str(tmp_path / "state"), scale=64)
     found = run("restore", 2, 2, path=str(tmp_path / "state"), groups=4, data=None, scale=64)
     for one in found:
         assert one["held"] > 500_000

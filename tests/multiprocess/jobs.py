@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from forked import Forked
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,16 +94,14 @@ class Job:
         self.num_ranks = processes
         self.folder = Path(tempfile.mkdtemp(prefix="mpmd-job-"))
         self._ended: dict[int, Ended] = {}
-        self.ranks: list[subprocess.Popen] = []
-        self.service: subprocess.Popen | None = None
+        self.ranks: list[subprocess.Popen | Forked] = []
+        self.service: Forked | None = None
         self.port = port = free_port()
         try:
             while external and self.service is None:
                 self.port = port = free_port()  # another test may have taken the last one
-                self.service = _start_service(port, processes, self.folder / "service.err")
-            command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
-            if apart:
-                command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+                self.service = _start_service(port, processes, self.folder)
+            command = [str(PROGRAMS / program), *map(str, arguments)]
             for rank in range(processes):
                 environment = _environment(port, processes, rank, devices, external, hang_timeout_s)
                 if wire is not None:
@@ -112,9 +111,8 @@ class Job:
                 if flight is not None:
                     environment["MPMD_FLIGHT_DIR"] = str(flight)
                 with open(self._file(rank, "out"), "wb") as out, open(self._file(rank, "err"), "wb") as err:
-                    self.ranks.append(
-                        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-                    )
+                    start = _start_apart if apart else Forked
+                    self.ranks.append(start(command, environment, out, err))
         except BaseException:
             self.close()
             raise
@@ -168,8 +166,6 @@ class Job:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-            if process.stdout is not None:
-                process.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def report(self) -> str:
@@ -221,21 +217,27 @@ def is_free(port: int) -> bool:
         return True
 
 
-def _start_service(port: int, processes: int, err: Path) -> subprocess.Popen | None:
-    """The coordination service, listening; None if somebody else listens on that port."""
-    with open(err, "wb") as stream:
-        service = subprocess.Popen(
-            [sys.executable, "-m", "mpmd.coordinator", str(port), str(processes), "--bind", "127.0.0.1"],
-            env=_kept() | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream,
-        )  # fmt: skip
-    assert service.stdout is not None
-    first = service.stdout.readline()
+def _start_apart(words: list[str], environment: dict[str, str], out: Any, err: Any) -> subprocess.Popen:
+    """A process that sees no others but its own."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *words]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+
+def _start_service(port: int, processes: int, folder: Path) -> Forked | None:
+    """The coordination service, listening until it is ended; None if somebody else listens on that port."""
+    words = [ROOT / "mpmd" / "coordinator.py", port, processes, "--bind", "127.0.0.1"]
+    read, write = os.pipe()
+    with open(read, "rb") as said, open(write, "wb") as out, open(folder / "service.err", "wb") as err:
+        service = Forked(words, _kept() | {"PYTHONPATH": str(ROOT)}, out, err, waits=True)
+        out.close()
+        first = said.readline()
     if first != b"ready\n":
         service.kill()
         service.wait()
-        if "already in use" in err.read_text():
+        text = (folder / "service.err").read_text()
+        if "already in use" in text:
             return None
-        raise AssertionError(f"the coordination service did not start: {first!r}\n{err.read_text()}")
+        raise AssertionError(f"the coordination service did not start: {first!r}\n{text}")
     return service
 
 

@@ -12,7 +12,7 @@ def ended(what: str, processes: int = 2, devices: int = 1) -> list[jobs.Ended]:
 def test_processes_that_do_not_join_are_told_to():
     for rank in ended("alone"):
         assert rank.status == 1
-        assert rank.err.count("Traceback") == 1 and rank.err.count("  File ") == 2  # of the program
+        assert rank.err.count("Traceback") == 1 and rank.err.count("  File ") == 3  # of forked.py, and of the program
         assert (
             "\nRuntimeError: MpmdMesh: the launcher has started 2 processes, but this one is alone."
             " Call mpmd.initialize() first, before any other use of JAX.\n"
