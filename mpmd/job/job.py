@@ -3,9 +3,10 @@
 import atexit
 import contextlib
 import socket
+import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from mpmd.job.judge import Judge
 from mpmd.job.notes import Note
 from mpmd.job.signs import Door, Stacks
 from mpmd.job.spares import SPARE, Register
+from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 
 # An agreement is asked for in slices of this length, so that the main thread stays interruptible.
@@ -42,6 +44,7 @@ class Job:
       watchdog: ends the process when the job cannot go on.
       calls: what this process calls, compared with what the others call.
       address: the interface that other processes reach this one by.
+      end_process: in `mpmd.resilient`, ends the process of a rank on whatever host.
       epoch: how many ranks have been lost and replaced, as far as this process goes on from there; -1 in the place of
         a lost rank, until it meets the others in `mpmd.resilient`.
     """
@@ -62,7 +65,8 @@ class Job:
         self._taken = self._register.read() if is_spare else []
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
-        losses = self._hear_of_losses if self._register.num_spares else None
+        self.end_process: Callable[[Board], None] | None = None
+        losses = (self._hear_of_losses, self._make_way) if self._register.num_spares else None
         self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses)
         self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
         if self.is_apart:
@@ -183,6 +187,7 @@ class Job:
         if not self._register.num_spares:
             return
         self.epoch = len(self._taken)
+        self.end_process = None
         self._wire, self._counts = None, {}
         self.activity.expected.forget()
         self.activity.say("idle")
@@ -198,6 +203,15 @@ class Job:
             yield
         finally:
             self._is_going_on = False
+
+    def _make_way(self, board: Board, what: str) -> None:
+        """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one."""
+        is_one_left = self._register.num_spares > len(self._taken)
+        if self.end_process is None or not self._is_going_on or not is_one_left or compat.has_cross_host_put():
+            return
+        print(f"jax-mpmd: rank {board.rank}: {what}; it is killed, to be replaced", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # its host is gone: all start over
+            self.end_process(board)
 
     def _hear_of_losses(self) -> tuple[int, str] | None:
         """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""

@@ -131,6 +131,13 @@ class View:
         return bool(self.wait is not None and self.wait.ranks) and not self.board.callback and not self.is_old
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the process is there and what holds it up is its own; where ranks wait for each other, none is."""
+        is_there = self.process != "gone" and self.silent_s < SILENT_S
+        is_at_work = self.board.phase not in ("finished", "failed", "agreeing")
+        return self.is_old or (is_there and is_at_work and not self.waits_for_others)
+
+    @property
     def where(self) -> str:
         """`step 3, in 1F2 in group 1`."""
         b = self.board

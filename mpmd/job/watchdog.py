@@ -25,7 +25,7 @@ from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
 from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.signs import Door
-from mpmd.job.verdict import SECONDHAND_S, SILENT_S, View
+from mpmd.job.verdict import SECONDHAND_S, SILENT_S, Board, View
 from mpmd.observe import ledger
 
 # A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
@@ -47,7 +47,8 @@ class Watchdog:
       black_box: the flight record of this rank.
       door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
-      losses: in a job with spares, takes note of ranks that were lost; a verdict where this process cannot go on.
+      losses: in a job with spares, takes note of ranks that were lost (a verdict where this process cannot go on), and
+        makes way for a spare where a rank holds up the others.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Watchdog:
         black_box: BlackBox,
         door: Door,
         serves: bool,
-        losses: Callable[[], tuple[int, str] | None] | None = None,
+        losses: tuple[Callable[[], tuple[int, str] | None], Callable[[Board, str], None]] | None = None,
     ):
         self._losses, self._found_at = losses, 0.0
         self._door = door
@@ -104,19 +105,26 @@ class Watchdog:
             self._black_box.note(views)
             found = self.boards.verdict or self._judge.find(views)
             if self._losses is not None:
-                found = self._after_losses(found)
+                found = self._after_losses(found, views)
             if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
                 self._end(views, *found)
 
-    def _after_losses(self, found: tuple[int, str] | None) -> tuple[int, str] | None:
+    def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
         """A verdict, once the launcher had time to say that a spare takes the place of the rank."""
         assert self._losses is not None
-        if (why := self._losses()) is not None:
+        hear, make_way = self._losses
+        if (why := hear()) is not None:
             return why
         if found is None:
             self._found_at = 0.0
             return None
-        self._found_at = self._found_at or time.monotonic()
+        if not self._found_at:
+            self._found_at = time.monotonic()
+            rank, what = found
+            others = [r for r, v in views.items() if r != rank and not v.is_old]
+            is_ours = self.boards.verdict is None and min(others, default=-1) == self.boards.rank
+            if is_ours and rank in views and views[rank].is_stuck:
+                threading.Thread(target=make_way, args=(views[rank].board, what), daemon=True).start()
         return found if time.monotonic() - self._found_at > _LAUNCHER_S else None
 
     # --- the end ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import mmap
 import os
 import secrets
 import select
+import signal
 import socket
 import struct
 import sys
@@ -209,6 +210,15 @@ class _Connection:
 
     def _on_keep(self, attempt: int, version: list[int] | None) -> None:
         self._memory.keep(attempt, None if version is None else (version[0], version[1]))
+        send(self._connection, {})
+
+    def _on_end(self, pid: int, started: int) -> None:
+        """Kills a process of this host, if it is still the one that was started then (in the kernel's ticks)."""
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            if int(fields[19]) == started:
+                os.kill(pid, signal.SIGKILL)
         send(self._connection, {})
 
     def _on_header(self, number: int) -> None:

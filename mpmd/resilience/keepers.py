@@ -99,6 +99,10 @@ class Connection:
         keeper.ask(self._socket, "read", number=number, offset=offset, nbytes=nbytes)
         return keeper.exactly(self._socket, np.empty(nbytes, np.uint8))
 
+    def end(self, pid: int, started: int) -> None:
+        """Kills a process of the keeper's host, which was started then (in the kernel's ticks)."""
+        keeper.ask(self._socket, "end", pid=pid, started=started)
+
     def close(self) -> None:
         self._socket.close()
         self._maps.clear()

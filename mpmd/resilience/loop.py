@@ -14,6 +14,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import HangError, RankLostError
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.job.verdict import Board
 from mpmd.observe import ledger, rank_files
 from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import Copies, say
@@ -236,6 +237,7 @@ class _Meeting:
         self._stored = versions.stored({
             address: said[rank]["records"] for rank, address in reversed(self._keeper_of.items())
         })  # fmt: skip
+        ranks.end_by(self._end)
 
     def newest_readable(self, names: Sequence[str], state: Any, start: int, num_steps: int) -> tuple[Any, int] | None:
         """The newest state that all processes can read, in the layout of `state`, and the step whose result it is."""
@@ -305,6 +307,12 @@ class _Meeting:
     def _connect(self, address: Address) -> Connection:
         is_own = self._own is not None and address.name == self._own.name
         return Connection(address, self._token, shares_memory=is_own)
+
+    def _end(self, board: Board) -> None:
+        """Has the keeper of its host kill the process of a rank."""
+        connection = self._connect(self._keeper_of[board.rank])
+        connection.end(board.pid, board.started)
+        connection.close()
 
     def _settle(self, version: Version | None) -> None:
         """All have read what they wanted: keepers forget everything else."""

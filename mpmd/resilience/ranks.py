@@ -1,10 +1,11 @@
 """The processes of a job, as its copies need them: what all say at the start, and which version each has kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from mpmd.job.job import Job
+from mpmd.job.verdict import Board
 
 _FOLDER = "mpmd/kept/"
 
@@ -36,6 +37,10 @@ class Ranks(Protocol):
         """Raises where a rank was lost whose place is taken."""
         ...
 
+    def end_by(self, end: Callable[[Board], None]) -> None:
+        """Says how the process of a rank that holds up the others is ended, so that a spare takes its place."""
+        ...
+
 
 class JobRanks:
     """The processes of a job."""
@@ -59,6 +64,9 @@ class JobRanks:
     def check(self) -> None:
         self._job.check()
 
+    def end_by(self, end: Callable[[Board], None]) -> None:
+        self._job.end_process = end
+
 
 class OnlyRank:
     """A process that is alone under the launcher."""
@@ -81,4 +89,7 @@ class OnlyRank:
         return nullcontext()
 
     def check(self) -> None:
+        pass
+
+    def end_by(self, end: Callable[[Board], None]) -> None:
         pass

@@ -243,6 +243,18 @@ def test_spares_take_the_places_of_rank_0_and_of_a_spare(environment, unbroken, 
 
 
 @pytest.mark.slow
+def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_next_step(environment, unbroken):
+    faults = [kill(0, 1, 3, signal.SIGSTOP, 0.01), {"attempt": 0, "rank": 2, "step": 6, "what": "wait"}]
+    options = "-n 4 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 4".split()
+    job = run(environment, *options, faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert [text[0] for text in taken(job)] == ["1", "2"] and "starts over" not in job.err
+    stopped, still = re.findall(r"jax-mpmd: rank (\d: .*); it is killed, to be replaced$", job.err, re.MULTILINE)
+    assert re.match(r"1: process \d+ on \S+ is stopped for \d s \(", stopped)
+    assert re.match(r"2: did not come to the next step for \d s \(.*/resilience\.py:\d+ in begin\)", still)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case, step", [("pairs", -1), ("explicit", 2)])
 def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
     environment, unbroken, case, step
@@ -258,7 +270,7 @@ def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_s
     "num_jobs", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
 )
 def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
-    """Three losses a job, also while a copy is made and while a spare takes a place. Nothing is to start over."""
+    """Three losses a job, also while a copy is made and while a spare takes a place; processes that stop among them."""
 
     @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
@@ -266,10 +278,11 @@ def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroke
         faults = []
         for rank in (*data.draw(st.permutations(range(4)))[:2], 4):
             step, after_s = data.draw(st.integers(1, NUM_STEPS - 1)), data.draw(st.integers(0, 60)) / 1000
-            faults.append(
-                {**kill(0, rank, step, after_s=after_s), "what": data.draw(st.sampled_from(["signal", "copy"]))}
-            )
-        job = run(environment, *"-n 4 --cpu-devices 1 --restarts 3 --spares 3".split(), faults=faults)
+            what = data.draw(st.sampled_from(["signal", "stop", "copy"]))
+            fault = kill(0, rank, step, signal.SIGSTOP if what == "stop" else signal.SIGKILL, after_s)
+            faults.append({**fault, "what": "copy"} if what == "copy" else fault)
+        options = "-n 4 --cpu-devices 1 --restarts 3 --spares 3 --hang-timeout 4".split()
+        job = run(environment, *options, faults=faults)
         assert (steps(job), end(job)) == unbroken("1f1b", 4)
 
     check()
