@@ -41,7 +41,7 @@ class Forked:
         self.returncode: int | None = None
         request = {"words": [str(word) for word in words], "environment": environment}
         read, write = os.pipe()
-        self.stdin = open(write, "wb")
+        self.stdin = os.fdopen(write, "wb")
         if not waits:
             self.stdin.close()
         with open(read, "rb") as stdin:
