@@ -23,7 +23,7 @@ _WHOLE, _SPLIT = ("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")
 _DONATES = {_WHOLE: {}, _SPLIT: {"donate_argnums": (0,)}}
 
 # Every program runs in one way, in turns: some in a quick test, the others in a slow one. An exhaustive test runs the
-# other way.
+# other way, and those that are like a quick one.
 _LIKE_A_QUICK_ONE = """
     uneven_stages shared_inputs one_weight_in_every_stage only_shared_weights integer_leaves label_embedding
     scalar_parameters checkpointed_dots fori_loop gradient_inside_a_stage one_jitted_block linear_algebra
@@ -34,8 +34,9 @@ _LIKE_A_QUICK_ONE = """
 
 def _in_turns():
     for n, program in enumerate(programs.ALL):
-        is_quick = n // 2 % 4 == 0 and program.name not in _LIKE_A_QUICK_ONE
-        for way, mark in (n % 2, () if is_quick else pytest.mark.slow), (1 - n % 2, pytest.mark.exhaustive):
+        is_alike = program.name in _LIKE_A_QUICK_ONE
+        own = pytest.mark.exhaustive if is_alike else pytest.mark.slow if n // 2 % 4 else ()
+        for way, mark in (n % 2, own), (1 - n % 2, pytest.mark.exhaustive):
             schedule, where = (_WHOLE, _SPLIT)[way]
             yield pytest.param(program.name, schedule, where, id=f"{program.name}-{schedule}", marks=mark)
 

@@ -98,9 +98,7 @@ def run(scenario: str, num_processes: int, devices: int = 1, **arguments: Any) -
             time.sleep(0.01)
         for i, process in enumerate(processes):
             said = os.pread(errs[i].fileno(), 1 << 20, 0).decode(errors="replace")
-            assert process.returncode == 0, (
-                f"process {i} of {scenario}: status {process.returncode}\n{said[-9000:]}"
-            )
+            assert process.returncode == 0, f"process {i} of {scenario}: status {process.returncode}\n{said[-9000:]}"
         return [json.loads(os.pread(out.fileno(), 1 << 20, 0).splitlines()[-1]) for out in outs]
 
 

@@ -502,8 +502,8 @@ def _across_rows(compiled) -> dict[str, list[Collective]]:
     [
         ("model", False, scheduler.OneFOneB(2)),
         pytest.param("model", True, scheduler.OneFOneB(2), marks=pytest.mark.slow),
-        pytest.param("model", True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
-        pytest.param(None, False, scheduler.GPipe(2), marks=pytest.mark.slow),
+        pytest.param("model", True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.exhaustive),
+        pytest.param(None, False, scheduler.GPipe(2), marks=pytest.mark.exhaustive),
         pytest.param(None, True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
     ],
     ids=str,

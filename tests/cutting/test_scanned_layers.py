@@ -121,9 +121,9 @@ def test_prediction_runs_each_layer_where_training_left_its_weights(adamw):
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
     [
-        pytest.param(scheduler.GPipe(3), (3, 7, 3), marks=pytest.mark.slow),
+        pytest.param(scheduler.GPipe(3), (3, 7, 3), marks=pytest.mark.exhaustive),
         pytest.param(scheduler.InterleavedOneFOneB(4, 2), (3, 3, 3, 3), marks=pytest.mark.slow),
-        pytest.param(scheduler.ZeroBubbleH1(2), (12, 1), marks=pytest.mark.slow),
+        pytest.param(scheduler.ZeroBubbleH1(2), (12, 1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_other_schedules_and_uneven_cuts_train_alike(schedule, cuts):

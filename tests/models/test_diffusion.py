@@ -64,7 +64,7 @@ def _home(path):
     return NUM_STAGES - 1 if "final" in path else 0 if re.search("condition|patches|positions", path) else None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_blocks_own_projections_of_the_condition_are_in_the_blocks_stages():
     model = DiT()
     example = jnp.zeros((BATCH, SIZE, SIZE, 3)), jnp.zeros(BATCH), jnp.zeros(BATCH, int)

@@ -57,8 +57,13 @@ def _params():
     return {f"layer{i}": one(k) for i, k in enumerate(jax.random.split(jax.random.key(0), NUM_LAYERS))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(AxisType.Explicit, id="explicit", marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, id="auto", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_experts_are_sharded_inside_of_their_stages(axes):
     """Each layer's auxiliary loss is part of the loss; the plain step runs on one group's devices."""
     mesh = stage_mesh(2, axes, expert=2)

@@ -110,7 +110,7 @@ def _home(num_stages, tied=False):
     return home
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_names_of_logical_axes_mean_nothing_where_no_mesh_is_set():
     """The kernels are boxed with names that the stages' mesh does not have; the embedding is the head's weight too."""
     step, state, batches = _training(Model(4, tied=True))

@@ -115,8 +115,11 @@ CASES = {
 }
 
 
+_IN_TURNS = [pytest.param(name, marks=() if name == "qwen_experts" else pytest.mark.exhaustive) for name in CASES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _IN_TURNS)
 def test_a_model_of_tunix_is_trained_as_under_plain_jax(name):
     family, config, num_stages = CASES[name]
     step, state, batches = _training(family, num_stages, **config)

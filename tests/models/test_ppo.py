@@ -86,7 +86,7 @@ def _minibatches(rollout, last, key):
     return jax.tree.map(lambda x: x[order].reshape(NUM_MINIBATCHES, -1, *x.shape[1:]), flat)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_update_over_accumulated_minibatches():
     """The rollout's advantages, the order of its rows and the loop are one step; the rate falls linearly."""
     model = ActorCritic()

@@ -53,7 +53,7 @@ def _home(path):
     return 0 if "stem" in path else NUM_STAGES - 1 if "head" in path else None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_linen_resnet_with_a_train_state():
     """Statistics of the microbatches are averaged; weight decay is part of the loss, so the loss reads every kernel."""
 
@@ -111,7 +111,10 @@ def test_a_linen_resnet_with_a_train_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [EXPLICIT, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(EXPLICIT, id="explicit"), pytest.param(AxisType.Auto, id="auto", marks=pytest.mark.exhaustive)],
+)
 def test_an_equinox_resnet_with_a_state_in_float64(axes):
     """`eqx.nn.State` goes through the model; the batch is vmapped with an axis name, over which BatchNorm averages.
 
@@ -240,7 +243,7 @@ def test_an_nnx_resnet_with_an_optimizer_and_metrics():
     train_both(step, state, _batches(), stage_mesh(NUM_STAGES), home=_home, rtol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_haiku_resnet_with_a_state():
     """`hk.transform_with_state`: parameters and moving averages are named by the modules' paths."""
     hk = pytest.importorskip("haiku")

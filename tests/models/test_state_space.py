@@ -75,7 +75,7 @@ def _kinds(params):
     return jax.tree.map_with_path(kind, params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.xfail(
     jax.__version_info__ >= (0, 12),
     raises=ValueError,

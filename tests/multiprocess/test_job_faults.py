@@ -42,10 +42,16 @@ STALLS = {
 }
 
 
-def quick_or_slow(cases):
-    """A few of the cases are quick enough to run always."""
+def in_turns(cases):
+    """A few of the cases are quick enough to run always; others are like one of these, or like a slow one."""
     always = {("kill", 1), ("absent", 1)}
-    return [pytest.param(*case, marks=() if case in always else pytest.mark.slow) for case in cases]
+    like_others = {("kill", 0), ("os_exit", 1), ("memory", 1), ("exit_text", 1), ("raise_exit", 2)}
+    like_others |= {("stop", 0), ("absent", 0), ("lost", 0), ("callback", 2)}
+
+    def marks(case):
+        return () if case in always else pytest.mark.exhaustive if case in like_others else pytest.mark.slow
+
+    return [pytest.param(*case, marks=marks(case)) for case in cases]
 
 
 def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
@@ -69,8 +75,8 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    quick_or_slow([("kill", 0), ("kill", 1), ("os_exit", 1), ("segfault", 2), ("exception", 0), ("memory", 1),
-                   ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2), ("raise", 1)]),
+    in_turns([("kill", 0), ("kill", 1), ("os_exit", 1), ("segfault", 2), ("exception", 0), ("memory", 1),
+              ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2), ("raise", 1)]),
 )  # fmt: skip
 def test_a_death_ends_all(fault, guilty):
     pattern, status = DEATHS[fault]
@@ -85,8 +91,8 @@ def test_a_death_ends_all(fault, guilty):
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    quick_or_slow([("stop", 0), ("stop", 1), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
-                   ("callback", 2), ("collective", 1), ("hold_for_ever", 1)]),
+    in_turns([("stop", 0), ("stop", 1), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
+              ("callback", 2), ("collective", 1), ("hold_for_ever", 1)]),
 )  # fmt: skip
 def test_a_stall_ends_all(fault, guilty):
     processes = 4 if fault == "collective" else 3
@@ -124,8 +130,15 @@ def test_the_death_of_a_silent_process_of_another_machine_ends_all():
         assert all(re.fullmatch(line, ended[rank].verdict) for rank in (0, 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "guilty"), [("exception", 0), ("exception", 2), ("kill", 1), ("exit0", 0)])
+@pytest.mark.parametrize(
+    ("fault", "guilty"),
+    [
+        pytest.param("exception", 0, marks=pytest.mark.slow),
+        pytest.param("exception", 2, marks=pytest.mark.exhaustive),
+        pytest.param("kill", 1, marks=pytest.mark.slow),
+        pytest.param("exit0", 0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_verdicts_reach_all_where_rank_0_serves(fault, guilty):
     """The rank that serves the key-value store leaves last, by the watchdog: JAX ends the others when it goes."""
     pattern, status = DEATHS[fault]
@@ -173,20 +186,27 @@ def test_ranks_with_another_program_are_told_so_before_the_first_step(fault, dif
             ) in e.err
 
 
-@pytest.mark.slow
+SLOW_BUT_NO_HANG = {
+    "slow": ("slow", 2.5 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+    "held-on-another-machine": ("hold", SILENT_S + 5, {"hang_timeout_s": 300, "apart": True}),
+    "long-trace": ("long_trace", 3 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+}
+MORE_OF_THESE = {
+    "idle": ("idle", 2 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+    "late": ("late", 0.6 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+    "held": ("hold", SILENT_S + 5, {"hang_timeout_s": 300}),
+    "no-limit-0": ("late", 10, {"hang_timeout_s": 0}),
+    "no-limit-None": ("late", 10, {"timeout": "None"}),
+}
+
+
 @pytest.mark.parametrize(
     ("fault", "seconds", "options"),
     [
-        ("slow", 2.5 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
-        ("idle", 2 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
-        ("late", 0.6 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
-        ("hold", SILENT_S + 5, {"hang_timeout_s": 300}),
-        ("hold", SILENT_S + 5, {"hang_timeout_s": 300, "apart": True}),
-        ("late", 10, {"hang_timeout_s": 0}),
-        ("late", 10, {"timeout": "None"}),
-        ("long_trace", 3 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
+        pytest.param(*case, id=name, marks=mark)
+        for mark, cases in ((pytest.mark.slow, SLOW_BUT_NO_HANG), (pytest.mark.exhaustive, MORE_OF_THESE))
+        for name, case in cases.items()
     ],
-    ids=["slow", "idle", "late", "held", "held-on-another-machine", "no-limit-0", "no-limit-None", "long-trace"],
 )
 def test_what_is_slow_is_no_hang(fault, seconds, options):
     timeout = options.get("timeout", "300")

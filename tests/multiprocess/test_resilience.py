@@ -89,17 +89,16 @@ def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after
     return {"attempt": attempt, "rank": rank, "step": step, "what": "signal", "signal": int(number), "after_s": after_s}
 
 
-@pytest.mark.slow
-def test_a_killed_process_leaves_no_trace_in_losses_and_state(environment, unbroken):
-    faults = [kill(0, 1, 4)]
-    job = run(environment, "-n", 2, "--cpu-devices", 2, "--restarts", 1, case="pairs", faults=faults)
-    assert (steps(job), end(job)) == unbroken("pairs", 4)
-    (line,) = said(job)
-    assert re.fullmatch(r"goes on after step [123], from memory", line)  # which, depends on how far the copies were
+def in_turns(first, *others) -> list:
+    """The first case is slow; those that differ in their layout alone are exhaustive."""
+    marks = [pytest.mark.slow, *[pytest.mark.exhaustive] * len(others)]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip((first, *others), marks, strict=True)
+    ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["1f1b", "explicit", "uneven"])
+@pytest.mark.parametrize("case", in_turns("1f1b", "explicit", "uneven"))
 def test_no_loss_of_a_process_leaves_a_trace(environment, unbroken, case):
     faults = [
         {"attempt": 0, "rank": 0, "step": 2, "what": "copy"},
@@ -169,9 +168,12 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
 
 
 @pytest.mark.slow
-def test_the_ledgers_of_a_job_that_starts_over_say_what_that_cost(environment, tmp_path):
+def test_a_killed_process_leaves_no_trace_and_the_ledgers_say_what_it_cost(environment, unbroken, tmp_path):
     options = f"-n 2 --cpu-devices 2 --restarts 1 --log-dir {tmp_path}".split()
-    run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    job = run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    assert (steps(job), end(job)) == unbroken("pairs", 4)
+    (line,) = said(job)
+    assert re.fullmatch(r"goes on after step [123], from memory", line)  # which, depends on how far the copies were
     processes = ledgers.read(tmp_path)
     assert sorted((p.number, p.attempt) for p in processes) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     found = ledgers.put_together(processes)
@@ -186,22 +188,6 @@ def test_the_ledgers_of_a_job_that_starts_over_say_what_that_cost(environment, t
     )
 
 
-@pytest.mark.slow
-def test_the_ledgers_of_a_job_with_a_spare_say_how_long_it_waited_and_whose_place_it_took(environment, tmp_path):
-    options = f"-n 2 --cpu-devices 2 --restarts 1 --spares 1 --log-dir {tmp_path}".split()
-    run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
-    processes = {p.number: p for p in ledgers.read(tmp_path)}
-    assert list(processes) == [0, 1, 2]
-    assert (taken := processes[2].taken) is not None and taken[0] == 1
-    found = ledgers.put_together(list(processes.values()))
-    lives = [p.end - p.begun for p in processes.values()]
-    assert found.total == pytest.approx(sum(lives) + taken[1] - processes[1].end, abs=0.1)
-    assert found.seconds["idle spare"] > 1.0 and found.seconds["recovery"] > 0 and found.seconds["lost"] > 0
-    text = "\n".join(found.events)
-    assert " spare 2 takes the place of rank 1" in text and " lost: rank 1" in text
-    assert re.search(r" goes on after step [123], from memory, [\d.]+ s after the last step before", text)
-
-
 # --- spares ---------------------------------------------------------------------------------------
 
 
@@ -213,8 +199,10 @@ def taken(job: Launched) -> list[str]:
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environment, unbroken, tmp_path):
     """Barriers of the saves before and after it are counted anew in all: the spare has not been at the earlier ones."""
-    options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
-    job = run({**environment, "TEST_SAVES": str(tmp_path)}, *options, case="pairs", faults=[kill(0, 1, 4)])
+    saves, ledger = tmp_path / "saves", tmp_path / "ledger"
+    saves.mkdir()
+    options = f"-n 2 --cpu-devices 2 --restarts 1 --spares 1 --log-dir {ledger}".split()
+    job = run({**environment, "TEST_SAVES": str(saves)}, *options, case="pairs", faults=[kill(0, 1, 4)])
     assert (steps(job), end(job)) == unbroken("pairs", 4)
     assert taken(job) == ["1: killed by SIGKILL; spare 2"] and "starts over" not in job.err
     first, second = said(job)
@@ -224,14 +212,28 @@ def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environ
         "0",
         "2",
     }
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "3", "5", "7"]
+    assert sorted(folder.name for folder in saves.iterdir()) == ["1", "3", "5", "7"]
     with ocp.StandardCheckpointer() as checkpointer:
-        first, last = (checkpointer.restore(tmp_path / name) for name in "17")
+        first, last = (checkpointer.restore(saves / name) for name in "17")
     assert jax.tree.structure(first) == jax.tree.structure(last)
+    check_ledgers_with_a_spare(ledger)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["1f1b", "zb-h1"])
+def check_ledgers_with_a_spare(folder: Path) -> None:
+    """They say how long it waited, and whose place it took."""
+    processes = {p.number: p for p in ledgers.read(folder)}
+    assert list(processes) == [0, 1, 2]
+    assert (taken := processes[2].taken) is not None and taken[0] == 1
+    found = ledgers.put_together(list(processes.values()))
+    lives = [p.end - p.begun for p in processes.values()]
+    assert found.total == pytest.approx(sum(lives) + taken[1] - processes[1].end, abs=0.1)
+    assert found.seconds["idle spare"] > 1.0 and found.seconds["recovery"] > 0 and found.seconds["lost"] > 0
+    text = "\n".join(found.events)
+    assert " spare 2 takes the place of rank 1" in text and " lost: rank 1" in text
+    assert re.search(r" goes on after step [123], from memory, [\d.]+ s after the last step before", text)
+
+
+@pytest.mark.parametrize("case", in_turns("1f1b", "zb-h1"))
 def test_spares_take_the_places_of_rank_0_and_of_a_spare(environment, unbroken, case):
     copy = {"attempt": 0, "rank": 2, "step": 6, "what": "copy"}
     faults = [kill(0, 0, 2), kill(0, 4, 4), copy, kill(0, 3, 7)]
@@ -254,8 +256,7 @@ def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_nex
     assert re.match(r"2: did not come to the next step for \d s \(.*/resilience\.py:\d+ in begin\)", still)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case, step", [("pairs", -1), ("explicit", 2)])
+@pytest.mark.parametrize("case, step", in_turns(("pairs", -1), ("explicit", 2)))
 def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
     environment, unbroken, case, step
 ):
@@ -267,7 +268,7 @@ def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_s
 
 
 @pytest.mark.parametrize(
-    "num_jobs", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
 )
 def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
     """Three losses a job, also while a copy is made and while a spare takes a place; processes that stop among them."""
@@ -289,7 +290,7 @@ def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroke
 
 
 @pytest.mark.parametrize(
-    "num_jobs", [pytest.param(2, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
+    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
 )
 def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
     """Four losses a job, in any rank and at any time, a rank that stops among them."""

@@ -99,7 +99,7 @@ def test_nothing_is_sent_after_something_was_left_on_the_way():
         wire.receive(0, (1,), jnp.float32, jax.devices()[0], jax.devices()[0])
 
 
-CASES = ("1f1b", "interleaved", "turned", "explicit")
+CASES = ("interleaved", "turned")  # several groups in a process, and one over two of them
 
 
 @pytest.fixture(scope="module")

@@ -26,17 +26,15 @@ _FOLDED_LIKE_A_V = ("ZeroBubbleV", "VHalf", "VMin", "DualPipeV")
 def in_turns(*axes: Iterable[Any]) -> list:
     """All combinations as parameters of a test.
 
-    Those that take the values of each axis by turns are quick. Those that take them by turns with the last axis one
-    ahead are slow. All others are exhaustive.
+    Those that take the values of each axis by turns are quick, all others are exhaustive.
     """
     values = [[v if isinstance(v, tuple) else (v,) for v in axis] for axis in axes]
     turns = range(max(map(len, values)))
     quick = {tuple(turn % len(axis) for axis in values) for turn in turns}
-    slow = {(*(turn % len(axis) for axis in values[:-1]), (turn + 1) % len(values[-1])) for turn in turns}
     combinations = []
     for positions in itertools.product(*(range(len(axis)) for axis in values)):
         parameters = [x for axis, i in zip(values, positions, strict=True) for x in axis[i]]
-        marks = () if positions in quick else pytest.mark.slow if positions in slow else pytest.mark.exhaustive
+        marks = () if positions in quick else pytest.mark.exhaustive
         combinations.append(pytest.param(*parameters, id="-".join(map(_name, parameters)), marks=marks))
     return combinations
 
