@@ -72,7 +72,7 @@ def test_the_reference_has_each_public_name_once():
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
-            7,
+            8,
             [
                 "as under jax.jit: True",
                 "6 microbatches, as the plain loop: True",
