@@ -105,6 +105,7 @@ def test_whole_gradients_that_go_to_one_stage_in_each_microbatch_are_warned_of(a
     assert first.startswith(start) and fun.__name__ in first
 
 
+@pytest.mark.slow
 def test_gradients_of_the_shape_of_activations_are_told_from_them(arguments):
     ws, _ = arguments
     square = ws, jnp.ones((MICROBATCHES, W, W))

@@ -280,6 +280,7 @@ def random_step(schedule="1f1b", num_stages=2):
     return Random(schedule, num_stages)
 
 
+@pytest.mark.slow
 @given(LISTS, st.integers(0, 9))
 @settings(max_examples=4)
 def test_some_random_lists(rows, seed):
@@ -357,6 +358,7 @@ def text_step(params, texts):
     return mpmd.treduce(lambda x: gradient(params, x), texts, "1f1b", operation=mpmd.Mean, weights=lambda x: x.size)
 
 
+@pytest.mark.slow
 def test_what_follows_from_the_length_alone_is_computed_for_each_shape():
     shapes = {"embed": (160, WIDTH), "position": (16, WIDTH), "first": (WIDTH, WIDTH)}
     rng = np.random.default_rng(3)

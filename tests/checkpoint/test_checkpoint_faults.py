@@ -426,6 +426,7 @@ def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_
     assert lines == [f"[Errno {code}] save: {what}; {unchanged}: '{tmp_path / 'mount' / 'state'}'", *left]
 
 
+@pytest.mark.slow
 def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_path):
     workers = start("disk_full", 2, path=str(tmp_path / "run"))
     try:

@@ -75,6 +75,7 @@ def plain_loop(model, params, request):
     return text[len(request.prompt) :], log_probabilities
 
 
+@pytest.mark.slow
 def test_a_text_of_the_sampler_is_the_plain_loops_whatever_is_in_flight_beside_it():
     pytest.importorskip("optax")
     generate, GPT = importlib.import_module("generate"), importlib.import_module("train_gpt").GPT

@@ -257,6 +257,7 @@ def test_memory_is_measured_and_estimated(case, schedule):
         assert found[0]["activations"] > found[3]["activations"]
 
 
+@pytest.mark.slow
 def test_parameters_and_rows_that_are_divided_along_one_axis_are_estimated():
     mesh = make_mesh(4, AxisType.Auto, ("data",))
     step, arguments = _wide_step(pipelined(scheduler.OneFOneB(4), mesh), 32, ("data", None))

@@ -179,6 +179,7 @@ def test_no_task_sums_over_devices_with_several_stages_a_group(schedule, axis_ty
     assert not tasks, tasks
 
 
+@pytest.mark.slow
 def test_rows_that_only_an_argument_says_are_found():
     batch_spec = {"x": P(None, "data"), "y": P(None, "data")}
     loss = lambda params, m: _dense_loss(params, m, ())  # noqa: E731
@@ -367,6 +368,7 @@ def test_axes_of_length_1_in_specs_change_no_number(
         assert not _split(compiled)[0]
 
 
+@pytest.mark.slow
 def test_rows_on_auto_axes_and_columns_on_explicit_ones_are_summed_right():
     keys = jax.random.split(jax.random.key(3), 5)
     params = [
@@ -500,8 +502,8 @@ def _across_rows(compiled) -> dict[str, list[Collective]]:
 @pytest.mark.parametrize(
     ("sequence", "scanned", "schedule"),
     [
-        ("model", False, scheduler.OneFOneB(2)),
-        pytest.param("model", True, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        pytest.param("model", False, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        pytest.param("model", True, scheduler.OneFOneB(2), marks=pytest.mark.exhaustive),
         pytest.param("model", True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.exhaustive),
         pytest.param(None, False, scheduler.GPipe(2), marks=pytest.mark.exhaustive),
         pytest.param(None, True, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),

@@ -107,7 +107,8 @@ def test_a_row_over_several_processes_is_a_row_and_names_layouts_that_run(row):
     for test in _tests(row):
         name, _, case = test.partition("[")
         (mark,) = [mark for mark in _found(name).pytestmark if mark.name == "parametrize"]
-        ids = ["-".join(map(mark.kwargs["ids"], values)) for values in mark.args[1]]
+        cases = [getattr(case, "values", case) for case in mark.args[1]]
+        ids = ["-".join(map(mark.kwargs["ids"], values)) for values in cases]
         assert case.removesuffix("]") in ids
 
 

@@ -194,6 +194,7 @@ def test_stages_fit_the_memory_of_the_devices_if_any_cut_does(monkeypatch):
     assert choose(trace, eqn, candidates, schedule, mesh, {}).excess > 0
 
 
+@pytest.mark.slow
 def test_explain_says_what_was_chosen_and_what_others_cost():
     step, state, batch = training("loop")
     mesh = shared_device(4)

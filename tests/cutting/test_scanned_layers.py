@@ -92,6 +92,7 @@ def test_each_group_has_a_quarter_of_the_layers_and_no_more(adamw):
         assert stats["gradients"] < 2 * sum(x.nbytes for x in stacks) // 4
 
 
+@pytest.mark.slow
 def test_nothing_but_scalars_and_the_shared_bias_crosses_outside_of_the_loop(adamw):
     compiled, _ = adamw
     assert max(crossing_bytes(compiled)) <= 32

@@ -119,6 +119,7 @@ def test_a_signal_leaves_no_process_on_any_host(hosts, name, status):
             host.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed_on_any_host(hosts):
     with start_over(hosts, "-H", "hosta,hostb", "-n", 2, *shell("echo ready; sleep 1000")) as job:
         job.wait_for_line("ready", 4)

@@ -61,6 +61,7 @@ def test_the_values_and_gradients_are_those_of_all_scores_at_once(length, window
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4 if x.ndim == 0 else 1e-5)
 
 
+@pytest.mark.slow
 def test_a_window_may_be_data_so_that_a_scan_over_layers_has_one_for_each():
     q, k, v, _ = arrays(LONG)
     windows = (13, 0, 700)
@@ -88,6 +89,7 @@ def test_no_array_of_the_program_has_two_axes_of_the_length(packed):
     assert chunks.memory_analysis().temp_size_in_bytes < 3.5 * scores * CHUNK
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_give_the_losses_and_gradients_of_one_program():
     mesh = mpmd.MpmdMesh(
         jax.make_mesh((2, 1), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2), "stage"

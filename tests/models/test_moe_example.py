@@ -174,11 +174,11 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
 @pytest.mark.parametrize(
     ("exchange", "experts", "k"),
     [
-        ("capacity", 8, 2),
+        pytest.param("capacity", 8, 2, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=mark)
             for case, mark in [
-                (("gather", 6, 3), pytest.mark.slow),
+                (("gather", 6, 3), pytest.mark.exhaustive),
                 (("ragged", 8, 2), pytest.mark.slow),
                 (("ragged", 4, 1), pytest.mark.exhaustive),
                 (("ragged", 6, 3), pytest.mark.exhaustive),

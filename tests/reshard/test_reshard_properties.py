@@ -229,6 +229,7 @@ def test_devices_that_only_their_own_programs_can_write_to_are_served_alike(case
         check(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([None, 8, 64]), st.booleans())
 def test_many_arrays_at_once_level_their_senders_and_stay_in_bounds(seed, threshold, donate):
