@@ -66,8 +66,8 @@ class Job:
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
         self.end_process: Callable[[Board], None] | None = None
-        losses = (self._hear_of_losses, self._make_way) if self._register.num_spares else None
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses)
+        spares = (self._hear_of_losses, self._make_way) if self._register.num_spares else ()
+        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves, *spares)
         self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
         if self.is_apart:
             compat.forget_collectives()
@@ -210,8 +210,10 @@ class Job:
         if self.end_process is None or not self._is_going_on or not is_one_left or compat.has_cross_host_put():
             return
         print(f"jax-mpmd: rank {board.rank}: {what}; it is killed, to be replaced", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):  # its host is gone: all start over
+        try:
             self.end_process(board)
+        except OSError as error:
+            print(f"jax-mpmd: rank {board.rank}: the keeper of its host does not do it: {error}", file=sys.stderr)
 
     def _hear_of_losses(self) -> tuple[int, str] | None:
         """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""

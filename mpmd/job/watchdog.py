@@ -47,8 +47,8 @@ class Watchdog:
       black_box: the flight record of this rank.
       door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
-      losses: in a job with spares, takes note of ranks that were lost (a verdict where this process cannot go on), and
-        makes way for a spare where a rank holds up the others.
+      losses: in a job with spares, takes note of ranks that were lost; a verdict where this process cannot go on.
+      make_way: in a job with spares, ends the process of a rank that holds up the others.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Watchdog:
         black_box: BlackBox,
         door: Door,
         serves: bool,
-        losses: tuple[Callable[[], tuple[int, str] | None], Callable[[Board, str], None]] | None = None,
+        losses: Callable[[], tuple[int, str] | None] | None = None,
+        make_way: Callable[[Board, str], None] | None = None,
     ):
-        self._losses, self._found_at = losses, 0.0
+        self._losses, self._make_way, self._found_at = losses, make_way, 0.0
         self._door = door
         self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
@@ -111,9 +112,8 @@ class Watchdog:
 
     def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
         """A verdict, once the launcher had time to say that a spare takes the place of the rank."""
-        assert self._losses is not None
-        hear, make_way = self._losses
-        if (why := hear()) is not None:
+        assert self._losses is not None and self._make_way is not None
+        if (why := self._losses()) is not None:
             return why
         if found is None:
             self._found_at = 0.0
@@ -121,10 +121,10 @@ class Watchdog:
         if not self._found_at:
             self._found_at = time.monotonic()
             rank, what = found
-            others = [r for r, v in views.items() if r != rank and not v.is_old]
-            is_ours = self.boards.verdict is None and min(others, default=-1) == self.boards.rank
-            if is_ours and rank in views and views[rank].is_stuck:
-                threading.Thread(target=make_way, args=(views[rank].board, what), daemon=True).start()
+            first = min((r for r, v in views.items() if r != rank and not v.is_old), default=-1)
+            is_new = self.boards.verdict is None and first == self.boards.rank  # one rank speaks for all
+            if is_new and rank in views and views[rank].is_stuck:
+                threading.Thread(target=self._make_way, args=(views[rank].board, what), daemon=True).start()
         return found if time.monotonic() - self._found_at > _LAUNCHER_S else None
 
     # --- the end ----------------------------------------------------------------------------------

@@ -227,3 +227,22 @@ def test_a_board_survives_the_way_through_the_store():
         3, "h", 7, "m", 8, "step", 2, 5, "1F0", 1.5, Wait("A", (1, 2), 0.5, 77), (77, 78), "f (a.py:1)", "E: e"
     )
     assert Board.from_json(json.loads(json.dumps(board.to_json()))) == board
+
+
+@pytest.mark.parametrize(
+    ("view", "is_stuck"),
+    [
+        (rank(1, process="stopped", phase="step"), True),
+        (rank(1, process="mute"), True),
+        (rank(1, phase="idle", step=3), True),
+        (waiting(1, "B0.0", (), 20.0, phase="step"), True),  # for its own devices
+        (waiting(1, "B0.0", (2,), 20.0, phase="step"), False),
+        (waiting(1, "B0.0", (2,), 20.0, phase="step", callback="load"), True),
+        (rank(1, phase="agreeing", doing="a checkpoint"), False),
+        (rank(1, process="gone"), False),
+        (rank(1, process="unknown", silent_s=SILENT_S + 1), False),  # its machine cannot be reached
+        (rank(1, phase="failed", doing="ValueError: no"), False),
+    ],
+)
+def test_a_rank_makes_way_for_a_spare_where_nobody_else_holds_it_up(view, is_stuck):
+    assert view.is_stuck == is_stuck
