@@ -358,6 +358,20 @@ def test_a_damaged_copy_gives_way_to_the_one_on_the_other_host(environment, unbr
 
 @pytest.mark.slow
 @needs_hosts
+def test_a_process_that_stops_on_another_host_is_replaced(environment, unbroken, hosts):
+    """The rank that says so is on the first host; the keeper of the other one kills the process."""
+    options = "-n 2 --cpu-devices 1 --restarts 1 --spares 1 --hang-timeout 4".split()
+    with over(environment, hosts, *options, faults=[kill(0, 3, 4, signal.SIGSTOP)]) as job:
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert taken(job) == ["3: killed by SIGKILL; spare 4"] and "starts over" not in job.err
+    assert re.search(
+        r"^\[0\] jax-mpmd: rank 3: .* is stopped for .*; it is killed, to be replaced$", job.err, re.MULTILINE
+    )
+
+
+@pytest.mark.slow
+@needs_hosts
 def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts):
     """On half of the devices: two of the four groups are on another device, and there are fewer processes."""
     faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
