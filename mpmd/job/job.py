@@ -66,8 +66,10 @@ class Job:
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
         self.end_process: Callable[[Board], None] | None = None
-        spares = (self._hear_of_losses, self._make_way) if self._register.num_spares else ()
-        self.watchdog = Watchdog(self.num_ranks, self.activity, boards, judge, black_box, door, serves, *spares)
+        losses, make_way = (self._hear_of_losses, self._make_way) if self._register.num_spares else (None, None)
+        self.watchdog = Watchdog(
+            self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses, make_way
+        )
         self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
         if self.is_apart:
             compat.forget_collectives()
