@@ -133,7 +133,7 @@ class View:
     @property
     def is_stuck(self) -> bool:
         """Whether the process is there and what holds it up is its own; where ranks wait for each other, none is."""
-        is_there = self.process != "gone" and self.silent_s < SILENT_S
+        is_there = self.process != "gone" and self.silent_s < HELD_S
         is_at_work = self.board.phase not in ("finished", "failed", "agreeing")
         return self.is_old or (is_there and is_at_work and not self.waits_for_others)
 

@@ -247,13 +247,13 @@ def test_spares_take_the_places_of_rank_0_and_of_a_spare(environment, unbroken, 
 @pytest.mark.slow
 def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_next_step(environment, unbroken):
     faults = [kill(0, 1, 3, signal.SIGSTOP, 0.01), {"attempt": 0, "rank": 2, "step": 6, "what": "wait"}]
-    options = "-n 4 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 4".split()
+    options = "-n 4 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 8".split()
     job = run(environment, *options, faults=faults)
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
     assert [text[0] for text in taken(job)] == ["1", "2"] and "starts over" not in job.err
     stopped, still = re.findall(r"jax-mpmd: rank (\d: .*); it is killed, to be replaced$", job.err, re.MULTILINE)
-    assert re.match(r"1: process \d+ on \S+ is stopped for \d s \(", stopped)
-    assert re.match(r"2: did not come to the next step for \d s \(.*/resilience\.py:\d+ in begin\)", still)
+    assert re.match(r"1: process \d+ on \S+ is stopped for \d+ s \(", stopped)
+    assert re.match(r"2: did not come to the next step for \d+ s \(.*/resilience\.py:\d+ in begin\)", still)
 
 
 @pytest.mark.parametrize("case, step", in_turns(("pairs", -1), ("explicit", 2)))
@@ -282,7 +282,7 @@ def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroke
             what = data.draw(st.sampled_from(["signal", "stop", "copy"]))
             fault = kill(0, rank, step, signal.SIGSTOP if what == "stop" else signal.SIGKILL, after_s)
             faults.append({**fault, "what": "copy"} if what == "copy" else fault)
-        options = "-n 4 --cpu-devices 1 --restarts 3 --spares 3 --hang-timeout 4".split()
+        options = "-n 4 --cpu-devices 1 --restarts 3 --spares 3 --hang-timeout 8".split()
         job = run(environment, *options, faults=faults)
         assert (steps(job), end(job)) == unbroken("1f1b", 4)
 
@@ -360,7 +360,7 @@ def test_a_damaged_copy_gives_way_to_the_one_on_the_other_host(environment, unbr
 @needs_hosts
 def test_a_process_that_stops_on_another_host_is_replaced(environment, unbroken, hosts):
     """The rank that says so is on the first host; the keeper of the other one kills the process."""
-    options = "-n 2 --cpu-devices 1 --restarts 1 --spares 1 --hang-timeout 4".split()
+    options = "-n 2 --cpu-devices 1 --restarts 1 --spares 1 --hang-timeout 8".split()
     with over(environment, hosts, *options, faults=[kill(0, 3, 4, signal.SIGSTOP)]) as job:
         assert job.finish(LIMIT_S) == 0, job.out + job.err
     assert (steps(job), end(job)) == unbroken("1f1b", 4)

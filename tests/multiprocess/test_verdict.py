@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpmd.job.verdict import COMPILING_FACTOR, LEFT_S, SILENT_S, Board, View, Wait, diagnose, suspect, table
+from mpmd.job.verdict import COMPILING_FACTOR, HELD_S, LEFT_S, SILENT_S, Board, View, Wait, diagnose, suspect, table
 
 LIMIT_S = 10
 
@@ -240,7 +240,7 @@ def test_a_board_survives_the_way_through_the_store():
         (waiting(1, "B0.0", (2,), 20.0, phase="step", callback="load"), True),
         (rank(1, phase="agreeing", doing="a checkpoint"), False),
         (rank(1, process="gone"), False),
-        (rank(1, process="unknown", silent_s=SILENT_S + 1), False),  # its machine cannot be reached
+        (rank(1, process="unknown", silent_s=HELD_S + 1), False),  # its machine cannot be reached
         (rank(1, phase="failed", doing="ValueError: no"), False),
     ],
 )
