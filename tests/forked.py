@@ -149,8 +149,8 @@ def _become(request: dict, files: list[int]) -> str:
 if __name__ == "__main__":
     for name in _IMPORTED:
         __import__(name)
-    # JAX warns of threads; nothing has started any that a fork would miss.
-    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-    __file__ = _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
-    warnings.resetwarnings()
+    with warnings.catch_warnings():
+        # JAX warns of threads; nothing has started any that a fork would miss.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        __file__ = _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
     exec(compile(Path(__file__).read_bytes(), __file__, "exec"))

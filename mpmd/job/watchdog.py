@@ -111,7 +111,7 @@ class Watchdog:
                 self._end(views, *found)
 
     def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A verdict, once the launcher had time to say that a spare takes the place of the rank."""
+        """A verdict, once the launcher had time to say that a spare takes the place of the rank, which makes way."""
         assert self._losses is not None and self._make_way is not None
         if (why := self._losses()) is not None:
             return why

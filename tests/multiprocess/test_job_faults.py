@@ -42,7 +42,7 @@ STALLS = {
 }
 
 
-def in_turns(cases):
+def by_length(cases):
     """A few of the cases are quick enough to run always; others are like one of these, or like a slow one."""
     always = {("kill", 1), ("absent", 1)}
     like_others = {("kill", 0), ("os_exit", 1), ("memory", 1), ("exit_text", 1), ("raise_exit", 2)}
@@ -75,7 +75,7 @@ def check_verdicts(ended, guilty: int, pid: int, pattern: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    in_turns([("kill", 0), ("kill", 1), ("os_exit", 1), ("segfault", 2), ("exception", 0), ("memory", 1),
+    by_length([("kill", 0), ("kill", 1), ("os_exit", 1), ("segfault", 2), ("exception", 0), ("memory", 1),
               ("exit0", 1), ("exit3", 2), ("exit_text", 1), ("raise_exit", 2), ("raise", 1)]),
 )  # fmt: skip
 def test_a_death_ends_all(fault, guilty):
@@ -91,7 +91,7 @@ def test_a_death_ends_all(fault, guilty):
 
 @pytest.mark.parametrize(
     ("fault", "guilty"),
-    in_turns([("stop", 0), ("stop", 1), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
+    by_length([("stop", 0), ("stop", 1), ("absent", 0), ("absent", 1), ("lost", 0), ("lost", 1),
               ("callback", 2), ("collective", 1), ("hold_for_ever", 1)]),
 )  # fmt: skip
 def test_a_stall_ends_all(fault, guilty):

@@ -89,7 +89,7 @@ def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after
     return {"attempt": attempt, "rank": rank, "step": step, "what": "signal", "signal": int(number), "after_s": after_s}
 
 
-def in_turns(first, *others) -> list:
+def one_of(first, *others) -> list:
     """The first case is slow; those that differ in their layout alone are exhaustive."""
     marks = [pytest.mark.slow, *[pytest.mark.exhaustive] * len(others)]
     return [
@@ -98,7 +98,7 @@ def in_turns(first, *others) -> list:
     ]
 
 
-@pytest.mark.parametrize("case", in_turns("1f1b", "explicit", "uneven"))
+@pytest.mark.parametrize("case", one_of("1f1b", "explicit", "uneven"))
 def test_no_loss_of_a_process_leaves_a_trace(environment, unbroken, case):
     faults = [
         {"attempt": 0, "rank": 0, "step": 2, "what": "copy"},
@@ -233,7 +233,7 @@ def check_ledgers_with_a_spare(folder: Path) -> None:
     assert re.search(r" goes on after step [123], from memory, [\d.]+ s after the last step before", text)
 
 
-@pytest.mark.parametrize("case", in_turns("1f1b", "zb-h1"))
+@pytest.mark.parametrize("case", one_of("1f1b", "zb-h1"))
 def test_spares_take_the_places_of_rank_0_and_of_a_spare(environment, unbroken, case):
     copy = {"attempt": 0, "rank": 2, "step": 6, "what": "copy"}
     faults = [kill(0, 0, 2), kill(0, 4, 4), copy, kill(0, 3, 7)]
@@ -256,7 +256,7 @@ def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_nex
     assert re.match(r"2: did not come to the next step for \d+ s \(.*/resilience\.py:\d+ in begin\)", still)
 
 
-@pytest.mark.parametrize("case, step", in_turns(("pairs", -1), ("explicit", 2)))
+@pytest.mark.parametrize("case, step", one_of(("pairs", -1), ("explicit", 2)))
 def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
     environment, unbroken, case, step
 ):
