@@ -12,6 +12,7 @@ from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.ops.foreign import from_exported, from_stablehlo
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min, Operation
+from mpmd.ops.role import role
 from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
 from mpmd.resilience.loop import resilient
@@ -52,6 +53,7 @@ __all__ = [
     "mark_stage_end",
     "place",
     "resilient",
+    "role",
     "topology_mesh",
     "treduce",
     "treduce_i",

@@ -20,6 +20,7 @@ from mpmd.buckets import Bucketing, Buckets, MicrobatchList
 from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
+from mpmd.ops.role import RoleTable, checked_table
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
@@ -36,6 +37,7 @@ from mpmd.tracing.arguments import (
     named_positions,
     traced_type,
 )
+from mpmd.tracing.role_groups import with_roles
 from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler.base.bounded import BoundedDict
@@ -56,6 +58,7 @@ class _Options(TypedDict, total=False):
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     compiler_options: Mapping[Any, Any] | None
+    roles: Mapping[str, int | Sequence[int]] | None
 
 
 @overload
@@ -78,6 +81,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     compiler_options: Mapping[Any, Any] | None = None,
+    roles: Mapping[str, int | Sequence[int]] | None = None,
 ) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
@@ -93,6 +97,8 @@ def jit(
       donate_argnums, donate_argnames: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
       static_argnums, static_argnames: arguments that are part of the program, as in `jax.jit`.
       compiler_options: for XLA, as in `jax.jit`. Of a stage's tasks alone: `{2: {"xla_…": True}}`, beside those of all.
+      roles: the group, or groups, of each name that `mpmd.role` gives a part of the step. Names that the step does not
+        use may be among them.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -116,6 +122,7 @@ def jit(
             jit, mpmd_mesh=mpmd_mesh, in_shardings=in_shardings, out_shardings=out_shardings,
             donate_argnums=donate_argnums, donate_argnames=donate_argnames,
             static_argnums=static_argnums, static_argnames=static_argnames, compiler_options=compiler_options,
+            roles=roles,
         )  # fmt: skip
     if not isinstance(mpmd_mesh, MpmdMesh):
         raise TypeError(f"mpmd.jit: mpmd_mesh is a {type(mpmd_mesh).__name__}. Pass an mpmd.MpmdMesh.")
@@ -124,7 +131,8 @@ def jit(
     donated = named_positions(fun, donate_argnums, donate_argnames, "donate")
     static = named_positions(fun, static_argnums, static_argnames, "static")
     check_options(compiler_options, "mpmd.jit")
-    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options)
+    table = checked_table(roles, mpmd_mesh.num_groups)
+    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options, table)
 
 
 class Jitted:
@@ -139,6 +147,7 @@ class Jitted:
         donated: tuple[frozenset[int], frozenset[str]],
         static: tuple[frozenset[int], frozenset[str]],
         compiler_options: Mapping[Any, Any] | None,
+        roles: RoleTable,
     ):
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -148,6 +157,7 @@ class Jitted:
         self._options = dict(compiler_options or {})
         self._donated = donated
         self._static = static
+        self._roles = roles
         self._cache: _Made[Compiled] = _Made()
         self._traced: _Made[Traced] = _Made()
         self._wished: dict[Any, list[Any]] = {}
@@ -313,10 +323,11 @@ class Jitted:
             if traced._is_of(hints):
                 return traced
         known = _traces_of(self._fun)
-        key = *read, tuple(hints), shape_of(self._mesh)
+        key = *read, tuple(hints), shape_of(self._mesh), tuple(self._roles.items())
         if (trace := known.get(key)) is None:
             with waiting(lambda: ("mpmd: tracing the step", 0.0)), ledger.during(ledger.COMPILING):
                 trace = trace_step(fun, avals, call.tree, names, self._mesh)
+                trace = with_roles(trace, self._roles)
                 trace = known[key] = dataclasses.replace(trace, fixed=fixed_ways(self._fun, call))
         donated = donated_leaves(call, *self._donated)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)

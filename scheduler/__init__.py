@@ -21,6 +21,7 @@ from scheduler.programs.merging import merge
 from scheduler.schedules.adaptive import Adaptive
 from scheduler.schedules.catalogue import make
 from scheduler.schedules.custom import CustomSchedule
+from scheduler.schedules.graph import GraphSchedule
 from scheduler.schedules.one_f_one_b import EagerOneFOneB, GPipe, InterleavedGPipe, InterleavedOneFOneB, OneFOneB
 from scheduler.schedules.v_in_little_memory import VHalf, VMin
 from scheduler.schedules.v_shaped import DualPipeV, ZeroBubbleV
@@ -41,6 +42,7 @@ __all__ = [
     "Found",
     "Free",
     "GPipe",
+    "GraphSchedule",
     "Instruction",
     "InterleavedGPipe",
     "InterleavedOneFOneB",

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.task import Kind, Orders, Schedule, Task
+from scheduler.task import Kind, Orders, Reads, Schedule, Task
 
 Unit = TypeVar("Unit", bound=Hashable)
 
@@ -131,18 +131,40 @@ def coverage_faults(
     return faults
 
 
-def chain_needs(task: Task, num_stages: int, orders_have: Callable[[Task], bool]) -> list[Task]:
-    """The tasks that ``task`` waits for in an ordinary pipeline; only those that the orders have."""
-    stage, kind, microbatch = task
-    if kind == "F":
-        wanted = [Task(stage - 1, "F", microbatch)] if stage else []
-    elif kind == "W":
-        wanted = [Task(stage, "I", microbatch)]
-    else:
-        wanted = [Task(stage, "F", microbatch)]
-        if kind != "R" and stage + 1 < num_stages:
-            wanted += [Task(stage + 1, "B", microbatch), Task(stage + 1, "I", microbatch)]
-    return [need for need in wanted if orders_have(need)]
+def chain(num_stages: int) -> Reads:
+    """The graph of an ordinary pipeline: each stage reads the one before."""
+    return tuple((stage - 1,) if stage else () for stage in range(num_stages))
+
+
+def graph_needs(reads: Reads) -> Callable[[Task], list[Task]]:
+    """What each task waits for, where stages read these others: B or I of a reader, whichever there is."""
+    readers: list[list[int]] = [[] for _ in reads]
+    for stage, own in enumerate(reads):
+        for one in own:
+            readers[one].append(stage)
+
+    def needs(task: Task) -> list[Task]:
+        stage, kind, microbatch = task
+        if kind == "F":
+            return [Task(one, "F", microbatch) for one in reads[stage]]
+        if kind == "W":
+            return [Task(stage, "I", microbatch)]
+        later = readers[stage] if kind != "R" else ()
+        return [
+            Task(stage, "F", microbatch),
+            *(Task(one, which, microbatch) for one in later for which in ("B", "I")),  # type: ignore[arg-type]
+        ]
+
+    return needs
+
+
+def longest_paths(reads: Reads) -> list[int]:
+    """For each stage, how many stages the longest way from it to an end of the graph has, itself among them."""
+    found = [1] * len(reads)
+    for stage in reversed(range(len(reads))):
+        for one in reads[stage]:
+            found[one] = max(found[one], found[stage] + 1)
+    return found
 
 
 def _positions(orders: Orders, needs: Mapping[Task, Iterable[Task]]) -> list[int]:
@@ -227,14 +249,19 @@ def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[U
 
 
 def order_faults(
-    orders: Orders, placement: Sequence[int], num_microbatches: int, forward_only: bool = False
+    orders: Orders,
+    placement: Sequence[int],
+    num_microbatches: int,
+    forward_only: bool = False,
+    reads: Reads | None = None,
 ) -> list[str]:
-    """Every fault of the orders of an ordinary pipeline: missing, repeated or misplaced tasks, and deadlock."""
+    """Every fault of the orders of a pipeline: missing, repeated or misplaced tasks, and deadlock."""
     runs = [(group, task) for group, order in enumerate(orders) for task in order]
     faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}
     if len(present) == len(runs):
-        needs = {task: chain_needs(task, len(placement), present.__contains__) for task in present}
+        waits_for = graph_needs(chain(len(placement)) if reads is None else reads)
+        needs = {task: [need for need in waits_for(task) if need in present] for task in present}
         position = _positions(orders, needs)
         if blocked(position, orders):
             faults.append(f"the orders deadlock: {find_cycle(orders, needs, position)}")

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 Kind = Literal["F", "B", "I", "W", "R"]
 Orders = tuple[tuple["Task", ...], ...]
 Pairs = frozenset[tuple["Task", "Task"]]
+Reads = tuple[tuple[int, ...], ...]
+"""For each stage, the earlier stages that it exchanges values with."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 _TASK = re.compile(r"(\d+)([FBIWR])(\d+)")
@@ -66,11 +68,13 @@ class Schedule:
         num_stages: The number of pipeline stages.
         num_groups: The number of groups of devices.
         placement: For each stage, the group that runs it.
+        reads: For each stage, the earlier stages that it exchanges values with; None for a chain.
     """
 
     num_stages: int
     num_groups: int
     placement: tuple[int, ...]
+    reads: Reads | None = None
 
     def orders(self, num_microbatches: int) -> Orders:
         """For each group, its tasks in the order in which it runs them.
@@ -84,6 +88,11 @@ class Schedule:
         """The pairs of tasks, adjacent in an order, that should become one executable. By default none."""
         del num_microbatches
         return frozenset()
+
+
+def reads_of(schedule: Schedule) -> Reads | None:
+    """The graph of a schedule's stages; None for a chain, and for what is no subclass and says nothing of it."""
+    return getattr(schedule, "reads", None)
 
 
 def check_schedule(owner: str, schedule: object) -> None:

@@ -72,8 +72,9 @@ def test_the_reference_has_each_public_name_once():
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
-            8,
+            9,
             [
+                "\n(1,) (3,)\n",
                 "as under jax.jit: True",
                 "6 microbatches, as the plain loop: True",
                 "layers of each stage: (3, 4, 3, 2)",

@@ -80,7 +80,8 @@ class Candidates:
         kinds: dict[bool, compat.JaxprEqn] = {}
         for m in self.marked:
             for mark in m.marks:
-                kinds.setdefault(mark.params["optional"], mark)
+                if mark.params["role"] is None:
+                    kinds.setdefault(mark.params["optional"], mark)
         if len(kinds) > 1:
             raise StageError(
                 f"mark_stage_end at {compat.source_line(kinds[False])} and mark_layer_end at"

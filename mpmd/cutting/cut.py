@@ -17,19 +17,20 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.choose import choose, one_cut
 from mpmd.cutting.scan_residuals import keep_less
-from mpmd.cutting.split_scans import split_scans
+from mpmd.cutting.stage_ends import ends_of_roles, forward_roles, has_roles, with_stage_ends
 from mpmd.errors import StageError
 from mpmd.graphs.equations import variables
 from mpmd.graphs.scheduled_loop import ScheduledLoop
-from mpmd.ops.stage_end import MarkId, boundaries, mark_p
+from mpmd.ops.role import groups_of_stages
 from mpmd.ops.treduce import LoopInfo, treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
-from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
-from scheduler import Adaptive, Schedule
+from scheduler import Adaptive, GraphSchedule, Schedule
 from scheduler.optimize.cuts import Cut
+from scheduler.ordering import chain
 from scheduler.schedules import catalogue
+from scheduler.schedules.graph import RULES
 
 
 def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None]) -> Trace:
@@ -68,6 +69,10 @@ def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
     if candidates.scans:
         eqn = eqn.replace(params={**eqn.params, "jaxpr": keep_less(body)})
         candidates = Candidates.of(eqn.params["jaxpr"].jaxpr)
+    if has_roles(candidates):
+        eqn = ends_of_roles(eqn, candidates)
+        schedule = _schedule_of_roles(eqn, eqn.params["info"].schedule, num_groups)
+        return eqn.replace(params={**eqn.params, "info": ScheduledLoop.of(eqn.params["info"], schedule)})
     schedule = _schedule_of(eqn, candidates, num_groups)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
@@ -197,6 +202,39 @@ def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) 
         ) from None
 
 
+def _schedule_of_roles(eqn: compat.JaxprEqn, given: Schedule | str, num_groups: int) -> Schedule:
+    """The schedule of a loop whose stages are in the groups of their roles. The graph of a `GraphSchedule` is found
+    when the loop is partitioned.
+
+    Raises:
+      StageError: a schedule has its stages elsewhere, or cuts are given.
+    """
+    where = f"treduce at {compat.source_line(eqn)}"
+    if eqn.params["info"].cuts is not None:
+        raise StageError(
+            f"{where}: cuts is {eqn.params['info'].cuts}, and its stages are roles.\n"
+            "  Leave cuts out; in a role of several groups, mark_stage_end says where it is divided."
+        )
+    if isinstance(given, Adaptive):
+        return dataclasses.replace(given, schedule=_schedule_of_roles(eqn, given.schedule, num_groups))
+    ends = forward_roles(eqn.params["jaxpr"].jaxpr)
+    placement = tuple(group for group in groups_of_stages(ends) if group is not None)
+    assert len(placement) == len(ends), "each stage of a loop with roles has one"
+    if isinstance(given, str) and (rule := catalogue.name_of(given)) in RULES:
+        return GraphSchedule(chain(len(placement)), placement, rule, num_groups)
+    try:
+        schedule = catalogue.for_marks(given, len(placement), num_groups) if isinstance(given, str) else given
+    except ValueError as e:
+        raise StageError(f"{where}: schedule is {given!r}, and {e}\n  Take '1f1b' or 'gpipe'.") from None
+    if tuple(schedule.placement) != placement:
+        raise StageError(
+            f"{where}: {schedule} has its stages in the groups {tuple(schedule.placement)}, and the roles of the loop"
+            f" are in {placement}.\n"
+            "  Take '1f1b' or 'gpipe', which go over any graph of stages, or another table of roles."
+        )
+    return schedule
+
+
 def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Schedule) -> None:
     if len(candidates) < schedule.num_stages - 1:
         raise StageError(
@@ -222,44 +260,3 @@ def _stage_ends(
             f"  The numbers must add up to {found}, or to {found + 1} if the last layer has no mark."
         )
     return tuple(sum(cuts[: s + 1]) - 1 for s in range(len(cuts) - 1))
-
-
-def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
-    """The body of a loop with stage ends at some of its candidates, and no other marks.
-
-    Args:
-      ends: numbers of candidates.
-    """
-    chosen, lengths, first = set(ends), [], 0
-    new_ids: dict[int, MarkId] = {}  # per mark outside of scans that ends a stage, by its number among these
-    number = 0
-    for m in candidates.marked:
-        own = sorted(k - first for k in chosen if first <= k < first + m.count)
-        if m.is_scan:
-            starts = [0, *(k + 1 for k in own)]
-            lengths.append(tuple(b - a for a, b in zip(starts, [*starts[1:], m.count], strict=True)))
-        else:
-            if own:
-                new_ids[number] = MarkId()
-            number += 1
-        first += m.count
-    body = compat.ClosedJaxpr(_with_marks(body.jaxpr, new_ids), body.consts)
-    return split_scans(body, lengths) if lengths else body
-
-
-def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr:
-    """Of the marks that stand outside of scans, those with a new id become stage ends; the others vanish."""
-    marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is mark_p]
-    numbers = iter(boundaries([eqn.params for eqn in marks]))
-    alias: dict[compat.Var, Atom] = {}
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
-        if eqn.primitive is not mark_p:
-            eqns.append(eqn)
-        elif (number := next(numbers)) in new_ids:
-            eqns.append(eqn.replace(params={**eqn.params, "id": new_ids[number], "optional": False}))
-        else:
-            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])

@@ -37,7 +37,7 @@ def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
     if any(e.primitive is treduce_p for e in trace.jaxpr.eqns):
         lengths = [(e.params["length"],) for e in scans]
     else:
-        lengths = _placed(trace, scans, hints) or list(_even([e.params["length"] for e in scans], num_groups))
+        lengths = _placed(trace, scans, hints) or _even_in_roles(trace, scans, num_groups)
     return dataclasses.replace(trace, jaxpr=split_scans(compat.ClosedJaxpr(trace.jaxpr, ()), lengths).jaxpr)
 
 
@@ -115,6 +115,19 @@ def _groups_of_layers(trace: Trace, eqn: compat.JaxprEqn, hints: Sequence[Hint])
                 merged.append((start, stop, group))
             return merged
     return []
+
+
+def _even_in_roles(trace: Trace, scans: Sequence[compat.JaxprEqn], num_groups: int) -> list[tuple[int, ...]]:
+    """The layers of each scan by group: those of a role are dealt out to its groups, all others to all groups."""
+    lengths: list[tuple[int, ...]] = []
+    own: list[int] = []
+    for eqn in trace.jaxpr.eqns:
+        if any(eqn is scan for scan in scans):
+            own.append(eqn.params["length"])
+        elif eqn.primitive is mark_p and (end := eqn.params["role"]) is not None and end.groups is not None:
+            lengths += _even(own, len(end.groups)) if eqn.params["kind"] == "forward" else ()
+            own = own if eqn.params["kind"] != "forward" else []
+    return [*lengths, *_even(own, num_groups)]
 
 
 def _even(counts: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:

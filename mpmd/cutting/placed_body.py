@@ -90,7 +90,7 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
         found: dict[compat.Var, Atom] = {
             v: compat.Var(v.aval) for v in values if not isinstance(v, (compat.Literal, compat.DropVar))
         }
-        params = {"id": mark_id, "kind": kind, "label": None, "optional": False}
+        params = {"id": mark_id, "kind": kind, "label": None, "optional": False, "role": None}
         eqns.append(like.replace(primitive=mark_p, invars=list(found), outvars=list(found.values()), params=params,
                                  effects=frozenset()))  # fmt: skip
         return found

@@ -7,7 +7,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.graphs.body import Body, Node
 from mpmd.graphs.scheduled_loop import ScheduledLoop
-from mpmd.ops.stage_end import boundaries
+from mpmd.ops.stage_end import boundaries, mark_name
 from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
 
@@ -20,12 +20,14 @@ class Marks:
       number: the boundary of each mark: forward, backward and tangent ones.
       forward: the forward ones, in the order of the text.
       labels: per stage, the name that the mark at its end gives it, or None.
+      are_roles: whether stages are roles, which run where they are written.
     """
 
     num_stages: int
     number: dict[Node, int]
     forward: tuple[Node, ...]
     labels: tuple[str | None, ...]
+    are_roles: bool = False
 
     @classmethod
     def of(cls, body: Body, info: ScheduledLoop) -> "Marks":
@@ -41,7 +43,8 @@ class Marks:
         _check_marks_follow_no_gradient(body, number)
         num_stages = info.schedule.num_stages
         labels = (*(n.eqn.params["label"] for n in forward), None)[:num_stages]
-        return cls(num_stages, number, forward, labels)
+        ends = (n.eqn.params["role"] for n in forward)
+        return cls(num_stages, number, forward, labels, any(end is not None and end.groups for end in ends))
 
 
 def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None:
@@ -51,7 +54,8 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
         early = [earliest[v] for v in node.inputs if v in earliest]
         if kind == "forward" and early:
             raise StageError(
-                f"mark_stage_end at {compat.source_line(node.eqn)} depends on gradients of stage {min(early)},"
+                f"{mark_name(node.eqn.params)} at {compat.source_line(node.eqn)} depends on gradients of stage"
+                f" {min(early)},"
                 " so the value that it marks would flow back to an earlier stage.\n"
                 "  Mark stage ends in the forward pass only, once per microbatch. A model that is called again on what"
                 " its own gradient gave (MAML) marks in the last call only: give it the function that marks as an"
@@ -64,24 +68,26 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
 
 
 def check_marks_are_used(body: Body) -> Body:
-    """Drops what nothing needs; a forward mark among it is a mistake.
+    """Drops what nothing needs; a forward mark among it is a mistake, but that of a role such as the loss itself, of
+    which `jax.grad` needs the gradient alone.
 
     Raises:
       StageError: nobody uses a mark, or it stands in a function with a custom derivative.
     """
-    live = body.live(body.outvars)
+    roles = [n for n in body.nodes if n.is_mark and n.eqn.params["role"] and n.eqn.params["kind"] == "forward"]
+    live = body.live([*body.outvars, *(v for n in roles for v in n.eqn.outvars)])
     for node in body.nodes:
         if not node.is_mark or node.eqn.params["kind"] != "forward":
             continue
         if node not in live:
             raise StageError(
-                f"mark_stage_end at {compat.source_line(node.eqn)}: nobody uses its result, so no stage ends there.\n"
-                "  Use the values that it returns: x = mark_stage_end(x)."
+                f"{mark_name(node.eqn.params)} at {compat.source_line(node.eqn)}: nobody uses its result, so no stage"
+                " ends there.\n  Use the values that it returns: x = mark_stage_end(x)."
             )
         if compat.called_from(node.eqn, "process_custom_vjp_call"):
             raise StageError(
-                f"mark_stage_end inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end there.\n"
-                "  Mark the stage end outside of the function with a custom derivative."
+                f"{mark_name(node.eqn.params)} inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end"
+                " there.\n  Mark the stage end outside of the function with a custom derivative."
             )
     return body.with_nodes(n for n in body.nodes if n in live)
 

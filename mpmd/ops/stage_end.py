@@ -3,6 +3,7 @@
 So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds them in the traced step.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,14 @@ class MarkId:
 
     def __repr__(self):
         return "mark"
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleEnd:
+    """What a mark says that ends a role: the role's name and, once the table is known, its groups."""
+
+    name: str
+    groups: tuple[int, ...] | None = None
 
 
 mark_p = compat.Primitive("mark_stage_end")
@@ -83,13 +92,20 @@ def mark_layer_end(x: PyTree, name: str | None = None) -> PyTree:
     return _mark(x, name, True)
 
 
-def mark_name(optional: bool) -> str:
-    """What a user wrote to make a mark."""
-    return "mark_layer_end" if optional else "mark_stage_end"
+def end_of_role(x: PyTree, name: str) -> PyTree:
+    """`mark_stage_end` for what a role gives."""
+    return _mark(x, name, False, RoleEnd(name))
 
 
-def _mark(x: PyTree, name: str | None, optional: bool) -> PyTree:
-    function = mark_name(optional)
+def mark_name(mark: Mapping[str, Any]) -> str:
+    """What a user wrote to make a mark, by its parameters."""
+    if mark["role"] is not None:
+        return f"role {mark['role'].name!r}"
+    return "mark_layer_end" if mark["optional"] else "mark_stage_end"
+
+
+def _mark(x: PyTree, name: str | None, optional: bool, role: RoleEnd | None = None) -> PyTree:
+    function = mark_name({"role": role, "optional": optional})
     if name is not None and not isinstance(name, str):
         raise TypeError(
             f"{function}: name is of type {type(name).__name__}, {name!r:.40}, not a string."
@@ -97,14 +113,15 @@ def _mark(x: PyTree, name: str | None, optional: bool) -> PyTree:
         )
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
-        raise TypeError(f"{function}: got {treedef}, which holds no array. Pass the values that the next stage uses.")
+        what = "Pass the values that the next stage uses." if role is None else "Return what others use."
+        raise TypeError(f"{function}: got {treedef}, which holds no array. {what}")
     if texts := [leaf for leaf in leaves if isinstance(leaf, str)]:
         raise TypeError(
             f"{function}: the string {texts[0]!r:.40} is among the values that cross the boundary.\n"
             f"  If it is meant as the stage's name, it is an argument of its own: {function}(x, {texts[0]!r:.40})."
         )
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
-    outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, optional=optional)
+    outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, optional=optional, role=role)
     return jax.tree.unflatten(treedef, outs)
 
 

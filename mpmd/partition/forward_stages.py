@@ -23,12 +23,15 @@ def forward_stages(body: Body, marks: Marks, backward: set[Node], num_microbatch
 
     An equation runs where it stands between the marks. It runs earlier (not before the latest mark that it depends on)
     or later (not after the first mark that needs it) where fewer bytes cross between stages in a step; the bytes of
-    parameters that several stages read, and of their gradients, are counted. No stage loses all of its parameters.
+    parameters that several stages read, and of their gradients, are counted. No stage loses all of its parameters, and
+    a role none of its heavy work.
     """
     graph = _Graph(body, marks, backward)
     choices = _Choices(graph, marks)
     costs = functools.cache(lambda: _bytes_that_cross(graph, bool(backward), num_microbatches))
     pinned = {i for i, node in enumerate(graph.nodes) if node.eqn.effects}
+    if marks.are_roles:
+        pinned |= {i for i, node in enumerate(graph.nodes) if i in graph.parameters or equations.is_heavy(node.eqn)}
     while True:
         problem = choices.problem(pinned, costs)
         stages = cheapest_labels(problem)

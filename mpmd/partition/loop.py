@@ -38,7 +38,7 @@ from mpmd.partition.partial_sums import sum_once
 from mpmd.partition.split_backward import split_backward
 from mpmd.tracing.new_equations import Atom
 from scheduler.ordering import recomputing
-from scheduler.task import Orders
+from scheduler.task import Orders, Reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,15 @@ class LoopPartition:
         """The orders of its schedule, and `R` where stages have one."""
         again = frozenset(t.place.stage for t in self.tasks if t.place.kind == "R")
         return recomputing(self.info.schedule, self.info.num_microbatches, orders, again)
+
+    def reads(self) -> Reads:
+        """For each stage, the earlier stages that it exchanges values with, in either direction."""
+        producer = {v: t.place.stage for t in self.tasks for v in t.writes}
+        pairs = {(producer[v], t.place.stage) for t in self.tasks for v in t.reads}
+        return tuple(
+            tuple(sorted({min(pair) for pair in pairs if max(pair) == s and min(pair) < s}))
+            for s in range(len(self.labels))
+        )
 
     def task(self, place: Place) -> TaskBody:
         """The task at `place`."""

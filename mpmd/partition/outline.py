@@ -19,8 +19,9 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Place
 from mpmd.partition.loop import LoopPartition
 from mpmd.tracing.trace import Trace
-from scheduler import Schedule
-from scheduler.task import Orders
+from scheduler import Costs, Schedule, Timeline
+from scheduler.task import Orders, reads_of
+from scheduler.timing.simulate import simulate_orders
 
 Groups = frozenset[int]
 
@@ -69,6 +70,11 @@ class Loop:
     def schedule(self) -> Schedule:
         """The schedule that orders its tasks."""
         return self.partition.info.schedule
+
+    def simulated(self, costs: Costs | None = None) -> Timeline:
+        """The loop on a clock, by default one on which all tasks take equally long."""
+        schedule, number = self.schedule, self.partition.info.num_microbatches
+        return simulate_orders(self.orders, tuple(schedule.placement), number, costs, reads=reads_of(schedule))
 
     def group(self, place: Place) -> int:
         """The group that runs a stage."""

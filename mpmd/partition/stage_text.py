@@ -4,7 +4,8 @@ What depends on a mark stands in the stage in whose text it was written. What de
 derived from others, masks, noise) stands in the first stage that reads it, wherever it was written. What is made of
 gradients and is no gradient (the optimizer) stands in no stage.
 
-A stage's group is the one that holds most of its weights; if nothing is placed yet, stages are dealt out evenly.
+A stage's group is that of its role; without one, the one that holds most of its weights; if nothing is placed yet,
+stages are dealt out evenly.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
+from mpmd.ops.role import groups_of_stages
 from mpmd.ops.stage_end import mark_p
 from mpmd.tracing.trace import Trace
 
@@ -30,12 +32,14 @@ class StageText:
       arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
       weights: per stage, the arguments that its equations read, as they are or derived.
       with_weights: the equations (by their first results) that read them.
+      of_roles: per stage, the group that its role has, or None.
     """
 
     stage: dict[compat.Var, int]
     arrivals: dict[compat.Var, dict[compat.Var, int]]
     weights: list[set[compat.Var]]
     with_weights: set[compat.Var]
+    of_roles: list[int | None]
 
     @property
     def num_stages(self) -> int:
@@ -46,16 +50,18 @@ class StageText:
     def of(cls, trace: Trace, num_groups: int) -> "StageText | None":
         """Reads the marks of a flat jaxpr; None if it has none."""
         marks = [e for e in trace.jaxpr.eqns if e.primitive is mark_p]
-        num_forward = sum(e.params["kind"] == "forward" for e in marks)
-        if not num_forward:
+        roles = [e.params["role"] for e in marks if e.params["kind"] == "forward"]
+        if not roles:
             return None
-        num_stages = num_forward if num_forward % num_groups == 0 else num_forward + 1
+        is_whole = roles[-1] is not None or len(roles) % num_groups == 0
+        num_stages = len(roles) if is_whole else len(roles) + 1
         lines = _lines(trace.jaxpr.eqns, num_stages)
         ends = _stand(lines)
         stage = {v: line.stage for line in lines if line.stage is not None for v in line.eqn.outvars}
         arrivals = {line.eqn.outvars[0]: line.arrived for line in lines if line.eqn.outvars}
         weights, with_weights = _weights(lines, set(trace.jaxpr.invars), ends, num_stages)
-        return cls(stage, arrivals, weights, with_weights)
+        of_roles = groups_of_stages([*roles, None][:num_stages])
+        return cls(stage, arrivals, weights, with_weights, of_roles)
 
 
 @dataclasses.dataclass
@@ -111,10 +117,12 @@ def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:
         elif kind == "backward" and forward[mark]:
             here = forward[mark].pop() if len(forward[mark]) > 1 else forward[mark][0]
             gradients.update(eqn.outvars)
+        stays = kind == "forward" and eqn.params["role"] is not None  # what a role gives is where the role is
         for new, old in zip(eqn.outvars, eqn.invars, strict=True):
             if not isinstance(old, compat.Literal):
                 alias[new] = alias.get(old, old)
-                arrived[new] = here
+                if not stays:
+                    arrived[new] = here
     return lines
 
 
@@ -191,7 +199,7 @@ class StageGroups:
 
     Attributes:
       groups: per stage, its group.
-      firm: per stage, whether placed weights say so.
+      firm: per stage, whether its role or placed weights say so.
     """
 
     text: StageText
@@ -207,6 +215,7 @@ class StageGroups:
                 if len(groups := held.get(v) or ()) == 1:
                     votes[stage][min(groups)] += equations.nbytes(v.aval)
         found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
+        found = [vote if own is None else own for own, vote in zip(text.of_roles, found, strict=True)]
         firm = [g is not None for g in found]
         if not any(firm):
             return cls(text, [s * num_groups // text.num_stages for s in range(text.num_stages)], firm)

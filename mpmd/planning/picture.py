@@ -8,6 +8,7 @@ from mpmd.costs.simulation import SimulatedStep
 from mpmd.planning.costs import StepCosts
 from scheduler import Program, Schedule, ScheduleError, Send, Timeline
 from scheduler.base.texts import in_seconds
+from scheduler.task import reads_of
 from scheduler.timing.simulate import simulate_orders, timeline_of
 
 COLUMNS = 150  # of a terminal
@@ -64,7 +65,8 @@ def _shortened(
             orders = schedule.orders(microbatches)
         except (ScheduleError, ValueError):
             continue
-        found = simulate_orders(orders, schedule.placement, microbatches, costs, schedule.fused(microbatches))
+        pairs, reads = schedule.fused(microbatches), reads_of(schedule)
+        found = simulate_orders(orders, schedule.placement, microbatches, costs, pairs, reads=reads)
         if _columns(found) <= COLUMNS:
             return found, microbatches
     return None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mpmd.compile.step import LoopProgram
 from mpmd.report.profile import Profile, TimeShare, loop_parts, stragglers
+from scheduler import simulate
 from scheduler.base.texts import in_seconds
-from scheduler.timing.simulate import simulate_orders
 
 _ADVICE = {
     "uneven stages": "Give that stage fewer layers. With mpmd.mark_layer_end after each layer the library chooses the"
@@ -83,10 +83,9 @@ def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopP
 
 def _bubble(loop: LoopProgram, times: int) -> float:
     """The bubble with so many times the microbatches, where all tasks take equally long."""
-    info = loop.loop.partition.info
-    count = times * info.num_microbatches
-    orders = loop.loop.orders if times == 1 else info.schedule.orders(count)
-    return simulate_orders(orders, tuple(info.schedule.placement), count).bubble_fraction
+    if times == 1:
+        return loop.loop.simulated().bubble_fraction
+    return simulate(loop.loop.schedule, times * loop.loop.partition.info.num_microbatches).bubble_fraction
 
 
 def _more_microbatches(loop: LoopProgram) -> str:

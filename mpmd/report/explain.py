@@ -16,7 +16,6 @@ from mpmd.report.roles import Roles
 from scheduler import Call, Costs, Program, Run, Send
 from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.optimize.cuts import Cut
-from scheduler.timing.simulate import simulate_orders
 
 
 class StepTraffic(NamedTuple):
@@ -65,7 +64,7 @@ def explain(
     for compiled in programs.loops:
         loop = compiled.loop
         info = loop.partition.info
-        timeline = simulate_orders(loop.orders, info.schedule.placement, info.num_microbatches)
+        timeline = loop.simulated()
         lines.append(
             f"loop {loop.number}: {info.schedule}, {info.num_microbatches} microbatches,"
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"

@@ -10,6 +10,7 @@ from mpmd.observe.records import RecordedTimes, joined
 from mpmd.report.flops import flops_of
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.steps import steps_of
+from scheduler.task import reads_of
 
 
 def profile_of(
@@ -45,4 +46,5 @@ def facts_of(loop: LoopProgram) -> LoopFacts:
     flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
     labels = tuple(partition.labels[s] or "" for s in range(schedule.num_stages))
     count, orders = partition.info.num_microbatches, loop.loop.orders
-    return LoopFacts(loop.loop.number, type(schedule).__name__, tuple(schedule.placement), orders, count, flops, labels)
+    placement, reads = tuple(schedule.placement), reads_of(schedule)
+    return LoopFacts(loop.loop.number, type(schedule).__name__, placement, reads, orders, count, flops, labels)

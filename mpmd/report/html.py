@@ -21,7 +21,6 @@ from mpmd.report.roles import Roles
 from scheduler import Program, Timeline
 from scheduler.base.texts import in_bytes, in_flops, in_seconds
 from scheduler.timing.colours import colour
-from scheduler.timing.simulate import simulate_orders
 
 # A picture of more bars than this would make a browser slow.
 _MOST_BARS = 20000
@@ -188,13 +187,11 @@ def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) 
 
 def _simulated(facts: Facts) -> Iterator[str]:
     for index, loop in enumerate(facts.programs.loops):
-        info = loop.loop.partition.info
-        placement = tuple(info.schedule.placement)
         if facts.profile is not None:
             timeline = facts.profile.simulated(loop=index)
             title = f"simulated with the measured tasks and transfers: {in_seconds(timeline.makespan)}"
         else:
-            timeline = simulate_orders(loop.loop.orders, placement, info.num_microbatches)
+            timeline = loop.loop.simulated()
             title = f"the schedule, if all tasks take equally long: bubble {timeline.bubble_fraction:.1%}"
         yield f"<h2>Loop {loop.loop.number}, {escape(title)}</h2>"
         if sum(map(len, timeline.orders)) > _MOST_BARS:

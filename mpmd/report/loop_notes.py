@@ -15,7 +15,7 @@ from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
 from scheduler import Costs, order_microbatches, simulate
 from scheduler.base.texts import in_bytes, in_flops
-from scheduler.timing.simulate import simulate_orders
+from scheduler.task import reads_of
 
 _SHOWN = 6
 _SMALL = 64  # elements; a smaller gradient is worth no warning
@@ -63,7 +63,9 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
                 f" {work[least] / mean:.2f}, stage {most} {work[most] / mean:.2f} times the mean; with equal stages the"
                 f" loop would take {saved:.0%} less time"
             )
-        if saved > _WORTH and info.cuts is None:
+        if saved > _WORTH and reads_of(info.schedule) is not None:
+            yield f"warning: stage {most} holds the other stages up. Give its role more groups, or other roles fewer."
+        elif saved > _WORTH and info.cuts is None:
             yield (
                 f"warning: stage {most} holds the other stages up.\n"
                 "  Put mark_layer_end after each layer, and the library chooses where stages end; or move marks;"
@@ -103,17 +105,14 @@ def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
 
 def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
     """The share of the loop's time that equal stages would save."""
-    placement, num_microbatches = loop.schedule.placement, loop.partition.info.num_microbatches
+    placement = loop.schedule.placement
     equal = {name: sum(value) / len(value) for name, value in operations.items()}
     if sum(map(len, loop.orders)) > _MOST_TASKS:  # then the busiest group alone decides
         busy = [0.0] * (max(placement) + 1)
         for stage, group in enumerate(placement):
             busy[group] += sum(value[stage] for value in operations.values())
         return 1 - sum(busy) / len(busy) / max(busy)
-    now, best = (
-        simulate_orders(loop.orders, placement, num_microbatches, Costs(**costs)).makespan
-        for costs in (operations, equal)
-    )
+    now, best = (loop.simulated(Costs(**costs)).makespan for costs in (operations, equal))
     return max(0.0, 1 - best / now)
 
 

@@ -12,7 +12,7 @@ from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
 from scheduler.base import texts
 from scheduler.base.texts import in_bytes, in_seconds
-from scheduler.task import Orders
+from scheduler.task import Orders, Reads
 from scheduler.timing.simulate import simulate_orders, timeline_of
 from scheduler.timing.timeline import to_text
 
@@ -28,6 +28,7 @@ class LoopFacts:
 
     Attributes:
       placement: per stage, its group.
+      reads: per stage, the stages that it exchanges values with; None for a chain.
       orders: per group, the tasks that it should run, in order.
       flops: of a task of a stage and kind, on all devices of its group.
       labels: per stage, its name; empty if it has none.
@@ -36,6 +37,7 @@ class LoopFacts:
     number: int
     schedule: str
     placement: tuple[int, ...]
+    reads: Reads | None
     orders: Orders
     num_microbatches: int
     flops: Mapping[tuple[int, str], float]
@@ -103,7 +105,9 @@ class Profile:
         orders = tuple(tuple(t for t in order if kinds - {"F"} or t.kind == "F") for order in facts.orders)
         fused = frozenset((r.tasks[0], r.tasks[1]) for r in runs if len(r.tasks) == 2)
         costs = self.costs(loop) if costs is None else costs
-        return simulate_orders(orders, facts.placement, facts.num_microbatches, costs, fused, facts.schedule)
+        return simulate_orders(
+            orders, facts.placement, facts.num_microbatches, costs, fused, facts.schedule, facts.reads
+        )
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -193,7 +193,7 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
         name = "checkpoint" if eqn.primitive.name in CHECKPOINTS else str(eqn.primitive.name)
         mark = _first(jaxpr, mark_p)
         raise StageError(
-            f"{mark_name(mark.params['optional'])} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
+            f"{mark_name(mark.params)} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
             f" there.\n  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
         )
 

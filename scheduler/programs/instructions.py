@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.task import Task
+from scheduler.ordering import chain
+from scheduler.task import Reads, Task
 
 
 class Value(NamedTuple):
@@ -99,17 +100,27 @@ class TaskGraph:
         ``a{s}`` is the activation of stage s, ``r{s}`` what its backward keeps, ``g{s}`` the gradient that its I hands
         to the stage before, ``w{s}`` what its W needs from its I. Each has ``activation_bytes`` bytes.
         """
+        return cls.over(chain(num_stages), activation_bytes, forward_only)
+
+    @classmethod
+    def over(cls, reads: Reads, activation_bytes: int = 1, forward_only: bool = False) -> "TaskGraph":
+        """The same for stages that read these others; ``g{s}.{t}`` is the gradient for stage t, if there are several.
+
+        Args:
+            reads: For each stage, the earlier stages whose activations it reads.
+        """
         edges = []
-        for s in range(num_stages):
-            if s + 1 < num_stages:
-                edges.append(Edge(f"a{s}", (s, "F"), ((s + 1, "F"),), activation_bytes))
+        for s, own in enumerate(reads):
+            if readers := tuple((t, "F") for t, read in enumerate(reads) if s in read):
+                edges.append(Edge(f"a{s}", (s, "F"), readers, activation_bytes))
             if forward_only:
                 continue
             edges.append(Edge(f"r{s}", (s, "F"), ((s, "I"), (s, "W")), activation_bytes))
-            if s > 0:
-                edges.append(Edge(f"g{s}", (s, "I"), ((s - 1, "I"),), activation_bytes))
+            for t in own:
+                name = f"g{s}" if len(own) == 1 else f"g{s}.{t}"
+                edges.append(Edge(name, (s, "I"), ((t, "I"),), activation_bytes))
             edges.append(Edge(f"w{s}", (s, "I"), ((s, "W"),), activation_bytes))
-        return cls(num_stages, tuple(edges), forward_only=forward_only)
+        return cls(len(reads), tuple(edges), forward_only=forward_only)
 
 
 @dataclass(frozen=True, slots=True)

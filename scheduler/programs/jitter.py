@@ -5,6 +5,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from statistics import fmean
 
+from scheduler.ordering import chain
 from scheduler.programs.ahead import EventPlan, PlanProgress
 from scheduler.programs.instructions import TaskGraph
 from scheduler.programs.lowering import lower
@@ -86,6 +87,7 @@ def kinds_ahead(schedule: Adaptive, num_microbatches: int) -> str:
 
 
 def _plan(schedule: Adaptive, num_microbatches: int) -> EventPlan:
-    """The plan of an ordinary pipeline; the tasks of pairs each by itself."""
-    alone = CustomSchedule(schedule.orders(num_microbatches), schedule.placement)
-    return EventPlan.of(lower(TaskGraph.chain(schedule.num_stages), alone, num_microbatches))
+    """The plan of an ordinary pipeline, or of a graph of stages; the tasks of pairs each by itself."""
+    reads = schedule.reads or chain(schedule.num_stages)
+    alone = CustomSchedule(schedule.orders(num_microbatches), schedule.placement, reads=schedule.reads)
+    return EventPlan.of(lower(TaskGraph.over(reads), alone, num_microbatches))

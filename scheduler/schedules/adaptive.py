@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from scheduler.schedules import catalogue
-from scheduler.task import KINDS, Orders, Pairs, Schedule, check_schedule
+from scheduler.task import KINDS, Orders, Pairs, Schedule, check_schedule, reads_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Adaptive(Schedule):
         check_schedule("Adaptive", plan)
         for name in ("num_stages", "num_groups", "placement"):
             object.__setattr__(self, name, getattr(plan, name))
+        object.__setattr__(self, "reads", reads_of(plan))
 
     def __getattr__(self, name: str) -> object:
         if name in ("num_stages", "num_groups", "placement") and isinstance(vars(self).get("schedule"), str):

@@ -9,7 +9,7 @@ from collections import deque
 from itertools import accumulate
 from typing import NamedTuple
 
-from scheduler.ordering import chain_needs
+from scheduler.ordering import chain, graph_needs
 from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
 from scheduler.task import Kind, Orders, Task
 
@@ -116,12 +116,15 @@ def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: i
     # The slots in which the first microbatch is back in group 0, and in which the last one starts there.
     back, closed = block.input_grad_down[0], block.forward_down[0] + PERIOD * (num_microbatches - 1)
     done: dict[Task, int] = {}
+    waits_for = graph_needs(chain(2 * len(slots)))
     for slot, group, task in sorted(
         (slot, group, task) for group, row in enumerate(slots) for slot, task in row.items()
     ):
         at = slot
         if not back <= slot < closed:
-            first = 1 + max((done[need] for need in _needs(task, 2 * len(slots))), default=-1)
+            # The microbatches of a kind and stage stay in order; there is no B.
+            before = [task._replace(microbatch=task.microbatch - 1), *waits_for(task)]
+            first = 1 + max((done[need] for need in before if need.kind != "B" and need.microbatch >= 0), default=-1)
             free = (index for index in range(first, slot) if index not in slots[group])
             at = next((index for index in free if moves(group, slot, index)), slot)
         done[task] = at
@@ -131,12 +134,6 @@ def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: i
 def _live(row: dict[int, Task], length: int) -> list[int]:
     """How many activations a group holds after each slot."""
     return list(accumulate(_HELD[row[slot].kind] if slot in row else 0 for slot in range(length)))
-
-
-def _needs(task: Task, num_stages: int) -> list[Task]:
-    """The tasks that have to come before a task. The microbatches of a kind and stage stay in order."""
-    before = [Task(task.stage, task.kind, task.microbatch - 1)] if task.microbatch else []
-    return before + chain_needs(task, num_stages, lambda need: need.kind != "B")
 
 
 def in_order(slots: Slots, before: int | None = None) -> Orders:

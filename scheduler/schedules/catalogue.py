@@ -36,10 +36,15 @@ SCHEDULES: dict[str, type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]]
 
 def find(name: str) -> type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]:
     """The class for a name of the catalogue or of a class, upper or lower case."""
+    return SCHEDULES[name_of(name)]
+
+
+def name_of(name: str) -> str:
+    """The name in the catalogue for such a name, or for that of a class, upper or lower case."""
     wanted = name.lower().replace("_", "-")
     for known, kind in SCHEDULES.items():
         if wanted in (known, kind.__name__.lower()):
-            return kind
+            return known
     raise ValueError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}.")
 
 

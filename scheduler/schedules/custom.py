@@ -11,7 +11,7 @@ from pathlib import Path
 from scheduler.base.files import read_text
 from scheduler.errors import ScheduleError
 from scheduler.ordering import order_faults, raise_faults
-from scheduler.task import Orders, Pairs, Schedule, Task, check_schedule
+from scheduler.task import Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
 
 _PAIR = re.compile(r"\((?P<first>\w+);(?P<second>\w+)\)OVERLAP_F_B")
 # What torch.distributed.pipelining may also write: communication and parameter sharding, which lower() makes itself.
@@ -29,6 +29,7 @@ class CustomSchedule(Schedule):
         orders: For each group, its tasks in order; tasks may be given as text.
         placement: For each stage, its group.
         pairs: Pairs of neighbours in an order that should become one executable.
+        reads: For each stage, the earlier stages that it exchanges values with; None for a chain.
 
     Raises:
         ScheduleError: With every fault of the orders.
@@ -42,12 +43,18 @@ class CustomSchedule(Schedule):
     task_orders: Orders
     placement: tuple[int, ...]
     pairs: Pairs
+    reads: Reads | None = field(repr=False)
     num_stages: int = field(init=False, repr=False, compare=False)
     num_groups: int = field(init=False, repr=False, compare=False)
     num_microbatches: int = field(init=False, repr=False, compare=False)
 
     def __init__(
-        self, orders: Iterable[Iterable[Task | str]], placement: Sequence[int], pairs: Iterable[tuple[Task, Task]] = ()
+        self,
+        orders: Iterable[Iterable[Task | str]],
+        placement: Sequence[int],
+        pairs: Iterable[tuple[Task, Task]] = (),
+        *,
+        reads: Reads | None = None,
     ) -> None:
         orders = tuple(
             tuple(task if isinstance(task, Task) else Task.parse(task) for task in order) for order in orders
@@ -58,6 +65,7 @@ class CustomSchedule(Schedule):
             "task_orders": orders,
             "placement": tuple(placement),
             "pairs": pairs,
+            "reads": reads,
             "num_stages": len(placement),
             "num_groups": len(orders),
             "num_microbatches": max(microbatches, default=-1) + 1,
@@ -72,7 +80,10 @@ class CustomSchedule(Schedule):
             for stage, group in enumerate(placement)
             if group not in range(len(orders))
         ]
-        faults += order_faults(orders, placement, self.num_microbatches, forward_only)
+        if reads is not None and len(reads) != len(placement):
+            faults.append(f"reads has {len(reads)} entries, and there are {len(placement)} stages")
+        else:
+            faults += order_faults(orders, placement, self.num_microbatches, forward_only, reads)
         neighbours = {pair for order in orders for pair in pairwise(order)}
         faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
         paired = Counter(task for pair in pairs for task in pair)
@@ -102,7 +113,8 @@ class CustomSchedule(Schedule):
     def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> "CustomSchedule":
         """Any schedule's orders for one number of microbatches, so that they can be edited or written to a file."""
         check_schedule("CustomSchedule.from_schedule", schedule)
-        return cls(schedule.orders(num_microbatches), tuple(schedule.placement), schedule.fused(num_microbatches))
+        orders, pairs = schedule.orders(num_microbatches), schedule.fused(num_microbatches)
+        return cls(orders, tuple(schedule.placement), pairs, reads=reads_of(schedule))
 
     @classmethod
     def from_csv(cls, path: str | Path) -> "CustomSchedule":

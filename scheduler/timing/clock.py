@@ -1,4 +1,4 @@
-"""Orders on a clock: when each task of an ordinary pipeline starts and ends."""
+"""Orders on a clock: when each task of a pipeline starts and ends."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,8 +8,8 @@ from itertools import accumulate
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import chain_needs, find_cycle, paired
-from scheduler.task import Kind, Orders, Task
+from scheduler.ordering import chain, find_cycle, graph_needs, paired
+from scheduler.task import Kind, Orders, Reads, Task
 
 Times = tuple[array, ...]
 
@@ -23,18 +23,24 @@ class Clock:
         num_microbatches: The number of microbatches.
         seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
         over: The time over the boundary behind a stage, at the same places.
+        reads: For each stage, the stages that it exchanges values with; None for a chain.
     """
 
     placement: Sequence[int]
     num_microbatches: int
     seconds: Mapping[Kind, Sequence[float]]
     over: Sequence[float]
+    reads: Reads | None = None
     happened: array = field(init=False)
     """When each event has happened, -1 before. The end of F is event number stage times microbatches plus microbatch;
     the end of I or B is that number plus ``size``."""
 
     def __post_init__(self) -> None:
         self.happened = array("d", [-1.0]) * (2 * self.size)
+        self._readers: list[list[int]] = [[] for _ in self.placement]
+        for stage, own in enumerate(self.reads or chain(len(self.placement))):
+            for one in own:
+                self._readers[one].append(stage)
 
     @property
     def size(self) -> int:
@@ -55,7 +61,7 @@ class Clock:
         ends: Times = tuple(array("d") for _ in orders)
 
         def advance(group: int, happened: Callable[[int], None]) -> int | None:
-            if second:
+            if second or self.reads is not None:
                 return self._advance_units(orders[group], second, starts[group], ends[group], happened)
             return self._advance(orders[group], starts[group], ends[group], happened)
 
@@ -64,7 +70,7 @@ class Clock:
         position = [len(times) for times in ends]
         if blocked(position, orders):
             raise ScheduleError(
-                f"simulate: the orders deadlock: {_stuck(orders, second, len(self.placement), position)}."
+                f"simulate: the orders deadlock: {_stuck(orders, second, self.reads, len(self.placement), position)}."
             )
         return starts, ends
 
@@ -115,7 +121,7 @@ class Clock:
         ends: array,
         happens: Callable[[int], None],
     ) -> int | None:
-        """The same with fused pairs: a pair starts when both tasks could, and hands on its results at its end."""
+        """The same for any graph and for fused pairs, which start when both tasks could, and hand on all at the end."""
         while len(ends) < len(order):
             task = order[len(ends)]
             unit = (task, second[task]) if task in second else (task,)
@@ -145,14 +151,21 @@ class Clock:
         m, size = self.num_microbatches, self.size
         at = task.stage * m + task.microbatch
         if task.kind == "F":
-            if task.stage:
-                yield at - m, self.over[at - m]
+            for stage in (task.stage - 1,) if self.reads is None else self.reads[task.stage]:
+                if stage >= 0:
+                    yield at + (stage - task.stage) * m, self._late(stage, task)
         elif task.kind == "W":
             yield size + at, 0.0
         else:
             yield at, 0.0
-            if task.stage < len(self.placement) - 1 and task.kind != "R":
-                yield size + at + m, self.over[at]
+            for stage in self._readers[task.stage] if task.kind != "R" else ():
+                yield size + at + (stage - task.stage) * m, self._late(task.stage, task._replace(stage=stage))
+
+    def _late(self, sender: int, reader: Task) -> float:
+        """The time between a stage and one that reads it; a skip over others takes the time over its own boundary."""
+        if self.placement[sender] == self.placement[reader.stage]:
+            return 0.0
+        return self.over[sender * self.num_microbatches + reader.microbatch]
 
     def _event_of(self, task: Task) -> int:
         """The event of a task's end. That of W and R is no event: no other group waits for them."""
@@ -160,18 +173,16 @@ class Clock:
         return at if task.kind == "F" else -1 if task.kind in "WR" else self.size + at
 
 
-def _stuck(orders: Orders, second: Mapping[Task, Task], num_stages: int, position: Sequence[int]) -> str:
+def _stuck(
+    orders: Orders, second: Mapping[Task, Task], reads: Reads | None, num_stages: int, position: Sequence[int]
+) -> str:
     """Why no group can go on, where each has run so many of its tasks; a fused pair waits as one."""
     present = {task for order in orders for task in order}
     units = [list(paired(order, second)) for order in orders]
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
+    waits_for = graph_needs(chain(num_stages) if reads is None else reads)
     needs = {
-        name[unit[0]]: [
-            name[need]
-            for task in unit
-            for need in chain_needs(task, num_stages, present.__contains__)
-            if need not in unit
-        ]
+        name[unit[0]]: [name[need] for task in unit for need in waits_for(task) if need in present and need not in unit]
         for row in units
         for unit in row
     }

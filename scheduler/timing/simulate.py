@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
-from scheduler.task import Kind, Orders, Pairs, Schedule, Task, check_schedule
+from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
 from scheduler.timing.clock import Clock
 from scheduler.timing.costs import Costs
 from scheduler.timing.timeline import Timeline
@@ -42,7 +42,8 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         stages = {at // num_microbatches for at, seconds in enumerate(again) if seconds}
         orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
-    return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, type(schedule).__name__)
+    name, reads = type(schedule).__name__, reads_of(schedule)
+    return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, name, reads)
 
 
 def simulate_orders(
@@ -52,12 +53,13 @@ def simulate_orders(
     costs: Costs | None = None,
     fused: Pairs = frozenset(),
     name: str = "schedule",
+    reads: Reads | None = None,
 ) -> Timeline:
     """The same as :func:`simulate`, for orders at hand."""
     costs = Costs() if costs is None else costs
-    starts, ends = _clock(placement, num_microbatches, costs).run(orders, dict(fused))
+    starts, ends = _clock(placement, num_microbatches, costs, reads).run(orders, dict(fused))
     counts, nbytes = peaks(orders, len(placement), costs, num_microbatches)
-    return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name)
+    return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name, reads)
 
 
 def timeline_of(
@@ -88,14 +90,15 @@ def timeline_of(
     return Timeline(orders, starts, ends, tuple(placement), costs, held, nbytes, fused, name)
 
 
-def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs) -> Clock:
+def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None) -> Clock:
     n, every = len(placement), costs.of_microbatches(num_microbatches)
     names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
     seconds: dict[Kind, list[float]] = {}
     for kind, name in names.items():
         seconds[kind] = _flat(every, Costs.per_stage, name, n)
     seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
-    return Clock(placement, num_microbatches, seconds, _flat(every, Costs.transfers_between, placement))
+    over = _flat(every, Costs.transfers if reads else Costs.transfers_between, n if reads else placement)
+    return Clock(placement, num_microbatches, seconds, over, reads)
 
 
 def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: Any) -> list[float]:

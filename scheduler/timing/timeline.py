@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 
-from scheduler.ordering import chain_needs
-from scheduler.task import Kind, Orders, Pairs, Task
+from scheduler.ordering import chain, graph_needs
+from scheduler.task import Kind, Orders, Pairs, Reads, Task
 from scheduler.timing.colours import HATCHES, colour, pattern_definitions
 from scheduler.timing.costs import Costs
 
@@ -42,6 +42,7 @@ class Timeline:
     peak_bytes: tuple[float, ...]
     fused: Pairs = frozenset()
     name: str = "schedule"
+    reads: Reads | None = None
 
     @property
     def num_groups(self) -> int:
@@ -116,7 +117,11 @@ def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
         return ()
     num_stages = len(timeline.placement)
     every = timeline.costs.of_microbatches(1 + max(task.microbatch for task in where))
-    over = [costs.transfers_between(timeline.placement) for costs in every]
+    over = [
+        costs.transfers_between(timeline.placement) if timeline.reads is None else costs.transfers(num_stages)
+        for costs in every
+    ]
+    waits_for = graph_needs(chain(num_stages) if timeline.reads is None else timeline.reads)
     second = {then: first for first, then in timeline.fused}
     first_of = dict(timeline.fused)
 
@@ -136,8 +141,9 @@ def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
         candidates: list[tuple[float, Task]] = []
         unit = [task, *([second[task]] if task in second else []), *([first_of[task]] if task in first_of else [])]
         for one in unit:
-            for need in chain_needs(one, num_stages, where.__contains__):
-                late = 0.0 if need.stage == one.stage else over[one.microbatch][min(need.stage, one.stage)]
+            for need in filter(where.__contains__, waits_for(one)):
+                near = timeline.placement[need.stage] == timeline.placement[one.stage]
+                late = 0.0 if near else over[one.microbatch][min(need.stage, one.stage)]
                 last = first_of.get(need, need)
                 candidates.append((end(last) + late, last))
         if not candidates or start <= 0:

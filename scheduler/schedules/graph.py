@@ -1,0 +1,163 @@
+"""Schedules of stages that are no chain: two towers that are joined, an encoder with several decoders, a reference."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+from scheduler.ordering import graph_needs, longest_paths
+from scheduler.schedules.adaptive import Adaptive
+from scheduler.task import Kind, Orders, Reads, Schedule, Task, check_count
+
+RULES = ("1f1b", "gpipe")
+_TICKS: dict[Kind, int] = {"F": 1, "B": 2}
+
+
+@dataclass(frozen=True)
+class GraphSchedule(Schedule):
+    """1F1B, or GPipe, over a graph of stages.
+
+    A stage's forward waits for those of the stages that it reads, its backward for those of its readers. With
+    ``"1f1b"`` a stage starts no more microbatches than there are stages on the longest way from it to an end of the
+    graph; whenever a group is free it runs a backward that is ready, else a forward, the oldest microbatch first. So
+    a stage that hangs on the last one alone, as a reference model does, holds one or two activations wherever it
+    stands in the list. On a chain with a stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
+
+    The orders are found on a clock where F takes 1 and B takes 2. They cannot deadlock: what was free to run there, in
+    this order, has all that it waits for in the lists before it. Near linear in tasks.
+
+    Args:
+        reads: For each stage, the earlier stages that it exchanges values with.
+        placement: For each stage, its group; a group may have any number of stages.
+        rule: ``"1f1b"`` or ``"gpipe"``.
+        num_groups: The number of groups, if some have no stage.
+
+    Raises:
+        ValueError: There is no such rule, a stage reads a later one, or the numbers do not fit each other.
+
+    Examples:
+        >>> towers = GraphSchedule(reads=((), (), (0, 1)), placement=(0, 1, 2))   # stage 2 reads both others
+        >>> print(*towers.orders(3)[0])
+        0F0 0F1 0B0 0F2 0B1 0B2
+        >>> towers.orders(3)[0] == tuple(t._replace(stage=0) for t in towers.orders(3)[1])
+        True
+    """
+
+    reads: Reads = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    placement: tuple[int, ...]
+    rule: str = "1f1b"
+    num_groups: int = 0
+    num_stages: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        reads = tuple(tuple(sorted(set(one))) for one in self.reads)
+        placement = tuple(self.placement)
+        groups = max(placement, default=-1) + 1
+        values = {"reads": reads, "placement": placement, "num_stages": len(placement)}
+        for name, value in (*values.items(), ("num_groups", self.num_groups or groups)):
+            object.__setattr__(self, name, value)
+        if self.rule not in RULES:
+            raise ValueError(f"GraphSchedule: rule is {self.rule!r}; expected one of {', '.join(RULES)}.")
+        if not placement or len(reads) != len(placement):
+            raise ValueError(
+                f"GraphSchedule: reads has {len(reads)} entries and placement {len(placement)}; expected one for each"
+                " stage, of at least one stage."
+            )
+        if wrong := [g for g in placement if g not in range(self.num_groups)]:
+            raise ValueError(
+                f"GraphSchedule: a stage is placed in group {wrong[0]!r}; expected 0 to {self.num_groups - 1}."
+            )
+        for stage, own in enumerate(reads):
+            if wrong := [one for one in own if one not in range(stage)]:
+                raise ValueError(
+                    f"GraphSchedule: stage {stage} reads stage {wrong[0]!r}; a stage reads earlier ones only."
+                )
+
+    def __str__(self) -> str:
+        return f"GraphSchedule({self.num_stages} stages, {self.rule!r})"
+
+    def orders(self, num_microbatches: int) -> Orders:
+        check_count("GraphSchedule", "num_microbatches", num_microbatches)
+        most = longest_paths(self.reads) if self.rule == "1f1b" else [num_microbatches] * self.num_stages
+        return _GraphOrders(self, num_microbatches, most).run()
+
+
+class _GraphOrders:
+    """Orders under construction.
+
+    Attributes:
+        next: For each kind and stage, the microbatch whose turn it is.
+        ends: When each task that has run ended.
+    """
+
+    def __init__(self, schedule: GraphSchedule, num_microbatches: int, most: Sequence[int]) -> None:
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.most = most
+        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in _TICKS}
+        self.ends: dict[Task, int] = {}
+        self.needs = graph_needs(schedule.reads)
+        self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]
+        for stage, group in enumerate(schedule.placement):
+            self.stages[group].append(stage)
+
+    def run(self) -> Orders:
+        """The orders.
+
+        Each entry of the heap is a group at a time at which something may have become ready for it: its own last end,
+        or the end of another group's task. A task adds as many entries as there are groups at most, so it ends.
+        """
+        groups = range(self.schedule.num_groups)
+        orders: list[list[Task]] = [[] for _ in groups]
+        free_at = [0] * len(orders)
+        heap = [(0, group) for group in groups]
+        readers = self._groups_that_wait()
+        while heap:
+            now, group = heappop(heap)
+            if now < free_at[group] or (task := self._ready(group, now)) is None:
+                continue
+            self.next[task.kind][task.stage] += 1
+            orders[group].append(task)
+            self.ends[task] = free_at[group] = end = now + _TICKS[task.kind]
+            for one in readers[task.stage]:
+                heappush(heap, (end, one))
+        assert len(self.ends) == 2 * self.schedule.num_stages * self.num_microbatches
+        return tuple(map(tuple, orders))
+
+    def _groups_that_wait(self) -> list[set[int]]:
+        """For each stage, the groups that may wait for one of its tasks, its own among them."""
+        found = [{group} for group in self.schedule.placement]
+        for stage, own in enumerate(self.schedule.reads):
+            for one in own:
+                found[one].add(self.schedule.placement[stage])
+                found[stage].add(self.schedule.placement[one])
+        return found
+
+    def _ready(self, group: int, now: int) -> Task | None:
+        """What a free group runs: of what is ready, a backward first, then the oldest microbatch, then the last stage.
+
+        With ``"gpipe"``, forwards come first.
+        """
+        kinds: tuple[Kind, ...] = ("B", "F") if self.schedule.rule == "1f1b" else ("F", "B")
+        for kind in kinds:
+            ready = [task for stage in self.stages[group] if (task := self._next(stage, kind, now))]
+            if ready:
+                return min(ready, key=lambda task: (task.microbatch, -task.stage))
+            if kind == "F" and any(self.next["F"][s] < self.num_microbatches for s in self.stages[group]):
+                return None  # gpipe
+        return None
+
+    def _next(self, stage: int, kind: Kind, now: int) -> Task | None:
+        task = Task(stage, kind, self.next[kind][stage])
+        if task.microbatch == self.num_microbatches:
+            return None
+        if kind == "F" and task.microbatch - self.next["B"][stage] >= self.most[stage]:
+            return None
+        needs = self.needs(task)
+        return task if all(self.ends.get(need, now + 1) <= now for need in needs if need.kind in _TICKS) else None
+
+
+def with_reads(schedule: Schedule, reads: Iterable[Iterable[int]]) -> Schedule:
+    """The schedule, if it goes over a graph, for this graph."""
+    if isinstance(schedule, Adaptive) and isinstance(schedule.schedule, Schedule):
+        return replace(schedule, schedule=with_reads(schedule.schedule, reads))
+    return replace(schedule, reads=tuple(map(tuple, reads))) if isinstance(schedule, GraphSchedule) else schedule
