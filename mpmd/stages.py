@@ -44,7 +44,7 @@ from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
-from mpmd.report.task_costs import costs_of
+from mpmd.report.task_costs import costs_of, ordered_by_costs
 from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
@@ -164,7 +164,8 @@ class Traced:
         asked = [h.groups for h in outs]
 
         def outlined(ahead: bool = True) -> Outline:
-            return outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs, ahead)
+            found = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs, ahead)
+            return ordered_by_costs(found, mesh, machine_of(mesh))
 
         outline = outlined()
         if (single := in_one_group(ins, split, outline.inputs)) != ins:

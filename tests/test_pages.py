@@ -72,9 +72,10 @@ def test_the_reference_has_each_public_name_once():
         ("inference", 6, ["step on MpmdMesh('stage': 4; 4 groups along 'stage')"]),
         (
             "stages",
-            9,
+            10,
             [
                 "\n(1,) (3,)\n",
+                "with the head in parts, as with a whole one: True",
                 "as under jax.jit: True",
                 "6 microbatches, as the plain loop: True",
                 "layers of each stage: (3, 4, 3, 2)",

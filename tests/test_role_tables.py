@@ -80,8 +80,9 @@ def test_a_policy_its_reference_and_its_critic_have_groups_of_their_own():
     for stage, name in enumerate(("reference", "critic", "policy.0", "policy.1")):
         assert f"stage {stage} ({name})" in text
     (loop,) = train.lower(state, frozen, xs)._outline.loops
-    assert loop.schedule == scheduler.GraphSchedule(((), (), (), (0, 1, 2)), (2, 3, 0, 1), num_groups=4)
-    assert scheduler.simulate(loop.schedule, 6).peak_activations == (2, 1, 2, 2)
+    assert loop.schedule.reads == ((), (), (), (0, 1, 2)) and loop.schedule.placement == (2, 3, 0, 1)
+    assert max(loop.simulated().peak_activations) <= 2
+    assert loop.schedule.costs.input_grad[0] == 0 < loop.schedule.costs.input_grad[1]
     assert "bubble" in str(compiled.profile((state, frozen, xs), steps=1))
 
 

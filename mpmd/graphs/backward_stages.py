@@ -34,7 +34,8 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
 
     JAX transposes a forward pass in reverse order. So a backward equation belongs between the forward equations that
     its neighbours are known to transpose: backward marks their mark, others one that made or read what they read. If
-    these are of several stages, it belongs to the last of them that the gradients which it reads allow.
+    these are of several stages, it belongs to the last of them that the gradients which it reads allow. Gradients from
+    roles in several groups are added where the sum is read: each is sent there, none waits for another.
 
     Args:
       backward: the nodes of the backward pass.
@@ -44,7 +45,7 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
     text = _Text(body, marks, backward, forward)
     spans = _spans(body, marks, backward, forward, text)
     at_least = _before_backward_marks(body, marks, backward)
-    readers = _readers_of_sums(body, backward, text)
+    readers = _readers_of_sums(body, marks, backward, text)
     stages: dict[Node, int] = {}
     for node in body.nodes:
         if node not in backward:
@@ -55,11 +56,18 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
         sources = [s for v in node.inputs if (s := body.source_in_loop(v))]
         limit = min([last, *(stages[s] for s in sources if s in stages)])
         is_rooted = any(s in stages or s in forward for s in sources) or node in at_least
-        if is_rooted:
+        if node in readers and _meet_from_roles(marks, [stages[s] for s in sources if s in stages]):
+            stages[node] = min(limit, readers[node])
+        elif is_rooted:
             stage = text.last_stage(node, spans[node], limit) if node in spans else limit
             stage = max(stage, min(limit, readers.get(node, 0)))
             stages[node] = max(stage, at_least.get(node, 0))
     return stages
+
+
+def _meet_from_roles(marks: Marks, stages: Sequence[int]) -> bool:
+    """Whether these stages are roles in several groups."""
+    return marks.roles is not None and len({marks.roles[stage] for stage in stages}) > 1
 
 
 class _Span(NamedTuple):
@@ -159,7 +167,7 @@ def _known_span(marks: Marks, node: Node, text: _Text, position: Sequence[int]) 
     return _Span(max(s.first for s in spans), min(s.last for s in spans)) if spans else None
 
 
-def _readers_of_sums(body: Body, backward: set[Node], text: _Text) -> dict[Node, int]:
+def _readers_of_sums(body: Body, marks: Marks, backward: set[Node], text: _Text) -> dict[Node, int]:
     """For each sum of gradients, the last stage in which a reader of it has the forward values that it reads.
 
     Such a sum transposes no equation: it stands where the last of its terms does, which says little of its stage.
@@ -168,13 +176,13 @@ def _readers_of_sums(body: Body, backward: set[Node], text: _Text) -> dict[Node,
     for node in reversed(body.nodes):
         if node not in backward:
             continue
-        stage = found.get(node, -1)
+        stage = marks.number.get(node, found.get(node, -1))
         having = [text.at[v] for v in node.inputs if v in text.at]
         if having:
             stage = max({stage} | set.intersection(*having))
         for v in node.inputs:
             source = body.source(v)
-            if source and source in backward and source.eqn.primitive.name == "add_any":
+            if stage >= 0 and source and source in backward and source.eqn.primitive.name == "add_any":
                 found[source] = max(found.get(source, -1), stage)
     return found
 

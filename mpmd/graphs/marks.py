@@ -20,14 +20,14 @@ class Marks:
       number: the boundary of each mark: forward, backward and tangent ones.
       forward: the forward ones, in the order of the text.
       labels: per stage, the name that the mark at its end gives it, or None.
-      are_roles: whether stages are roles, which run where they are written.
+      roles: per stage, its group, if stages are roles, which run where they are written; else None.
     """
 
     num_stages: int
     number: dict[Node, int]
     forward: tuple[Node, ...]
     labels: tuple[str | None, ...]
-    are_roles: bool = False
+    roles: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, body: Body, info: ScheduledLoop) -> "Marks":
@@ -44,7 +44,8 @@ class Marks:
         num_stages = info.schedule.num_stages
         labels = (*(n.eqn.params["label"] for n in forward), None)[:num_stages]
         ends = (n.eqn.params["role"] for n in forward)
-        return cls(num_stages, number, forward, labels, any(end is not None and end.groups for end in ends))
+        roles = tuple(info.schedule.placement) if any(end is not None and end.groups for end in ends) else None
+        return cls(num_stages, number, forward, labels, roles)
 
 
 def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None:

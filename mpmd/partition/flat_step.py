@@ -21,7 +21,7 @@ from mpmd.tracing.new_equations import Atom, copy_equations
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
-from scheduler.schedules.graph import with_reads
+from scheduler.schedules.graph import graph_of, with_graph
 
 Item = Any  # a compat.JaxprEqn or a Loop
 Asked = Sequence[Groups | None]
@@ -153,9 +153,10 @@ def _loop_items(
     orders = info.schedule.orders(info.num_microbatches)
     split = any(task.kind in "IW" for order in orders for task in order)
     partition = partition_loop(eqn, split, sharded, ahead)
-    if (over_graph := with_reads(info.schedule, partition.reads())) != info.schedule:
-        partition = dataclasses.replace(partition, info=dataclasses.replace(partition.info, schedule=over_graph))
-        orders = over_graph.orders(info.num_microbatches)
+    if (graph := graph_of(info.schedule)) is not None:
+        schedule = with_graph(info.schedule, dataclasses.replace(graph, reads=partition.reads()))
+        partition = dataclasses.replace(partition, info=dataclasses.replace(info, schedule=schedule))
+        orders = schedule.orders(info.num_microbatches)
     return [*partition.before, Loop(number, partition, partition.recomputing(orders)), *partition.after]
 
 

@@ -30,7 +30,7 @@ def forward_stages(body: Body, marks: Marks, backward: set[Node], num_microbatch
     choices = _Choices(graph, marks)
     costs = functools.cache(lambda: _bytes_that_cross(graph, bool(backward), num_microbatches))
     pinned = {i for i, node in enumerate(graph.nodes) if node.eqn.effects}
-    if marks.are_roles:
+    if marks.roles is not None:
         pinned |= {i for i, node in enumerate(graph.nodes) if i in graph.parameters or equations.is_heavy(node.eqn)}
     while True:
         problem = choices.problem(pinned, costs)

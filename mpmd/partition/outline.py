@@ -13,6 +13,7 @@ run together before the next transfer (`levels`); and the outline (`assemble`).
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -134,13 +135,22 @@ class Outline:
 
 def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
     """A step whose loops have other numbers of microbatches, by the number of the loop."""
+    return _changed(outline, {number: {"num_microbatches": count} for number, count in numbers.items()})
 
+
+def with_schedules(outline: Outline, schedules: Mapping[int, Schedule]) -> Outline:
+    """A step whose loops have other schedules of the same stages and kinds of tasks, by the number of the loop."""
+    return _changed(outline, {number: {"schedule": schedule} for number, schedule in schedules.items()})
+
+
+def _changed(outline: Outline, changes: Mapping[int, Mapping[str, Any]]) -> Outline:
     def changed(loop: Loop) -> Loop:
-        if (count := numbers.get(loop.number)) is None:
+        if loop.number not in changes:
             return loop
-        info = dataclasses.replace(loop.partition.info, num_microbatches=count)
+        info = dataclasses.replace(loop.partition.info, **changes[loop.number])
         partition = dataclasses.replace(loop.partition, info=info)
-        return dataclasses.replace(loop, partition=partition, orders=partition.recomputing(info.schedule.orders(count)))
+        orders = partition.recomputing(info.schedule.orders(info.num_microbatches))
+        return dataclasses.replace(loop, partition=partition, orders=orders)
 
     items = tuple(changed(item) if isinstance(item, Loop) else item for item in outline.items)
     return dataclasses.replace(outline, items=items)

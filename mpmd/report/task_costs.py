@@ -1,5 +1,6 @@
 """What the tasks of a loop take and hold before they are compiled, by the roofline of a machine."""
 
+import dataclasses
 from collections import defaultdict
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -8,9 +9,10 @@ from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import works_of_program
 from mpmd.graphs.body import Place
-from mpmd.partition.outline import Loop
+from mpmd.partition.outline import Loop, Outline, with_schedules
 from mpmd.report.memory import Sizes
 from scheduler import Costs
+from scheduler.schedules.graph import graph_of, with_graph
 
 
 def task_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine) -> dict[Place, float]:
@@ -22,6 +24,21 @@ def task_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine) -> dict[Place, fl
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
             found[body.place] = machine.compute_s(works, mesh.groups[loop.group(body.place)].size)
     return found
+
+
+def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outline:
+    """The step, in which loops over graphs of stages are ordered by what their tasks take."""
+    schedules = {}
+    for loop in outline.loops:
+        graph = graph_of(loop.schedule)
+        if graph is not None and graph.costs is None:
+            seconds = task_seconds(loop, mesh, machine)
+            forward, backward = (
+                tuple(seconds.get(Place(s, kind), 0.0) for s in range(graph.num_stages)) for kind in "FB"
+            )
+            graph = dataclasses.replace(graph, costs=Costs(forward, backward, 0.0))
+            schedules[loop.number] = with_graph(loop.schedule, graph)
+    return with_schedules(outline, schedules)
 
 
 def costs_of(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> Costs:

@@ -1,15 +1,16 @@
 """Schedules of stages that are no chain: two towers that are joined, an encoder with several decoders, a reference."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from scheduler.ordering import graph_needs, longest_paths
 from scheduler.schedules.adaptive import Adaptive
 from scheduler.task import Kind, Orders, Reads, Schedule, Task, check_count
+from scheduler.timing.costs import Costs
 
 RULES = ("1f1b", "gpipe")
-_TICKS: dict[Kind, int] = {"F": 1, "B": 2}
+_TICKS = 1000  # that the longest task takes
 
 
 @dataclass(frozen=True)
@@ -18,18 +19,21 @@ class GraphSchedule(Schedule):
 
     A stage's forward waits for those of the stages that it reads, its backward for those of its readers. With
     ``"1f1b"`` a stage starts no more microbatches than there are stages on the longest way from it to an end of the
-    graph; whenever a group is free it runs a backward that is ready, else a forward, the oldest microbatch first. So
-    a stage that hangs on the last one alone, as a reference model does, holds one or two activations wherever it
-    stands in the list. On a chain with a stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
+    graph. Whenever a group is free, it runs one of its tasks that are ready: of the stage with the least work, for
+    others wait for it and it is soon done; else a backward, else the oldest microbatch. So a stage that hangs on the
+    last one alone, as a reference model does, holds one or two activations wherever it stands in the list. On a chain
+    with a stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
 
-    The orders are found on a clock where F takes 1 and B takes 2. They cannot deadlock: what was free to run there, in
-    this order, has all that it waits for in the lists before it. Near linear in tasks.
+    The orders are found on a clock. They cannot deadlock: what was free to run there, in this order, has all that it
+    waits for in the lists before it. Near linear in tasks.
 
     Args:
         reads: For each stage, the earlier stages that it exchanges values with.
         placement: For each stage, its group; a group may have any number of stages.
         rule: ``"1f1b"`` or ``"gpipe"``.
         num_groups: The number of groups, if some have no stage.
+        costs: What tasks take on the clock; those of transfers, memory and single microbatches do not count. By default
+            all the same; `mpmd.jit` takes what its loop's tasks take by the roofline of the devices.
 
     Raises:
         ValueError: There is no such rule, a stage reads a later one, or the numbers do not fit each other.
@@ -46,6 +50,7 @@ class GraphSchedule(Schedule):
     placement: tuple[int, ...]
     rule: str = "1f1b"
     num_groups: int = 0
+    costs: Costs | None = None
     num_stages: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +98,8 @@ class _GraphOrders:
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.most = most
-        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in _TICKS}
+        self.ticks = _ticks(schedule.costs or Costs(), schedule.num_stages)
+        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}
         self.ends: dict[Task, int] = {}
         self.needs = graph_needs(schedule.reads)
         self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]
@@ -117,7 +123,7 @@ class _GraphOrders:
                 continue
             self.next[task.kind][task.stage] += 1
             orders[group].append(task)
-            self.ends[task] = free_at[group] = end = now + _TICKS[task.kind]
+            self.ends[task] = free_at[group] = end = now + self.ticks[task.kind][task.stage]
             for one in readers[task.stage]:
                 heappush(heap, (end, one))
         assert len(self.ends) == 2 * self.schedule.num_stages * self.num_microbatches
@@ -133,18 +139,18 @@ class _GraphOrders:
         return found
 
     def _ready(self, group: int, now: int) -> Task | None:
-        """What a free group runs: of what is ready, a backward first, then the oldest microbatch, then the last stage.
+        """What a free group runs, if anything is ready; of equals, the last stage."""
+        stages, ticks = self.stages[group], self.ticks
+        kinds: tuple[Kind, ...] = ("F", "B")
+        if self.schedule.rule == "gpipe":
+            kinds = ("F",) if any(self.next["F"][stage] < self.num_microbatches for stage in stages) else ("B",)
+        ready = [task for stage in stages for kind in kinds if (task := self._next(stage, kind, now))]
 
-        With ``"gpipe"``, forwards come first.
-        """
-        kinds: tuple[Kind, ...] = ("B", "F") if self.schedule.rule == "1f1b" else ("F", "B")
-        for kind in kinds:
-            ready = [task for stage in self.stages[group] if (task := self._next(stage, kind, now))]
-            if ready:
-                return min(ready, key=lambda task: (task.microbatch, -task.stage))
-            if kind == "F" and any(self.next["F"][s] < self.num_microbatches for s in self.stages[group]):
-                return None  # gpipe
-        return None
+        def key(task: Task) -> tuple[int, bool, int, int]:
+            work = ticks["F"][task.stage] + ticks["B"][task.stage]
+            return work, task.kind == "F", task.microbatch, -task.stage
+
+        return min(ready, key=key, default=None)
 
     def _next(self, stage: int, kind: Kind, now: int) -> Task | None:
         task = Task(stage, kind, self.next[kind][stage])
@@ -153,11 +159,24 @@ class _GraphOrders:
         if kind == "F" and task.microbatch - self.next["B"][stage] >= self.most[stage]:
             return None
         needs = self.needs(task)
-        return task if all(self.ends.get(need, now + 1) <= now for need in needs if need.kind in _TICKS) else None
+        return task if all(self.ends.get(need, now + 1) <= now for need in needs if need.kind in self.ticks) else None
 
 
-def with_reads(schedule: Schedule, reads: Iterable[Iterable[int]]) -> Schedule:
-    """The schedule, if it goes over a graph, for this graph."""
-    if isinstance(schedule, Adaptive) and isinstance(schedule.schedule, Schedule):
-        return replace(schedule, schedule=with_reads(schedule.schedule, reads))
-    return replace(schedule, reads=tuple(map(tuple, reads))) if isinstance(schedule, GraphSchedule) else schedule
+def _ticks(costs: Costs, num_stages: int) -> dict[Kind, list[int]]:
+    """What F and B of each stage take, in whole numbers: sums of these are equal where times are."""
+    found: dict[Kind, list[float]] = {"F": costs.per_stage("forward", num_stages)}
+    halves = (costs.per_stage(name, num_stages) for name in ("input_grad", "weight_grad"))
+    found["B"] = [sum(pair) for pair in zip(*halves, strict=True)]
+    unit = max(map(max, found.values())) / _TICKS or 1.0
+    return {kind: [round(seconds / unit) for seconds in row] for kind, row in found.items()}
+
+
+def graph_of(schedule: Schedule) -> GraphSchedule | None:
+    """The schedule, or that inside an adaptive one, if it goes over a graph."""
+    schedule = schedule.schedule if isinstance(schedule, Adaptive) else schedule  # type: ignore[assignment]
+    return schedule if isinstance(schedule, GraphSchedule) else None
+
+
+def with_graph(schedule: Schedule, graph: GraphSchedule) -> Schedule:
+    """The schedule, which goes over a graph, for this one."""
+    return replace(schedule, schedule=graph) if isinstance(schedule, Adaptive) else graph
