@@ -143,8 +143,11 @@ def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedP
             if program.folder is None:
                 folder = Folder.read_by_jax(program.mesh.devices.flat[0].client)
                 return LoadedProgram(compiled, folder and folder.executable(entry_key(lowered._lowering, options)))
+            unloaded = _unloaded(compiled)
+            if unloaded.keepalive or unloaded.host_callbacks:  # functions of this process, which no other one can call
+                return LoadedProgram(compiled)
             known = program.fingerprint
-            if known is not None and not _same(_described(program, _unloaded(compiled).xla_executable), compiled):
+            if known is not None and not _same(_described(program, unloaded.xla_executable), compiled):
                 known = None
             # A CPU program that came out of the folder has lost its code when it is serialized again.
             return LoadedProgram(
