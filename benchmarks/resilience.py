@@ -4,11 +4,12 @@
     python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
     python benchmarks/resilience.py --only kill --spares 1
     python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
+    python benchmarks/resilience.py --only pace --task-ms 2       # and what one measured step in four costs it
 
 Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
 two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
 job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
-`ledger` compares the plain loop with and without the ledger in the same way.
+`ledger` and `pace` compare the plain loop with and without that in the same way.
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
 attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
@@ -35,7 +36,7 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("cost", "kill", "ledger"), help="measure only this")
+    parser.add_argument("--only", choices=("cost", "kill", "ledger", "pace"), help="measure only this")
     parser.add_argument("--spares", type=int, default=0, help="for `kill` (default: %(default)s: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
@@ -47,7 +48,8 @@ def main() -> int:
         return 0
     for what in (args.only,) if args.only else ("cost", "kill"):
         launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
-        launcher += ["--spares", args.spares if what == "kill" else 0]
+        launcher += ["--spares", args.spares if what == "kill" else int(what == "pace")]
+        launcher += ["--replace-slow", 1000] if what == "pace" else []
         words = [*launcher, "--", sys.executable, __file__, *sys.argv[1:], "--only", what]
         with tempfile.TemporaryDirectory() as cache:
             more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -106,7 +108,7 @@ def cost(args) -> None:
     zeros = [np.zeros((width, width), np.float32)] * NUM_GROUPS
     state, _ = step({"w": zeros, "m": list(zeros)}, xs)
     executor = step.lower(state, xs).compile()._executor
-    accounts, other = executor._accounts, "ledger" if args.only == "ledger" else "resilient"
+    accounts, other = executor._accounts, args.only if args.only in ("ledger", "pace") else "resilient"
     times: dict[str, list[float]] = {"plain": [], other: []}
     processor = {"plain": 0.0, other: 0.0}
 
@@ -120,7 +122,8 @@ def cost(args) -> None:
         way, begun = list(times)[turn % 2], []
         job.exchange("a turn", "", range(NUM_GROUPS))
         before = time.process_time()
-        executor._accounts = accounts if way == "ledger" else None
+        executor._accounts = accounts if way == other != "resilient" else None
+        job.activity.has_pace = way == "pace"
         if way != "resilient":
             for i in range(args.steps):
                 state = body(i, state)

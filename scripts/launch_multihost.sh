@@ -58,6 +58,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
                             named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
                             and nothing starts over. When starting over without a host, they compute. Needs --restarts
+      --replace-slow K      replaces a process by a spare if its devices take K times as long for a step as they usually do,
+                            and those of the others do not (K above 1; default: never). Needs --spares
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, what its time goes to (DIR/rank-N.ledger),
                             and after a failure what it did last (default: no files)
       --ssh COMMAND         how to reach a host (default: $MPMD_SSH, or ssh)
@@ -91,7 +93,10 @@ option_error() { die 2 "$1 (see --help)"; }
 # runs the coordination service, status folder.
 set_rank_environment() {
   rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_ranks" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
-  ((num_processes == num_ranks)) || rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
+  if ((num_processes > num_ranks)); then
+    rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
+    [[ -z $replace_slow ]] || rank_environment+=("MPMD_REPLACE_SLOW=$replace_slow")
+  fi
   [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
   [[ $4 != yes ]] || rank_environment+=("MPMD_SERVICE=external")
   rank_environment+=("MPMD_STATUS_DIR=$5")
@@ -615,7 +620,7 @@ leave_out_unreachable() {
 
 parse() {
   procs_per_host='' hosts='' cpu_devices='' gpus_per_process='' wanted_port='' hang_timeout_s='' restarts=0 min_hosts='' num_spares=0
-  log_dir='' dry_run='' ssh=${MPMD_SSH:-ssh} added=() command=()
+  replace_slow='' log_dir='' dry_run='' ssh=${MPMD_SSH:-ssh} added=() command=()
   local name value
   while (($#)); do
     name=$1
@@ -625,7 +630,7 @@ parse() {
       --dry-run) dry_run=yes && continue ;;
       --) command=("$@") && break ;;
       --*=*) value=${name#*=} name=${name%%=*} ;;
-      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --min-hosts | --spares | --log-dir | --ssh | --env)
+      -n | -H | --procs-per-host | --hosts | --cpu-devices | --gpus-per-process | --port | --hang-timeout | --restarts | --min-hosts | --spares | --replace-slow | --log-dir | --ssh | --env)
         (($#)) && [[ $1 != -- ]] || option_error "$name needs a value"
         value=$1
         shift
@@ -647,6 +652,11 @@ parse() {
       --restarts) check_number "$name" "$value" 0 && restarts=$value ;;
       --min-hosts) check_number "$name" "$value" 1 && min_hosts=$value ;;
       --spares) check_number "$name" "$value" 0 && num_spares=$value ;;
+      --replace-slow)
+        [[ $value =~ ^(1\.0*[1-9][0-9]*|([2-9]|[1-9][0-9]{1,8})(\.[0-9]+)?)$ ]] ||
+          option_error "--replace-slow: '$value' is not a number above 1"
+        replace_slow=$value
+        ;;
       --log-dir) log_dir=$value ;;
       --ssh) ssh=$value ;;
       --env)
@@ -663,6 +673,7 @@ parse() {
   done
   ((${#command[@]})) || option_error "no command; it goes after --"
   [[ -z $cpu_devices || -z $gpus_per_process ]] || option_error "--cpu-devices and --gpus-per-process cannot be used together"
+  [[ -z $replace_slow ]] || ((num_spares > 0)) || option_error "--replace-slow needs --spares, one of which takes the place"
   ((num_spares == 0 || restarts > 0)) || option_error "--spares needs --restarts, which has states kept in memory"
   [[ $log_dir != *$'\n'* ]] || option_error "--log-dir: a newline in the name"
   [[ $ssh != *$'\n'* ]] || option_error "--ssh: a newline in the command"
@@ -793,7 +804,7 @@ agent_program() { # host
   fi
   printf '%s\n' "$set_aside"
   declare -p command environment added ranks local_ids num_processes num_ranks cpu_devices gpus_per_process hang_timeout_s \
-    wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keeper_token
+    replace_slow wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keeper_token
   printf '%s' "$script_text"
 }
 

@@ -16,6 +16,7 @@ from mpmd.job import exits, processes
 from mpmd.job.expected import Awaited, Expected, Times
 from mpmd.job.verdict import STILL_S, Board, Wait
 from mpmd.observe.flight import Flight, Samples
+from mpmd.observe.pace import Pace
 
 
 class Cursor(Protocol):
@@ -60,6 +61,8 @@ class Activity:
       callbacks: the user's functions that run on the host.
       cursors: the executors that have run a step, while they live.
       samples: what it was at lately.
+      has_pace: calls are measured for `pace`.
+      pace: how fast its devices are; None if that is not known.
     """
 
     def __init__(self, rank: int, door: str = "", stacks: int = -1):
@@ -78,6 +81,8 @@ class Activity:
         self.callbacks = Callbacks()
         self.cursors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.samples = Samples()
+        self.has_pace = False
+        self.pace: Pace | None = None
 
     @contextlib.contextmanager
     def during(self, phase: str, doing: str, waits_for: Sequence[int] = ()) -> Iterator[None]:
@@ -158,7 +163,7 @@ class Activity:
             wait=None if wait is None else Wait(*wait, max(0.0, now - self._times.waits_since), number),
             sent=self._sent_in_vain(others),
             callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,
-            line=self._user_line(now) if still_s > STILL_S else "",
+            line=self._user_line(now) if still_s > STILL_S else "", pace=self.pace,
         )  # fmt: skip
 
     def _user_line(self, now: float) -> str:

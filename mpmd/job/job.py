@@ -45,11 +45,14 @@ class Job:
       calls: what this process calls, compared with what the others call.
       address: the interface that other processes reach this one by.
       end_process: in `mpmd.resilient`, ends the process of a rank on whatever host.
+      wait_until_kept: in `mpmd.resilient`, waits until one more state is whole in memory; False if none will be.
       epoch: how many ranks have been lost and replaced, as far as this process goes on from there; -1 in the place of
         a lost rank, until it meets the others in `mpmd.resilient`.
     """
 
-    def __init__(self, store: Any, hang_timeout_s: float | None, environment: Mapping[str, str]):
+    def __init__(
+        self, store: Any, hang_timeout_s: float | None, environment: Mapping[str, str], slow_factor: float | None = None
+    ):
         self.rank, self.num_ranks = jax.process_index(), jax.process_count()
         self.store, self.hang_timeout_s = store, hang_timeout_s
         coordinator = environment.get("MPMD_COORDINATOR") or compat.coordinator_address() or ""
@@ -58,7 +61,8 @@ class Job:
         door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
         self.activity = Activity(self.rank, door.address, Stacks().number)
         boards = Boards(self.rank, self.num_ranks, self.activity, store, environment.get("MPMD_STATUS_DIR"))
-        judge = Judge(boards, hang_timeout_s, serves)
+        judge = Judge(boards, hang_timeout_s, serves, slow_factor)
+        self._slow_factor = slow_factor
         black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
         self._register = Register(environment)
         is_spare = SPARE in environment
@@ -66,6 +70,7 @@ class Job:
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
         self.end_process: Callable[[Board], None] | None = None
+        self.wait_until_kept: Callable[[], bool] | None = None
         losses, make_way = (self._hear_of_losses, self._make_way) if self._register.num_spares else (None, None)
         self.watchdog = Watchdog(
             self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses, make_way
@@ -201,21 +206,36 @@ class Job:
         if self.is_apart:
             self.go_on()
         self._is_going_on = True
+        self.activity.has_pace = self._slow_factor is not None
         try:
             yield
         finally:
-            self._is_going_on = False
+            self._is_going_on = self.activity.has_pace = False
+            self.activity.pace = None
 
-    def _make_way(self, board: Board, what: str) -> None:
-        """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one."""
-        is_one_left = self._register.num_spares > len(self._taken)
-        if self.end_process is None or not self._is_going_on or not is_one_left or compat.has_cross_host_put():
-            return
-        print(f"jax-mpmd: rank {board.rank}: {what}; it is killed, to be replaced", file=sys.stderr, flush=True)
+    def _make_way(self, board: Board, what: str, is_slow: bool) -> bool:
+        """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one.
+
+        A slow one does so when one more state is whole in memory: only the step that has begun then comes again.
+
+        Returns:
+          False if it is to be tried again.
+        """
+        text, end, wait = f"jax-mpmd: rank {board.rank}: {what}", self.end_process, self.wait_until_kept
+        if end is None or wait is None or not self._is_going_on:
+            return False
+        if self._register.num_spares <= len(self._taken) or compat.has_cross_host_put():
+            if is_slow:
+                print(f"{text}; no spare can take its place", file=sys.stderr, flush=True)
+            return True
+        if is_slow and not wait():
+            return False
+        print(f"{text}; it is killed, to be replaced", file=sys.stderr, flush=True)
         try:
-            self.end_process(board)
+            end(board)
         except OSError as error:
             print(f"jax-mpmd: rank {board.rank}: the keeper of its host does not do it: {error}", file=sys.stderr)
+        return True
 
     def _hear_of_losses(self) -> tuple[int, str] | None:
         """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""

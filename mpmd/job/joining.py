@@ -5,6 +5,7 @@ plans before they run, and the watchdog. A process belongs to one job, as in JAX
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from mpmd.errors import HangError
 from mpmd.job import reaching, spares
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree
-from mpmd.observe import ledger
+from mpmd.observe import ledger, pace
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
 # JAX's own heartbeat kills without a word, so it comes last.
@@ -63,6 +64,7 @@ def initialize(
     if "MPMD_HANG_TIMEOUT_S" in environment:
         hang_timeout_s = _seconds(environment["MPMD_HANG_TIMEOUT_S"])
     _check_timeout(hang_timeout_s)
+    slow_factor = _slow_factor(environment)
     if (number := given[2]) is not None:
         ledger.of_process(lambda: number)
     with _threads_beside_collectives():
@@ -72,7 +74,7 @@ def initialize(
     if num_processes > 1:
         store = compat.distributed_client()
         assert store is not None
-        _job = Job(store, hang_timeout_s or None, environment)
+        _job = Job(store, hang_timeout_s or None, environment, slow_factor)
 
 
 @contextlib.contextmanager
@@ -245,6 +247,16 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"mpmd.initialize: MPMD_HANG_TIMEOUT_S={text!r} is not a number of seconds.") from None
+
+
+def _slow_factor(environment: Mapping[str, str]) -> float | None:
+    """What `--replace-slow` of the launcher says."""
+    if (text := environment.get(pace.VARIABLE)) is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 1 < (factor := float(text)) < math.inf and environment.get(spares.NUM_SPARES, "0") != "0":
+            return factor
+    raise ValueError(f"mpmd.initialize: {pace.VARIABLE}={text!r}: expected a number above 1, in a job with --spares.")
 
 
 def _check_timeout(hang_timeout_s: Any) -> None:

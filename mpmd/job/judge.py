@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mpmd.job import exits, signs, verdict
 from mpmd.job.boards import PUBLISH_S, Boards
 from mpmd.job.verdict import LEFT_S, SILENT_S, View
+from mpmd.observe import pace
 
 
 class Judge:
@@ -16,13 +17,16 @@ class Judge:
       boards: what all ranks say.
       hang_timeout_s: how long a rank may wait for one that does not move; None for no limit.
       serves: this process serves the key-value store.
+      slow_factor: a process is slow that takes so many times its usual time; None if it may.
     """
 
-    def __init__(self, boards: Boards, hang_timeout_s: float | None, serves: bool):
+    def __init__(self, boards: Boards, hang_timeout_s: float | None, serves: bool, slow_factor: float | None = None):
         self._boards = boards
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
         self._suspected: tuple[int | None, float] = None, 0.0  # since when
+        self._slow_factor = slow_factor
+        self._slow: tuple[int | None, float] = None, 0.0  # as for the suspected one
 
     def find(self, views: Mapping[int, View]) -> tuple[int, str] | None:
         """The guilty rank, and what it did; None while all moves."""
@@ -41,6 +45,17 @@ class Judge:
         if now - since < 4 * PUBLISH_S or oldest < since + 2 * PUBLISH_S:
             return None
         return verdict.suspect({**views, found[0]: _with_line(views[found[0]])}, self._hang_timeout_s)
+
+    def straggler(self, views: Mapping[int, View]) -> tuple[int, str] | None:
+        """A rank that is slow while the others are not, if it still is when all who can have spoken again."""
+        if self._slow_factor is None:
+            return None
+        running = {r: v.board for r, v in views.items() if v.process != "gone" and v.board.phase not in verdict.OVER}
+        found = pace.straggler({r: board.pace for r, board in running.items() if board.pace}, self._slow_factor)
+        now, rank = time.monotonic(), None if found is None else found[0]
+        if rank != self._slow[0]:
+            self._slow = rank, now
+        return found if now - self._slow[1] > 4 * self._boards.period_s else None
 
     def _store_is_gone(self, views: Mapping[int, View]) -> tuple[int, str] | None:
         """A verdict for when the process that serves the key-value store does not answer (it is rank 0, if any)."""

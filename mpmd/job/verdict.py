@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mpmd.observe.pace import Pace
 from scheduler.base import texts
 
 # A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
@@ -25,6 +26,8 @@ SECONDHAND = "Error while transferring"
 # Ranks may compile for unequal times before a step's first run; so many times the limit is allowed for that.
 COMPILING_FACTOR = 10
 _MAX_CELL = 60
+# Phases in which a rank runs no more.
+OVER = ("finished", "failed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Board:
       line: where the main thread has been in the user's code for a while: `train.py:62 in load`.
       door: where the kernel answers other machines for this process.
       stacks: the number of the file for its stacks.
+      pace: in `mpmd.resilient`, how fast its devices are, where slow processes are replaced.
     """
 
     rank: int
@@ -81,6 +85,7 @@ class Board:
     line: str = ""
     door: str = ""
     stacks: int = -1
+    pace: Pace | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the key-value store."""
@@ -89,8 +94,8 @@ class Board:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Board":
         """The inverse of `to_json`."""
-        wait = data.get("wait")
-        fields = dict(data, sent=tuple(data.get("sent", ())))
+        wait, pace = data.get("wait"), data.get("pace")
+        fields = dict(data, sent=tuple(data.get("sent", ())), pace=pace and Pace(pace[0], tuple(pace[1])))
         fields["wait"] = Wait(**wait | {"ranks": tuple(wait["ranks"])}) if wait else None
         return cls(**fields)
 
@@ -199,7 +204,7 @@ def _failed(views: Views) -> tuple[int, str] | None:
 
 def _dead(views: Views) -> tuple[int, str] | None:
     for rank, v in sorted(views.items()):
-        if v.board.phase in ("finished", "failed"):
+        if v.board.phase in OVER:
             continue
         if v.process == "gone" and v.silent_s < LEFT_S:
             return rank, f"died: process {v.board.pid} on {v.board.host} is gone ({v.where})"
@@ -289,7 +294,7 @@ def _odd_one(views: Views) -> int:
 
     Some are about to run a program that the others are not: the fewer. Else the one that is furthest behind.
     """
-    running = {r for r, v in views.items() if v.board.phase not in ("finished", "failed")}
+    running = {r for r, v in views.items() if v.board.phase not in OVER}
     agreeing = {r for r in running if views[r].board.phase == "agreeing"}
     others = running - agreeing
     some = min((agreeing, others), key=len) if agreeing and others else running

@@ -48,7 +48,7 @@ class Watchdog:
       door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
       losses: in a job with spares, takes note of ranks that were lost; a verdict where this process cannot go on.
-      make_way: in a job with spares, ends the process of a rank that holds up the others.
+      make_way: in a job with spares, ends the process of a rank that holds up the others, or is slow; whether it did.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class Watchdog:
         door: Door,
         serves: bool,
         losses: Callable[[], tuple[int, str] | None] | None = None,
-        make_way: Callable[[Board, str], None] | None = None,
+        make_way: Callable[[Board, str, bool], bool] | None = None,
     ):
         self._losses, self._make_way, self._found_at = losses, make_way, 0.0
+        self._slow: set[tuple[int, int]] = set()  # ranks and processes that were found to be slow
         self._door = door
         self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
@@ -107,6 +108,8 @@ class Watchdog:
             found = self.boards.verdict or self._judge.find(views)
             if self._losses is not None:
                 found = self._after_losses(found, views)
+                if found is None and (slow := self._judge.straggler(views)) is not None:
+                    self._after_slowness(views, *slow)
             if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
                 self._end(views, *found)
 
@@ -121,11 +124,28 @@ class Watchdog:
         if not self._found_at:
             self._found_at = time.monotonic()
             rank, what = found
-            first = min((r for r, v in views.items() if r != rank and not v.is_old), default=-1)
-            is_new = self.boards.verdict is None and first == self.boards.rank  # one rank speaks for all
+            is_new = self.boards.verdict is None and self._speaks_of(rank, views)
             if is_new and rank in views and views[rank].is_stuck:
-                threading.Thread(target=self._make_way, args=(views[rank].board, what), daemon=True).start()
+                threading.Thread(target=self._make_way, args=(views[rank].board, what, False), daemon=True).start()
         return found if time.monotonic() - self._found_at > _LAUNCHER_S else None
+
+    def _after_slowness(self, views: Mapping[int, View], rank: int, what: str) -> None:
+        """Has the rank make way for a spare, once for each of its processes."""
+        assert self._make_way is not None
+        board, make_way = views[rank].board, self._make_way
+        if (found := (rank, board.pid)) in self._slow or not self._speaks_of(rank, views):
+            return
+
+        def replace() -> None:
+            if not make_way(board, what, True):
+                self._slow.discard(found)
+
+        self._slow.add(found)
+        threading.Thread(target=replace, daemon=True).start()
+
+    def _speaks_of(self, rank: int, views: Mapping[int, View]) -> bool:
+        """Whether this is the rank that speaks for all about another one."""
+        return min((r for r, v in views.items() if r != rank and not v.is_old), default=-1) == self.boards.rank
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from mpmd.observe import rank_files
+from mpmd.observe import pace, rank_files
 
 # The folder, in the environment; the launcher sets it to that of --log-dir.
 VARIABLE = "MPMD_LEDGER_DIR"
@@ -295,8 +295,11 @@ _ledgers: dict[str, Ledger | None] = {}  # by folder: the one of this process
 
 
 def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
-    """The ledger of this process, begun by the first who asks with its number; None where no folder is named."""
-    folder = os.environ.get(VARIABLE)
+    """The ledger of this process, begun by the first who asks with its number; None where no folder is named.
+
+    Where calls are measured for another reason, and no folder is named, it is written nowhere.
+    """
+    folder = os.environ.get(VARIABLE) or (os.devnull if pace.VARIABLE in os.environ else "")
     if not folder:
         return None
     if folder not in _ledgers and number is not None:
@@ -307,6 +310,8 @@ def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
 def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger | None:
     attempt = rank_files.attempt_of(environment)
     try:
+        if str(folder) == os.devnull:
+            return Ledger(folder, number, attempt)
         for old in folder.glob(f"rank-{number}.restart-*.{ENDING}") if not attempt else ():  # of an earlier job
             old.unlink()
         return Ledger(rank_files.path_of(folder, number, attempt, ENDING), number, attempt, _age_s())

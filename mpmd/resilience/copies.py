@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.resilience import layout
+from mpmd.resilience.keeper import Version
 from mpmd.resilience.keepers import Address, Connection
 from mpmd.resilience.layout import NUMBER, StateLayout
 from mpmd.resilience.ranks import Ranks
@@ -31,7 +32,7 @@ _POLL_S = 0.005
 _CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
 _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
 _SLICE_S = 0.5
-_GONE = "gone"
+GONE = "gone"  # what a rank publishes that can keep nothing any more
 _HOST_MEMORY = "pinned_host"
 
 
@@ -148,7 +149,7 @@ class Copies:
             except OSError as error:
                 self._without(address, error)
         if not self._keepers:
-            self._ranks.publish(_GONE)
+            self._ranks.publish(GONE)
             self._end(self._ranks.rank)
             return
         self._step = step
@@ -165,11 +166,8 @@ class Copies:
         while not self._is_closing:
             self._ranks.check()
             said = self._ranks.published()
-            gone = [rank for rank, text in said.items() if text == _GONE]
-            late = [
-                rank for rank in range(self._ranks.num_ranks)
-                if rank not in gone and tuple(map(int, said.get(rank, "-1 -1").split())) < wanted
-            ]  # fmt: skip
+            gone = [rank for rank, text in said.items() if text == GONE]
+            late = [r for r in range(self._ranks.num_ranks) if r not in gone and kept(said, r) < wanted]
             if not late and not gone:
                 self.whole = step
                 return
@@ -184,6 +182,12 @@ class Copies:
             last = "none is kept" if self.whole < 0 else f"the last whole one is that after step {self.whole}"
             say(f"rank {rank} has no keeper left: no more copies of the state are made; {last}")
         self._has_ended = True
+
+
+def kept(said: Mapping[int, str], rank: int) -> Version:
+    """The version that a rank has kept, by what has been published."""
+    call, step = map(int, said.get(rank, "-1 -1").split())
+    return call, step
 
 
 def say(text: str) -> None:

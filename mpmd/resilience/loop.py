@@ -5,6 +5,7 @@ import json
 import operator
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.observe import ledger, rank_files
 from mpmd.resilience import keepers, layout, restoring, versions
-from mpmd.resilience.copies import Copies, say
+from mpmd.resilience.copies import GONE, Copies, kept, say
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address, Connection
 from mpmd.resilience.notice import STATUS, Notice
@@ -25,6 +26,7 @@ from mpmd.resilience.ranks import JobRanks, OnlyRank, Ranks
 from mpmd.resilience.restoring import LostError, Reading
 from mpmd.resilience.versions import Version
 
+_POLL_S = 0.02
 _calls = 0
 
 
@@ -218,7 +220,7 @@ class _Meeting:
     """
 
     def __init__(self, ranks: Ranks, own: Address | None, call: int, numbers: tuple[int, ...], is_used_up: bool):
-        self._ranks, self._own, self._call = ranks, own, call
+        self._ranks, self._own, self._call, self._last = ranks, own, call, numbers[0] - 1
         self._is_used_up = is_used_up
         self._token = os.environ.get(TOKEN, "")
         self._attempt = rank_files.attempt_of(os.environ)
@@ -237,7 +239,7 @@ class _Meeting:
         self._stored = versions.stored({
             address: said[rank]["records"] for rank, address in reversed(self._keeper_of.items())
         })  # fmt: skip
-        ranks.end_by(self._end)
+        ranks.end_by(self._end, self._wait_until_kept)
 
     def newest_readable(self, names: Sequence[str], state: Any, start: int, num_steps: int) -> tuple[Any, int] | None:
         """The newest state that all processes can read, in the layout of `state`, and the step whose result it is."""
@@ -313,6 +315,22 @@ class _Meeting:
         connection = self._connect(self._keeper_of[board.rank])
         connection.end(board.pid, board.started)
         connection.close()
+
+    def _wait_until_kept(self) -> bool:
+        """Returns when one more state is whole, and steps are to come; False if that will not be."""
+        before = newest = None
+        try:
+            while newest == before:
+                said = self._ranks.published()
+                if GONE in said.values():
+                    return False
+                newest = min(kept(said, rank) for rank in range(self._ranks.num_ranks))
+                before = before or newest
+                self._ranks.check()
+                time.sleep(_POLL_S)
+        except (HangError, jax.errors.JaxRuntimeError):  # a rank was lost, or the job ends
+            return False
+        return newest is not None and newest[1] < self._last
 
     def _settle(self, version: Version | None) -> None:
         """All have read what they wanted: keepers forget everything else."""

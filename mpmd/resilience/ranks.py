@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from mpmd.errors import RankLostError
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 
@@ -37,8 +38,8 @@ class Ranks(Protocol):
         """Raises where a rank was lost whose place is taken."""
         ...
 
-    def end_by(self, end: Callable[[Board], None]) -> None:
-        """Says how the process of a rank that holds up the others is ended, so that a spare takes its place."""
+    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
+        """Says how the process of a rank is ended, for a spare to take its place, and when one that is slow may be."""
         ...
 
 
@@ -47,7 +48,7 @@ class JobRanks:
 
     def __init__(self, job: Job):
         self.rank, self.num_ranks, self.address = job.rank, job.num_ranks, job.address
-        self._job, self._folder = job, f"{_FOLDER}{job.epoch}/"
+        self._job, self._epoch, self._folder = job, job.epoch, f"{_FOLDER}{job.epoch}/"
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
         return self._job.exchange(what, text, range(self.num_ranks), ", which every process must call")
@@ -63,9 +64,11 @@ class JobRanks:
 
     def check(self) -> None:
         self._job.check()
+        if self._job.epoch != self._epoch:
+            raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
 
-    def end_by(self, end: Callable[[Board], None]) -> None:
-        self._job.end_process = end
+    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
+        self._job.end_process, self._job.wait_until_kept = end, wait_until_kept
 
 
 class OnlyRank:
@@ -91,5 +94,5 @@ class OnlyRank:
     def check(self) -> None:
         pass
 
-    def end_by(self, end: Callable[[Board], None]) -> None:
+    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
         pass

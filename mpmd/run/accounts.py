@@ -1,11 +1,13 @@
 """Tells the ledger of each call of a program: when it began, what says that it is done, and how its seconds divide.
 
-One call in `_EVERY` or more is measured, program by program; its shares divide the seconds of the calls after it. All
-of that is this process's own, and no clock is compared with another one. So of a value of another process it is known
-how long it was waited for, but not how much of that it was on its way: such waits are all bubble.
+One call in `_EVERY` or more is measured, program by program; its shares divide the seconds of the calls after it. More
+are where slow processes are replaced, which are found by what their devices compute. All of that is this process's own,
+and no clock is compared with another one. So of a value of another process it is known how long it was waited for, but
+not how much of that it was on its way: such waits are all bubble.
 """
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +17,18 @@ import jax
 from jax.sharding import Mesh
 
 from mpmd import _jax_compat as compat
-from mpmd.observe import ledger
+from mpmd.job.activity import Activity
+from mpmd.observe import ledger, pace
 from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Ran, RecordedTimes
 from mpmd.run.bindings import MOVE, RECV, RUN, Bindings
 from mpmd.run.run_ahead import after
 from mpmd.run.timing import Recorder, lanes_of
+from scheduler.base.bounded import BoundedDict
 
 _FIRST = 1, 10  # the first call is not like the others
 _EVERY, _PAUSE_S = 100, 5.0  # so many calls, and so long, from one that is measured to the next
+_NUM_HISTORIES = 64  # a list in another order of its shapes is another program
 
 # What makes of the instructions of a call those that are walked.
 Measured = Callable[[Sequence[tuple]], Sequence[tuple]]
@@ -35,20 +40,22 @@ class Accounts:
     Args:
       bindings: what this process runs.
       groups: the meshes of all groups.
+      activity: hears of the pace of this process, where it has to; None where a process computes with others.
 
     Attributes:
       recorder: measures the call that is under way, if it is measured.
     """
 
-    def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh]):
-        self._ledger, self._groups = of, groups
+    def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh], activity: Activity | None = None):
+        self._ledger, self._groups, self._activity = of, groups, activity
+        self._histories: BoundedDict[int, tuple[Bindings, pace.History]] = BoundedDict(_NUM_HISTORIES)
         self._outputs = {slot for where in bindings.outputs for _, slot in where}
         self._ends = _last_results(bindings, self._outputs, lanes_of(groups))
         here = jax.process_index()
         self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
         self._shares: dict[str, float] = {}
         self._num_calls = 0
-        self._next = _EVERY, 0.0  # when one is measured: the number of the call, and the time
+        self._measured_at = 0, 0.0  # the last one: the number of the call, and the time
         self.recorder: Recorder | None = None
 
     @contextlib.contextmanager
@@ -61,9 +68,12 @@ class Accounts:
         """
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
+        has_pace = self._activity is not None and self._activity.has_pace
+        every, pause_s = (pace.EVERY, 0.0) if has_pace else (_EVERY, _PAUSE_S)
         try:
-            is_due = count in _FIRST or (count >= self._next[0] and begin >= self._next[1])
-            yield self._measured(bindings) if is_due and self._has_room(bindings) else _as_they_are
+            is_due = count >= self._measured_at[0] + every and begin >= self._measured_at[1] + pause_s
+            is_due = (is_due or count in _FIRST) and self._has_room(bindings)
+            yield self._measured(bindings) if is_due else _as_they_are
         except BaseException:
             self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
             raise
@@ -78,7 +88,8 @@ class Accounts:
                 self._recorder_of(bindings).warm_up()
         except Exception:  # a program has failed already: whoever reads its result gets the error
             part = ledger.LOST
-        divide = None if recorder is None else _divided(recorder)
+        history = self._history_of(bindings) if has_pace and recorder is not None else None
+        divide = None if recorder is None else functools.partial(self._divided, recorder, history)
         self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
@@ -95,9 +106,23 @@ class Accounts:
             stats["bytes_limit"] - stats["peak_bytes_in_use"] > nbytes for stats in found if "bytes_limit" in stats
         )
 
+    def _history_of(self, bindings: Bindings) -> pace.History:
+        """That of calls which run the same."""
+        if id(bindings) not in self._histories:
+            self._histories[id(bindings)] = bindings, pace.History()
+        return self._histories[id(bindings)][1]
+
+    def _divided(self, recorder: Recorder, history: pace.History | None, begin: float, end: float) -> dict[str, float]:
+        """Seconds by part, of a call from `begin` to `end`; waits until all that was measured is done."""
+        recorder.join()
+        found = seconds_by_part(recorder.rows(0), recorder.lanes, begin, end)
+        if history is not None and self._activity is not None:
+            self._activity.pace = history.add(found[ledger.COMPUTE])
+        return found
+
     def _measured(self, bindings: Bindings) -> Measured:
         recorder = self.recorder = self._recorder_of(bindings)
-        self._next = self._num_calls + _EVERY, time.perf_counter() + _PAUSE_S
+        self._measured_at = self._num_calls - 1, time.perf_counter()
 
         def wrapped(instructions: Sequence[tuple]) -> Sequence[tuple]:
             found = recorder.wrapped(instructions)
@@ -118,16 +143,6 @@ def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -
         if b.code == RUN:
             last.update((lanes[b.group], slot) for slot in b.writes if slot in outputs)
     return list(last.values())
-
-
-def _divided(recorder: Recorder) -> Callable[[float, float], dict[str, float]]:
-    """Seconds by part, of a call from `begin` to `end`; waits until all that was measured is done."""
-
-    def divide(begin: float, end: float) -> dict[str, float]:
-        recorder.join()
-        return seconds_by_part(recorder.rows(0), recorder.lanes, begin, end)
-
-    return divide
 
 
 def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end: float) -> dict[str, float]:

@@ -80,7 +80,9 @@ class Executor:
         placed = {name: f"in groups {sorted(of_argument)}" for name, of_argument in groups}
         self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}", **placed}
         account = ledger.of_process(jax.process_index)
-        self._accounts = None if account is None else Accounts(account, self.bindings, programs.mesh.groups)
+        # A collective of several processes waits for them: what it takes is not this process's own.
+        own = None if any(len(ranks) > 1 for ranks in programs.mesh.processes) else self._activity
+        self._accounts = None if account is None else Accounts(account, self.bindings, programs.mesh.groups, own)
         self._is_finished = False
         self._instructions = self._bound()
         if joining.current() is not None:  # whose watchdog gives compiling more time than a step

@@ -1,6 +1,7 @@
 """Ledgers: what a process writes adds up to its life; what is read of a job's processes, by hand."""
 
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import mpmd
 import scheduler
 from mpmd.__main__ import main
 from mpmd.goodput import ledgers
-from mpmd.observe import ledger
+from mpmd.observe import ledger, pace
 from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
 from mpmd.run.accounts import Accounts, seconds_by_part
@@ -273,6 +274,23 @@ def test_calls_that_there_was_no_memory_to_measure_are_not_divided(tmp_path, mon
     of._finish()
     found = seconds(tmp_path)
     assert found[ledger.UNDIVIDED] > 0 and ledger.COMPUTE not in found
+
+
+def test_where_slow_processes_are_replaced_one_call_in_four_is_measured_and_no_file_is_needed(tmp_path, monkeypatch):
+    of_job, samples, add = SimpleNamespace(has_pace=True, pace=None), [], pace.History.add
+    monkeypatch.setattr(Accounts, "_activity", property(lambda _: of_job, lambda *_: None), raising=False)
+    monkeypatch.setattr(pace.History, "add", lambda self, s: [samples.append(s), add(self, s)][1])
+    monkeypatch.delenv(ledger.VARIABLE, raising=False)
+    monkeypatch.setenv(pace.VARIABLE, "3")
+    monkeypatch.chdir(tmp_path)
+    run_steps(31)
+    of = ledger.of_process()
+    assert of is not None
+    of._finish()
+    assert len(samples) == 9 and min(samples) > 0  # of the calls 1, 5, 9, 10, 14, …, 30
+    assert of_job.pace is not None and of_job.pace.usual_s == pytest.approx(statistics.median(samples[:-3]))
+    assert of_job.pace.ratios == pytest.approx([s / of_job.pace.usual_s for s in samples[-3:]])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_ends_no_program(tmp_path, monkeypatch, capsys):

@@ -641,6 +641,9 @@ def test_two_jobs_at_once_do_not_meet():
         (["-H", "a,,b", "--", "x"], "--hosts: 'a,,b' is not a list of hosts separated by commas"),
         (["-H", "a:x", "--", "x"], "--hosts: a: 'x' is not a whole number of at least 1"),
         (["-H", "a,b,a", "--", "x"], "--hosts: a is named twice; write a:K for K processes"),
+        (["--replace-slow", "1.0", "--", "x"], "--replace-slow: '1.0' is not a number above 1"),
+        (["--replace-slow", "3x", "--", "x"], "--replace-slow: '3x' is not a number above 1"),
+        (["--replace-slow", "3", "--", "x"], "--replace-slow needs --spares, one of which takes the place"),
         (["-n", "2", "--spares", "1", "--", "x"], "--spares needs --restarts, which has states kept in memory"),
         (
             ["-H", "a:0,b:0", "--spares", "2", "--restarts", "1", "--", "x"],
@@ -705,7 +708,7 @@ def test_the_help_shows_every_option_and_examples():
     assert (status, job.err) == (0, "")
     for option in (
         "-n, --procs-per-host N", "-H, --hosts", "--cpu-devices K", "--gpus-per-process K", "--port P",
-        "--hang-timeout S", "--restarts R", "--log-dir DIR", "--dry-run", "examples:",
+        "--hang-timeout S", "--restarts R", "--spares K", "--replace-slow K", "--log-dir DIR", "--dry-run", "examples:",
     ):  # fmt: skip
         assert option in job.out
     assert run("-h")[1].out == job.out

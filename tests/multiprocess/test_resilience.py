@@ -46,12 +46,12 @@ def unbroken(environment):
     """What the losses, and the end, are where nothing is lost: in one process, which has all devices."""
     found = {}
 
-    def of(case: str, devices: int):
-        if (case, devices) not in found:
-            with started(environment, "-n", 1, "--cpu-devices", devices, case=case) as job:
+    def of(case: str, devices: int, **more):
+        if (case, devices, *more) not in found:
+            with started(environment, "-n", 1, "--cpu-devices", devices, case=case, **more) as job:
                 assert job.finish(LIMIT_S) == 0, job.err
-            found[case, devices] = job
-        return steps(found[case, devices]), end(found[case, devices])
+            found[case, devices, *more] = job
+        return steps(found[case, devices, *more]), end(found[case, devices, *more])
 
     return of
 
@@ -254,6 +254,23 @@ def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_nex
     stopped, still = re.findall(r"jax-mpmd: rank (\d: .*); it is killed, to be replaced$", job.err, re.MULTILINE)
     assert re.match(r"1: process \d+ on \S+ is stopped for \d+ s \(", stopped)
     assert re.match(r"2: did not come to the next step for \d+ s \(.*/resilience\.py:\d+ in begin\)", still)
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_process_that_becomes_slow_and_no_finished_step_comes_again(environment, unbroken):
+    faults = [{"attempt": 0, "rank": 1, "step": 20, "what": "slow", "times": 20}]
+    options = "-n 3 --cpu-devices 1 --restarts 1 --spares 1 --replace-slow 3".split()
+    job = run(environment, *options, faults=faults, num_steps=48)
+    assert (steps(job), end(job)) == unbroken("1f1b", 3, faults=faults, num_steps=48)
+    assert taken(job) == ["1: killed by SIGKILL; spare 3"] and "starts over" not in job.err
+    text = r"^\[0\] jax-mpmd: rank 1: takes (\S+) times its usual \S+ s a step \(3 measured steps, others \S+\); it is "
+    (times,) = re.findall(text + "killed, to be replaced$", job.err, re.MULTILINE)
+    assert float(times) > 3
+    lost, went_on = said(job)
+    assert lost.startswith("rank 1 was lost; ")
+    last = int(re.fullmatch(r"goes on after step (\d+), from memory", went_on)[1])  # pyright: ignore[reportOptionalSubscript]
+    done = [int(step) for step in job.matches(r"^\[\d\] step (\d+) ")]
+    assert last >= 28 and [done.count(step) for step in (last, last + 1)] == [3, 3], job.out
 
 
 @pytest.mark.parametrize("case, step", one_of(("pairs", -1), ("explicit", 2)))

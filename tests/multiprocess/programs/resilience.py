@@ -28,6 +28,7 @@ from mpmd.job import joining
 from mpmd.resilience import copies, keepers
 from mpmd.resilience.keeper import TOKEN
 
+PAUSE_S = [0.005]  # of a device, in each task of a stage, where some process is to become slow
 NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
 
@@ -44,6 +45,17 @@ def keeper_here() -> keepers.Connection:
     own = keepers.own(os.environ, "127.0.0.1")
     assert own is not None
     return keepers.Connection(own, os.environ[TOKEN], shares_memory=True)
+
+
+def paused(x):
+    """The same values, from a device that pauses in each forward and is told for how long by its process."""
+
+    def pause(value):
+        time.sleep(PAUSE_S[0])
+        return value
+
+    start = jax.lax.stop_gradient(x.ravel()[0])
+    return x + 0 * jax.pure_callback(pause, jax.ShapeDtypeStruct((), x.dtype), start)
 
 
 def damage(step: int, owners: tuple[int, ...]) -> None:
@@ -94,6 +106,8 @@ def begin(fault: dict) -> None:
             os.kill(struct.unpack("iII", peer)[0], signal.SIGKILL)
         case "raise":
             raise RuntimeError("as was asked for")
+        case "slow":  # from here on
+            PAUSE_S[0] *= fault["times"]
         case "wait":  # for a test that does something to this process
             print("waits", flush=True)
             time.sleep(600)
@@ -103,6 +117,9 @@ def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
     mpmd.initialize()
+    mark = mpmd.mark_stage_end
+    if any(f["what"] == "slow" for f in faults):
+        mark = lambda x: mpmd.mark_stage_end(paused(x))  # noqa: E731
     faults = [f for f in faults if (f["attempt"], f["rank"]) == (ATTEMPT, NUMBER)]
     for fault in faults:
         prepare(fault)
@@ -112,7 +129,7 @@ def main() -> None:
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
-    step = mpmd.jit(training.make_step(case, mpmd.mark_stage_end, reduce), mpmd_mesh=mesh, donate_argnums=0)
+    step = mpmd.jit(training.make_step(case, mark, reduce), mpmd_mesh=mesh, donate_argnums=0)
     make = functools.partial(training.init, num_stages=case.schedule.num_stages)
     layout = step.lower(jax.eval_shape(make, jax.random.key(0)), batch_at(0)).compile().input_shardings[0][0]
     rows = mpmd.MpmdSharding(mesh, range(mesh.num_groups), split={g: ((g, g + 1),) for g in range(mesh.num_groups)})

@@ -1,0 +1,63 @@
+"""Finds a straggler: a process whose devices compute for much longer than they did, while those of the others do not.
+
+What is compared are the seconds in which a process's own devices compute in a call of a step (`accounts.py` measures
+them), so a process that waits for a slow one is not slow itself. Groups differ in their work, so each process compares
+itself with its own past: what is *usual* is the median of the earlier samples of the same program. The work itself may
+grow, for all alike. So a process is slow if each of its last samples took K times its usual, and K times as much more
+as the others take (by the median over these of the median of the last samples of each).
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# The environment's name of K; the launcher sets it to that of --replace-slow.
+VARIABLE = "MPMD_REPLACE_SLOW"
+EVERY = 4  # of the calls of a program in the loop, one in so many is measured
+_NUM_LAST, _LEAST_EARLIER, _MOST_EARLIER = 3, 5, 100
+
+
+class Pace(NamedTuple):
+    """How fast a process is at the moment.
+
+    Attributes:
+      usual_s: what its devices usually compute in a call.
+      ratios: what each of the last samples took, as a multiple of that.
+    """
+
+    usual_s: float
+    ratios: tuple[float, ...]
+
+
+class History:
+    """The samples of one program in one process."""
+
+    def __init__(self):
+        self._samples: deque[float] = deque(maxlen=_MOST_EARLIER + _NUM_LAST)
+
+    def add(self, seconds: float) -> Pace | None:
+        """One more sample; None while there are too few."""
+        self._samples.append(seconds)
+        earlier, last = [*self._samples][:-_NUM_LAST], [*self._samples][-_NUM_LAST:]
+        if len(earlier) < _LEAST_EARLIER or not (usual_s := statistics.median(earlier)):
+            return None
+        return Pace(usual_s, tuple(s / usual_s for s in last))
+
+
+def straggler(paces: Mapping[int, Pace], factor: float) -> tuple[int, str] | None:
+    """The slowest process and what it takes, if it is slow and the others are not.
+
+    Args:
+      paces: of all processes that have said theirs, by rank. Where only one has, there is nothing to compare it with.
+      factor: K, above 1.
+    """
+    if len(paces) < 2:
+        return None
+    rank, slowest = max(paces.items(), key=lambda item: (min(item[1].ratios), -item[0]))
+    others = statistics.median(statistics.median(p.ratios) for r, p in paces.items() if r != rank)
+    if min(slowest.ratios) < factor * max(1.0, others):
+        return None
+    times, steps = statistics.median(slowest.ratios), len(slowest.ratios)
+    usual = f"{slowest.usual_s:.2g} s a step ({steps} measured steps, others {others:.1f})"
+    return rank, f"takes {times:.1f} times its usual {usual}"
