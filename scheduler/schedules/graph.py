@@ -21,8 +21,8 @@ class GraphSchedule(Schedule):
     ``"1f1b"`` a stage starts no more microbatches than there are stages on the longest way from it to an end of the
     graph. Whenever a group is free, it runs one of its tasks that are ready: of the stage with the least work, for
     others wait for it and it is soon done; else a backward, else the oldest microbatch. So a stage that hangs on the
-    last one alone, as a reference model does, holds one or two activations wherever it stands in the list. On a chain
-    with a stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
+    last one alone, as a critic does, holds one or two activations wherever it stands in the list. On a chain with a
+    stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
 
     The orders are found on a clock. They cannot deadlock: what was free to run there, in this order, has all that it
     waits for in the lists before it. Near linear in tasks.
