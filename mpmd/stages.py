@@ -21,7 +21,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_step
-from mpmd.costs.devices import machine_of, memory_limit
+from mpmd.costs.devices import machine_for_cuts, machine_of, memory_limit
 from mpmd.costs.machine import Machine
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
@@ -165,7 +165,7 @@ class Traced:
 
         def outlined(ahead: bool = True) -> Outline:
             found = outline_step(split.trace, mesh, [h.groups for h in ins], asked, forwarded, specs, ahead)
-            return ordered_by_costs(found, mesh, machine_of(mesh))
+            return ordered_by_costs(found, mesh, machine_for_cuts(mesh))
 
         outline = outlined()
         if (single := in_one_group(ins, split, outline.inputs)) != ins:
