@@ -2,7 +2,8 @@
 
 First a dynamic program finds the cut with the least lower bound; this bound holds for every cut. Then that cut and the
 even one are improved by moving layers, with each candidate on the clock. Then branch and bound looks through all cuts
-whose bound is below the best makespan, within a budget; if it comes to an end, no cut is better.
+whose bound is below the best makespan, within a budget; if it comes to an end, no cut is better. Where one stage binds
+(a large head), cuts of the others take equally long; of those the most even one is taken, for costs are estimates.
 """
 
 import math
@@ -97,6 +98,7 @@ def choose_cut(
     near = search.best_moved(best, math.inf)
     if _is_better(problem.evaluate(near), problem.evaluate(best)):
         best, near = near, best
+    best = search.evened(best)
     excess, makespan = problem.evaluate(best)
     even_excess, even_makespan = problem.evaluate(even)
     if is_best and not excess:
@@ -198,6 +200,23 @@ class _CutSearch:
             here = moved
         if _is_better(p.evaluate(here), p.evaluate(self.best)):
             self.best = here
+
+    def evened(self, layers: Layers) -> Layers:
+        """The cut with layers moved as long as it takes no longer and the work of the groups becomes more even."""
+        p = self.problem
+        self.left = self.budget // 4
+        here, limit = layers, p.evaluate(layers)
+        while True:
+            bound = p.unevenness(here) * _GAIN
+            for moved in sorted((one for one in _moved(here) if p.unevenness(one) < bound), key=p.unevenness):
+                self.left -= p.replay.num_tasks
+                if self.left < 0:
+                    return here
+                if not _is_better(limit, p.evaluate(moved)):
+                    here = moved  # less uneven each time
+                    break
+            else:
+                return here
 
     def branch_and_bound(self) -> bool:
         """Looks through all cuts that may be better; whether it came to an end within the budget."""

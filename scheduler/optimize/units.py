@@ -177,6 +177,13 @@ class CutProblem:
             known = self._known[layers] = over, makespan
         return known
 
+    def unevenness(self, layers: Layers) -> float:
+        """The sum of the squares of the seconds that each group works on a microbatch."""
+        busy = [0.0] * self.schedule.num_groups
+        for span, group in zip(self.spans(layers), self.schedule.placement, strict=True):
+            busy[group] += sum(self.seconds(*span))
+        return sum(seconds**2 for seconds in busy)
+
     def bound(self, stage: int, first: int, stop: int) -> float:
         """A lower bound of the makespan of each cut in which a stage has these units; infinite if they do not fit.
 

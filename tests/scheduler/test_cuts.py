@@ -163,3 +163,11 @@ def test_the_bound_of_a_stage_that_does_not_fit_is_infinite():
     layer = (1.0,) * 4
     problem = CutProblem(Units(layer, layer, layer, held=layer), scheduler.OneFOneB(2), 2, (2.5, 2.5))
     assert problem.bound(0, 0, 2) < math.inf == problem.bound(0, 0, 3)
+
+
+def test_where_the_head_binds_the_other_stages_are_even():
+    """Any cut of these layers takes as long; costs are estimates, so no stage comes near the head needlessly."""
+    layer = (1.0,) * 15 + (8.0,)
+    found = choose_cut(Units(layer, layer, layer), scheduler.OneFOneB(4), 32)
+    assert found.layers == (5, 5, 5, 0)
+    assert found.makespan == choose_cut(Units(layer, layer, layer), scheduler.OneFOneB(4), 32, budget=0).makespan
