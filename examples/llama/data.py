@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import grain
 import jax
 import numpy as np
+from context import num_parts, zigzag
 from model import config_json
 
 import mpmd
@@ -195,12 +196,19 @@ def array_of(
 ) -> mpmd.MpmdArray:
     """A leaf of a batch where the groups want it, of which each process makes the parts that its own devices read.
 
+    Its rows are in the order in which the mesh divides them (`context.zigzag`).
+
     Args:
-      part: from the name and an index into the array to what stands there.
+      part: from the name and an index into the array to what stands there. The last index is an array of positions.
     """
     dtype = np.float32 if name == "weights" else np.int32
+    order = zigzag(shape[-1], num_parts(sharding.mpmd_mesh.lowering_mesh()))
+
+    def stored(index: Any) -> np.ndarray:
+        return part(name, (*index[:-1], order[index[-1]]))
+
     here = {
-        group: jax.make_array_from_callback(shape, sharding.group_sharding(group), functools.partial(part, name), dtype)
+        group: jax.make_array_from_callback(shape, sharding.group_sharding(group), stored, dtype)
         for group in sharding.groups
         if group in sharding.mpmd_mesh.local_groups
     }
@@ -262,8 +270,8 @@ class Batches:
         row = functools.lru_cache(self.shape[0] * self.shape[1])(lambda number: self.row(number, held_out))
 
         def part(name: str, index: Any) -> np.ndarray:
-            parts, rows, positions = (range(size)[i] for size, i in zip(self.shape, index, strict=True))
+            parts, rows = (range(size)[i] for size, i in zip(self.shape, index[:2], strict=False))
             first = [(step * self.shape[0] + m) * self.shape[1] for m in parts]
-            return np.stack([[row(k + r)[name][positions.start : positions.stop] for r in rows] for k in first])
+            return np.stack([[row(k + r)[name][index[2]] for r in rows] for k in first])
 
         return {name: array_of(name, self.shape, sharding, part) for name, sharding in shardings.items()}

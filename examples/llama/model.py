@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from attention import attend
+from context import AXIS as CONTEXT
+from context import attend_in_ring, num_parts, zigzag
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -202,6 +204,7 @@ def laid_out(x: jax.Array, *spec: Any) -> jax.Array:
     XLA alone might divide the width, as that of the parameters is, and sum activations over the devices.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
+    spec = tuple(None if name == CONTEXT and name not in sizes else name for name in spec)
     if ROWS not in sizes or any(n % sizes.get(name, 1) for n, name in zip(x.shape, spec, strict=False)):
         return x
     return jax.lax.with_sharding_constraint(x, P(*spec))
@@ -243,10 +246,12 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = norm(c, self.query_norm, q), norm(c, self.key_norm, k)
         q, k = rotate(c, q, positions), rotate(c, k, positions)
-        attended = attend(
-            q, k, v, scale=c.query_scale or c.head_dim**-0.5, window=window, windows=tuple(sorted({*c.all_windows})),
-            segments=segments, cap=c.attention_cap, kernel=c.kernel,
-        )  # fmt: skip
+        if num_parts() > 1:
+            of = attend_in_ring
+        else:
+            of = functools.partial(attend, windows=tuple(sorted({*c.all_windows})), kernel=c.kernel)
+        scale = c.query_scale or c.head_dim**-0.5
+        attended = of(q, k, v, scale=scale, window=window, segments=segments, cap=c.attention_cap)
         return jnp.einsum("bthk,hkd->btd", attended, cast(self.output))
 
 
@@ -342,6 +347,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """What the head reads, (rows, length, width).
 
+        Where the mesh divides rows of tokens, these are in the order of `context.zigzag`.
+
         Args:
           tokens: (rows, length).
           segments: which document each token is of, (rows, length); documents do not see each other.
@@ -349,8 +356,11 @@ class Decoder(nnx.Module):
         """
         c = self.config
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = laid_out(self.embed[...][tokens].astype(c.dtype), ROWS)
+            positions = laid_out(jnp.broadcast_to(zigzag(tokens.shape[1], num_parts()), tokens.shape), ROWS, CONTEXT)
+        x = self.embed[...][tokens].astype(c.dtype)
+        if num_parts() > 1:  # in one step XLA would gather rows that are divided
+            x = laid_out(x, None, CONTEXT, ROWS)
+        x = laid_out(x, ROWS, CONTEXT)
         if c.scale_embedding:
             x = x * jnp.asarray(c.width**0.5, c.dtype)
         layer, stacked = nnx.split(self.layers)
@@ -358,7 +368,7 @@ class Decoder(nnx.Module):
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
         def one(x, layer_and_window):
             state, window = layer_and_window
-            x = laid_out(nnx.merge(layer, state)(x, positions, segments, window), ROWS)
+            x = laid_out(nnx.merge(layer, state)(x, positions, segments, window), ROWS, CONTEXT)
             return mpmd.mark_layer_end(x), None
 
         x, _ = jax.lax.scan(one, x, (stacked, jnp.array(c.all_windows)))
@@ -380,7 +390,9 @@ class Decoder(nnx.Module):
         return self.logits(self.features(tokens, **about))
 
     def loss(self, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array:
-        """Mean cross-entropy in nats of the tokens that `weights` counts. Logits exist for `chunk` positions at a time.
+        """Mean cross-entropy in nats of the tokens that `weights` counts.
+
+        Logits exist for `chunk` positions at a time, on each of the devices that divide a row.
 
         Args:
           batch: tokens and targets (rows, length), weights (1 where a target counts); where documents are packed,
@@ -388,21 +400,26 @@ class Decoder(nnx.Module):
           chunk: positions of a row.
         """
         features = self.features(batch["tokens"], batch.get("segments"), batch.get("positions"))
-        length = features.shape[1]
+        parts = num_parts()
+        length = features.shape[1] // parts  # on each device
         chunk = min(chunk, length)
         if length % chunk:
             raise ValueError(f"a length of {length} is not made of chunks of {chunk} positions")
 
+        def by_device(x):
+            return laid_out(x.reshape(len(x), parts, length, *x.shape[2:]), ROWS, CONTEXT)
+
+        features, targets, weights = map(by_device, (features, batch["targets"], batch["weights"]))
         head = self.output().astype(jnp.float32)  # in which its gradient is added up
 
         @jax.checkpoint
         def of_chunk(total, start):
             def part(x):
-                return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
+                return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=2)
 
             logits = self.logits(part(features), head)
-            picked = jnp.take_along_axis(logits, part(batch["targets"])[..., None], axis=-1)[..., 0]
-            return total + ((jax.nn.logsumexp(logits, axis=-1) - picked) * part(batch["weights"])).sum(), None
+            picked = jnp.take_along_axis(logits, part(targets)[..., None], axis=-1)[..., 0]
+            return total + ((jax.nn.logsumexp(logits, axis=-1) - picked) * part(weights)).sum(), None
 
         total, _ = jax.lax.scan(of_chunk, jnp.zeros(()), jnp.arange(0, length, chunk))
         return total / jnp.maximum(batch["weights"].sum(), 1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from context import AXIS as CONTEXT
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -41,19 +42,21 @@ def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P
     )
 
 
-def make_mesh(groups: int, data: int, tensor: int) -> mpmd.MpmdMesh:
-    """Groups of data × tensor devices. With too few devices, groups share them."""
-    inside = data * tensor
+def make_mesh(groups: int, data: int, tensor: int, context: int = 1) -> mpmd.MpmdMesh:
+    """Groups of data × context × tensor devices. With too few devices, groups share them."""
+    sizes, names = (data, context, tensor), ("data", CONTEXT, "tensor")
+    inside = data * context * tensor
     wanted = groups * inside
     if len(jax.devices()) < inside:
-        sys.exit(f"a group of --data {data} × --tensor {tensor} needs {inside} devices; there are {len(jax.devices())}")
+        asked = " × ".join(f"--{name} {size}" for name, size in zip(names, sizes, strict=True))
+        sys.exit(f"a group of {asked} needs {inside} devices; there are {len(jax.devices())}")
     devices = np.array(jax.devices())
-    types = (AxisType.Auto,) * 2
+    types = (AxisType.Auto,) * 3
     if len(devices) >= wanted:
-        grid = devices[:wanted].reshape(groups, data, tensor)
-        return mpmd.MpmdMesh(Mesh(grid, ("stage", "data", "tensor"), axis_types=(AxisType.Auto, *types)), "stage")
+        grid = devices[:wanted].reshape(groups, *sizes)
+        return mpmd.MpmdMesh(Mesh(grid, ("stage", *names), axis_types=(AxisType.Auto, *types)), "stage")
     meshes = [
-        Mesh(devices[i : i + inside].reshape(data, tensor), ("data", "tensor"), axis_types=types)
+        Mesh(devices[i : i + inside].reshape(sizes), names, axis_types=types)
         for i in range(0, len(devices) - inside + 1, inside)
     ]
     return mpmd.MpmdMesh.from_groups([meshes[g * len(meshes) // groups] for g in range(groups)])

@@ -33,6 +33,8 @@ from attention import kernel_fault
 from balance import rows_of
 from buckets import BatchesByLength
 from checkpoints import Checkpoints
+from context import AXIS as CONTEXT
+from context import num_parts, zigzag
 from data import Batches, Tokenizer, tokenizer_of
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -169,7 +171,8 @@ class Program:
         names = ("tokens", "targets", *(() if self.options.whole_rows else ("segments", "positions")), "weights")
 
         def batch(*shape):
-            rows = NamedSharding(group, P(*[None] * (len(shape) - 2), "data"))
+            axes = ("data", CONTEXT) if num_parts(group) > 1 else ("data",)
+            rows = NamedSharding(group, P(*[None] * (len(shape) - 2), *axes))
             dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in names}
             return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
 
@@ -229,10 +232,11 @@ def say(text: str) -> None:
 def generate(program: Program, params: Any, tokenizer: Tokenizer, prompt: str, count: int) -> str:
     """The likeliest continuation of a prompt. The parameters stay where they are; a token passes through all groups."""
     window = program.options.length
+    order = zigzag(window, program.options.context)
 
     @mpmd.jit(mpmd_mesh=program.mesh)
     def next_token(params, buffer, filled):
-        return program.model.bind(params)(buffer[None])[0, filled - 1].argmax()
+        return program.model.bind(params)(buffer[None, order])[0, jnp.argmax(order == filled - 1)].argmax()
 
     tokens = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end]
     start = len(tokens)
@@ -319,7 +323,7 @@ def run(options: argparse.Namespace) -> int:
                 "step of the newest checkpoint (--checkpoint-dir)": first,
             }
         )
-    program = Program(config, options, make_mesh(options.groups, options.data, options.tensor))
+    program = Program(config, options, make_mesh(options.groups, options.data, options.tensor, options.context))
     count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
     if isinstance(batches, BatchesByLength):
         say(str(batches))
@@ -445,6 +449,8 @@ def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh
     fault = kernel_fault(mesh, config.kv_heads, config.head_dim, config.dtype)
     if config.attention_cap:
         fault = "cuDNN does not cap scores"
+    elif options.context > 1:
+        fault = "keys and values go around a ring (--context)"
     elif not options.whole_rows:
         fault = "cuDNN does not keep packed documents apart (--whole-rows takes a row as one document)"
     if fault:
@@ -453,7 +459,18 @@ def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh
 
 
 def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
-    """The model of --model, or a small one."""
+    """The model of --model, or a small one.
+
+    Raises:
+      ValueError: --model has no config.json that this example can read, or the layout does not suit it.
+    """
+    config = _config_of(options, tokenizer)
+    if config.experts and options.context > 1:
+        raise ValueError("--context divides no rows for experts, whose tokens stand together; use --data or --tensor")
+    return config
+
+
+def _config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
     if options.model:
         return Config.of_folder(options.model, lora_rank=options.lora)
     return Config(vocabulary=tokenizer.vocabulary, layers=options.layers, width=options.width, hidden=3 * options.width,
@@ -493,6 +510,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=1,
         help="devices of a group that share the rows and divide the parameters (default: %(default)s)",
+    )
+    add(
+        "--context",
+        type=int,
+        default=1,
+        help="devices of a group that divide each row, for long documents (default: %(default)s)",
     )
     add(
         "--tensor",
@@ -559,9 +582,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     lengths = options.buckets or (options.length,)
     if any(x < 1 or x >= y for x, y in zip(lengths, (*lengths[1:], math.inf), strict=True)):
         parser.error(f"--buckets {','.join(map(str, lengths))}: give lengths that ascend, for instance 64,128,256")
-    if wrong := [x for x in lengths if x > CHUNK and x % CHUNK]:
-        name = "buckets" if options.buckets else "length"
-        parser.error(f"--{name} {wrong[0]}: give a multiple of {CHUNK}, for which logits are made at a time")
+    chunk, name = CHUNK * options.context, "buckets" if options.buckets else "length"
+    if wrong := [x for x in lengths if x > chunk and x % chunk]:
+        parser.error(f"--{name} {wrong[0]}: give a multiple of {chunk}, for which logits are made at a time")
+    if options.context > 1 and (wrong := [x for x in lengths if x % (2 * options.context)]):
+        parser.error(
+            f"--{name} {wrong[0]}: give a multiple of {2 * options.context}; each device of --context gets two parts"
+        )
     if options.buckets:  # a row holds one document, and nothing of it sees the padding behind it
         options.length, options.whole_rows = lengths[-1], True
     return options
@@ -570,6 +597,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     options = parse()
     if "MPMD_COORDINATOR" not in os.environ:  # devices for the groups, on a machine without GPUs
-        jax.config.update("jax_num_cpu_devices", options.groups * options.data * options.tensor)
+        jax.config.update("jax_num_cpu_devices", options.groups * options.data * options.context * options.tensor)
     with told(OSError, mpmd.ReshardError, mpmd.ScheduleError, mpmd.StageError):
         sys.exit(run(options))

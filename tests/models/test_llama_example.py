@@ -5,6 +5,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,7 +36,7 @@ def example():
         yield importlib.import_module("train")
     finally:
         sys.path.remove(str(ROOT / "examples" / "llama"))
-        for name in ("train", "model", "attention", "data", "buckets", "balance", "logs", "parallel"):
+        for name in ("train", "model", "attention", "data", "buckets", "balance", "logs", "parallel", "context"):
             sys.modules.pop(name, None)
 
 
@@ -58,6 +59,8 @@ FAMILIES = {
         ("gemma", "--groups 2 --tensor 2 --schedule zb-h1 --muon"),
         pytest.param("mixtral", "--groups 2 --schedule 1f1b --lora 4", marks=pytest.mark.exhaustive),
         ("llama", "--groups 2 --schedule 1f1b --whole-rows"),
+        ("llama", "--groups 2 --schedule 1f1b --data 2 --context 2"),
+        pytest.param("gemma", "--groups 2 --schedule zb-h1 --context 4 --whole-rows", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_losses_are_those_of_one_device(example, family, options):
@@ -66,7 +69,8 @@ def test_the_losses_are_those_of_one_device(example, family, options):
         width=64, hidden=96, layers=4, head_dim=16, dtype=jnp.float32, lora_rank=options.lora, **FAMILIES[family]
     )
     batches = example.Batches([], example.tokenizer_of(None), options.batch, options.length, options.microbatches)
-    program = example.Program(config, options, example.make_mesh(options.groups, options.data, options.tensor))
+    mesh = example.make_mesh(options.groups, options.data, options.tensor, options.context)
+    program = example.Program(config, options, mesh)
     abstract, batch = program.abstract()
     compiled = program.step.lower(abstract, batch).compile()
     make = example.mpmd.jit(program.init, mpmd_mesh=program.mesh, out_shardings=compiled.input_shardings[0][0])
@@ -115,6 +119,19 @@ def test_devices_that_share_parameters_gather_them_and_sum_no_activations(exampl
         assert "all-gather" in {c.kind for c in found} and "all-reduce" not in kinds, found
     memory = compiled.memory_analysis()[0]
     assert memory["gradients"] < 1.1 * memory["parameters"]  # each device adds up its own part
+
+
+@pytest.mark.parametrize("rows", ["--microbatches 2", "--microbatches 2 --whole-rows"])
+def test_devices_that_divide_rows_send_keys_around_and_hold_no_row(example, rows):
+    options = example.parse(f"--groups 1 --context 2 --batch 2 --length 480 {rows}".split())
+    config = example.Config(width=64, hidden=96, layers=2, head_dim=16, dtype=jnp.float32)
+    program = example.Program(config, options, example.make_mesh(1, 1, 1, 2))
+    compiled = program.step.lower(*program.abstract()).compile()
+    for kind in "FB":
+        text = compiled.as_text(stage=0, kind=kind)
+        assert {c.kind for c in collectives_of(text, 2) if c.nbytes > 4} == {"collective-permute"}  # and the loss
+        assert not re.search(r"f32\[(\d+,)*480[,\]]", text)  # values of a row
+        assert not re.search(r"\[(\d+,)*(240|480)(,\d+)*,(240|480)[,\]]", text)
 
 
 def test_the_commands_of_the_page_have_options_that_exist(example):
