@@ -215,7 +215,7 @@ def _scores(q: jax.Array, k: jax.Array, queries: Queries, keys: Keys, about: Abo
         scores = cap * jnp.tanh(scores / cap)
     distance = queries.places[..., None] - keys.places[:, :, None]
     hidden = (distance < 0) | ((window != 0) & (distance >= window))
-    if queries.segments is not None:
+    if queries.segments is not None and keys.segments is not None:
         hidden |= queries.segments[..., None] != keys.segments[:, :, None]
     return scores - 1e30 * hidden[:, :, None, None]
 

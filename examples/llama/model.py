@@ -204,7 +204,7 @@ def laid_out(x: jax.Array, *spec: Any) -> jax.Array:
     XLA alone might divide the width, as that of the parameters is, and sum activations over the devices.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
-    spec = tuple(None if name == CONTEXT and name not in sizes else name for name in spec)
+    spec = tuple(None if name == CONTEXT and name not in sizes else name for name in spec)  # a mesh may lack this axis
     if ROWS not in sizes or any(n % sizes.get(name, 1) for n, name in zip(x.shape, spec, strict=False)):
         return x
     return jax.lax.with_sharding_constraint(x, P(*spec))
@@ -246,12 +246,11 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = norm(c, self.query_norm, q), norm(c, self.key_norm, k)
         q, k = rotate(c, q, positions), rotate(c, k, positions)
-        if num_parts() > 1:
-            of = attend_in_ring
-        else:
-            of = functools.partial(attend, windows=tuple(sorted({*c.all_windows})), kernel=c.kernel)
-        scale = c.query_scale or c.head_dim**-0.5
-        attended = of(q, k, v, scale=scale, window=window, segments=segments, cap=c.attention_cap)
+        windows = tuple(sorted({*c.all_windows}))
+        on_device = functools.partial(attend, windows=windows, kernel=c.kernel)
+        attended = (attend_in_ring if num_parts() > 1 else on_device)(
+            q, k, v, scale=c.query_scale or c.head_dim**-0.5, window=window, segments=segments, cap=c.attention_cap
+        )
         return jnp.einsum("bthk,hkd->btd", attended, cast(self.output))
 
 
