@@ -582,6 +582,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     lengths = options.buckets or (options.length,)
     if any(x < 1 or x >= y for x, y in zip(lengths, (*lengths[1:], math.inf), strict=True)):
         parser.error(f"--buckets {','.join(map(str, lengths))}: give lengths that ascend, for instance 64,128,256")
+    for name in ("groups", "data", "context", "tensor"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
     chunk, name = CHUNK * options.context, "buckets" if options.buckets else "length"
     if wrong := [x for x in lengths if x > chunk and x % chunk]:
         parser.error(f"--{name} {wrong[0]}: give a multiple of {chunk}, for which logits are made at a time")
