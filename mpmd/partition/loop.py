@@ -7,8 +7,10 @@ The rules, in the order in which they are applied (each is a function of this fi
   float       cheap work on the microbatch alone (labels, masks, positions, keys) is done again by each reader
   forward     an equation runs in the stage in which it stands in the text, or where fewer bytes cross: a minimum
               cut, between the latest mark that it depends on and the first mark that needs it
+  roles       where stages are roles, what is heavy or reads parameters runs where it stands
   side        a loss, metric or residual of values whose stage is known runs where these are
-  backward    an equation runs in the stage of the forward equation that it transposes
+  backward    an equation runs in the stage of the forward equation that it transposes; gradients from roles in
+              several groups are added where the sum is read
   sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
   cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
   parts       what each device of a group adds to a gradient is accumulated apart, summed after the loop
