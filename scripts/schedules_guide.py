@@ -57,6 +57,8 @@ microbatches ("any m": the schedule takes every number).
   both gradients at once is cheaper than two kernels. Measure B against I + W before you choose a schedule with W.
 - **Uneven stages, costly transfers, or a memory limit between these**: `search` starts from all these schedules and
   gives an order that is never longer, with its distance from the lower bound.
+- **Stages that are no chain**, two towers that are joined or a policy beside its reference and its critic:
+  `GraphSchedule` is 1F1B or GPipe over any graph of stages. [Roles](stages.md#roles-stages-that-are-no-chain) make one.
 
 ## Orders that adapt
 
