@@ -94,7 +94,11 @@ SCHEDULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=() if isinstance(s, ZeroBubbleV) else pytest.mark.slow) for s in SCHEDULES],
+    ids=str,
+)
 def test_tasks_out_of_turn_give_the_bits_of_the_plan_and_of_plain_jit(schedule, late):
     num, xs = schedule.num_stages, batch(8)
     plain = run(jax.jit(step_of(schedule, num)), num, xs)
@@ -106,6 +110,7 @@ def test_tasks_out_of_turn_give_the_bits_of_the_plan_and_of_plain_jit(schedule, 
     assert any(order != sorted(order) for order in late) and all(sorted(o) == list(range(len(o))) for o in late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_groups_of_several_devices_with_sums_once_a_step(kind, late):
     mesh = mpmd.MpmdMesh(
@@ -146,6 +151,7 @@ def test_an_array_that_is_split_over_the_groups(late):
     assert any(order != sorted(order) for order in late)
 
 
+@pytest.mark.slow
 def test_a_list_of_microbatches_runs_in_the_planned_order():
     xs = [tuple(a[k, :rows] for a in batch(4)) for k, rows in enumerate((2, 4, 2, 3))]
     found = []

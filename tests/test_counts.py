@@ -86,6 +86,7 @@ def _compiles():
 # --- traces ---
 
 
+@pytest.mark.slow
 def test_a_training_run_traces_the_step_once():
     counted = Counted()
     step, state = counted.jit(), counted.state()
@@ -105,6 +106,7 @@ def test_a_training_run_compiles_nothing_after_its_first_step():
     assert not compiles
 
 
+@pytest.mark.slow
 def test_what_is_lowered_and_compiled_by_hand_is_what_calls_run():
     counted = Counted()
     step = counted.jit(donate_argnums=(0,))
@@ -181,6 +183,7 @@ def test_python_scalars_do_not_retrace():
     np.testing.assert_allclose(2 * float(one), float(two), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_other_shapes_retrace_and_known_ones_do_not():
     counted = Counted()
     step = counted.jit()
@@ -285,6 +288,7 @@ def _num_compiles(num_stages, num_microbatches, mpmd_mesh=None, schedule="OneFOn
     return len(compiles)
 
 
+@pytest.mark.slow
 def test_the_number_of_compiled_programs_does_not_depend_on_the_microbatches():
     assert _num_compiles(4, 4) == _num_compiles(4, 16)
 
@@ -294,9 +298,8 @@ def test_equal_stages_are_compiled_once():
     assert _num_compiles(4, 4) == _num_compiles(7, 4)
 
 
-@pytest.mark.parametrize(
-    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=["auto", "explicit"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_equal_stages_on_different_devices_are_compiled_once(axis_type):
     meshes = [mpmd.MpmdMesh(make_mesh(n, axis_type), "stage") for n in (4, 7)]
     assert _num_compiles(4, 4, meshes[0]) == _num_compiles(7, 4, meshes[1])
@@ -345,7 +348,7 @@ def _placement(tree):
     ("name", "where"),
     [
         ("residual_mlp", "auto"),
-        ("tied_embedding", "explicit"),
+        pytest.param("tied_embedding", "explicit", marks=pytest.mark.slow),
         pytest.param("clipped_adamw_with_a_schedule", "explicit", marks=pytest.mark.slow),
         pytest.param("tensor_parallel", "explicit", marks=pytest.mark.slow),
         pytest.param("tensor_parallel", "auto", marks=pytest.mark.exhaustive),
@@ -376,6 +379,7 @@ def test_a_stages_parameters_live_in_its_group_alone():
                 assert tuple(leaf.mpmd_idxs) == (stage,)
 
 
+@pytest.mark.slow
 def test_tied_weights_live_in_both_their_groups_and_stay_equal():
     program = BY_NAME["tied_embedding"]
     step, state = pipeline(program, "OneFOneB", "auto"), program.state()
@@ -411,7 +415,8 @@ def test_sharded_parameters_stay_sharded_as_they_came():
 # --- donation ---
 
 
-@pytest.mark.parametrize("where", ["auto", pytest.param("explicit", marks=pytest.mark.slow), "shared"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
 def test_a_donated_state_is_deleted_and_another_is_not(where):
     program = BY_NAME["residual_mlp"]
     batches = list(program.batches())
@@ -430,7 +435,8 @@ def test_a_donated_state_is_deleted_and_another_is_not(where):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batches))
 
 
-@pytest.mark.parametrize("where", [pytest.param("auto", marks=pytest.mark.slow), "shared"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["auto", "shared"])
 def test_each_leaf_of_a_donated_state_is_updated_where_it_lies(where):
     """Not one in the place of another of its shape, before which XLA would copy what it still reads."""
     program = BY_NAME["clipped_adamw_with_a_schedule"]
@@ -484,6 +490,7 @@ def test_a_donated_array_that_no_result_can_use_is_kept_with_jaxs_warning(where)
     assert [a.is_deleted() for a in (w, unread, x)] == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_donating_the_batch_leaves_results_right():
     counted = Counted()
@@ -498,6 +505,7 @@ def test_donating_the_batch_leaves_results_right():
     assert_same(host(state), host(expected), 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["auto", "shared"])
 def test_a_value_returned_twice_outlives_the_donation_of_one_of_them(where):
     """The loss is a metric and a part of the state; an unchanged leaf is returned in two places."""
@@ -544,7 +552,8 @@ def test_one_array_in_two_places_of_the_state_is_two_in_the_next():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("passed_on", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("passed_on", [0, 1])
 def test_a_donated_array_in_two_places_is_copied(passed_on):
     """`jax.jit` refuses to donate it twice; the place that the step returns as it came must keep its values."""
     counted = Counted(2)
@@ -580,6 +589,7 @@ def test_a_donated_argument_that_is_given_again_is_named():
 # --- effects ---
 
 
+@pytest.mark.slow
 def test_a_debug_callback_in_a_stage_runs_once_for_each_microbatch():
     seen = []
 

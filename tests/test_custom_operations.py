@@ -81,14 +81,20 @@ def check(schedule, operation, mesh=None):
     return wanted
 
 
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(scheduler.OneFOneB(2), marks=pytest.mark.slow), scheduler.ZeroBubbleH1(2)], ids=str
+)
 def test_reductions_of_ones_own_equal_plain_jax(schedule):
     wanted = check(schedule, {"loss": Product, "out": Weighted(3.0), "grads": Halving})
     values = [float(loss(weights(2), x)[0]) for x in XS]
     np.testing.assert_allclose(wanted["loss"], np.prod(values), rtol=1e-5)
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
+@pytest.mark.parametrize(
+    "axis_type",
+    [pytest.param(jax.sharding.AxisType.Explicit, marks=pytest.mark.slow), jax.sharding.AxisType.Auto],
+    ids=str,
+)
 def test_outputs_are_stacked_along_any_axis(axis_type):
     operation = {"loss": mpmd.Concat(-1), "out": mpmd.Concat(axis=1), "grads": mpmd.Concat(axis=-1)}
     wanted = check(scheduler.ZeroBubbleH1(2), operation, mesh_of(axis_type=axis_type))
@@ -161,6 +167,7 @@ def test_a_schedule_goes_by_its_name(name, num_marks, made):
     assert f"{made}, 4 microbatches" in repr(step.lower(weights(num_marks + 1), XS))
 
 
+@pytest.mark.slow
 def test_a_step_with_a_named_schedule_equals_plain_jax():
     check("1f1b", mpmd.Mean)
     ws = weights(2)

@@ -23,8 +23,9 @@ _WHOLE, _SPLIT = ("OneFOneB", "auto"), ("ZeroBubbleH1", "explicit")
 _DONATES = {_WHOLE: {}, _SPLIT: {"donate_argnums": (0,)}}
 
 # Every program runs in one way, in turns: some in a quick test, the others in a slow one. An exhaustive test runs the
-# other way, and those that are like a quick one.
-_LIKE_A_QUICK_ONE = """
+# other way, and those that are like another one.
+_QUICK = "a_mark_after_every_stage named_scopes unused_gradients further_arguments".split()
+_LIKE_ANOTHER_ONE = """
     uneven_stages shared_inputs one_weight_in_every_stage only_shared_weights integer_leaves label_embedding
     scalar_parameters checkpointed_dots fori_loop gradient_inside_a_stage one_jitted_block linear_algebra
     normalised_matmuls key_chain_over_stages gradient_statistics two_optimizers mixed_precision
@@ -34,8 +35,8 @@ _LIKE_A_QUICK_ONE = """
 
 def _in_turns():
     for n, program in enumerate(programs.ALL):
-        is_alike = program.name in _LIKE_A_QUICK_ONE
-        own = pytest.mark.exhaustive if is_alike else pytest.mark.slow if n // 2 % 4 else ()
+        is_alike = program.name in _LIKE_ANOTHER_ONE
+        own = pytest.mark.exhaustive if is_alike else () if program.name in _QUICK else pytest.mark.slow
         for way, mark in (n % 2, own), (1 - n % 2, pytest.mark.exhaustive):
             schedule, where = (_WHOLE, _SPLIT)[way]
             yield pytest.param(program.name, schedule, where, id=f"{program.name}-{schedule}", marks=mark)
@@ -94,13 +95,8 @@ def _check_on_one_device(name, schedule):
             assert_same_history(history, _history(program, alike[0]), rtol)
 
 
-# The quick ones are compared with the first of their kind, which is run as well.
-_QUICK_SCHEDULES = ("InterleavedOneFOneB", "ZeroBubbleV")
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=() if s in _QUICK_SCHEDULES else pytest.mark.slow) for s in AVAILABLE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", AVAILABLE)
 def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_device(schedule):
     _check_on_one_device(_UNDER_ALL_SCHEDULES[0], schedule)
 
@@ -117,7 +113,12 @@ def test_other_programs_give_the_same_under_schedules_of_every_kind(turn, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), in_turns(["tensor_parallel", "shard_map_with_the_mesh", "sharded_state"], ["auto", "explicit"])
+    ("name", "where"),
+    in_turns(
+        ["tensor_parallel", "shard_map_with_the_mesh", "sharded_state"],
+        ["auto", "explicit"],
+        slow=["tensor_parallel", "sharded_state"],
+    ),
 )
 def test_a_sharded_program_gives_the_same_under_an_interleaved_schedule(name, where):
     _check(programs.BY_NAME[name], "InterleavedOneFOneB", where, donate_argnums=(0,))

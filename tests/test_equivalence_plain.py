@@ -13,14 +13,11 @@ from programs.pipelines import make_mesh
 from programs.program import assert_same_history, pipelined
 
 _QUICK = (
-    "untouched_values",
     "float0_gradients",
-    "none_leaves",
     "vmap_over_marks",
-    "jit_around_marks",
     "vjp_by_hand",
-    "metrics",
 )
+_MORE = ("untouched_values", "metrics", "none_leaves", "jit_around_marks")  # slow, all of them
 _SLOW = (
     "shard_map_without_a_mesh",
     # What a mark holds, and where stages end.
@@ -71,7 +68,11 @@ _SLOW = (
 
 @pytest.mark.parametrize(
     "name",
-    [*_QUICK, *(pytest.param(n, marks=(pytest.mark.exhaustive, pytest.mark.slow)[k % 2]) for k, n in enumerate(_SLOW))],
+    [
+        *_QUICK,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in _MORE),
+        *(pytest.param(n, marks=(pytest.mark.exhaustive, pytest.mark.slow)[k % 2]) for k, n in enumerate(_SLOW)),
+    ],
 )
 def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(name):
     program = programs.BY_NAME[name]

@@ -152,14 +152,14 @@ ONE_A_STAGE = [{(stage,)} for stage in range(STAGES)]
 
 # --- without a loop -------------------------------------------------------------------------------
 
-_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 _WAYS = [
-    ("explicit", "host", np.float32, True), _slow("auto", "mpmd.jit", jnp.bfloat16, False),
-    _slow("auto", "host", np.float32, False), _slow("explicit", "device", np.float32, False),
-    _slow("auto", "device", np.float32, True), _slow("explicit", "mpmd.jit", np.float32, True),
+    ("explicit", "host", np.float32, True), ("auto", "mpmd.jit", jnp.bfloat16, False),
+    ("auto", "host", np.float32, False), ("explicit", "device", np.float32, False),
+    ("auto", "device", np.float32, True), ("explicit", "mpmd.jit", np.float32, True),
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "made", "dtype", "marked"), _WAYS)
 def test_a_text_is_plain_jaxs_and_each_cache_is_in_its_layers_group_from_the_first_call_on(axes, made, dtype, marked):
     mesh = make_mesh(axes)
@@ -183,7 +183,8 @@ def test_a_text_is_plain_jaxs_and_each_cache_is_in_its_layers_group_from_the_fir
     assert addresses[1:] == addresses[:1] * 3  # donated: each call writes into the same memory
 
 
-@pytest.mark.parametrize("axes", ["explicit", _slow("auto")])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["explicit", "auto"])
 def test_marks_tell_the_groups_of_parameters_and_caches_that_come_from_the_host(axes):
     mesh = make_mesh(axes)
     jitted = mpmd.jit(make_advance(), mpmd_mesh=mesh)
@@ -199,7 +200,8 @@ def test_marks_tell_the_groups_of_parameters_and_caches_that_come_from_the_host(
     assert_nothing_large_crosses(jitted)
 
 
-@pytest.mark.parametrize("axes", ["explicit", _slow("auto")])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["explicit", "auto"])
 def test_weights_that_read_a_memory_stand_in_the_stages_whose_text_reads_it(axes):
     """An encoder's result is read in two later stages: alike in training and prediction, and in a decoder alone."""
     mesh, width = make_mesh(axes), 32
@@ -269,7 +271,7 @@ def generate_all(step, params, caches, starts, length=3, seen=lambda caches: Non
     ("schedule", "axes"),
     [
         (scheduler.GPipe(STAGES), "explicit"),
-        _slow(scheduler.OneFOneB(STAGES), "auto"),
+        pytest.param(scheduler.OneFOneB(STAGES), "auto", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -331,7 +333,8 @@ def _texts(*shape):
     return np.random.default_rng(len(shape)).integers(0, VOCABULARY, shape).astype(np.int32)
 
 
-@pytest.mark.parametrize("axes", [_slow("explicit"), _slow("auto")])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["explicit", "auto"])
 def test_a_state_is_made_trained_and_evaluated_with_no_thought_about_places(axes):
     mesh = make_mesh(axes)
     params, expected = mpmd.jit(init, mpmd_mesh=mesh)(jax.random.key(0)), first_params()

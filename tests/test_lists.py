@@ -100,6 +100,7 @@ ORDERS = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2, 2, 2), (2, 2, 5, 4, 3), (5, 4, 3, 2
 ONCE_PER_SHAPE = [3, 0, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_each_shape_is_traced_and_compiled_once_whatever_the_order(monkeypatch):
     compiled = []
     compile_program = executable.Threads.compile

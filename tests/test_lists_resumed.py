@@ -13,11 +13,12 @@ from reshard.checkpoint import abstract
 
 WIDTH = 6
 EPOCH = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2), (2, 5, 5, 3, 2), (5, 2, 4), (4, 2, 5)]
+SHORT = [(2, 3), (3, 2, 2)]
 
 
-def lists(seed):
+def lists(epoch, seed):
     rng = np.random.default_rng(seed)
-    return [[rng.normal(size=(4, n, WIDTH)).astype(np.float32) for n in rows] for rows in EPOCH]
+    return [[rng.normal(size=(4, n, WIDTH)).astype(np.float32) for n in rows] for rows in epoch]
 
 
 def train(state, microbatches):
@@ -50,9 +51,13 @@ def after(state, step, batches):
     return jax.tree.map(np.asarray, mpmd.device_get(state))
 
 
-@pytest.mark.parametrize("place", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_epoch_goes_on_from_an_orbax_checkpoint_with_the_same_bits(tmp_path, place):
-    batches = lists(1)
+@pytest.mark.parametrize(
+    ("epoch", "place"),
+    [(SHORT, 1), *(pytest.param(EPOCH, place, marks=pytest.mark.slow) for place in (1, 3))],
+    ids=["short-1", "1", "3"],
+)
+def test_an_epoch_goes_on_from_an_orbax_checkpoint_with_the_same_bits(tmp_path, epoch, place):
+    batches = lists(epoch, 1)
     expected = after(start(), jitted(), batches)
     first, state = jitted(), start()
     with ocp.CheckpointManager(tmp_path / "run") as manager:

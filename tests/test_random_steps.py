@@ -221,6 +221,7 @@ def _check(case: Random):
 UNTIMED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True, **UNTIMED)
 @given(steps(loops=False))
 def test_any_step_without_a_loop_is_placed(case):

@@ -1,5 +1,6 @@
 """Devices of a group that compute the same: a warning at compile time, and a line of `explain()`."""
 
+import functools
 import warnings
 
 import jax
@@ -98,18 +99,21 @@ def test_devices_that_compute_the_same_are_told_once_and_in_explain(kind, axes, 
     assert said(axes, kind, in_shardings, batch=batch) == ([f"step: {text}"], [f"warning: {text}"])
 
 
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("kind", "axes", "in_shardings", "product", "batch"),
     [
         (AxisType.Auto, TWO, ROWS_DIVIDED, plain, MICROBATCHES),
-        (AxisType.Auto, TWO, ROWS_DIVIDED, plain, WITH_LABELS),
-        (AxisType.Auto, TWO, ([P("data")] * 2, P(None, "data")), plain, MICROBATCHES),  # FSDP
+        _slow(AxisType.Auto, TWO, ROWS_DIVIDED, plain, WITH_LABELS),
+        _slow(AxisType.Auto, TWO, ([P("data")] * 2, P(None, "data")), plain, MICROBATCHES),  # FSDP
         (AxisType.Auto, TWO, COLUMNS_DIVIDED, plain, ROWS),
         (AxisType.Auto, TWO, None, constrained, ROWS),
         (AxisType.Auto, TWO, None, manual, ROWS),
         (AxisType.Auto, ONE_DEVICE, None, plain, ROWS),
         (AxisType.Auto, TWO, None, plain, ROWS[:8]),  # too little to be worth a word
-        (AxisType.Explicit, TWO, ROWS_DIVIDED, plain, MICROBATCHES),
+        _slow(AxisType.Explicit, TWO, ROWS_DIVIDED, plain, MICROBATCHES),
         (AxisType.Explicit, TWO, None, resharded, ROWS),
         (AxisType.Explicit, TWO, None, by_auto_axes, ROWS),
     ],

@@ -116,7 +116,10 @@ def _check_calls(step, build, mpmd_mesh, first, forms=_FORMS):
                 raise
 
 
-_IN_TURNS = list(zip(_FORMS, itertools.cycle(["auto", "explicit", "shared"])))
+_IN_TURNS = [
+    pytest.param(form, where, marks=() if form == "device arrays" else pytest.mark.slow)
+    for form, where in zip(_FORMS, itertools.cycle(["auto", "explicit", "shared"]))
+]
 
 
 @pytest.mark.parametrize(("form", "where"), _IN_TURNS)
@@ -126,7 +129,8 @@ def test_each_call_of_a_training_step_uses_its_own_values(form, where):
     _check_calls(step, _train_step, mpmd_mesh, _state, [form])
 
 
-@pytest.mark.parametrize("where", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("auto", "shared")), "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["auto", "shared", "explicit"])
 def test_each_call_of_a_compiled_training_step_uses_its_own_values(where):
     mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
@@ -134,6 +138,7 @@ def test_each_call_of_a_compiled_training_step_uses_its_own_values(where):
     _check_calls(compiled, _train_step, mpmd_mesh, _state)
 
 
+@pytest.mark.slow
 def test_each_call_of_a_forward_only_loop_uses_its_own_values():
     mpmd_mesh = _mesh("auto")
     step = mpmd.jit(_evaluate_in_a_loop(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
@@ -160,7 +165,9 @@ def test_an_unchanged_state_may_be_mixed_with_new_values():
             assert_same(host(step(made[id(tree)], _batch(seed))), host(reference(tree, _batch(seed))), 2e-5)
 
 
-@pytest.mark.parametrize("scale", [2.0, jnp.full(WIDTH, 0.5)], ids=["number", "weak"])
+@pytest.mark.parametrize(
+    "scale", [pytest.param(2.0, marks=pytest.mark.slow), jnp.full(WIDTH, 0.5)], ids=["number", "weak"]
+)
 def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scale):
     traced = []
 
@@ -182,13 +189,10 @@ def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scal
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "donate"),
-    [
-        pytest.param("auto", (), marks=pytest.mark.slow),
-        ("explicit", (0,)),
-        pytest.param("shared", (0,), marks=pytest.mark.slow),
-    ],
+    [("auto", ()), ("explicit", (0,)), ("shared", (0,))],
     ids=["auto-kept", "explicit-donated", "shared-donated"],
 )
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):
@@ -210,13 +214,16 @@ def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, dona
             assert_same(host((state, metrics)), host((expected, expected_metrics)), 2e-5)
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)], ids=["typed", "raw"]
+)
 def test_an_initialiser_makes_other_values_from_another_key(make_key):
     initialise = mpmd.jit(lambda key: _initialise(key, 1.0), mpmd_mesh=_mesh("explicit"))
     for seed in (0, 1, 2, 0):
         assert_same(host(initialise(make_key(seed))), host(_initialise(make_key(seed), 1.0)), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_state_of_one_step_evaluates_and_trains_in_others():
     """Three compiled functions hand one state to each other, several times around."""
     mpmd_mesh = _mesh("explicit")
@@ -286,6 +293,7 @@ def test_arguments_overwritten_after_the_call_do_not_change_its_result():
         assert_same(host(result), host(_reference(_train_step)(state, _batch(seed))), 2e-5)
 
 
+@pytest.mark.slow
 def test_arithmetic_on_results_between_calls_is_seen_by_the_next_call():
     """An MpmdArray behaves as an array: what is made of it goes back in."""
     mpmd_mesh = _mesh("auto")
@@ -299,6 +307,7 @@ def test_arithmetic_on_results_between_calls_is_seen_by_the_next_call():
     assert_same(host(state), host(expected), 2e-5)
 
 
+@pytest.mark.slow
 def test_new_values_of_a_closed_over_array_need_a_new_jit_and_get_it():
     def build(tools, scale):
         def evaluate(params, xs):

@@ -376,7 +376,7 @@ def _rates(mark, ws, x, key):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "model", [_counter, *(pytest.param(m, marks=pytest.mark.slow) for m in (_rates, _rows, _scanned))]
+    "model", [_scanned, *(pytest.param(m, marks=pytest.mark.slow) for m in (_counter, _rates, _rows))]
 )
 def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypatch, model, axis_type):
     ws = [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)]
@@ -562,7 +562,8 @@ def test_leaves_that_need_a_number_of_all_of_them_are_no_parts():
     assert found is not None and [v.aval.shape for v in found.last.writes] == [()]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type):
     """In its second call the state is what the first one gave, whose memory it takes over."""
 

@@ -176,7 +176,10 @@ def test_groups_that_share_devices_or_differ_in_shape_can_be_split_too():
             sharding.sharding  # noqa: B018
 
 
-@pytest.mark.parametrize("dtype", [bool, ml_dtypes.bfloat16, ml_dtypes.int4, np.int8, np.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, ml_dtypes.bfloat16, pytest.param(ml_dtypes.int4, marks=pytest.mark.slow), np.int8, np.complex64],
+)
 def test_every_dtype_can_be_split(mesh, dtype):
     value = VALUE.astype(dtype)
     x = put(value, MpmdSharding(mesh, {0, 1}, P("data"), split={1: ((0, 6),), 0: ((6, 8),)}))

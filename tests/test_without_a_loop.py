@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from programs.pipelines import in_turns
 
 import mpmd
 from mpmd.partition import place_segments
@@ -295,8 +296,14 @@ def test_a_deeper_model_is_as_much_more_work_to_place_as_it_has_more_layers(monk
     assert 0 < work[1] < 4.4 * work[0]
 
 
-@pytest.mark.parametrize("mark", [mpmd.mark_stage_end, mpmd.mark_layer_end])
-@pytest.mark.parametrize("way", ["gradients", "updates", "map", "differentiated map", "fori", "beside a loop"])
+@pytest.mark.parametrize(
+    ("way", "mark"),
+    in_turns(
+        ["gradients", "updates", "map", "differentiated map", "fori", "beside a loop"],
+        [mpmd.mark_stage_end, mpmd.mark_layer_end],
+        others=pytest.mark.slow,
+    ),
+)
 def test_a_loop_of_ones_own_over_the_data_runs_in_one_group_and_is_warned_of(mesh, mark, way):
     weights = [np.random.default_rng(i).normal(size=(D, D)).astype(np.float32) for i in range(GROUPS)]
     xs = np.random.default_rng(9).normal(size=(3, ROWS, D)).astype(np.float32)

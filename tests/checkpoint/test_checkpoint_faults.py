@@ -394,13 +394,10 @@ if sys.argv[2] == "full":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name", "arrays"),
-    [
-        ("size=2m", "full", "groups"),
-        ("ro", "read-only", "groups"),
-        pytest.param("size=2m", "full", "host", marks=pytest.mark.slow),
-    ],
+    [("size=2m", "full", "groups"), ("ro", "read-only", "groups"), ("size=2m", "full", "host")],
 )
 def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_path, options, name, arrays):
     (tmp_path / "mount").mkdir()
@@ -445,13 +442,12 @@ def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_
     "how, unable",
     [
         ("manager", 0),
-        ("v1", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 *(("orbax", 0), ("orbax", 1), ("tensors", 1)),
                 *(("manager", 1), ("manager, waiting", 0), ("manager, waiting", 1)),
-                *(("v1", 0), ("v1 steps", 0), ("v1 steps", 1)),
+                *(("v1", 0), ("v1", 1), ("v1 steps", 0), ("v1 steps", 1)),
             ]
         ),
     ],

@@ -264,7 +264,7 @@ def test_what_is_on_disk_has_no_trace_of_groups(tmp_path):
     assert "group" not in text.lower()
 
 
-@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("zarr3", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stock_orbax_that_never_saw_this_library_restores_it_on_any_mesh(tmp_path, zarr3):
     tree = mixed_tree()
     save(tmp_path / "state", tree, use_zarr3=zarr3)
@@ -272,6 +272,7 @@ def test_stock_orbax_that_never_saw_this_library_restores_it_on_any_mesh(tmp_pat
     assert run_stock("check_on_one_device_and_on_a_mesh", tmp_path) == "without this library"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["older", "new"])
 def test_stock_orbax_restores_what_its_own_checkpointers_wrote_for_us(tmp_path, api):
     tree = mixed_tree()
@@ -285,7 +286,7 @@ def test_stock_orbax_restores_what_its_own_checkpointers_wrote_for_us(tmp_path, 
     assert run_stock("check_on_one_device_and_on_a_mesh", tmp_path) == "without this library"
 
 
-@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("zarr3", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_stock_checkpoint_restores_straight_into_stages(tmp_path, zarr3):
     values = random_values(scale=4)
     np.savez(tmp_path / "expected.npz", **{f"{i}": x for i, x in enumerate(jax.tree.leaves(values))})

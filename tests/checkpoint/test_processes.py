@@ -65,6 +65,7 @@ def test_a_checkpoint_of_stock_processes_is_read_into_stages(tmp_path):
         assert one["held"] <= one["read"] < one["held"] * 1.02 + 80_000
 
 
+@pytest.mark.slow
 def test_processes_that_save_or_restore_unlike_checkpoints_are_all_told_at_once(tmp_path):
     for found in run("unlike", 2, 1, path=str(tmp_path)):
         paths, trees, steps, restored, by_reshard = (text.replace(" (so process 0 says)", "") for text in found)

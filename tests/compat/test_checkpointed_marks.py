@@ -97,6 +97,7 @@ def test_a_mark_at_an_end_of_a_checkpointed_layer_is_one_outside_of_it(kinds, wa
                 host(_loss(kinds, lambda x: x)(arguments[0], arguments[1][0])), 2e-6)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_such_a_mark_sends_what_one_outside_sends():
     arguments = _arguments(3)
     marks = {

@@ -183,7 +183,7 @@ def _flax_step(names, schedule):
     ("names", "schedule", "axes", "kind"),
     [
         # Flax constrains the kernel before it gives it that rank.
-        (("data", None, None), "ZeroBubbleH1", ("data",), AxisType.Auto),
+        pytest.param(("data", None, None), "ZeroBubbleH1", ("data",), AxisType.Auto, marks=pytest.mark.slow),
         ((None, "data"), "OneFOneB", (), AxisType.Explicit),
         pytest.param((None, "data"), "OneFOneB", ("data",), AxisType.Explicit, marks=pytest.mark.slow),
     ],
@@ -232,6 +232,7 @@ def test_what_is_computed_while_a_step_is_traced_is_as_under_jit(kind):
     jax.tree.map(np.testing.assert_array_equal, found, plain)
 
 
+@pytest.mark.slow
 def test_rows_on_an_axis_of_length_1_meet_masks_in_groups_of_one_device():
     """XLA names no axes for a program of one device; the type of what it gives to the backward does."""
 

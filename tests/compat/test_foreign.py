@@ -1,6 +1,7 @@
 """Foreign programs as stages: exported functions and StableHLO, on their own and sharded."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import scheduler
 
 ROWS = 4
 SCHEDULES = [scheduler.OneFOneB(3), scheduler.ZeroBubbleH1(3)]
+_in_turns = functools.partial(in_turns, slow=[str(SCHEDULES[1])])
 
 
 def _mesh(devices_a_group: int, axis_type=AxisType.Auto) -> mpmd.MpmdMesh:
@@ -75,19 +77,20 @@ def _check(middle, mesh, schedule=SCHEDULES[0], plain=residual):
     _check_steps(mpmd.jit(_step(middle, schedule), mpmd_mesh=mesh), jax.jit(_step(plain, None)), 3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", _in_turns(SCHEDULES))
 def test_an_exported_stage_is_trained_like_the_function_that_it_was(schedule):
     exported = jax.export.export(jax.jit(residual))(*_shapes())
     _check(mpmd.from_exported(exported), _mesh(1), schedule)
 
 
-@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis_type", "schedule"), _in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_a_stage_exported_for_one_device_runs_in_groups_of_two(axis_type, schedule):
     exported = jax.export.export(jax.jit(residual))(*_shapes())
     _check(mpmd.from_exported(exported), _mesh(2, axis_type), schedule)
 
 
-@pytest.mark.parametrize(("axis_type", "schedule"), in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
+@pytest.mark.parametrize(("axis_type", "schedule"), _in_turns([AxisType.Auto, AxisType.Explicit], SCHEDULES))
 def test_a_stage_exported_with_shardings_keeps_them_in_groups_of_as_many_devices(axis_type, schedule):
     mesh = _group_mesh(axis_type)
     rows = NamedSharding(mesh, P("data", None))
@@ -205,13 +208,13 @@ def _text(shardy=True, sharded=False) -> str:
         jax.config.update("jax_use_shardy_partitioner", before)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", _in_turns(SCHEDULES))
 def test_a_stablehlo_program_is_a_frozen_stage(schedule):
     _check_encoder(_text(), _mesh(1), schedule)
 
 
 @pytest.mark.parametrize(
-    ("shardy", "axis_type", "schedule"), in_turns([True, False], [AxisType.Auto, AxisType.Explicit], SCHEDULES)
+    ("shardy", "axis_type", "schedule"), _in_turns([True, False], [AxisType.Auto, AxisType.Explicit], SCHEDULES)
 )
 def test_a_sharded_stablehlo_program_keeps_its_shardings(shardy, axis_type, schedule):
     if not shardy and jax.__version_info__ >= (0, 11):

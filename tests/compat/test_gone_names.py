@@ -90,9 +90,10 @@ def test_a_thread_of_orbax_that_keeps_its_error_elsewhere_ends_as_it_does_by_its
             "from orbax.checkpoint._src import futures\n"
             "sys.modules['orbax.checkpoint._src.futures.future'] = None; vars(futures).pop('future', None)"
         ),
-        (
+        pytest.param(
             "from orbax.checkpoint._src.serialization import jax_array_handlers\n"
-            "del jax_array_handlers._async_serialize_replica_slices"
+            "del jax_array_handlers._async_serialize_replica_slices",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -85,7 +85,11 @@ def compare(schedule, num_microbatches, per_group=1, types=AUTO):
 
 @pytest.mark.parametrize(
     ("schedule", "num_microbatches", "per_group", "types"),
-    [(jaxpp.Std1F1B(2), 4, 2, EXPLICIT), (Snake(4), 3, 1, AUTO), (jaxpp.DualPipeV(4, 2), 4, 1, EXPLICIT)],
+    [
+        pytest.param(jaxpp.Std1F1B(2), 4, 2, EXPLICIT, marks=pytest.mark.slow),
+        (Snake(4), 3, 1, AUTO),
+        (jaxpp.DualPipeV(4, 2), 4, 1, EXPLICIT),
+    ],
 )
 def test_a_step_in_its_words_equals_plain_jax(schedule, num_microbatches, per_group, types):
     compare(schedule, num_microbatches, per_group, types)

@@ -385,19 +385,19 @@ PROGRAMS = [
 
 
 # Whole models (`test_equivalence` has smaller ones of these libraries), and optimizers whose like is quick.
-_SLOW = ("nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema", "dot_product_attention")
-_WAYS = [
-    pytest.param(*p.values, id=p.id, marks=p.marks or (pytest.mark.slow if p.values[0].name in _SLOW else ()))
-    for p in in_turns(PROGRAMS, RUNS)
-]
+_SLOW = (
+    "nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema", "dot_product_attention", "multi_steps",
+    "haiku_style_closures",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "schedule", "where"), _WAYS)
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS, slow=_SLOW))
 def test_a_model_or_an_optimizer_of_a_library_is_trained_as_under_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
 
-@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
 def test_an_update_that_is_not_finite_is_skipped_in_all_stages_alike(schedule, where):
     program = next(p for p in PROGRAMS if p.name == "apply_if_finite")
     step, plain = pipeline(program, schedule, where), jax.jit(program.build(_plain_tools()))

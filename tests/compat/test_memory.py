@@ -48,7 +48,7 @@ def _two_stages(key):
     [
         pytest.param("nothing", *RUNS[0], marks=pytest.mark.slow),
         ("names", *RUNS[1]),
-        ("offload_names", *RUNS[0]),
+        pytest.param("offload_names", *RUNS[0], marks=pytest.mark.slow),
         pytest.param("offload_names", *RUNS[1], marks=pytest.mark.slow),
         pytest.param("offload_dots", *RUNS[1], marks=pytest.mark.slow),
     ],
@@ -226,7 +226,12 @@ _CASES = {
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    [("parameters", "OneFOneB"), ("activations", "OneFOneB"), ("activations", "ZeroBubbleH1"), ("sharded", "GPipe")],
+    [
+        pytest.param("parameters", "OneFOneB", marks=pytest.mark.slow),
+        pytest.param("activations", "OneFOneB", marks=pytest.mark.slow),
+        ("activations", "ZeroBubbleH1"),
+        pytest.param("sharded", "GPipe", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_is_measured_and_estimated(case, schedule):
     width, rows, axes, spec = _CASES[case]

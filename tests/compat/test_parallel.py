@@ -288,14 +288,13 @@ PROGRAMS = [
 
 
 # The slower of two that are alike: experts of a model are in `tests/models`, and a ring is a sequence in parts.
-_SLOW = ("sequence_parallel", "experts", "ring_attention", "partial_manual_of_two_axes")
-_WAYS = [
-    pytest.param(*p.values, id=p.id, marks=p.marks or (pytest.mark.slow if p.values[0].name in _SLOW else ()))
-    for p in in_turns(PROGRAMS, RUNS)
-]
+_SLOW = (
+    "sequence_parallel", "experts", "ring_attention", "partial_manual_of_two_axes", "many_collectives",
+    "gradients_inside_shard_map",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "schedule", "where"), _WAYS)
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS, slow=_SLOW))
 def test_a_sharded_stage_equals_plain_jax(program, schedule, where):
     check(program, schedule, where)
 
@@ -312,9 +311,8 @@ def test_a_step_may_be_called_with_the_whole_mesh_set(schedule):
         assert_same_history(program.run(step, 2), program.expected[:2], program.rtol)
 
 
-@pytest.mark.parametrize(
-    "schedule", [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
 def test_a_mesh_with_auto_and_explicit_axes(schedule):
     """The pipeline's axis and "model" are Auto, "data" is Explicit."""
     types = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
@@ -370,6 +368,7 @@ def test_outputs_are_stacked_on_a_mesh_with_auto_and_explicit_axes(spec):
         assert_same_history([host(step(jnp.ones(WIDTH), xs))], [host(xs + 1)], 2e-5)
 
 
+@pytest.mark.slow
 def test_a_state_that_comes_from_the_host_into_given_shardings_compiles_once():
     types = (AxisType.Explicit,) * 2
     mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data"), types), "stage")

@@ -200,6 +200,7 @@ def test_jaxprs_and_meshes_are_found_wherever_they_hide(name, mesh):
     assert not [y for y in left if y is not mesh and getattr(y, "axis_names", ()) == mesh.axis_names and y.size == 4]
 
 
+@pytest.mark.slow
 def test_programs_with_inner_jaxprs_run_in_groups_of_two_as_under_jit(mesh):
     def predict(xs, schedule):
         def one(x):

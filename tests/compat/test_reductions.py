@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs.parts import WIDTH, dense_params, normal, squared_error
-from programs.pipelines import make_mesh
+from programs.pipelines import in_turns, make_mesh
 from programs.program import assert_same, host
 
 import mpmd
@@ -91,11 +91,12 @@ def _put(x, spec):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "operation"), [(scheduler.OneFOneB(2), mpmd.Add), (scheduler.ZeroBubbleH1(2), mpmd.Mean)], ids=str
-)
-@pytest.mark.parametrize(
-    ("step", "axis_type"),
-    [(_unreduced, AxisType.Explicit), (_per_device, AxisType.Explicit), (_per_device, AxisType.Auto)],
+    ("step", "axis_type", "schedule", "operation"),
+    in_turns(
+        [(_unreduced, AxisType.Explicit), (_per_device, AxisType.Explicit), (_per_device, AxisType.Auto)],
+        [(scheduler.OneFOneB(2), mpmd.Add), (scheduler.ZeroBubbleH1(2), mpmd.Mean)],
+        others=pytest.mark.slow,
+    ),
 )
 def test_gradients_are_reduced_once_a_step(step, axis_type, schedule, operation):
     mesh = mpmd.MpmdMesh(make_mesh(2, axis_type, ("data",)), "stage")

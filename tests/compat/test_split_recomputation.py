@@ -307,7 +307,10 @@ def _program(case, axes, num_stages):
 
 
 def _combinations() -> list:
-    """All. The two that once had no variable for a result are quick; one of each step is slow. They donate by turns."""
+    """All. One of the two that once had no variable for a result is quick; the other, and one of each step, are slow.
+
+    They donate by turns.
+    """
     found = []
     turns = in_turns(CASES, SCHEDULES, ("auto", "explicit"), [((),), (("data",),)], (False, True))
     for parameters in turns:
@@ -315,9 +318,10 @@ def _combinations() -> list:
         if case.build in (_summed, _branches_of_shards) and not axes:
             continue
         number = {_callbacks: (), _carried: ("data",)}.get(case.build)
-        is_quick = (schedule, where, axes, donate) == ("ZeroBubbleH1", "auto", number, True)
+        had_none = (schedule, where, axes, donate) == ("ZeroBubbleH1", "auto", number, True)
         in_turn = donate == bool(CASES.index(case) // len(SCHEDULES) % 2)
-        others = "exhaustive" in [mark.name for mark in parameters.marks] or not in_turn
+        others = not had_none and ("exhaustive" in [mark.name for mark in parameters.marks] or not in_turn)
+        is_quick = had_none and case.build is _callbacks
         marks = () if is_quick else pytest.mark.exhaustive if others else pytest.mark.slow
         found.append(pytest.param(*parameters.values, id=parameters.id, marks=marks))
     return found
@@ -362,7 +366,9 @@ def test_recomputed_blocks_under_split_backwards_equal_plain_jax_and_do_no_produ
         assert _tasks_with_collectives(step, *args) == _tasks_with_collectives(whole, *args)
 
 
-@pytest.mark.parametrize("schedule", ["ZeroBubbleH1", "ZeroBubbleV", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["ZeroBubbleH1", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ZeroBubbleV", "DualPipeV"))]
+)
 def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allows(schedule, monkeypatch):
     program = _program(next(case for case in CASES if case.build is _plain), (), 4)
     args = program.state(), next(program.batches(1))
@@ -387,7 +393,8 @@ def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allo
     assert_same_history(program.run(ahead), program.run(late), 0)
 
 
-@pytest.mark.parametrize("schedule", ["ZeroBubbleH1", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ZeroBubbleH1", "DualPipeV"])
 def test_a_stage_without_an_early_part_runs_the_programs_of_those_that_have_it(schedule):
     def deep(tools):
         def block(p, x):

@@ -57,8 +57,16 @@ def _started(shape=(3, 1), axis_type=AxisType.Explicit, step=_step):
     return found.num_compiled, found.num_stored, host(compiled(w, xs))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("shape", [(3, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis_type"),
+    [
+        pytest.param((3, 1), AxisType.Auto, marks=pytest.mark.slow),
+        ((3, 1), AxisType.Explicit),
+        ((3, 2), AxisType.Auto),
+        pytest.param((3, 2), AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_second_start_lowers_and_compiles_nothing(folder, shape, axis_type):
     num_compiled, none, first = _started(shape, axis_type)
     assert num_compiled > 3 and none == 0
@@ -79,7 +87,7 @@ def test_other_settings_find_nothing(folder):
     assert _started()[:2] == (0, num_compiled)
 
 
-@pytest.mark.parametrize("pattern", ["*-mpmd", "*-cache"])
+@pytest.mark.parametrize("pattern", ["*-mpmd", pytest.param("*-cache", marks=pytest.mark.slow)])
 def test_damaged_files_are_ignored_with_one_warning(folder, pattern, monkeypatch):
     num_compiled, _, first = _started()
     damaged = sorted(folder.glob(pattern))
@@ -97,6 +105,7 @@ def test_damaged_files_are_ignored_with_one_warning(folder, pattern, monkeypatch
     assert_same(none_stored[2], first, 0)
 
 
+@pytest.mark.slow
 def test_an_entry_that_jax_has_removed_is_compiled_and_kept_again(folder):
     num_compiled, _, _ = _started()
     for file in folder.glob("*-cache"):

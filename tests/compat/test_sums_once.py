@@ -154,7 +154,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "axis_type", "schedule"),
     [
-        ("language", AUTO, scheduler.OneFOneB(2)),
+        pytest.param("language", AUTO, scheduler.OneFOneB(2), marks=pytest.mark.slow),
         pytest.param("language", EXPLICIT, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
         pytest.param("language", AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.exhaustive),
         pytest.param("language", EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.exhaustive),
@@ -236,12 +236,13 @@ def test_the_gradient_of_a_sharded_parameter_stays_sharded():
     assert_same(host(compiled(params, batch)), host(expected), 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "schedule"),
     [
         (AUTO, scheduler.OneFOneB(2)),
-        pytest.param(EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.slow),
-        pytest.param(AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
+        (EXPLICIT, scheduler.OneFOneB(2)),
+        (AUTO, scheduler.ZeroBubbleH1(2)),
     ],
     ids=str,
 )
@@ -311,7 +312,7 @@ _SCHEDULES = (scheduler.OneFOneB(2), scheduler.GPipe(2), scheduler.ZeroBubbleH1(
 
 
 def _specs_with_axes_of_length_1():
-    """Rows, another axis of the batch, weights, axis types, where it is said, schedule: 240 cases, of which four are
+    """Rows, another axis of the batch, weights, axis types, where it is said, schedule: 240 cases, of which one is
     quick. Each pair of axis types and schedule has 20.
     """
     specs = itertools.product(_LENGTH_1, (None, "one", "replica"), (P(), P("one"), P(None, "one"), P("replica")))
@@ -323,7 +324,8 @@ def _specs_with_axes_of_length_1():
     cases = itertools.product(different, _TYPES, ("outside", "inside"))
     for number, ((rows, other, weights), types, where) in enumerate(cases):
         case = rows, other, weights, types, where, _SCHEDULES[number % 3]
-        mark = () if number % 71 == 10 else pytest.mark.slow if number % 17 == 3 else pytest.mark.exhaustive
+        is_slow = number % 17 == 3 or number % 71 == 10
+        mark = () if number == 81 else pytest.mark.slow if is_slow else pytest.mark.exhaustive
         yield pytest.param(*case, id=f"{rows}-{other}-{weights}-{number // 2 % 4}-{where}", marks=mark)
 
 
@@ -398,7 +400,7 @@ REGIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("work", REGIONS)
+@pytest.mark.parametrize("work", [pytest.param(w, marks=() if w == "tanh" else pytest.mark.slow) for w in REGIONS])
 def test_sums_are_once_a_step_behind_a_region_of_auto_axes(work):
     inner = REGIONS[work]
     params, batch = _dense_case()
@@ -414,6 +416,7 @@ def test_sums_are_once_a_step_behind_a_region_of_auto_axes(work):
     assert_same(host(compiled(params, batch)), host(plain(params, batch)), 2e-5)
 
 
+@pytest.mark.slow
 def test_scalars_of_regions_of_auto_axes_cross_beside_those_of_explicit_axes():
     """A norm, and the same norm inside of a region, as an optimizer that clips computes it."""
     params, batch = _dense_case()

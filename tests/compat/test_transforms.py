@@ -97,9 +97,10 @@ PROGRAMS = [
     Program("custom_vjp_in_checkpoint_in_jit", _two_stages, regression_batch, _stages(_custom_inside), num_stages=2),
     Program("weak_types", _two_stages, regression_batch, _stages(_weakly_typed), num_stages=2, rtol=2e-3),
 ]
+_SLOW = ("linear_transpose", "gradients_of_gradients", "weak_types")
 
 
-@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS))
+@pytest.mark.parametrize(("program", "schedule", "where"), in_turns(PROGRAMS, RUNS, slow=_SLOW))
 def test_a_transformation_in_a_stage_equals_plain_jax(program, schedule, where):
     _check(program, schedule, where)
 
@@ -116,7 +117,8 @@ def _arguments(seed=1):
 # --- prints and callbacks -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
 def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd):
     def apply(p, x, stage):
         jax.debug.print("stage {s} sum {v:.6f}", s=stage, v=jnp.sum(x))
@@ -156,7 +158,8 @@ def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule)
         assert len(got) == 4
 
 
-@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "where"), RUNS)
 def test_a_pure_callback_in_a_stage_runs_on_the_host(schedule, where):
     def apply(p, x, stage):
         table = jax.pure_callback(
@@ -210,6 +213,7 @@ def test_without_jit_the_step_runs_as_plain_python_with_values_to_look_at():
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_jit_a_whole_training_step_and_its_own_results_are_taken():
     apply = lambda p, x, stage: residual(p, x)  # noqa: E731
     step, (state, batch) = _pipelined_step(apply), _arguments()
@@ -285,9 +289,8 @@ def test_transforming_a_pipelined_step_is_refused(transform):
         pipelined_step(state, batch)
 
 
-@pytest.mark.parametrize(
-    "schedule", [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
 def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
     def step(params, batch, scale, *, shift):
         def loss(p, m):
@@ -305,6 +308,7 @@ def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
 # --- the user's mesh ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis_type", "schedule"), [(AxisType.Auto, "OneFOneB"), (AxisType.Explicit, "ZeroBubbleH1")])
 def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type, schedule):
     mesh = make_mesh(2, axis_type, ("data",))
@@ -327,7 +331,10 @@ def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_ty
 
 
 @pytest.mark.parametrize("is_mesh_set", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axis_type, schedule", [(AxisType.Auto, "1f1b"), (AxisType.Explicit, "zb-h1")])
+@pytest.mark.parametrize(
+    "axis_type, schedule",
+    [(AxisType.Auto, "1f1b"), pytest.param(AxisType.Explicit, "zb-h1", marks=pytest.mark.slow)],
+)
 def test_inside_of_a_step_the_mpmd_axis_has_length_1_whatever_names_the_whole_mesh(axis_type, schedule, is_mesh_set):
     whole = make_mesh(2, axis_type, ("data",))
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint
@@ -385,7 +392,10 @@ _AROUND_A_PLAIN_LOOP = {
 }
 
 
-@pytest.mark.parametrize("around", _AROUND_A_PLAIN_LOOP)
+@pytest.mark.parametrize(
+    "around",
+    [pytest.param(k, marks=[pytest.mark.slow] * (k in ("grad", "checkpoint"))) for k in _AROUND_A_PLAIN_LOOP],
+)
 def test_a_loop_without_a_schedule_stands_wherever_a_scan_may(around):
     """Its marks mark nothing."""
     step = _AROUND_A_PLAIN_LOOP[around]

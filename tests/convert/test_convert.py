@@ -31,13 +31,8 @@ def converted(tmp_path, source, *options):
     return target
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--format", "zarr3"),
-        *(pytest.param(options, marks=pytest.mark.slow) for options in [(), ("--threshold", "4KiB")]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--format", "zarr3"), (), ("--threshold", "4KiB")])
 def test_a_training_state_goes_from_stacked_to_layers_and_back_bit_by_bit(tmp_path, options):
     state = state_of(stacked_params())
     source = save(tmp_path / "stacked", state)
@@ -57,6 +52,7 @@ def test_layers_that_stock_orbax_saved_are_what_unstacking_makes(tmp_path):
     assert_same(restore(layers), restore(save(tmp_path / "layers", layered(stacked_params()))))
 
 
+@pytest.mark.slow
 def test_layers_in_a_dict_are_stacked_like_those_in_a_list(tmp_path):
     source = save(tmp_path / "stacked", stacked_params(12))
     layers = converted(tmp_path, source, "--unstack", "layers=dict")
@@ -166,6 +162,7 @@ def test_steps_of_a_manager_are_converted_and_its_other_items_named(tmp_path, ca
     assert_same(restore(converted(tmp_path, tmp_path / "run" / "2", "--item", "state")), {"w": np.full(3, 2)})
 
 
+@pytest.mark.slow
 def test_stock_orbax_restores_the_result_on_a_mesh_in_a_process_without_this_library(tmp_path):
     source = save(tmp_path / "source", stacked_params())
     target = converted(tmp_path, source, "--unstack", "layers")

@@ -52,6 +52,7 @@ def wait_for_data(target, process):
     raise AssertionError("nothing was written within 30 s")
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_target_and_what_it_leaves_says_what_it_is(tmp_path, large, capsys):
     target = tmp_path / "target"
     before = fingerprint(large)

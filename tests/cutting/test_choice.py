@@ -150,8 +150,9 @@ def two_loops():
     return lowered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
-@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("copied", [False, True])
 def test_loops_over_the_same_layers_have_one_cut_and_no_parameter_crosses(two_loops, schedule, copied):
     for embed in (8, 256):
         lowered, *_ = two_loops(embed, schedule, copied=copied)

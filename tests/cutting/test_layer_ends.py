@@ -69,7 +69,9 @@ def test_cuts_say_how_many_layers_each_stage_gets(cuts, tail, layers, arguments)
 
 
 @pytest.mark.parametrize(
-    "layer", [residual, jax.jit(residual), jax.checkpoint(residual)], ids=["plain", "jit", "remat"]
+    "layer",
+    [residual, *(pytest.param(f(residual), marks=pytest.mark.slow) for f in (jax.jit, jax.checkpoint))],
+    ids=["plain", "jit", "remat"],
 )
 def test_a_cut_step_computes_what_plain_jax_computes(layer, arguments):
     step = step_of(layer, cuts=(1, 4, 1), schedule=scheduler.ZeroBubbleH1(3))

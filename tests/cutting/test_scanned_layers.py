@@ -100,12 +100,14 @@ def test_nothing_but_scalars_and_the_shared_bias_crosses_outside_of_the_loop(ada
     assert not re.search(r"\[\d+,\d+,\d+\]", compiled.explain().partition("outside of the loops")[2])
 
 
+@pytest.mark.slow
 def test_state_keeps_its_layout_and_is_not_moved(adamw):
     compiled, state = adamw
     assert jax.tree.map(lambda x: x.mpmd_sharding, state) == compiled.output_shardings[0]
     assert compiled.output_shardings[0] == compiled.input_shardings[0][0]
 
 
+@pytest.mark.slow
 def test_prediction_runs_each_layer_where_training_left_its_weights(adamw):
     _, state = adamw
     params, batch = state["params"], jax.tree.map(lambda x: x[0], batches(jax.random.key(5)))
@@ -145,7 +147,6 @@ def _experts_loss(params, batch):
     return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
 
 
-@pytest.mark.slow
 def test_muon_of_stacked_experts_stays_in_each_group():
     """Muon merges the axes of layers and experts for its products; the layers are still apart."""
     matrices = {name: optax.contrib.MuonDimensionNumbers(2, 3) for name in ("up", "down")}

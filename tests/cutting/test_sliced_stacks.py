@@ -36,7 +36,8 @@ def make_step(optimizer, schedule):
     return step
 
 
-@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_rows_that_a_loop_slices_are_in_the_group_that_reads_them(axis_type):
     mesh = mpmd.MpmdMesh(jax.make_mesh((3,), ("stage",), (axis_type,), devices=jax.devices()[:3]), "stage")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -111,10 +112,10 @@ def sends(compiled):
     [
         pytest.param(derived, AxisType.Auto, 2, scheduler.OneFOneB(4), 128, marks=pytest.mark.slow),
         pytest.param(derived, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), 128, marks=pytest.mark.slow),
-        (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        pytest.param(generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         pytest.param(generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
-        (reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS),
+        pytest.param(reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
         pytest.param(reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
         pytest.param(
             reordered, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), STACKS_AND_ROWS, marks=pytest.mark.slow

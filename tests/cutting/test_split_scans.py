@@ -52,7 +52,7 @@ def _flow(closed):
     ("lengths", "flow", "checkpointed", "reverse"),
     [
         pytest.param((6,), "6 6", False, False, marks=pytest.mark.slow),
-        ((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", True, False),
+        pytest.param((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", True, False, marks=pytest.mark.slow),
         pytest.param((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", False, True, marks=pytest.mark.slow),
         ((3, 3, 0), "3 > 3 > < 3 < 3", False, True),
     ],

@@ -70,6 +70,7 @@ _CASES = {
     "scan of shard_maps": (_scanned(jax.checkpoint(_mapped)), (3,)),
     "jit with shardings": (_placed, ()),
 }
+_SLOW = ("scan", "scan of scans", "scan of checkpoints", "scan of conds", "scan of shard_maps")
 
 
 def _products(eqns, times=1):
@@ -101,7 +102,7 @@ def _divide(closed):
     return first[::-1], rest[::-1], pairs
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _CASES])
 def test_both_halves_of_a_backward_give_what_it_gives_and_do_no_matrix_product_twice(name):
     fun, stack = _CASES[name]
     args = _weights(*stack), jax.random.normal(jax.random.key(1), (4, WIDTH))
@@ -126,7 +127,7 @@ def _run(closed, args):
 _AGAIN = ("checkpoint", "scan of checkpoints", "checkpoint of a scan", "scan of scans", "scan of shard_maps")
 
 
-@pytest.mark.parametrize("name", _AGAIN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _AGAIN])
 def test_what_is_computed_again_needs_no_gradient_and_is_divided_with_the_same_numbers(name):
     fun, stack = _CASES[name]
     args = _weights(*stack), jax.random.normal(jax.random.key(1), (4, WIDTH))

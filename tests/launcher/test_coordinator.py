@@ -67,6 +67,7 @@ def test_it_touches_no_device():
     assert (process.returncode, out) == (0, "ready\nFalse\n"), err
 
 
+@pytest.mark.slow
 def test_the_launcher_has_no_fault_that_shellcheck_finds():
     program = shutil.which("shellcheck")
     if program is None:

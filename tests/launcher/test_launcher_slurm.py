@@ -47,6 +47,7 @@ def test_without_n_the_allocation_says_how_many(slurm):
         assert sorted(job.out.splitlines()) == [f"[{r}] {number}" for r in range(number)]
 
 
+@pytest.mark.slow
 def test_a_batch_job_runs_the_same_line(slurm, tmp_path):
     output = tmp_path / "out"
     script = f"{LAUNCHER} -n 2 -- bash -c 'echo rank $MPMD_PROCESS_ID'"

@@ -44,7 +44,7 @@ def documents(length):
     return jnp.array(np.sort(np.random.default_rng(0).integers(0, 5, (ROWS, length)), axis=1))
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("length", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("window", "packed", "cap"), [(0, False, None), (13, False, None), (700, True, None), (0, True, 2.0)]
 )
@@ -70,7 +70,7 @@ def test_a_window_may_be_data_so_that_a_scan_over_layers_has_one_for_each():
         np.testing.assert_allclose(x, all_at_once(q, k, v, window), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_array_of_the_program_has_two_axes_of_the_length(packed):
     *operands, weights = arrays(LONG)
     segments = documents(LONG) if packed else None

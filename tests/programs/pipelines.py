@@ -23,19 +23,21 @@ _TWO_STAGES_A_GROUP = ("InterleavedOneFOneB", "InterleavedGPipe", "KimiK2", "Int
 _FOLDED_LIKE_A_V = ("ZeroBubbleV", "VHalf", "VMin", "DualPipeV")
 
 
-def in_turns(*axes: Iterable[Any]) -> list:
+def in_turns(*axes: Iterable[Any], slow: Iterable[str] = (), others=pytest.mark.exhaustive) -> list:
     """All combinations as parameters of a test.
 
-    Those that take the values of each axis by turns are quick, all others are exhaustive.
+    Those that take the values of each axis by turns are quick, or slow where a value has one of the names in `slow`.
+    All others have the mark `others`.
     """
     values = [[v if isinstance(v, tuple) else (v,) for v in axis] for axis in axes]
     turns = range(max(map(len, values)))
-    quick = {tuple(turn % len(axis) for axis in values) for turn in turns}
+    by_turns = {tuple(turn % len(axis) for axis in values) for turn in turns}
     combinations = []
     for positions in itertools.product(*(range(len(axis)) for axis in values)):
         parameters = [x for axis, i in zip(values, positions, strict=True) for x in axis[i]]
-        marks = () if positions in quick else pytest.mark.exhaustive
-        combinations.append(pytest.param(*parameters, id="-".join(map(_name, parameters)), marks=marks))
+        names = [_name(parameter) for parameter in parameters]
+        marks = others if positions not in by_turns else () if set(slow).isdisjoint(names) else pytest.mark.slow
+        combinations.append(pytest.param(*parameters, id="-".join(names), marks=marks))
     return combinations
 
 

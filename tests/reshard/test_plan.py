@@ -100,6 +100,7 @@ def test_the_devices_of_a_host_take_turns_to_let_bytes_in():
     assert max(outside) <= 1.2 * sum(outside) / len(outside)
 
 
+@pytest.mark.slow
 def test_ten_thousand_arrays_share_the_work_of_few_routes():
     mesh, groups = described(stage=8, data=128)
     avals = [aval(1024 * (1 + i % 50), 8) for i in range(10_000)]

@@ -32,7 +32,10 @@ def test_in_no_order_does_group_0_wait_for_less(p, more, seed):
     assert simulate_orders(orders, problem.placement, m).idle_within_span[0] >= max(0, 2 * p - 1 - m)
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (3, 4), (4, 4), (4, 5), (5, 5)])
+@pytest.mark.parametrize(
+    ("p", "m"),
+    [(2, 2), (3, 3), (3, 4), (4, 4), *(pytest.param(*pm, marks=pytest.mark.slow) for pm in [(4, 5), (5, 5)])],
+)
 def test_all_groups_together_cannot_wait_for_less_in_that_makespan_and_memory(p, m):
     assert _least_idle(p, m) == sum(simulate(ZeroBubbleV(p), m).idle_within_span)
 

@@ -103,7 +103,9 @@ def test_no_state_that_can_be_reached_is_a_deadlock(schedule, num, nbytes):
     assert frozenset(range(len(plan.events))) in known
 
 
-@pytest.mark.parametrize(("schedule", "num"), [*CASES, (GPipe(8), 32), (ZeroBubbleH1(8), 32)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "num"), [*CASES, (GPipe(8), 32), pytest.param(ZeroBubbleH1(8), 32, marks=pytest.mark.slow)], ids=str
+)
 def test_the_rule_of_the_executor_ends_and_keeps_the_order_of_each_kind(schedule, num):
     plan = plan_of(schedule, num)
     for seed in range(3):

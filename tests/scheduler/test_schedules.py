@@ -156,6 +156,7 @@ def test_dualpipe_v_has_its_closed_forms_with_pairs_in_turn_and_as_one_unit(p, m
     assert simulate(DualPipeV(p), m, fuse=True).makespan == 6 * m + 2 * (p - 1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(groups, microbatches)
 def test_v_min_keeps_to_its_memory_and_its_makespan_is_bounded(p, m):

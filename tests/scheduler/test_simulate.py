@@ -67,6 +67,7 @@ def test_idle_is_counted_in_the_whole_and_within_each_groups_span():
     assert timeline.idle_within_span == (3, 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.data(), st.integers(1, 5), st.integers(1, 10))
 def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, p, m):
@@ -101,6 +102,7 @@ def test_no_schedule_is_shorter_than_the_lower_bound(data, p, m):
             assert lower_bound(problem).makespan <= timeline.makespan + 1e-9
 
 
+@pytest.mark.slow
 def test_a_large_simulation_is_linear_in_tasks():
     timeline = simulate(OneFOneB(128), 256)
     assert timeline.makespan == 3 * (256 + 127)

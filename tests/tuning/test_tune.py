@@ -163,6 +163,7 @@ def test_nothing_fits_and_says_so(build):
         _ = tuning.best
 
 
+@pytest.mark.slow
 def test_groups_that_share_a_device_need_no_pipeline():
     device = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     tuning = mpmd.tune(build_for(mpmd.MpmdMesh.from_groups([device] * 3)), schedules="1f1b", num_microbatches=8)
