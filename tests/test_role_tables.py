@@ -107,6 +107,25 @@ def test_a_role_without_a_loop_runs_in_its_groups_and_leaves_its_result_there():
     )
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_meet_in_a_group_that_has_two_of_the_roles(schedule):
+    """Those of `aside` are two terms, and one of them has met that of `other` before, in the encoder's stage."""
+    encoder, aside, other = (mpmd.role(name) for name in ("encoder", "aside", "other"))
+
+    def loss(params, x):
+        h = encoder(dense)(params[0], x)
+        y, z = aside(lambda w, h: h + dense(w, h))(params[1], h), other(dense)(params[2], h)
+        return jnp.mean((y - x) ** 2) + jnp.mean(z**2)
+
+    def train(params, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule)
+
+    params, xs = list(data()[0]["policy"][:3]), data()[2]
+    found = mpmd.jit(train, mpmd_mesh=mesh_of(2), roles={"encoder": 0, "aside": 0, "other": 1})(params, xs)
+    expected = jax.jit(train)(params, xs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), mpmd.device_get(found), expected)
+
+
 @pytest.mark.slow
 def test_lists_of_microbatches_pass_roles():
     params, frozen, xs = data(2)

@@ -61,7 +61,7 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
         elif is_rooted:
             stage = text.last_stage(node, spans[node], limit) if node in spans else limit
             stage = max(stage, min(limit, readers.get(node, 0)))
-            stages[node] = max(stage, at_least.get(node, 0))
+            stages[node] = min(limit, max(stage, at_least.get(node, 0)))
     return stages
 
 
