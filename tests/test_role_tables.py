@@ -126,6 +126,25 @@ def test_gradients_meet_in_a_group_that_has_two_of_the_roles(schedule):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), mpmd.device_get(found), expected)
 
 
+def test_two_loops_of_a_step_have_their_stages_in_different_groups():
+    params, _, xs = data()
+
+    def twice(params, xs):
+        near = mpmd.treduce(lambda x: critic(params["critic"], x), xs, "1f1b", operation=mpmd.Concat)
+        far = mpmd.treduce(lambda x: policy(params["policy"], x), xs, "1f1b", operation=mpmd.Concat)
+        return near, far
+
+    run = mpmd.jit(twice, mpmd_mesh=mesh_of(4), roles=TABLE)
+    found = run(params, xs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6),
+        mpmd.device_get(found),
+        jax.jit(twice)(params, xs),
+    )
+    where = run.lower(params, xs).compile().input_shardings[0][0]
+    assert where["critic"].mesh_ids == {3} and where["policy"].mesh_ids == {0, 1}
+
+
 @pytest.mark.slow
 def test_lists_of_microbatches_pass_roles():
     params, frozen, xs = data(2)

@@ -114,6 +114,7 @@ class _Builder:
             tuple(map(frozenset, inputs)),
             tuple(map(frozenset, outputs)),
             self.nbytes,
+            tuple(p.placement for p in loops),
         )
 
     def _held(self, held: Iterable[tuple[compat.Var | compat.Literal, Iterable[int]]]) -> list[set[Value]]:

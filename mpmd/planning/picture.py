@@ -42,7 +42,7 @@ def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, co
     if not programs.loops:
         return None
     longest = max((p.loop.number for p in programs.loops), key=step.seconds_of)
-    whole = timeline_of(step.runs(longest), program.placement, "planned")
+    whole = timeline_of(step.runs(longest), program.placement_of(longest), "planned")
     microbatches = 1 + max(task.microbatch for order in whole.orders for task in order)
     schedules = [loop.loop.schedule for loop in programs.loops]
     schedule = next((s for s in schedules if s.placement == whole.placement), None)

@@ -102,12 +102,13 @@ def _covers(program: Program) -> bool:
     if not all(isinstance(tasks, LoopTasks) for tasks in program.tasks):
         return False
     numbers = [Numbers(tasks, "b") for tasks in program.tasks if isinstance(tasks, LoopTasks)]
-    placement = program.placement
+    placements = [program.placement_of(loop) for loop in range(len(numbers))]
     for group, instructions in enumerate(program.groups):
         for instruction in instructions:
             if type(instruction) is Run:
                 if type(instruction.loop) is not int or not 0 <= instruction.loop < len(numbers):
                     return False
+                placement = placements[instruction.loop]
                 for task in instruction.tasks:
                     if type(task) is not Task or not numbers[instruction.loop].add(task, 1):
                         return False
@@ -126,9 +127,15 @@ def _shape_faults(program: Program) -> tuple[list[str], bool]:
             faults.append(
                 f"{name} has {len(sets)} entries; expected one for each of {program.num_groups} groups, or none"
             )
-    for stage, group in enumerate(program.placement):
-        if group not in groups:
-            faults.append(f"stage {stage} is placed in group {group!r}; expected 0 to {program.num_groups - 1}")
+    if len(program.placements) not in (0, len(program.tasks)):
+        faults.append(
+            f"placements has {len(program.placements)} entries; expected one for each of {len(program.tasks)} loops,"
+            " or none"
+        )
+    for placement in dict.fromkeys((program.placement, *program.placements)):
+        for stage, group in enumerate(placement):
+            if group not in groups:
+                faults.append(f"stage {stage} is placed in group {group!r}; expected 0 to {program.num_groups - 1}")
     for group, instructions in enumerate(program.groups):
         for index, instruction in enumerate(instructions):
             values: tuple[object, ...]
@@ -176,10 +183,10 @@ def _task_faults(program: Program) -> list[str]:
         if not isinstance(loop, int) or not 0 <= loop < len(program.tasks):
             faults.append(f"task {runs[loop][0][1]} belongs to loop {loop!r}; the program has {len(program.tasks)}")
             continue
-        expected = frozenset(part for task in program.tasks[loop] for part in task.parts)
-        outside = sorted({task.stage for task in expected if not 0 <= task.stage < len(program.placement)})
+        expected, placement = frozenset(p for t in program.tasks[loop] for p in t.parts), program.placement_of(loop)
+        outside = sorted({task.stage for task in expected if not 0 <= task.stage < len(placement)})
         if outside:
-            faults.append(f"stages {outside}{where} have no place; placement names {len(program.placement)} stages")
+            faults.append(f"stages {outside}{where} have no place; placement names {len(placement)} stages")
             expected = frozenset(task for task in expected if task.stage not in outside)
-        faults += coverage_faults(runs[loop], program.placement, expected, where)
+        faults += coverage_faults(runs[loop], placement, expected, where)
     return faults

@@ -236,6 +236,7 @@ class Program:
         inputs: For each group, the values that are alive at the start. Empty means none.
         outputs: For each group, the values that must be alive at the end. Empty means none.
         nbytes: The size of each value by its name; a name that is missing counts as 0.
+        placements: For each loop, its own placement. Empty means that all loops have the one above.
 
     Examples:
         >>> from scheduler import GPipe, TaskGraph, lower
@@ -257,6 +258,7 @@ class Program:
     inputs: tuple[frozenset[Value], ...] = ()
     outputs: tuple[frozenset[Value], ...] = ()
     nbytes: Mapping[str, int] = field(default_factory=dict)
+    placements: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -265,6 +267,10 @@ class Program:
     @property
     def num_stages(self) -> int:
         return len(self.placement)
+
+    def placement_of(self, loop: int) -> tuple[int, ...]:
+        """For each stage of a loop, the group that runs it."""
+        return self.placements[loop] if self.placements else self.placement
 
     def inputs_of(self, group: int) -> frozenset[Value]:
         """The values alive in ``group`` at the start."""

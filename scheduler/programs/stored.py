@@ -15,6 +15,7 @@ def to_data(program: Program) -> dict[str, Any]:
         "inputs": [_values(sorted(values, key=str)) for values in program.inputs],
         "outputs": [_values(sorted(values, key=str)) for values in program.outputs],
         "nbytes": dict(program.nbytes),
+        "placements": list(map(list, program.placements)),
     }
 
 
@@ -31,6 +32,7 @@ def of_data(data: dict[str, Any]) -> Program:
         tuple(frozenset(_read_values(values)) for values in data["inputs"]),
         tuple(frozenset(_read_values(values)) for values in data["outputs"]),
         dict(data["nbytes"]),
+        tuple(map(tuple, data.get("placements", ()))),  # a file of an earlier version has none
     )
 
 

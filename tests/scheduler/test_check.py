@@ -287,6 +287,18 @@ def test_groups_that_wait_for_each_other_are_named_in_a_circle():
     )
 
 
+def test_each_loop_has_its_stages_in_its_own_groups():
+    runs = (Run(Task(0, "F", 0), loop=1),), (Run(Task(0, "F", 0), loop=0),)
+    program = Program(runs, (1,), (LoopTasks(1, 1, ("F",)),) * 2, placements=((1,), (0,)))
+    assert check(program).num_instructions == (1, 1)
+    assert faults(dataclasses.replace(program, placements=())) == (
+        "check: the program: 1 fault.\n  task 0F0 of loop 1 runs in group 0; stage 0 lives in group 1."
+    )
+    assert "placements has 1 entries; expected one for each of 2 loops, or none" in faults(
+        dataclasses.replace(program, placements=((0,),))
+    )
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_transfers_moved_past_each_other_deadlock_or_stay_right(data):
