@@ -107,6 +107,29 @@ def test_a_role_without_a_loop_runs_in_its_groups_and_leaves_its_result_there():
     )
 
 
+def scanned_layers(w, x):
+    return jax.lax.scan(lambda x, w: (mpmd.mark_layer_end(jnp.tanh(x @ w)), None), x, w)[0]
+
+
+@pytest.mark.parametrize("model", [layers, scanned_layers])
+@pytest.mark.parametrize("groups", [(0, 1), (1, 0)])
+def test_gradients_without_a_loop_are_where_the_layers_of_the_role_are(model, groups):
+    first, last = groups
+    params, x = list(np.ones((4, 64, 64), np.float32) / 64), np.ones((32, 64), np.float32)
+    params = np.stack(params) if model is scanned_layers else params
+    gradient = jax.grad(lambda params, x: jnp.mean(mpmd.role("policy")(model)(params, x) ** 2))
+    compiled = mpmd.jit(gradient, mpmd_mesh=mesh_of(2), roles={"policy": groups}).lower(params, x).compile()
+    held, rows = compiled.input_shardings[0]
+    if model is scanned_layers:
+        assert held.split == {first: ((0, 2),), last: ((2, 4),)}
+    else:
+        assert [one.mesh_ids for one in held] == [{first}, {first}, {last}, {last}]
+    assert rows.mesh_ids == {first}
+    found, expected = compiled(params, x), jax.jit(gradient)(params, x)
+    assert jax.tree.map(lambda x: x.mpmd_sharding, found) == held
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), mpmd.device_get(found), expected)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_gradients_meet_in_a_group_that_has_two_of_the_roles(schedule):
     """Those of `aside` are two terms, and one of them has met that of `other` before, in the encoder's stage."""

@@ -75,6 +75,13 @@ def end_task(x: jax.Array, group: Iterable[int]) -> jax.Array:
     return place_p.bind(x, groups=_groups(group), ends_task=True)
 
 
+def place_role(x: jax.Array, group: int) -> jax.Array:
+    """`place` for what a role gives, in its last group. It says nothing of what the role reads: that is where the
+    stage is that reads it (`mpmd/partition/stage_text.py`), except in a step with loops, which has no such stages.
+    """
+    return place_p.bind(x, groups=_groups(group), of_role=True)
+
+
 def _groups(group: Any) -> Groups:
     if isinstance(group, (int, np.integer)) and not isinstance(group, bool):
         return frozenset([int(group)])

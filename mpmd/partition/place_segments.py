@@ -76,7 +76,7 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
             before.append(item)
     for eqn in reversed(before):
         groups = set().union(*(wanted[v] for v in eqn.outvars))
-        if eqn.primitive is place_p:
+        if eqn.primitive is place_p and (step.loops or not eqn.params.get("of_role")):
             groups = set(eqn.params["groups"])
         elif runs_once(eqn) and groups:
             groups = {min(groups)}  # it runs once, and its result is sent

@@ -4,7 +4,7 @@ import dataclasses
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
-from mpmd.ops.cross_group import place
+from mpmd.ops.cross_group import place_role
 from mpmd.ops.role import RoleTable
 from mpmd.ops.stage_end import RoleEnd, mark_name, mark_p
 from mpmd.ops.treduce import treduce_p
@@ -39,7 +39,8 @@ def with_roles(trace: Trace, table: RoleTable) -> Trace:
     eqns = []
     for eqn in map(told, trace.jaxpr.eqns):
         if eqn.primitive is mark_p and eqn.params["role"] is not None and eqn.params["kind"] == "forward":
-            found = trace_equations(lambda *xs, end=eqn.params["role"]: place(xs, end.groups[-1]), *eqn.invars)
+            last = eqn.params["role"].groups[-1]
+            found = trace_equations(lambda *xs, last=last: [place_role(x, last) for x in xs], *eqn.invars)
             eqns += found.eqns
             eqn = eqn.replace(invars=found.outs)
         eqns.append(eqn)
