@@ -39,7 +39,7 @@ def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[st
     yield from _repeats(loop)
     if (undivided := undivided_backward(loop)) is not None:
         yield f"warning: {undivided}"
-    yield from _sums_over_groups(loop, roles)
+    yield from dict.fromkeys(_sums_over_groups(loop, roles))  # rows of one stacked array have a sum each
 
 
 # --- balance --------------------------------------------------------------------------------------
