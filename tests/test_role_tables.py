@@ -25,7 +25,7 @@ def seeds(quick, slow, last):
     ]
 
 
-@pytest.mark.parametrize("seed", seeds(2, 8, 120))
+@pytest.mark.parametrize("seed", seeds(1, 8, 120))
 def test_any_graph_of_roles_computes_what_jit_computes(seed):
     RoleGraph(seed, 3).check(mesh_of(3))
 
@@ -261,7 +261,7 @@ def test_a_schedule_over_a_chain_is_1f1b_or_gpipe():
             assert scheduler.GraphSchedule(chain, range(p), "gpipe").orders(m) == scheduler.GPipe(p).orders(m)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_orders_over_random_graphs_run_and_hold_no_more_than_the_longest_way(seed):
     """Of any graph and placement; groups may be without a stage. Proved by `check`, too, and adaptive ones alike."""
     rng = np.random.default_rng(seed)

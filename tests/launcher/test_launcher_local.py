@@ -385,6 +385,7 @@ time.sleep(1); print("my table", file=sys.stderr); os._exit(75)
     assert (summary[0], summary[2:]) == ("jax-mpmd: rank 1: exit status 3", ["  | boom"])
 
 
+@pytest.mark.slow
 def test_when_all_are_victims_the_watchdogs_verdict_counts():
     program = """
 if rank == 1:

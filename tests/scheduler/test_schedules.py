@@ -49,7 +49,7 @@ def spans(timeline):
     return timeline.makespan, timeline.peak_activations
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(groups, microbatches, chunks)
 def test_every_schedule_is_complete_and_runs_or_says_which_numbers_work(p, m, v):
     for schedule in on_groups(p, v).values():
