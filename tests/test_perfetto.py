@@ -83,7 +83,7 @@ def check(text, path):
         for e in given:
             where = f"{e['pid']}|" + (f"{e['tid']}|" if kind == "thread_name" else "")
             assert found[where + e["args"]["name"]]
-    return len(meant), len(moves)
+    return meant.total(), moves.total()
 
 
 def test_a_simulated_timeline(tmp_path):
