@@ -136,12 +136,19 @@ def chain(num_stages: int) -> Reads:
     return tuple((stage - 1,) if stage else () for stage in range(num_stages))
 
 
-def graph_needs(reads: Reads) -> Callable[[Task], list[Task]]:
-    """What each task waits for, where stages read these others: B or I of a reader, whichever there is."""
+def readers_of(reads: Reads) -> list[list[int]]:
+    """For each stage, the later ones that read it."""
     readers: list[list[int]] = [[] for _ in reads]
     for stage, own in enumerate(reads):
         for one in own:
             readers[one].append(stage)
+    return readers
+
+
+def graph_needs(reads: Reads | None, num_stages: int) -> Callable[[Task], list[Task]]:
+    """What each task waits for, in a chain (None) or where stages read these others: B or I of each reader."""
+    reads = chain(num_stages) if reads is None else reads
+    readers = readers_of(reads)
 
     def needs(task: Task) -> list[Task]:
         stage, kind, microbatch = task
@@ -260,7 +267,7 @@ def order_faults(
     faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}
     if len(present) == len(runs):
-        waits_for = graph_needs(chain(len(placement)) if reads is None else reads)
+        waits_for = graph_needs(reads, len(placement))
         needs = {task: [need for need in waits_for(task) if need in present] for task in present}
         position = _positions(orders, needs)
         if blocked(position, orders):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.ordering import chain
+from scheduler.ordering import chain, readers_of
 from scheduler.task import Reads, Task
 
 
@@ -110,9 +110,9 @@ class TaskGraph:
             reads: For each stage, the earlier stages whose activations it reads.
         """
         edges = []
-        for s, own in enumerate(reads):
-            if readers := tuple((t, "F") for t, read in enumerate(reads) if s in read):
-                edges.append(Edge(f"a{s}", (s, "F"), readers, activation_bytes))
+        for s, (own, readers) in enumerate(zip(reads, readers_of(reads), strict=True)):
+            if readers:
+                edges.append(Edge(f"a{s}", (s, "F"), tuple((t, "F") for t in readers), activation_bytes))
             if forward_only:
                 continue
             edges.append(Edge(f"r{s}", (s, "F"), ((s, "I"), (s, "W")), activation_bytes))

@@ -9,7 +9,7 @@ from collections import deque
 from itertools import accumulate
 from typing import NamedTuple
 
-from scheduler.ordering import chain, graph_needs
+from scheduler.ordering import graph_needs
 from scheduler.schedules.list_scheduling import Problem, Ranking, list_schedule
 from scheduler.task import Kind, Orders, Task
 
@@ -116,7 +116,7 @@ def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: i
     # The slots in which the first microbatch is back in group 0, and in which the last one starts there.
     back, closed = block.input_grad_down[0], block.forward_down[0] + PERIOD * (num_microbatches - 1)
     done: dict[Task, int] = {}
-    waits_for = graph_needs(chain(2 * len(slots)))
+    waits_for = graph_needs(None, 2 * len(slots))
     for slot, group, task in sorted(
         (slot, group, task) for group, row in enumerate(slots) for slot, task in row.items()
     ):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from scheduler.ordering import graph_needs, longest_paths
+from scheduler.ordering import graph_needs, longest_paths, readers_of
 from scheduler.schedules.adaptive import Adaptive
 from scheduler.task import Kind, Orders, Reads, Schedule, Task, check_count
 from scheduler.timing.costs import Costs
@@ -101,7 +101,7 @@ class _GraphOrders:
         self.ticks = _ticks(schedule.costs or Costs(), schedule.num_stages)
         self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}
         self.ends: dict[Task, int] = {}
-        self.needs = graph_needs(schedule.reads)
+        self.needs = graph_needs(schedule.reads, schedule.num_stages)
         self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]
         for stage, group in enumerate(schedule.placement):
             self.stages[group].append(stage)
@@ -131,12 +131,11 @@ class _GraphOrders:
 
     def _groups_that_wait(self) -> list[set[int]]:
         """For each stage, the groups that may wait for one of its tasks, its own among them."""
-        found = [{group} for group in self.schedule.placement]
-        for stage, own in enumerate(self.schedule.reads):
-            for one in own:
-                found[one].add(self.schedule.placement[stage])
-                found[stage].add(self.schedule.placement[one])
-        return found
+        place, reads = self.schedule.placement, self.schedule.reads
+        pairs = zip(reads, readers_of(reads), strict=True)
+        return [
+            {place[stage], *(place[one] for one in (*before, *after))} for stage, (before, after) in enumerate(pairs)
+        ]
 
     def _ready(self, group: int, now: int) -> Task | None:
         """What a free group runs, if anything is ready; of equals, the last stage."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import chain, find_cycle, graph_needs, paired
+from scheduler.ordering import chain, find_cycle, graph_needs, paired, readers_of
 from scheduler.task import Kind, Orders, Reads, Task
 
 Times = tuple[array, ...]
@@ -37,10 +37,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         self.happened = array("d", [-1.0]) * (2 * self.size)
-        self._readers: list[list[int]] = [[] for _ in self.placement]
-        for stage, own in enumerate(self.reads or chain(len(self.placement))):
-            for one in own:
-                self._readers[one].append(stage)
+        self._readers = readers_of(self.reads or chain(len(self.placement)))
 
     @property
     def size(self) -> int:
@@ -180,7 +177,7 @@ def _stuck(
     present = {task for order in orders for task in order}
     units = [list(paired(order, second)) for order in orders]
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
-    waits_for = graph_needs(chain(num_stages) if reads is None else reads)
+    waits_for = graph_needs(reads, num_stages)
     needs = {
         name[unit[0]]: [name[need] for task in unit for need in waits_for(task) if need in present and need not in unit]
         for row in units

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 
-from scheduler.ordering import chain, graph_needs
+from scheduler.ordering import graph_needs
 from scheduler.task import Kind, Orders, Pairs, Reads, Task
 from scheduler.timing.colours import HATCHES, colour, pattern_definitions
 from scheduler.timing.costs import Costs
@@ -121,7 +121,7 @@ def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
         costs.transfers_between(timeline.placement) if timeline.reads is None else costs.transfers(num_stages)
         for costs in every
     ]
-    waits_for = graph_needs(chain(num_stages) if timeline.reads is None else timeline.reads)
+    waits_for = graph_needs(timeline.reads, num_stages)
     second = {then: first for first, then in timeline.fused}
     first_of = dict(timeline.fused)
 
