@@ -122,11 +122,12 @@ def _even_in_roles(trace: Trace, scans: Sequence[compat.JaxprEqn], num_groups: i
     lengths: list[tuple[int, ...]] = []
     own: list[int] = []
     for eqn in trace.jaxpr.eqns:
+        end = eqn.params["role"] if eqn.primitive is mark_p and eqn.params["kind"] == "forward" else None
         if any(eqn is scan for scan in scans):
             own.append(eqn.params["length"])
-        elif eqn.primitive is mark_p and (end := eqn.params["role"]) is not None and end.groups is not None:
-            lengths += _even(own, len(end.groups)) if eqn.params["kind"] == "forward" else ()
-            own = own if eqn.params["kind"] != "forward" else []
+        elif end is not None and end.groups is not None:
+            lengths += _even(own, len(end.groups))
+            own = []
     return [*lengths, *_even(own, num_groups)]
 
 
