@@ -5,11 +5,12 @@
     python benchmarks/resilience.py --only kill --spares 1
     python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
     python benchmarks/resilience.py --only pace --task-ms 2       # and what one measured step in four costs it
+    python benchmarks/resilience.py --only audit                  # and what an audit costs the step that it is in
 
 Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
 two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
 job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
-`ledger` and `pace` compare the plain loop with and without that in the same way.
+`ledger`, `pace` and `audit` compare the plain loop with and without that in the same way.
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
 attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
@@ -36,7 +37,7 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("cost", "kill", "ledger", "pace"), help="measure only this")
+    parser.add_argument("--only", choices=("cost", "kill", "ledger", "pace", "audit"), help="measure only this")
     parser.add_argument("--spares", type=int, default=0, help="for `kill` (default: %(default)s: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
@@ -97,7 +98,7 @@ def cost(args) -> None:
             x = mpmd.mark_stage_end(stage(w, x))
         return (stage(ws[-1], x) ** 2).mean()
 
-    @mpmd.jit(mpmd_mesh=mesh, donate_argnums=0)
+    @mpmd.jit(mpmd_mesh=mesh, donate_argnums=0, audit_every=int(args.only == "audit"))
     def step(state, xs):
         schedule = scheduler.OneFOneB(NUM_GROUPS)
         value, grads = mpmd.treduce(lambda x: jax.value_and_grad(loss)(state["w"], x), xs, schedule=schedule)
@@ -107,8 +108,10 @@ def cost(args) -> None:
     xs = np.ones((2 * NUM_GROUPS, 1, width), np.float32)
     zeros = [np.zeros((width, width), np.float32)] * NUM_GROUPS
     state, _ = step({"w": zeros, "m": list(zeros)}, xs)
+    for _ in range(50 if args.only == "audit" else 0):  # each program is audited for the first time
+        state, _ = step(state, xs)
     executor = step.lower(state, xs).compile()._executor
-    accounts, other = executor._accounts, args.only if args.only in ("ledger", "pace") else "resilient"
+    accounts, other = executor._accounts, args.only if args.only in ("ledger", "pace", "audit") else "resilient"
     times: dict[str, list[float]] = {"plain": [], other: []}
     processor = {"plain": 0.0, other: 0.0}
 
@@ -124,6 +127,8 @@ def cost(args) -> None:
         before = time.process_time()
         executor._accounts = accounts if way == other != "resilient" else None
         job.activity.has_pace = way == "pace"
+        if other == "audit":
+            executor._every = 1 if way == other else sys.maxsize
         if way != "resilient":
             for i in range(args.steps):
                 state = body(i, state)

@@ -427,6 +427,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="resume from the last checkpoint in --checkpoint-dir, if there is one"
     )
+    parser.add_argument(
+        "--audit-every", type=int, default=0, metavar="N", help="look for devices that compute wrong in each N-th step"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (.svg or .png; needs matplotlib)")
     parser.add_argument("--check-against-jit", action="store_true", help="run plain jax.jit beside it and compare")
     args = parser.parse_args(argv)
@@ -512,7 +515,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     say("compiling ...")
     started = time.perf_counter()
-    step = mpmd.jit(train_step, mpmd_mesh=mesh, donate_argnums=0).lower(abstract_state, abstract_tokens).compile()
+    step = mpmd.jit(train_step, mpmd_mesh=mesh, donate_argnums=0, audit_every=args.audit_every)
+    step = step.lower(abstract_state, abstract_tokens).compile()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     first_step, layout = last_step or 0, step.input_shardings[0][0]
     if checkpoints is not None and last_step is not None:

@@ -7,7 +7,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
-from mpmd.errors import HangError, ReshardError, ScheduleError, StageError
+from mpmd.errors import CorruptionError, HangError, ReshardError, ScheduleError, StageError
 from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.ops.foreign import from_exported, from_stablehlo
@@ -27,6 +27,7 @@ __all__ = [
     "Add",
     "Compiled",
     "Concat",
+    "CorruptionError",
     "HangError",
     "Lowered",
     "Max",

@@ -21,6 +21,7 @@ from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.ops.role import RoleTable, checked_table
+from mpmd.run.audits import check_audits
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
@@ -59,6 +60,7 @@ class _Options(TypedDict, total=False):
     static_argnames: str | Sequence[str]
     compiler_options: Mapping[Any, Any] | None
     roles: Mapping[str, int | Sequence[int]] | None
+    audit_every: int
 
 
 @overload
@@ -82,6 +84,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     compiler_options: Mapping[Any, Any] | None = None,
     roles: Mapping[str, int | Sequence[int]] | None = None,
+    audit_every: int = 0,
 ) -> Any:
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
@@ -99,6 +102,8 @@ def jit(
       compiler_options: for XLA, as in `jax.jit`. Of a stage's tasks alone: `{2: {"xla_…": True}}`, beside those of all.
       roles: the group, or groups, of each name that `mpmd.role` gives a part of the step. Names that the step does not
         use may be among them.
+      audit_every: in one call of so many, other groups run one program of the step again, and all bits are compared, to
+        find devices that compute wrong (docs/resilience.md). 0: in none.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -106,6 +111,7 @@ def jit(
 
     Raises:
       StageError: at the first call (or at `.trace`, `.lower`) if the step cannot be cut; it says where and why.
+      CorruptionError: at a later call than the audited one: a device computes other bits than others do.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd, scheduler
@@ -122,7 +128,7 @@ def jit(
             jit, mpmd_mesh=mpmd_mesh, in_shardings=in_shardings, out_shardings=out_shardings,
             donate_argnums=donate_argnums, donate_argnames=donate_argnames,
             static_argnums=static_argnums, static_argnames=static_argnames, compiler_options=compiler_options,
-            roles=roles,
+            roles=roles, audit_every=audit_every,
         )  # fmt: skip
     if not isinstance(mpmd_mesh, MpmdMesh):
         raise TypeError(f"mpmd.jit: mpmd_mesh is a {type(mpmd_mesh).__name__}. Pass an mpmd.MpmdMesh.")
@@ -132,7 +138,8 @@ def jit(
     static = named_positions(fun, static_argnums, static_argnames, "static")
     check_options(compiler_options, "mpmd.jit")
     table = checked_table(roles, mpmd_mesh.num_groups)
-    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options, table)
+    check_audits(audit_every, mpmd_mesh)
+    return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options, table, audit_every)
 
 
 class Jitted:
@@ -148,6 +155,7 @@ class Jitted:
         static: tuple[frozenset[int], frozenset[str]],
         compiler_options: Mapping[Any, Any] | None,
         roles: RoleTable,
+        audit_every: int,
     ):
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -158,6 +166,7 @@ class Jitted:
         self._donated = donated
         self._static = static
         self._roles = roles
+        self._audit_every = audit_every
         self._cache: _Made[Compiled] = _Made()
         self._traced: _Made[Traced] = _Made()
         self._wished: dict[Any, list[Any]] = {}
@@ -332,6 +341,7 @@ class Jitted:
         donated = donated_leaves(call, *self._donated)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
         traced = Traced(trace, name, self._mesh, tuple(hints), self._out_shardings, donated, self._options)
+        traced = dataclasses.replace(traced, _audit_every=self._audit_every)
         self._traced[read].append(traced)
         return traced
 

@@ -19,4 +19,8 @@ class RankLostError(HangError):
     """A process was lost, and a spare takes its place: `mpmd.resilient` goes on from the last state that is kept."""
 
 
-__all__ = ["HangError", "ReshardError", "ScheduleError", "StageError"]
+class CorruptionError(RuntimeError):
+    """A device computed other bits than others do from the same values: it, its memory or a link is faulty."""
+
+
+__all__ = ["CorruptionError", "HangError", "ReshardError", "ScheduleError", "StageError"]

@@ -46,6 +46,7 @@ from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
 from mpmd.report.task_costs import costs_of, ordered_by_costs
 from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
+from mpmd.run.audits import AuditedExecutor
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
@@ -94,6 +95,7 @@ class Traced:
     _donated: frozenset[int]
     _options: Mapping[Any, Any]
     _shapes: "Shapes | None" = None
+    _audit_every: int = 0
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -173,7 +175,9 @@ class Traced:
             outline = outlined()
         if _recomputes_too_much_ahead(outline, mesh, ins, donated):
             outline = outlined(ahead=False)
-        return Lowered(outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes)
+        return Lowered(
+            outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes, self._audit_every
+        )
 
     def __str__(self):
         return str(self._trace)
@@ -220,6 +224,7 @@ class Lowered:
     _donated: frozenset[int]
     _options: Mapping[Any, Any]
     _shapes: "Shapes | None" = None
+    _audit_every: int = 0
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -333,7 +338,7 @@ class Lowered:
                         warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                    made = (kind or Compiled)(programs, program, self._donated, self._split)
+                    made = (kind or Compiled)(programs, program, self._donated, self._split, self._audit_every)
                     made._costs_of_lists = self._costs_of_lists
                     return made
             finally:
@@ -354,7 +359,15 @@ class Compiled:
       timing: set it to True to have calls measured for `.last_timeline()`. Each call then waits for its result.
     """
 
-    def __init__(self, programs: StepPrograms, program: Program, donated: frozenset[int], split: SplitStep):
+    def __init__(
+        self,
+        programs: StepPrograms,
+        program: Program,
+        donated: frozenset[int],
+        split: SplitStep,
+        audit_every: int = 0,
+    ):
+        self._audit_every = audit_every
         self._programs = programs
         self._program = program
         self._donated = usable(programs, donated)
@@ -369,8 +382,12 @@ class Compiled:
         self._results = Results(programs, split)
 
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> Executor | None:
-        kind = AdaptiveExecutor if any(map(is_adaptive, programs.loops)) else Executor
-        return kind(programs, program, split.whole)
+        is_free = any(map(is_adaptive, programs.loops))
+        if self._audit_every and is_free:
+            raise ValueError("mpmd.jit: audit_every is not there yet for loops whose schedule is mpmd.Adaptive.")
+        if self._audit_every:
+            return AuditedExecutor(programs, program, split.whole, self._audit_every)
+        return (AdaptiveExecutor if is_free else Executor)(programs, program, split.whole)
 
     def _wait(self) -> None:
         """Waits for all programs that will be called."""

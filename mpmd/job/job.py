@@ -213,6 +213,11 @@ class Job:
             self._is_going_on = self.activity.has_pace = False
             self.activity.pace = None
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether a spare can take the place of this process, and the others go on."""
+        return self._is_going_on and self._register.num_spares > len(self._taken) and not compat.has_cross_host_put()
+
     def _make_way(self, board: Board, what: str, is_slow: bool) -> bool:
         """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one.
 

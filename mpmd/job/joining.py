@@ -14,7 +14,7 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError
-from mpmd.job import reaching, spares
+from mpmd.job import audits, reaching, spares
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree
 from mpmd.observe import ledger, pace
@@ -105,13 +105,15 @@ def current() -> Job | None:
 
 
 def settle() -> None:
-    """Returns when all that the processes have called has been compared; of a single process, at once.
+    """Returns when all that the processes have called has been compared, and all that was audited.
 
     Raises:
+      CorruptionError: a device of this process computes other bits than others do.
       ScheduleError: some called something else, or with other values, so that what they hold is not to be trusted.
     """
     if (job := current()) is not None:
         job.calls.settle()
+    audits.settle()
 
 
 def check() -> None:

@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
+from mpmd.job import audits
 from mpmd.resilience import layout
 from mpmd.resilience.keeper import Version
 from mpmd.resilience.keepers import Address, Connection
@@ -62,6 +63,7 @@ class Copies:
     ):
         self._ranks, self._keepers, self._about, self._speaks = ranks, keepers, about, speaks
         self.whole = self._step = -1 if last is None else last
+        self._num_found = audits.num_found()
         self._names: list[str] = []
         self._signature: Any = None
         self._layout: StateLayout | None = None
@@ -132,6 +134,7 @@ class Copies:
             self._wait_for_others(self._step)
         if self._has_ended or self._is_closing:
             return
+        audits.settle(known=self._num_found)  # what a faulty device has computed must not count
         about = dict(self._about, step=step)
         below = (self._about["call"], self.whole)
         data, header = None, ""

@@ -13,7 +13,7 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError, RankLostError
-from mpmd.job import joining
+from mpmd.job import audits, joining
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.observe import ledger, rank_files
@@ -81,6 +81,7 @@ def resilient(
             for i in range(start, num_steps):
                 begin_step(i)
                 state = _next(body(i, state), structure, i)
+            audits.settle()
             return state
     numbers = num_steps, copies, every, start
     if job is None:
@@ -136,6 +137,7 @@ def _attempt(
                 sys.exit(STATUS)
         if keeping is not None:
             keeping.finish()
+        audits.settle()
     return state
 
 

@@ -39,6 +39,17 @@ class Crossing(NamedTuple):
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostCall:
+    """A function of the host that stands for an `Executable`."""
+
+    name: str
+    call: Any
+
+    def start(self) -> None:
+        """There is nothing to load."""
+
+
 @dataclasses.dataclass
 class BoundInstruction:
     """One instruction of this process.
@@ -104,7 +115,7 @@ class Bindings:
     def finish(self) -> None:
         """Waits for all programs."""
         for b in self.instructions:
-            if isinstance(b.act, Executable):
+            if isinstance(b.act, Executable | HostCall):
                 b.act = b.act.call
 
     @property
@@ -126,6 +137,36 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     """
     slots, limits = Slots(programs.mesh, job), None if job is None else Limits(job, programs, program)
     return _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()), _merged(programs, program))
+
+
+def audited_bindings(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
+    """Binds the program of one call that is audited (`mpmd.run.audits`). All programs are there already."""
+    slots, limits = Slots(programs.mesh, job), None if job is None else Limits.none(job, programs, program)
+    found = _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()), _merged(programs, program))
+    found.finish()
+    return found
+
+
+def values_of_instruction(
+    programs: StepPrograms, job: Job | None, group: int, instruction: Run | Call
+) -> tuple[list[Value | np.generic], list[Value], list[Value]]:
+    """What an instruction that calls one executable takes, in its order, what it gives, and what it takes over.
+
+    What it takes are values, and numbers that are constants of the program.
+    """
+    slots = Slots(programs.mesh, job)
+    calls = _Calls(programs, slots, frozenset())
+    bound = calls.call(group, instruction) if isinstance(instruction, Call) else calls.run(group, instruction)[0]
+    reads, writes, donates = (slots.values(of) for of in (bound.reads, bound.writes, bound.donates))
+    return reads, writes, donates
+
+
+def variables_of(programs: StepPrograms) -> dict[tuple[str, bool], compat.Var]:
+    """The variables that values stand for, by their names and whether each microbatch has its own."""
+    found = {(name, False): v for v, name in programs.outline.names.items()}
+    for loop in programs.loops:
+        found.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
+    return found
 
 
 def _merged(programs: StepPrograms, program: Program) -> Sequence[GroupInstruction]:
@@ -241,6 +282,11 @@ class Slots:
 
     def of(self, group: int, value: Hashable) -> int:
         return self._numbers.setdefault((group, value), len(self._numbers))
+
+    def values(self, numbers: Iterable[int]) -> list[Any]:
+        """What stands in slots: values, and constants themselves."""
+        known = {slot: value for (_, value), slot in self._numbers.items()}
+        return [self._constants[slot][0] if slot in self._constants else known[slot] for slot in numbers]
 
     def has(self, group: int, value: Hashable) -> bool:
         """Whether an instruction reads or writes a value."""
@@ -395,9 +441,7 @@ class _Transfers:
         self.bytes_moved = 0
         self._programs, self._program = programs, program
         self._job, self._slots, self._limits = job, slots, limits
-        self._vars = {(name, False): v for v, name in programs.outline.names.items()}  # whether it is in a loop
-        for loop in programs.loops:
-            self._vars.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
+        self._vars = variables_of(programs)
         self._ways: dict[tuple[str, int, int], _Way] = {}
         self._routes: dict[tuple[int, int, Value], tuple[ValueRoute, Flow | None]] = {}
 

@@ -145,6 +145,13 @@ class Limits:
         self._flows: dict[tuple[int, int], Flow] = {}
         self._tasks: dict[int, Tasks] = {}
 
+    @classmethod
+    def none(cls, job: Job, programs: StepPrograms, program: Program) -> "Limits":
+        """Of a program that runs now and then between others, which are limited."""
+        found = cls(job, programs, program)
+        found._is_one_way, found._in_one_way = False, set()
+        return found
+
     def flow(self, source: int, target: int, value: Value) -> Flow | None:
         """What holds up a transfer; None where the schedule does."""
         senders, receivers = self._mesh.processes[source], self._mesh.processes[target]

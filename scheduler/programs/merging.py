@@ -28,12 +28,22 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
     wanted = set(range(program.num_groups) if groups is None else groups)
+    return tuple(_merged(program, wanted).steps)
+
+
+def merged_with_times(program: Program) -> list[tuple[int, int, int, Instruction]]:
+    """The order of :func:`merge` for all groups: for each instruction its start, its end, its group and itself."""
+    walk = _merged(program, range(program.num_groups))
+    return [(start, end, *step) for (start, end), step in zip(walk.times, walk.steps, strict=True)]
+
+
+def _merged(program: Program, wanted: Collection[int]) -> "_Merge":
     walk = _Merge(program, wanted)
     with without_collection():
         walk.run()
     if blocked(walk.position, program.groups):
         raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-    return tuple(walk.steps)
+    return walk
 
 
 def positions(program: Program) -> list[int]:
@@ -52,6 +62,7 @@ class _Merge:
     Attributes:
         wanted: The groups whose instructions are kept.
         steps: Those that have happened, each with its group.
+        times: The start and the end of each of them.
         position: For each group, its next instruction.
         issued: When the group started its last instruction.
         free_at: When the group's devices are done with it.
@@ -65,6 +76,7 @@ class _Merge:
         self.groups = program.groups
         self.wanted = wanted
         self.steps: list[GroupInstruction] = []
+        self.times: list[tuple[int, int]] = []
         self.position = [0] * program.num_groups
         self.issued = [0] * program.num_groups
         self.free_at = [0] * program.num_groups
@@ -92,6 +104,7 @@ class _Merge:
         while at < len(instructions) and type(instructions[at]) is Free:
             if group in self.wanted:
                 self.steps.append((group, instructions[at]))
+                self.times.append((self.free_at[group], self.free_at[group]))
             at += 1
         self.position[group] = at
         if at == len(instructions):
@@ -123,6 +136,7 @@ class _Merge:
     def _happen(self, group: int, time: int, duration: int = 0) -> None:
         if group in self.wanted:
             self.steps.append((group, self.groups[group][self.position[group]]))
+            self.times.append((time, time + duration))
         self.position[group] += 1
         self.issued[group] = time
         if time + duration > self.free_at[group]:

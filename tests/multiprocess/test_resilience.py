@@ -37,7 +37,7 @@ def environment(tmp_path_factory):
     return {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAM.parent}",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", PROGRAM.parent))),
     }
 
 
@@ -271,6 +271,23 @@ def test_a_spare_takes_the_place_of_a_process_that_becomes_slow_and_no_finished_
     last = int(re.fullmatch(r"goes on after step (\d+), from memory", went_on)[1])  # pyright: ignore[reportOptionalSubscript]
     done = [int(step) for step in job.matches(r"^\[\d\] step (\d+) ")]
     assert last >= 28 and [done.count(step) for step in (last, last + 1)] == [3, 3], job.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spares", [1, 0])
+def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, unbroken, spares):
+    """The ninth call audits a program of rank 2, whose device begins to compute wrong in that call."""
+    faults = [{"attempt": 0, "rank": 2, "step": 8, "what": "flip"}]
+    options = f"-n 4 --cpu-devices 1 --restarts 1 --spares {spares}".split()
+    job = run({**environment, "TEST_AUDIT_EVERY": "1"}, *options, faults=faults, num_steps=12)
+    text = r"group 2 \(rank 2: \S+\) gets other bits than group \d and group \d for \S+ in call 9 of step"
+    assert re.search(text + ("; it is killed, to be replaced" if spares else ""), job.err), job.err
+    assert ("starts over" in job.err) == (not spares)
+    *_, went_on = said(job)
+    assert re.fullmatch("goes on after step [67], from memory", went_on)
+    last = dict(re.findall(r"^\[\d\] step (\d+) (.*)$", job.out, re.MULTILINE))
+    losses, state = unbroken("1f1b", 4, num_steps=12)
+    assert ({int(step): text for step, text in last.items()}, end(job)) == (losses, state)
 
 
 @pytest.mark.parametrize("case, step", one_of(("pairs", -1), ("explicit", 2)))

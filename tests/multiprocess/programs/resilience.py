@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 
+import flips
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,7 @@ from mpmd.resilience.keeper import TOKEN
 PAUSE_S = [0.005]  # of a device, in each task of a stage, where some process is to become slow
 NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
+WRONG = [False]
 
 
 def batch_at(i: int):
@@ -106,6 +108,8 @@ def begin(fault: dict) -> None:
             os.kill(struct.unpack("iII", peer)[0], signal.SIGKILL)
         case "raise":
             raise RuntimeError("as was asked for")
+        case "flip":  # from here on, its device computes wrong
+            WRONG[0] = True
         case "slow":  # from here on
             PAUSE_S[0] *= fault["times"]
         case "wait":  # for a test that does something to this process
@@ -118,6 +122,9 @@ def main() -> None:
     faults = [json.loads(text) for text in sys.argv[3:]]
     mpmd.initialize()
     mark = mpmd.mark_stage_end
+    faulty = flips.flipping(jax.local_devices()[0], lambda name: WRONG[0])
+    if any(f["what"] == "flip" for f in faults):
+        faulty.__enter__()
     if any(f["what"] == "slow" for f in faults):
         mark = lambda x: mpmd.mark_stage_end(paused(x))  # noqa: E731
     faults = [f for f in faults if (f["attempt"], f["rank"]) == (ATTEMPT, NUMBER)]
@@ -129,7 +136,10 @@ def main() -> None:
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
-    step = mpmd.jit(training.make_step(case, mark, reduce), mpmd_mesh=mesh, donate_argnums=0)
+    audit_every = int(os.environ.get("TEST_AUDIT_EVERY", "0"))
+    step = mpmd.jit(
+        training.make_step(case, mark, reduce), mpmd_mesh=mesh, donate_argnums=0, audit_every=audit_every
+    )  # fmt: skip
     make = functools.partial(training.init, num_stages=case.schedule.num_stages)
     layout = step.lower(jax.eval_shape(make, jax.random.key(0)), batch_at(0)).compile().input_shardings[0][0]
     rows = mpmd.MpmdSharding(mesh, range(mesh.num_groups), split={g: ((g, g + 1),) for g in range(mesh.num_groups)})

@@ -1,0 +1,208 @@
+"""What groups computed from the same values, compared bit by bit: which of them has a faulty device.
+
+A step puts down what the devices of this process will find: digests. A thread waits for them, tells the other
+processes, hears of theirs, and finds the odd one out.
+"""
+
+import collections
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from mpmd.errors import CorruptionError, HangError
+from mpmd.job.job import Job
+
+_POLL_S = 0.01
+_KEPT = 64  # audits that stay readable for slower processes
+MEMORY = "memory"  # where a group's own arguments have changed while they lay there
+
+# Of a group: per device of it (its number in the group), what it found, as text.
+Sign = Mapping[int, str]
+
+
+class Finding(NamedTuple):
+    """Which group differs from the others.
+
+    Attributes:
+      groups: the one that is faulty; of two that differ, both.
+      devices: their devices that differ, as numbers in the group.
+      at_rest: what has changed is what lay in the memory of the group.
+    """
+
+    groups: tuple[int, ...]
+    devices: tuple[int, ...]
+    at_rest: bool = False
+
+
+class Audit(NamedTuple):
+    """One instruction that several groups have run.
+
+    Attributes:
+      key: unlike that of any other audit of the job.
+      what: for people: the instruction, the step and the call.
+      owners: per group, that of the step first, the process of each of its devices.
+      names: per group, the name of each of its devices.
+      found: of groups of this process: waits for and returns what its own devices found.
+      job: None where all groups are this process's.
+    """
+
+    key: str
+    what: str
+    owners: Mapping[int, Sequence[int]]
+    names: Mapping[int, Sequence[str]]
+    found: Mapping[int, Callable[[], Sign]]
+    job: Job | None
+
+
+class _Comparisons:
+    """Compares audits in a thread beside the steps."""
+
+    def __init__(self):
+        self._due: queue.SimpleQueue[Audit] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_left = 0
+        self.errors: list[Exception] = []
+        self._num_raised = 0
+        self._published: collections.deque[str] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def add(self, audit: Audit) -> None:
+        with self._changed:
+            self._num_left += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpmd-audits", daemon=True)
+                self._thread.start()
+        self._due.put(audit)
+
+    def wait(self, but: int, known: int | None) -> None:
+        with self._changed:
+            seen = self._num_raised if known is None else known
+            self._changed.wait_for(lambda: self._num_left <= but or len(self.errors) > seen)
+            if len(self.errors) > seen:
+                self._num_raised = len(self.errors)
+                raise self.errors[-1]
+
+    def _run(self) -> None:
+        while True:
+            audit, error = self._due.get(), None
+            try:
+                self._compare(audit)
+            except (jax.errors.JaxRuntimeError, HangError):
+                pass  # the step has failed, or a rank was lost: whoever goes on with it hears of that
+            except Exception as e:
+                error = e
+            with self._changed:
+                self.errors += [] if error is None else [error]
+                self._num_left -= 1
+                self._changed.notify_all()
+
+    def _compare(self, audit: Audit) -> None:
+        job = audit.job
+        signs = {group: dict(found()) for group, found in audit.found.items()}
+        finding = odd_one_out(signs if job is None else self._heard(audit, job, signs))
+        rank = 0 if job is None else job.rank
+        if finding is None or not any(rank in audit.owners[group] for group in finding.groups):
+            return
+        text = _text(audit, finding)
+        if job is not None and len(finding.groups) == 1 and job.may_be_replaced:
+            print(f"jax-mpmd: rank {rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise CorruptionError(
+            f"mpmd: {text}.\n  What was computed from this call on is not to be trusted: go on from a state before it,"
+            " as mpmd.resilient does, and without that device if it happens again."
+        )
+
+    def _heard(self, audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
+        """What all groups found, in the order of the groups; waits for other processes."""
+        folder = f"mpmd/audits/{audit.key}/"
+        job.store.key_value_set(f"{folder}{job.rank}", json.dumps(own), allow_overwrite=True)
+        self._published.append(f"{folder}{job.rank}")
+        while len(self._published) > _KEPT:
+            job.store.key_value_delete(self._published.popleft())
+        wanted = {rank for owners in audit.owners.values() for rank in owners}
+        while True:
+            said = {int(key.rsplit("/", 1)[1]): text for key, text in job.store.key_value_dir_get(folder)}
+            if wanted <= said.keys():
+                break
+            job.check()
+            time.sleep(_POLL_S)
+        found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}
+        for text in said.values():
+            for group, sign in json.loads(text).items():
+                found[int(group)] |= {int(device): digest for device, digest in sign.items()}
+        return dict(found)
+
+
+_comparisons = _Comparisons()
+
+
+def put_down(audit: Audit) -> None:
+    """Has an audit compared in which this process has a part, beside what it does next."""
+    _comparisons.add(audit)
+
+
+def num_found() -> int:
+    """How many errors have been found so far."""
+    return len(_comparisons.errors)
+
+
+def settle(but: int = 0, known: int | None = None) -> None:
+    """Returns when all audits but the last few are known to be right.
+
+    Args:
+      known: raises every error after so many (`num_found`); by default one that has not been raised yet.
+
+    Raises:
+      CorruptionError: a group computes other bits than others do. Where a spare can take its place, the process of that
+        group ends instead.
+    """
+    _comparisons.wait(but, known)
+
+
+def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
+    """Which group differs, if any does.
+
+    Args:
+      signs: what each group found; the first one is that of the step.
+
+    Examples:
+      >>> odd_one_out({1: {0: "a"}, 2: {0: "a"}, 3: {0: "a"}})
+      >>> odd_one_out({1: {0: "b"}, 2: {0: "a"}, 3: {0: "a"}})
+      Finding(groups=(1,), devices=(0,), at_rest=False)
+      >>> odd_one_out({1: {0: "b"}, 2: {0: "a"}})
+      Finding(groups=(1, 2), devices=(0,), at_rest=False)
+    """
+    (first, own), *_ = signs.items()
+    if at_rest := tuple(d for d, text in own.items() if text.startswith(MEMORY)):
+        return Finding((first,), at_rest, True)
+    counts = collections.Counter(json.dumps(sign, sort_keys=True) for sign in signs.values())
+    if len(counts) == 1:
+        return None
+    (most, number), *_ = counts.most_common()
+    if number == 1:
+        groups, right = tuple(signs), own
+    else:
+        right = {int(d): text for d, text in json.loads(most).items()}
+        groups = tuple(g for g, sign in signs.items() if dict(sign) != right)
+    devices = {d for g in groups for d, text in signs[g].items() if right.get(d) != text}
+    return Finding(groups, tuple(sorted(devices)) or tuple(own))
+
+
+def _text(audit: Audit, finding: Finding) -> str:
+    devices = ", ".join(audit.names[g][d] for g in finding.groups for d in finding.devices)
+    if len(finding.groups) > 1:
+        groups = " and ".join(map(str, finding.groups))
+        return f"groups {groups} ({devices}) get different bits for {audit.what}, and no third one says which is right"
+    (group,) = finding.groups
+    if finding.at_rest:
+        return f"group {group} ({devices}): arguments of {audit.what} have changed in its memory"
+    others = [str(g) for g in audit.owners if g != group]
+    return f"group {group} ({devices}) gets other bits than group {' and group '.join(others)} for {audit.what}"

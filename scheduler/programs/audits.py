@@ -1,0 +1,140 @@
+"""Programs in which other groups run an instruction again, in time that they would idle away, to compare bits.
+
+The instruction's arguments are copied before it runs, and sent to the groups that run it again: its *auditors*. Each of
+them does so where it idles long enough on the clock of :func:`merge`, or else after its last work.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from scheduler.programs.check import check
+from scheduler.programs.instructions import WORK, Call, Free, Instruction, Program, Recv, Send, Value
+from scheduler.programs.merging import merged_with_times
+
+# The calls that an audit adds. Those of auditors end with the number of their group.
+BEFORE, TAKE, RESULT, AGAIN = "audit.before", "audit.take", "audit.result", "audit.again."
+_RESULT = Value("audited results")
+# By so much of its time at most is a step longer for a vote.
+MOST_DELAY = 0.005
+
+
+class Slot(NamedTuple):
+    """Where a group runs an instruction again.
+
+    Attributes:
+        delay: How much later the step ends.
+        start: When it begins.
+        group: The auditor.
+        place: The position in the merged order of what the group does next.
+    """
+
+    delay: int
+    start: int
+    group: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditedProgram:
+    """A program with an audit.
+
+    Attributes:
+        program: The program, checked.
+        auditors: The groups that run the instruction again.
+        copies: By value, what its copy is called.
+        delay: How much longer it takes on the clock of :func:`merge`, where a forward task takes 1.
+        makespan: How long the program takes without the audit.
+    """
+
+    program: Program
+    auditors: tuple[int, ...]
+    copies: Mapping[Value, Value]
+    delay: int
+    makespan: int
+
+
+def with_audit(
+    program: Program,
+    group: int,
+    index: int,
+    reads: Sequence[Value],
+    writes: Sequence[Value],
+    donates: Collection[Value] = (),
+    candidates: Collection[int] | None = None,
+    num_auditors: int = 2,
+) -> AuditedProgram:
+    """The program, in which other groups run one instruction again.
+
+    Args:
+        program: A right program.
+        group, index: The instruction: a task, or a call.
+        reads: Everything that it takes from the memory of its group, also what its instruction does not name.
+        writes: Everything that it leaves there, also what it updates in place.
+        donates: Those of `reads` whose memory it takes over.
+        candidates: The groups that may run it again; all others by default.
+        num_auditors: How many groups do, if there are as many that do not delay the end of the step noticeably.
+
+    Raises:
+        ScheduleError: The program is not right.
+        ValueError: There is no other group.
+
+    Examples:
+        >>> from scheduler import OneFOneB, TaskGraph, Value, lower
+        >>> plain = lower(TaskGraph.chain(4), OneFOneB(4), 8)
+        >>> index = next(k for k, i in enumerate(plain.groups[1]) if str(i).startswith("run 1B5"))
+        >>> run = plain.groups[1][index]
+        >>> found = with_audit(plain, 1, index, run.reads, run.writes)
+        >>> found.auditors, found.delay, found.makespan
+        ((3, 2), 0, 33)
+    """
+    audited = program.groups[group][index]
+    assert isinstance(audited, WORK)
+    others = [h for h in (range(program.num_groups) if candidates is None else candidates) if h != group]
+    if not others:
+        raise ValueError(f"with_audit: no other group can run {audited} again.")
+    steps = merged_with_times(program)
+    place = [at for at, (_, _, g, _) in enumerate(steps) if g == group][index]
+    makespan = max(end for _, end, _, _ in steps)
+    best, *more = sorted(_slot(steps, h, place, makespan) for h in others)[:num_auditors]
+    slots = [best, *(slot for slot in more if slot.delay <= MOST_DELAY * makespan)]
+    copies = {v: Value(f"audited {v}") for v in dict.fromkeys(reads)}
+    added: dict[int, list[tuple[int, Instruction]]] = {}
+    held = tuple(v for v in copies if v in program.inputs_of(group))
+    added[0] = [(group, Call(BEFORE, held))] if held else []
+    taking: list[tuple[int, Instruction]] = [(group, Call(TAKE, tuple(copies), tuple(copies.values())))]
+    for slot in slots:
+        for copy in copies.values():
+            taking += [(group, Send(copy, slot.group)), (slot.group, Recv(copy, group))]
+    taking += [(group, Free(copy)) for copy in copies.values()]
+    added[place] = added.get(place, []) + taking
+    added[place + 1] = [(group, Call(RESULT, tuple(writes)))]
+    taken = tuple(copies[v] for v in copies if v in donates)
+    for slot in slots:
+        again = Call(f"{AGAIN}{slot.group}", tuple(copies.values()), (_RESULT,), taken)
+        frees = [(slot.group, Free(v)) for v in (_RESULT, *(c for c in copies.values() if c not in taken))]
+        added[slot.place] = [*added.get(slot.place, []), (slot.group, again), *frees]
+    groups: list[list[Instruction]] = [[] for _ in program.groups]
+    for position in range(len(steps) + 1):
+        for g, instruction in added.get(position, ()):
+            groups[g].append(instruction)
+        if position < len(steps):
+            _, _, g, instruction = steps[position]
+            groups[g].append(instruction)
+    nbytes = {**program.nbytes, **{copy.name: program.nbytes.get(v.name, 0) for v, copy in copies.items()}}
+    nbytes[_RESULT.name] = sum(program.nbytes.get(v.name, 0) for v in writes)
+    found = dataclasses.replace(program, groups=tuple(map(tuple, groups)), nbytes=nbytes)
+    check(found)
+    return AuditedProgram(found, tuple(s.group for s in slots), copies, max(s.delay for s in slots), makespan)
+
+
+def _slot(steps: Sequence[tuple[int, int, int, Instruction]], group: int, place: int, makespan: int) -> Slot:
+    """The first time after the audited instruction in which a group idles long enough to run it again."""
+    begun, done, *_ = steps[place]
+    free = done
+    for at, (start, end, g, instruction) in enumerate(steps):
+        if g == group and isinstance(instruction, WORK):
+            if at > place and start - free >= done - begun:
+                return Slot(0, free, group, at)
+            free = max(free, end)
+    return Slot(max(0, free + done - begun - makespan), free, group, len(steps))

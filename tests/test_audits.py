@@ -1,0 +1,207 @@
+"""Audits: no false alarm, the same bits, every kind of flipped bit found, and what they add to a plan."""
+
+import itertools
+import re
+
+import flips
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mpmd
+import scheduler
+from mpmd.job import audits
+from scheduler.programs.audits import MOST_DELAY, with_audit
+
+NUM_STAGES = 4
+NAMED = r"group 1 \(rank 0: \S+\) gets other bits than group \d( and group \d)? for"
+
+
+def loss_of(params, x):
+    for w in params[:-1]:
+        x = mpmd.mark_stage_end(jnp.tanh(x @ w))
+    return jnp.mean((x @ params[-1]) ** 2)
+
+
+def step_with(schedule):
+    def step(params, xs):
+        one = lambda x: jax.value_and_grad(loss_of)(params, x)  # noqa: E731
+        loss, grads = mpmd.treduce(one, xs, schedule=schedule, operation=mpmd.Mean)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+def params_of(num_stages=NUM_STAGES):
+    random = np.random.default_rng(0)
+    return [random.normal(size=(8, 8)).astype(np.float32) / 3 for _ in range(num_stages)]
+
+
+def batch(i):
+    return np.random.default_rng(i).normal(size=(6, 4, 8)).astype(np.float32)
+
+
+def mesh_of(num_groups=NUM_STAGES, data=1, kind=AxisType.Auto):
+    devices = jax.make_mesh((num_groups, data), ("stage", "data"), axis_types=(kind, kind))
+    return mpmd.MpmdMesh(devices, "stage")
+
+
+def trained(step, steps, params=None):
+    params, losses = params_of() if params is None else params, []
+    for i in range(steps):
+        params, loss = step(params, batch(i))
+        losses.append(loss)
+    audits.settle()
+    return [np.asarray(mpmd.device_get(x)).tobytes() for x in (*params, *losses)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule, data, kind",
+    [
+        (scheduler.OneFOneB(4), 1, AxisType.Auto),
+        (scheduler.InterleavedOneFOneB(4, 2), 2, AxisType.Auto),
+        (scheduler.ZeroBubbleV(2), 2, AxisType.Explicit),
+    ],
+    ids=["1f1b", "interleaved", "zb-v"],
+)
+def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, data, kind):
+    mesh, results = mesh_of(len({*schedule.placement}), data, kind), []
+    xs = mpmd.MpmdSharding(mesh, 0, P(None, "data") if data > 1 else P())
+    for every in (0, 1):
+        step = mpmd.jit(
+            step_with(schedule), mpmd_mesh=mesh, donate_argnums=0, audit_every=every, in_shardings=(None, xs)
+        )
+        results.append(trained(step, 12))
+    assert results[0] == results[1]
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_audits_without_a_fault_raise_no_alarm():
+    step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=1)
+    params = params_of()
+    for i in range(10_001):
+        params, _ = step(params, batch(i))
+    audits.settle()
+
+
+def test_a_step_that_is_audited_seldom_is_the_plain_one_between():
+    step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=5)
+    compiled = step.lower(params_of(), batch(0)).compile()
+    assert re.search(r"audits: one call in 5 has one of \d\d programs run again by other groups", compiled.explain())
+    params, lengths = params_of(), []
+    for i in range(7):
+        params, _ = step(params, batch(i))
+        lengths.append(len(compiled._executor.flight.times))
+    assert len({*lengths}) == 1  # after audited calls too
+
+
+@pytest.mark.parametrize(
+    "words", ["_F$", *(pytest.param(words, marks=pytest.mark.slow) for words in ("_B$", "after_loop"))]
+)
+def test_a_device_that_computes_wrong_for_ever_is_named(words):
+    names = set()
+    with flips.flipping(jax.devices()[1], lambda name: names.add(name) or bool(re.search(words, name))):
+        step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), audit_every=1)
+        params = params_of()
+        with pytest.raises(mpmd.CorruptionError, match=NAMED):
+            for i in range(200):
+                params, _ = step(params, batch(i))
+            audits.settle()
+    assert any(re.search(words, name) for name in names), names
+
+
+@pytest.mark.slow
+def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample():
+    """One program of a device in each call, always another one: one in as many as there are programs is found."""
+    count, wrong = [0], [-1]
+
+    def is_now(name):
+        count[0] += 1
+        return count[0] == wrong[0]
+
+    with flips.flipping(jax.devices()[1], is_now):
+        step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), audit_every=1)
+        step(params_of(), batch(0))
+        found = 0
+        for i in range(200):
+            count[0], wrong[0] = 0, 1 + i % 12
+            try:
+                step(params_of(), batch(i))
+                audits.settle()
+            except mpmd.CorruptionError as error:
+                assert re.search(NAMED, str(error))
+                found += 1
+    assert 1 <= found <= 15
+
+
+def test_a_bit_that_changes_in_memory_is_found():
+    mesh, params, now = mesh_of(), None, itertools.count()
+
+    def is_now(name):
+        if params is not None and next(now) == 3:
+            flips.flip_in_memory(params[2]._arrays[2])
+        return False
+
+    with flips.flipping(jax.devices()[2], is_now), pytest.raises(mpmd.CorruptionError, match=r"changed in its memory"):
+        step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, audit_every=1)
+        params, _ = step(params_of(), batch(0))
+        for i in range(200):
+            now = itertools.count()
+            params, _ = step(params, batch(i))
+            audits.settle()
+
+
+@pytest.mark.slow
+def test_two_groups_cannot_say_which_is_right():
+    with flips.flipping(jax.devices()[0], lambda name: True):
+        step = mpmd.jit(step_with(scheduler.OneFOneB(2)), mpmd_mesh=mesh_of(2), audit_every=1)
+        text = r"groups \d and \d \(rank 0: \S+, rank 0: \S+\) get different bits .*no third one says which is right"
+        with pytest.raises(mpmd.CorruptionError, match=text):
+            for i in range(20):
+                step(params_of(2), batch(i))
+            audits.settle()
+
+
+@pytest.mark.parametrize(
+    "schedule, num_microbatches",
+    [
+        (scheduler.OneFOneB(4), 16),
+        (scheduler.InterleavedOneFOneB(8, 4), 16),
+        (scheduler.ZeroBubbleV(4), 16),
+        pytest.param(scheduler.OneFOneB(8), 32, marks=pytest.mark.slow),
+        pytest.param(scheduler.InterleavedOneFOneB(16, 8), 32, marks=pytest.mark.slow),
+        pytest.param(scheduler.ZeroBubbleV(8), 32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_audits_fit_into_bubbles(schedule, num_microbatches):
+    """Of nine tasks in ten; only these are chosen. Each plan is proved by `with_audit`."""
+    program = scheduler.lower(scheduler.TaskGraph.chain(schedule.num_stages), schedule, num_microbatches)
+    runs = [(g, k) for g, own in enumerate(program.groups) for k, i in enumerate(own) if isinstance(i, scheduler.Run)]
+    found = []
+    for g, k in runs[::7]:
+        run = program.groups[g][k]
+        assert isinstance(run, scheduler.Run)
+        found.append(with_audit(program, g, k, run.reads, run.writes))
+    free = [plan for plan in found if plan.delay <= MOST_DELAY * plan.makespan]
+    assert len(free) >= 0.9 * len(found)
+    assert sum(len(plan.auditors) == 2 for plan in free) >= 0.9 * len(free)
+
+
+def test_wrong_uses_say_what_to_do():
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match="audit_every is -1; expected a number of calls"):
+        mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, audit_every=-1)
+    one = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 4)
+    with pytest.raises(ValueError, match=r"no two groups of .* have devices of their own"):
+        mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=one, audit_every=10)
+    adaptive = mpmd.jit(step_with(mpmd.Adaptive(scheduler.OneFOneB(4))), mpmd_mesh=mesh, audit_every=10)
+    with pytest.raises(ValueError, match=r"audit_every is not there yet for .* mpmd\.Adaptive"):
+        adaptive(params_of(), batch(0))
+    lists = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, audit_every=10)
+    with pytest.raises(ValueError, match=r"audit_every is not there yet for steps that take lists"):
+        lists(params_of(), [*batch(0)])
