@@ -128,7 +128,7 @@ def cost(args) -> None:
         executor._accounts = accounts if way == other != "resilient" else None
         job.activity.has_pace = way == "pace"
         if other == "audit":
-            executor._every = 1 if way == other else sys.maxsize
+            vars(executor)["_every"] = 1 if way == other else sys.maxsize
         if way != "resilient":
             for i in range(args.steps):
                 state = body(i, state)

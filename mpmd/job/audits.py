@@ -201,7 +201,7 @@ def _text(audit: Audit, finding: Finding) -> str:
     if len(finding.groups) > 1:
         groups = " and ".join(map(str, finding.groups))
         return f"groups {groups} ({devices}) get different bits for {audit.what}, and no third one says which is right"
-    (group,) = finding.groups
+    group = finding.groups[0]
     if finding.at_rest:
         return f"group {group} ({devices}): arguments of {audit.what} have changed in its memory"
     others = [str(g) for g in audit.owners if g != group]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ from scheduler.programs import audits as plans
 _MOST_TRIES = 8
 
 
-class _Candidate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
     """An instruction of a group."""
 
     group: int
