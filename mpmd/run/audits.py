@@ -35,7 +35,7 @@ _MOST_TRIES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _Auditable:
     """An instruction of a group."""
 
     group: int
@@ -60,10 +60,10 @@ class AuditedExecutor(Executor):
         self._plain = self.bindings, self._instructions, self.flight
 
     @functools.cached_property
-    def _candidates(self) -> list[_Candidate]:
+    def _candidates(self) -> list[_Auditable]:
         """The instructions that can be run twice."""
         return [
-            _Candidate(g, k, instruction)
+            _Auditable(g, k, instruction)
             for g, instructions in enumerate(self.program.groups)
             for k, instruction in enumerate(instructions)
             if isinstance(instruction, (Run, Call)) and self._can_run_twice(instruction)
@@ -81,11 +81,11 @@ class AuditedExecutor(Executor):
         text = f"audits: one call in {self._every} has one of {len(bytes_of)} programs run again by other groups"
         return [f"{text}, which get its arguments ({few:,} to {most:,} B each)"]
 
-    def _nbytes(self, candidate: _Candidate) -> int:
+    def _nbytes(self, candidate: _Auditable) -> int:
         reads, _, _ = self._values_of(candidate)
         return sum(self.program.nbytes.get(v.name, 0) for v in reads if isinstance(v, Value))
 
-    def _values_of(self, candidate: _Candidate) -> Any:
+    def _values_of(self, candidate: _Auditable) -> Any:
         return values_of_instruction(self._programs, self._job, candidate.group, candidate.instruction)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
@@ -141,7 +141,7 @@ class AuditedExecutor(Executor):
         bound = [(b.code, b.act, b.reads, b.writes, b.frees, k) for k, b in enumerate(bindings.instructions)]
         return (bindings, bound, Flight(len(bound))), audit
 
-    def _drawn(self) -> tuple[_Candidate, plans.AuditedProgram]:
+    def _drawn(self) -> tuple[_Auditable, plans.AuditedProgram]:
         """One of the instructions, and the program with its audit; not one that makes the step longer, if possible."""
         chosen = random.Random(f"{self._programs.name} {self._epoch} {self._count}")
         for _ in range(_MOST_TRIES):
@@ -150,7 +150,7 @@ class AuditedExecutor(Executor):
                 return candidate, plan
         return self._planned(chosen.choice(self._candidates))
 
-    def _planned(self, candidate: _Candidate) -> tuple[_Candidate, plans.AuditedProgram]:
+    def _planned(self, candidate: _Auditable) -> tuple[_Auditable, plans.AuditedProgram]:
         reads, writes, donates = self._values_of(candidate)
         values = [v for v in reads if isinstance(v, Value)]
         auditors = auditors_of(self._programs.mesh, candidate.group)
@@ -191,7 +191,7 @@ class _AuditedCall:
     def __init__(
         self,
         programs: StepPrograms,
-        candidate: _Candidate,
+        candidate: _Auditable,
         reads: Sequence[Any],
         plan: plans.AuditedProgram,
     ):

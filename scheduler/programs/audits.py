@@ -19,7 +19,7 @@ _RESULT = Value("audited results")
 MOST_DELAY = 0.005
 
 
-class Slot(NamedTuple):
+class AuditSlot(NamedTuple):
     """Where a group runs an instruction again.
 
     Attributes:
@@ -128,13 +128,13 @@ def with_audit(
     return AuditedProgram(found, tuple(s.group for s in slots), copies, max(s.delay for s in slots), makespan)
 
 
-def _slot(steps: Sequence[tuple[int, int, int, Instruction]], group: int, place: int, makespan: int) -> Slot:
+def _slot(steps: Sequence[tuple[int, int, int, Instruction]], group: int, place: int, makespan: int) -> AuditSlot:
     """The first time after the audited instruction in which a group idles long enough to run it again."""
     begun, done, *_ = steps[place]
     free = done
     for at, (start, end, g, instruction) in enumerate(steps):
         if g == group and isinstance(instruction, WORK):
             if at > place and start - free >= done - begun:
-                return Slot(0, free, group, at)
+                return AuditSlot(0, free, group, at)
             free = max(free, end)
-    return Slot(max(0, free + done - begun - makespan), free, group, len(steps))
+    return AuditSlot(max(0, free + done - begun - makespan), free, group, len(steps))
