@@ -56,7 +56,10 @@ microbatches ("any m": the schedule takes every number).
 - **A split backward has a cost**: values that both I and W need stay in memory between the two, and a kernel that makes
   both gradients at once is cheaper than two kernels. Measure B against I + W before you choose a schedule with W.
 - **Uneven stages, costly transfers, or a memory limit between these**: `search` starts from all these schedules and
-  gives an order that is never longer, with its distance from the lower bound.
+  gives an order that is never longer, with its distance from the lower bound. For a V it also tries the building blocks
+  between these schedules: with 8 groups and 16 microbatches, `VMin` takes 61.5, and `search` finds 59.5 in the same
+  memory (`python -m scheduler search --stages 16 --groups 8 --microbatches 16 --placement v --memory 8`, which counts
+  119 halves).
 - **Stages that are no chain**, two towers that are joined or a policy beside its reference and its critic:
   `GraphSchedule` is 1F1B or GPipe over any graph of stages. [Roles](stages.md#roles-stages-that-are-no-chain) make one.
 

@@ -5,16 +5,19 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import mul
 
 from scheduler.errors import ScheduleError
 from scheduler.optimize.annealing import can_compile, improve
 from scheduler.optimize.bounds import Bound, lower_bound
 from scheduler.optimize.problem import problem_for
+from scheduler.schedules.building_block import blocks_within, orders_of
 from scheduler.schedules.catalogue import SCHEDULES, make
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem, list_schedule
 from scheduler.schedules.rankings import Genes, neighbour, random_genes, ranking_from
+from scheduler.schedules.v_shaped import v_placement
 from scheduler.task import Orders, Pairs
 from scheduler.timing.costs import Costs
 from scheduler.timing.simulate import simulate_orders
@@ -26,6 +29,7 @@ _SAMPLES = 12
 # Tasks placed or moved a second by one slow core. The budget of time is spent as a number of tries that follows
 # from these, so that a seed gives the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
+_ORDERS_PER_BLOCK = 8
 _MOVED_PER_SECOND = 900_000
 _MOVED_PER_SECOND_COMPILED = 400_000_000
 
@@ -96,8 +100,10 @@ def search(
     """The best order found for given costs; never longer than the best built-in schedule that fits.
 
     Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
-    as the lower bound, then lets groups take what is due first under many rankings, then improves the best orders by
-    small moves. The moves are compiled where numba is installed (extra ``search``), and far more are tried then.
+    as the lower bound. For a V it then repeats many building blocks that fit into the memory, whatever lies between
+    those of the built-in V schedules. Then it lets groups take what is due first under many rankings, and improves the
+    best orders by small moves. The moves are compiled where numba is installed (extra ``search``), and far more are
+    tried then.
     :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
@@ -254,6 +260,8 @@ class _OrderSearch:
 
     def _improve(self) -> None:
         """Each way to better orders in turn, until the bound is reached or the time is over."""
+        if not self.pool.is_at_bound() and self.problem.placement == v_placement(self.problem.num_groups):
+            self._repeat_blocks()
         if not self.pool.is_at_bound():
             self._rank_randomly()
         if not self.pool.candidates:
@@ -263,6 +271,25 @@ class _OrderSearch:
             )
         if not self.pool.is_at_bound():
             self._anneal()
+
+    def _repeat_blocks(self) -> None:
+        """Repeats building blocks whose activations fit into the memory, as V-half and V-min do with one or two."""
+        problem, pool = self.problem, self.pool
+        held = problem.costs.of_mean(problem.num_stages).per_stage("activation_bytes", problem.num_stages)
+        fewest = min(map(problem.limit, range(problem.num_groups)))
+        memory = int(min(problem.num_stages, fewest / max(held) + _CLOSE)) if max(held) else problem.num_stages
+        count = int(0.1 * self.budget.seconds * _PLACED_PER_SECOND / (problem.num_tasks * _ORDERS_PER_BLOCK))
+        for block in islice(blocks_within(problem.num_groups, problem.num_microbatches, memory), count):
+            for orders in orders_of(block, problem, memory):
+                candidate = _timed(problem, orders)
+                if candidate is None:
+                    pool.tries += 1
+                    continue
+                if not pool.candidates or pool.improves(candidate.makespan):
+                    self.progress(f"building block: {candidate.makespan:g}")
+                pool.add(candidate)
+            if self.budget.is_over() or pool.is_at_bound():
+                break
 
     def _rank_randomly(self) -> None:
         """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""

@@ -6,7 +6,8 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
 """
 
 from collections import deque
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from scheduler.ordering import graph_needs
@@ -27,18 +28,30 @@ class BuildingBlock(NamedTuple):
     input_grad_down: tuple[int, ...]
 
 
+def there_and_back(num_groups: int, down: int, up: int, pauses: Sequence[int]) -> BuildingBlock:
+    """Down the groups and up, so many slots from group to group, and the gradients in the same way.
+
+    Args:
+        num_groups: The number of groups.
+        down: The slots from the start of one group's task to that of the next, on the way down.
+        up: The same on the way up.
+        pauses: Slots to wait before F up, before I up, and before I down.
+    """
+    last, ways, start = num_groups - 1, list[tuple[int, ...]](), 0
+    for step, pause, leg in zip((down, up, down, up), (0, *pauses), range(4), strict=True):
+        start += pause
+        slots = tuple(start + step * group for group in range(num_groups))
+        ways.append(slots if leg % 2 == 0 else slots[::-1])
+        start += step * last + 1
+    return BuildingBlock(*ways)
+
+
 def straight(num_groups: int) -> BuildingBlock:
     """Straight down the groups and up, and back the same way: activations live as briefly as they can.
 
     Where the number of groups is a multiple of 3, the turn has a pause of two slots; else two tasks would meet.
     """
-    p, pause = num_groups, 0 if num_groups % 3 else 2
-    return BuildingBlock(
-        tuple(range(p)),
-        tuple(2 * p - 1 - group for group in range(p)),
-        tuple(2 * p + pause + group for group in range(p)),
-        tuple(4 * p + pause - 1 - group for group in range(p)),
-    )
+    return there_and_back(num_groups, 1, 1, (0, 0 if num_groups % 3 else 2, 0))
 
 
 def half_speed_down(num_groups: int) -> BuildingBlock:
@@ -46,13 +59,25 @@ def half_speed_down(num_groups: int) -> BuildingBlock:
 
     Where the number of groups is even, the turn has a pause of three slots; else two tasks would meet in a group.
     """
-    p, pause = num_groups, 0 if num_groups % 2 else 3
-    return BuildingBlock(
-        tuple(2 * group for group in range(p)),
-        tuple(3 * p - 2 - group for group in range(p)),
-        tuple(3 * p - 1 + pause + 2 * group for group in range(p)),
-        tuple(6 * p - 2 + pause - group for group in range(p)),
-    )
+    return there_and_back(num_groups, 2, 1, (0, 0 if num_groups % 2 else 3, 1))
+
+
+def blocks_within(num_groups: int, num_microbatches: int, memory: int) -> Iterator[BuildingBlock]:
+    """Every block of this kind, one to three slots from group to group, that keeps to a memory when it is repeated.
+
+    Those whose activations live longest come first: they leave most room to draw the ends of the order together.
+    ``memory`` counts activations of one stage.
+    """
+    found = set[tuple[int, BuildingBlock]]()  # with one group, speeds make no difference
+    for down, up, *pauses in product(*[range(1, 4)] * 2, *[range(PERIOD)] * 3):
+        block = there_and_back(num_groups, down, up, pauses)
+        by_group = list(zip(*block, strict=True))
+        lives = max(i_up - f_up + i_down - f_down for f_down, f_up, i_up, i_down in by_group)
+        if lives < PERIOD * memory and all(len({slot % PERIOD for slot in slots}) == len(slots) for slots in by_group):
+            found.add((lives, block))
+    for _, block in sorted(found, reverse=True):
+        if all(max(_live(row, max(row) + 1)) <= memory for row in repeat(block, num_microbatches)):
+            yield block
 
 
 def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
@@ -153,3 +178,16 @@ def let_run_out(slots: Slots, block: BuildingBlock, problem: Problem, start: int
         pace=PERIOD,
     )
     return list_schedule(problem, ranking, in_order(slots, start))
+
+
+def orders_of(block: BuildingBlock, problem: Problem, memory: int) -> Iterator[Orders]:
+    """Orders that repeat a block, with both ends as they are, drawn together, and run out from several places on."""
+    p, m = problem.num_groups, problem.num_microbatches
+    slots = repeat(block, m)
+    yield in_order(slots)
+    slots = squeeze(slots, block, m, memory)
+    yield in_order(slots)
+    for later in sorted({0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2}):
+        orders = let_run_out(slots, block, problem, PERIOD * (m - 1) + later)
+        if orders is not None:
+            yield orders

@@ -4,16 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler.schedules.building_block import (
-    PERIOD,
-    BuildingBlock,
-    half_speed_down,
-    in_order,
-    let_run_out,
-    repeat,
-    squeeze,
-    straight,
-)
+from scheduler.schedules.building_block import BuildingBlock, half_speed_down, orders_of, straight
 from scheduler.schedules.list_scheduling import Problem, list_schedule
 from scheduler.schedules.rankings import ranking_from
 from scheduler.schedules.v_shaped import VSchedule
@@ -59,21 +50,10 @@ class _MemoryBound(VSchedule):
             if orders is not None:
                 yield orders
         for block in self._blocks():
-            yield from self._from_block(block, problem)
+            yield from orders_of(block, problem, self.memory())
 
     def _blocks(self) -> Iterator[BuildingBlock]:
         yield straight(self.num_groups)
-
-    def _from_block(self, block: BuildingBlock, problem: Problem) -> Iterator[Orders]:
-        p, m = self.num_groups, problem.num_microbatches
-        slots = repeat(block, m)
-        yield in_order(slots)
-        slots = squeeze(slots, block, m, self.memory())
-        yield in_order(slots)
-        for later in sorted({0, p, max(0, 2 * p - 3), 2 * p - 2, 2 * p, 2 * p + 2}):
-            orders = let_run_out(slots, block, problem, PERIOD * (m - 1) + later)
-            if orders is not None:
-                yield orders
 
 
 def _other_costs(num_stages: int) -> tuple[Costs, ...]:

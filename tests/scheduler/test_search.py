@@ -9,9 +9,10 @@ import types
 
 import pytest
 
-from scheduler import Costs, OneFOneB, ScheduleError, VMin, ZeroBubbleV, investigate, search, simulate
+from scheduler import Costs, CustomSchedule, OneFOneB, ScheduleError, VMin, ZeroBubbleV, investigate, search, simulate
 from scheduler.optimize.annealing import _compiled, can_compile, improve
 from scheduler.ordering import order_faults
+from scheduler.schedules.building_block import blocks_within, in_order, repeat, straight
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.schedules.v_shaped import v_placement
 
@@ -43,6 +44,26 @@ def test_a_schedule_at_the_bound_is_returned_at_once():
     assert found.seed_name == "zb-v"
     assert found.tries < 10
     assert "at the bound 51" in str(found)
+
+
+def test_building_blocks_between_the_built_in_ones_are_repeated():
+    in_little_memory = investigate(16, 8, 16, placement="v", memory_limit=VMin(8).memory(), seconds=3)
+    assert in_little_memory.seed_makespan == 123
+    assert in_little_memory.timeline.makespan <= 119
+    assert max(in_little_memory.timeline.peak_bytes) <= VMin(8).memory()
+    assert investigate(16, 8, 16, placement="v", memory_limit=12, seconds=10).at_bound
+
+
+@pytest.mark.parametrize("num_groups", [1, 4, 6])
+def test_building_blocks_keep_to_a_memory(num_groups):
+    memory = VMin(num_groups).memory() + 1
+    blocks = list(blocks_within(num_groups, 12, memory))
+    assert straight(num_groups) in blocks and len(set(blocks)) == len(blocks)
+    for block in blocks:
+        orders = in_order(repeat(block, 12))
+        assert order_faults(orders, v_placement(num_groups), 12) == []
+        timeline = simulate(CustomSchedule(orders, v_placement(num_groups)), 12)
+        assert max(timeline.peak_activations) <= memory
 
 
 def test_uneven_stages_are_ordered_better_than_by_any_built_in_schedule():
