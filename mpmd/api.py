@@ -16,7 +16,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.buckets import Bucketing, Buckets, MicrobatchList
+from mpmd.buckets import BucketedStep, Bucketing, Buckets, MicrobatchList
 from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
@@ -182,11 +182,8 @@ class Jitted:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._lists and (xs := self._lists_in(args, kwargs)):
-            steps, ordinary, call = self._buckets_for(args, kwargs, xs)
-            step = next((step for step in steps if step.fits(call.leaves)), None)
-            if step is None:
-                steps.append(step := Buckets(ordinary))
-            return step(call.leaves, xs)
+            step, leaves = self._bucketed_step(args, kwargs, xs)
+            return step._run(leaves)
         call = self._read(args, kwargs)
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves):
@@ -195,6 +192,16 @@ class Jitted:
             compiled = self._trace(call)._lowered._compiled
         self._cache[call.key].append(compiled)
         return compiled._run(call.leaves)
+
+    def _bucketed_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]
+    ) -> tuple[BucketedStep, list[Any]]:
+        """The step that runs these lists, and its arguments."""
+        steps, ordinary, call = self._buckets_for(args, kwargs, xs)
+        step = next((step for step in steps if step.fits(call.leaves)), None)
+        if step is None:
+            steps.append(step := Buckets(ordinary))
+        return step.prepared(call.leaves, xs)
 
     def __get__(self, obj: Any, owner: Any = None):
         return self if obj is None else functools.partial(self, obj)
@@ -209,8 +216,26 @@ class Jitted:
 
     def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         if xs := self._lists_in(args, kwargs):
-            return self._buckets_for(args, kwargs, xs)[1].for_lists(xs)
+            _, bucketing, call = self._buckets_for(args, kwargs, xs)
+            act = functools.partial(self._for_call, call.fixed)
+            return dataclasses.replace(bucketing.for_lists(xs), _for_call=functools.partial(self._finding_lists, act))
         return self._trace(self._read(args, kwargs))
+
+    def _for_call(
+        self, fixed: Sequence[tuple[Any, ...]], dynamic: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BucketedStep, list[Any]]:
+        """The step that runs a call with lists of microbatches, and its arguments.
+
+        Args:
+          fixed: the static arguments.
+
+        Raises:
+          TypeError: there are no lists where the step takes them.
+        """
+        args, kwargs = _with_static(dynamic, kwargs, fixed)
+        if len(xs := self._lists_in(args, kwargs)) != len(self._lists):
+            raise TypeError("mpmd: this step was compiled for lists of microbatches; give it lists in the same places.")
+        return self._bucketed_step(args, kwargs, xs)
 
     def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`act`, again whenever the step turns out to do something with a list."""
@@ -317,13 +342,8 @@ class Jitted:
         ]
 
         def fun(*dynamic, **kwargs):
-            args = list(dynamic)
-            for where, _, value in call.fixed:
-                if isinstance(where, int):
-                    args.insert(where, value)
-                else:
-                    kwargs[where] = value
-            with lists.of_arguments((tuple(args), kwargs), self._lists):
+            args, kwargs = _with_static(dynamic, kwargs, call.fixed)
+            with lists.of_arguments((args, kwargs), self._lists):
                 return self._fun(*args, **kwargs)
 
         fun.__wrapped__ = self._fun  # pyright: ignore[reportFunctionMemberAccess]
@@ -344,6 +364,19 @@ class Jitted:
         traced = dataclasses.replace(traced, _audit_every=self._audit_every)
         self._traced[read].append(traced)
         return traced
+
+
+def _with_static(
+    dynamic: Sequence[Any], kwargs: Mapping[str, Any], fixed: Sequence[tuple[Any, ...]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All arguments of the user's function, the static ones in their places."""
+    args, named = list(dynamic), dict(kwargs)
+    for where, _, value in fixed:
+        if isinstance(where, int):
+            args.insert(where, value)
+        else:
+            named[where] = value
+    return tuple(args), named
 
 
 class _Made(BoundedDict[Any, list[_T]]):

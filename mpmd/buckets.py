@@ -27,6 +27,8 @@ from mpmd.ops.lists import CountsList, Microbatches, ReadsList
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_microbatches
+from mpmd.report.gathered import facts_of
+from mpmd.report.profile import LoopFacts
 from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
@@ -157,11 +159,16 @@ class Buckets:
         """Whether it can be called with these arrays, in the place of which microbatches may not be."""
         return self._step is None or self._step.fits_apart(leaves)
 
-    def __call__(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList]) -> Any:
+    def prepared(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList]) -> "tuple[BucketedStep, list[Any]]":
+        """The step, ready to run these lists, and its arguments.
+
+        Args:
+          leaves: the other arguments.
+        """
         self._add_new(xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
-        return self._step.run(leaves, xs, order)
+        return self._step, self._step.prepared(leaves, xs, order)
 
     def _add_new(self, xs: Sequence[MicrobatchList]) -> None:
         """Makes the steps for shapes that have not come before."""
@@ -248,11 +255,11 @@ class BucketedStep(Compiled):
         rest = iter(leaves)
         return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]
 
-    def run(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> Any:
-        """A call with these lists."""
+    def prepared(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> list[Any]:
+        """All arguments of the next call, which has these lists."""
         with without_collection():
             self._prepare(xs, order)
-        return self._run([*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)])
+        return [*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)]
 
     def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
         """The next call has these lists."""
@@ -261,6 +268,24 @@ class BucketedStep(Compiled):
         arrays, self._inputs = self._views[order]
         self._bound = self._executor_for(tuple(len(x.given) for x in xs))
         self._bound.take(order, arrays)
+        self._order = order
+        vars(self).pop("_loop_facts", None)
+
+    @functools.cached_property
+    def _loop_facts(self) -> tuple[LoopFacts, ...]:
+        """Of the last call's lists."""
+        counts = {n: len(self._order[k]) for n, k in self._list_of.items()}
+        return tuple(map(self._facts, with_microbatches(self._programs.outline, counts).loops))
+
+    def _facts(self, loop: Loop) -> LoopFacts:
+        executables = [programs.loops[loop.number].executables for programs, _ in self._buckets]
+        if (k := self._list_of.get(loop.number)) is None:
+            return facts_of(loop, executables, [0] * loop.partition.info.num_microbatches)
+        names = [
+            ", ".join(inputs.avals[i].str_short(short_dtypes=True) for i, (of, _) in self._positions.items() if of == k)
+            for _, inputs in self._buckets
+        ]
+        return facts_of(loop, executables, self._order[k], names)
 
     def _view(self, xs: Sequence[MicrobatchList], order: Order) -> tuple[list[MicrobatchArray], Inputs]:
         """The arrays of all microbatches, and the inputs of a call with them."""

@@ -62,6 +62,8 @@ _C = TypeVar("_C", bound="Compiled")
 # Of a list of microbatches (its path), with the cuts of its loop: the step for each shape, and which microbatch has
 # which shape.
 Shapes = Callable[[lists.Path, Any], "tuple[Sequence[Traced], Sequence[int]]"]
+# Of a call, `(args, kwargs)`, with lists of microbatches: the step that runs it, and its flat arguments.
+ForCall = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Compiled, list[Any]]"]
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
@@ -96,6 +98,7 @@ class Traced:
     _options: Mapping[Any, Any]
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
+    _for_call: "ForCall | None" = None
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -176,8 +179,9 @@ class Traced:
         if _recomputes_too_much_ahead(outline, mesh, ins, donated):
             outline = outlined(ahead=False)
         return Lowered(
-            outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes, self._audit_every
-        )
+            outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes, self._audit_every,
+            self._for_call,
+        )  # fmt: skip
 
     def __str__(self):
         return str(self._trace)
@@ -225,6 +229,7 @@ class Lowered:
     _options: Mapping[Any, Any]
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
+    _for_call: "ForCall | None" = None
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -339,7 +344,7 @@ class Lowered:
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
                     made = (kind or Compiled)(programs, program, self._donated, self._split, self._audit_every)
-                    made._costs_of_lists = self._costs_of_lists
+                    made._costs_of_lists, made._for_call = self._costs_of_lists, self._for_call
                     return made
             finally:
                 programs.compiler.close()
@@ -375,6 +380,7 @@ class Compiled:
         self._bound = None if programs.mesh.is_described else self._executor_of(programs, program, split)
         self._timed: Profile | None = None
         self._costs_of_lists: Callable[[Machine], dict[int, Costs]] = lambda machine: {}
+        self._for_call: ForCall | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
         self._split = split
@@ -514,6 +520,7 @@ class Compiled:
 
         Nothing of a step waits that would not wait otherwise; a step begins when this process has the results of the
         one before. One step more runs first, which is not measured. Every process calls this together, as a step.
+        A step over lists of microbatches takes any lists, as a call of the jitted step does, and measures each shape.
 
         Args:
           args, kwargs: as of a call. Donated ones are used up, as by a call. Each next step takes in place of a donated
@@ -529,7 +536,16 @@ class Compiled:
         """
         if steps < 1:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
-        leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
+        if self._for_call is None:
+            leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
+            self._timed = self._profile(leaves, steps)
+        else:
+            step, leaves = self._for_call(tuple(args), dict(kwargs or {}))
+            self._timed = step._profile(leaves, steps)
+        return self._timed
+
+    def _profile(self, leaves: Sequence[Any], steps: int) -> Profile:
+        """Of flat arguments."""
         consumed, next_of = set(self._consumed), self._successors()
         rows: list[Callable[[], RecordedTimes]] = []
         result = None
@@ -540,8 +556,7 @@ class Compiled:
                 results = jax.tree.leaves(result)
                 leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
                 rows += [found] if number else []
-        self._timed = self._profile_of([found() for found in rows], result)
-        return self._timed
+        return self._profile_of([found() for found in rows], result)
 
     def _successors(self) -> dict[int, int]:
         """Per donated argument, the result that takes its place, if there is one."""
@@ -577,7 +592,10 @@ class Compiled:
 
     @functools.cached_property
     def _loop_facts(self) -> tuple[LoopFacts, ...]:
-        return tuple(map(facts_of, self._programs.loops))
+        return tuple(
+            facts_of(p.loop, [p.executables], [0] * p.loop.partition.info.num_microbatches)
+            for p in self._programs.loops
+        )
 
     def _seconds_of_calls(self, count: int) -> list[float]:
         """Seconds of as many ordinary calls on zeros, until this process has its results."""

@@ -27,7 +27,8 @@ SLOW_STAGE, SLEEP_S = 1, 0.01
 
 
 def sleeping(x):
-    time.sleep(SLEEP_S)
+    """A microbatch of 8 rows takes SLEEP_S, others in proportion."""
+    time.sleep(SLEEP_S * len(x) / 8)
     return np.asarray(x)
 
 
@@ -40,9 +41,7 @@ def loss(weights, x):
     return jnp.mean(x**2)
 
 
-@pytest.fixture(scope="module")
-def made():
-    """A compiled step whose middle stage is slow; the arguments that it was profiled with, and the profile."""
+def jitted_step():
     mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:STAGES]), ("stage",)), "stage")
 
     def step(state, xs):
@@ -53,8 +52,13 @@ def made():
         count = state["count"] + 1
         return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)], "count": count}, value
 
-    step = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
-    rng = np.random.default_rng(0)
+    return mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A compiled step whose middle stage is slow; the arguments that it was profiled with, and the profile."""
+    step, rng = jitted_step(), np.random.default_rng(0)
     weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(STAGES)]
     state, xs = {"w": weights, "count": np.int32(0)}, rng.normal(size=(MICROBATCHES, 8, WIDTH)).astype(np.float32)
     compiled = step.lower(state, xs).compile()
@@ -261,6 +265,68 @@ def test_a_timed_call_gives_what_an_untimed_one_gives(made):
         compiled.timing = False
     assert all(
         np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (plain, timed)), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def made_for_lists():
+    """The same step for a list of microbatches of 8 and 16 rows."""
+    step, rng = jitted_step(), np.random.default_rng(0)
+    weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(STAGES)]
+    state, rows = {"w": weights, "count": np.int32(0)}, (8, 16, 8, 8, 16)
+    xs = [rng.normal(size=(n, WIDTH)).astype(np.float32) for n in rows]
+    compiled = step.lower(state, xs).compile()
+    return step, compiled, (state, xs), compiled.profile((state, xs), steps=STEPS)
+
+
+def test_a_step_over_a_list_is_measured_by_shape(made_for_lists):
+    step, _, (state, xs), profile = made_for_lists
+    small, large = (f"f32[{rows},{WIDTH}]" for rows in (8, 16))
+    assert profile.loops[0].shapes == (small, large, small, small, large)
+    costs = profile.costs()
+    assert len(costs.microbatches) == len(xs) and costs.microbatches[1] is costs.microbatches[4]
+    few, many = (costs.microbatches[k].forward[SLOW_STAGE] for k in (0, 1))
+    assert SLEEP_S < few < 2 * SLEEP_S < many < 1.8 * few + SLEEP_S
+    for _ in range(STEPS + 1):
+        state, value = step(state, xs)
+    assert int(profile.result[0]["count"]) == STEPS + 1 and float(profile.result[1]) == float(value)
+    for measured in profile.steps:
+        tasks = [[t for r in runs for t in r.tasks] for runs in measured.by_group]
+        assert tasks == list(map(list, scheduler.OneFOneB(STAGES).orders(len(xs))))
+        assert {m.microbatch for m in measured.moves} >= set(range(len(xs)))
+
+
+def test_what_is_told_of_a_list_adds_up_and_names_its_shapes(made_for_lists, tmp_path):
+    _, compiled, (_, xs), profile = made_for_lists
+    parts = loop_parts(profile)
+    median = np.median([profile.timeline(step=step).makespan for step in profile.steps])
+    assert sum(part.seconds for part in parts) == pytest.approx(median)
+    several = next(part for part in parts if part.name == "microbatches of several shapes")
+    assert re.fullmatch(r"the longest takes 1\.[2-6]\d times the mean", several.detail)
+    rows = [line.split() for line in str(profile).splitlines() if line.startswith("  f32[")]
+    assert [(row[0], row[1]) for row in rows] == [(f"f32[8,{WIDTH}]", "3"), (f"f32[16,{WIDTH}]", "2")]
+    check_trace(profile.to_chrome_trace())
+    events = json.loads(profile.to_chrome_trace())["traceEvents"]
+    shapes = {(e["args"]["microbatch"], e["args"]["shape"]) for e in events if e.get("cat") == "task"}
+    assert shapes == {(k, f"f32[{len(x)},{WIDTH}]") for k, x in enumerate(xs)}
+    compiled.report(tmp_path / "list.html")
+    page = (tmp_path / "list.html").read_text()
+    Elements(page)
+    assert "<th>shape of a microbatch</th>" in page and "<td>microbatches of several shapes</td>" in page
+
+
+def test_other_lists_are_measured_by_the_same_compiled_step(made_for_lists):
+    _, compiled, (state, xs), _ = made_for_lists
+    profile = compiled.profile((state, [*xs[:2], xs[0][:4]]), steps=1)
+    assert profile.loops[0].shapes == tuple(f"f32[{rows},{WIDTH}]" for rows in (8, 16, 4))
+    assert compiled.last_timeline().orders == profile.timeline().orders
+    alike = compiled.profile((state, [xs[0]] * 3), steps=1)
+    assert not alike.costs().microbatches
+    assert "shape" not in str(alike)
+    with pytest.raises(TypeError) as error:
+        compiled.profile((state, xs[0]))
+    assert str(error.value) == (
+        "mpmd: this step was compiled for lists of microbatches; give it lists in the same places."
     )
 
 

@@ -56,7 +56,7 @@ class Moved(NamedTuple):
 
     Attributes:
       start: when the sender had it and this process asked for it.
-      is_in_loop: whether it is a microbatch's.
+      microbatch: the one that it belongs to; None outside of loops.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Moved(NamedTuple):
     dispatched: float
     start: float
     end: float
-    is_in_loop: bool
+    microbatch: int | None
 
 
 class Sent(NamedTuple):

@@ -1,23 +1,28 @@
 """A profile as a Chrome trace, which Perfetto opens."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpmd.observe.records import Ran
 from mpmd.report.steps import Step
 
 
-def to_chrome_trace(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> str:
+def to_chrome_trace(
+    steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
+) -> str:
     """Chrome-trace JSON: a process for each rank, with its host, its groups' devices, and what comes to it.
 
     Args:
       ranks_of: per group, its processes.
+      shapes: by the number of a loop, the shape of each microbatch; "" where there is one.
     """
-    return json.dumps({"traceEvents": list(_events(steps, ranks_of)), "displayTimeUnit": "ms"})
+    return json.dumps({"traceEvents": list(_events(steps, ranks_of, shapes)), "displayTimeUnit": "ms"})
 
 
-def _events(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+def _events(
+    steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
+) -> Iterator[dict[str, Any]]:
     first = min((s.start for s in steps), default=0.0)
     ranks = sorted({r for ranks in ranks_of for r in ranks})
     per_rank = 1 + len(ranks_of)
@@ -33,7 +38,8 @@ def _events(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> Iterato
     number = 0
     for count, step in enumerate(steps):
         for r in step.runs:
-            yield from _run_events(r, count, first, threads[r.rank])
+            shape = shapes[r.loop][r.tasks[0].microbatch] if r.tasks else ""
+            yield from _run_events(r, count, first, threads[r.rank], {"shape": shape} if shape else {})
         for m in step.moves:
             number += 1
             common = {"cat": "transfer", "id2": {"local": hex(number)}, "pid": m.rank, "tid": threads[m.rank]}
@@ -43,8 +49,8 @@ def _events(steps: Sequence[Step], ranks_of: Sequence[Sequence[int]]) -> Iterato
             yield {**common, "ph": "e", "ts": max(_micros(m.start - first), _micros(m.end - first))}
 
 
-def _run_events(r: Ran, step: int, first: float, host: int) -> Iterator[dict[str, Any]]:
-    args: dict[str, Any] = {"step": step, "program": r.name}
+def _run_events(r: Ran, step: int, first: float, host: int, more: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    args: dict[str, Any] = {"step": step, "program": r.name, **more}
     if r.tasks:
         task = r.tasks[0]
         args |= {"stage": task.stage, "kind": "+".join(t.kind for t in r.tasks), "microbatch": task.microbatch}

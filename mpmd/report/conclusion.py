@@ -12,6 +12,8 @@ from scheduler.base.texts import in_seconds
 _ADVICE = {
     "uneven stages": "Give that stage fewer layers. With mpmd.mark_layer_end after each layer the library chooses the"
     " cut, and mpmd.tune cuts again by measured times.",
+    "microbatches of several shapes": "Look for another order (scheduler.order_microbatches with profile.costs()), or"
+    " deal documents so that microbatches take equally long.",
     "transfers that nothing hides": "Use larger microbatches or fewer stages, or a schedule that sends ahead"
     " (EagerOneFOneB).",
     "before and after the loops": "Look at the grey programs: an update of the optimizer that waits for other groups,"

@@ -1,12 +1,16 @@
 """Puts what all processes noted of timed steps together, as a `Profile`."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpmd.compile.step import LoopProgram, StepPrograms
+from mpmd.compile.executable import Executable
+from mpmd.compile.step import StepPrograms
+from mpmd.graphs.body import Place
 from mpmd.job import clocks
 from mpmd.job.job import Job
 from mpmd.observe.records import RecordedTimes, joined
+from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.steps import steps_of
@@ -40,11 +44,29 @@ def profile_of(
     return Profile(programs.name, steps, programs.mesh.processes, loops, error, result)
 
 
-def facts_of(loop: LoopProgram) -> LoopFacts:
-    """What profiles have to know of a loop."""
-    partition, schedule = loop.loop.partition, loop.loop.schedule
-    flops = {(place.stage, place.kind): flops_of(e) for place, e in loop.executables.items()}
-    labels = tuple(partition.labels[s] or "" for s in range(schedule.num_stages))
-    count, orders = partition.info.num_microbatches, loop.loop.orders
-    placement, reads = tuple(schedule.placement), reads_of(schedule)
-    return LoopFacts(loop.loop.number, type(schedule).__name__, placement, reads, orders, count, flops, labels)
+def facts_of(
+    loop: Loop, executables: Sequence[Mapping[Place, Executable]], shapes: Sequence[int], names: Sequence[str] = ("",)
+) -> LoopFacts:
+    """What profiles have to know of a loop.
+
+    Args:
+      executables: of its tasks, for each shape of a microbatch.
+      shapes: of each microbatch, the number of its shape.
+      names: of the shapes.
+    """
+    partition, schedule = loop.partition, loop.schedule
+
+    def mean_flops(place: Place) -> float:
+        of_shape = {shape: flops_of(executables[shape][place]) for shape in set(shapes)}
+        return statistics.fmean(of_shape[shape] for shape in shapes)
+
+    return LoopFacts(
+        loop.number,
+        type(schedule).__name__,
+        tuple(schedule.placement),
+        reads_of(schedule),
+        loop.orders,
+        tuple(names[shape] for shape in shapes),
+        {(place.stage, place.kind): mean_flops(place) for place in executables[0]},
+        tuple(partition.labels[s] or "" for s in range(schedule.num_stages)),
+    )

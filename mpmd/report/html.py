@@ -15,7 +15,7 @@ from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
 from mpmd.report.memory_chart import memory_chart, round_ticks
 from mpmd.report.page_frame import TOOLS, page
-from mpmd.report.profile import Profile, loop_parts, stragglers
+from mpmd.report.profile import Profile, loop_parts, shape_table, stragglers, task_seconds
 from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
 from scheduler import Program, Timeline
@@ -161,6 +161,9 @@ def _measured(facts: Facts) -> Iterator[str]:
                 (escape(p.name), in_seconds(p.seconds) if p.seconds >= 0 else f"−{in_seconds(-p.seconds)}",
                  f'<span class="soft">{escape(p.detail)}</span>') for p in parts
             ], "last")  # fmt: skip
+            if shapes := shape_table(profile, index):
+                head, *rows = shapes
+                yield _table(head, ([escape(cell) for cell in row] for row in rows))
             yield from (f"<p>{escape(line)}</p>" for line in stragglers(profile, index))
 
 
@@ -218,10 +221,8 @@ def _stages(facts: Facts) -> Iterator[str]:
     for index, loop in enumerate(facts.programs.loops):
         took: dict[tuple[int, str], list[float]] = defaultdict(list)
         if facts.profile is not None:
-            for step in facts.profile.steps:
-                for r in step.runs:
-                    if len(r.tasks) == 1 and r.loop == loop.loop.number:
-                        took[r.tasks[0].stage, r.tasks[0].kind].append(r.end - r.start)
+            for (stage, kind, _), seconds in task_seconds(facts.profile, facts.profile.loops[index]).items():
+                took[stage, kind].append(seconds)
         rows = []
         for stage, group in enumerate(loop.loop.schedule.placement):
             tasks = {p.kind: t for p, t in loop.tasks.items() if p.stage == stage}

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from mpmd.report.chrome_trace import to_chrome_trace
@@ -30,7 +30,8 @@ class LoopFacts:
       placement: per stage, its group.
       reads: per stage, the stages that it exchanges values with; None for a chain.
       orders: per group, the tasks that it should run, in order.
-      flops: of a task of a stage and kind, on all devices of its group.
+      shapes: of each microbatch, the shape; those of arrays are all "".
+      flops: of a task of a stage and kind, on all devices of its group; of a list, the mean over its microbatches.
       labels: per stage, its name; empty if it has none.
     """
 
@@ -39,9 +40,14 @@ class LoopFacts:
     placement: tuple[int, ...]
     reads: Reads | None
     orders: Orders
-    num_microbatches: int
+    shapes: tuple[str, ...]
     flops: Mapping[tuple[int, str], float]
     labels: tuple[str, ...]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the measured steps."""
+        return len(self.shapes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,16 +83,29 @@ class Profile:
         return timeline_of(((r.group, r.tasks, r.start, r.end) for r in runs), facts.placement, "measured")
 
     def costs(self, loop: int = -1) -> Costs:
-        """What a loop took, over all steps: medians by stage and kind of task, means of transfers by pair of groups."""
+        """What a loop took, over all steps: medians by stage and kind of task, means of transfers by pair of groups.
+
+        Of a list of several shapes each shape is measured on its own; these are the costs of its `microbatches`.
+        """
         facts = self.loops[loop]
+        found = {shape: self._costs_of(facts, {shape}) for shape in dict.fromkeys(facts.shapes)}
+        if len(found) == 1:
+            return found[facts.shapes[0]]
+        every = tuple(found[shape] for shape in facts.shapes)
+        return dataclasses.replace(self._costs_of(facts, found), microbatches=every)
+
+    def _costs_of(self, facts: LoopFacts, shapes: Container[str]) -> Costs:
+        """Of the microbatches of some shapes."""
+        own = {m for m, shape in enumerate(facts.shapes) if shape in shapes}
         durations = [
             (task, (r.end - r.start) / len(r.tasks))
             for s in self.steps for group in s.by_group for r in group if r.loop == facts.number for task in r.tasks
+            if task.microbatch in own
         ]  # fmt: skip
         seconds: dict[frozenset[int], list[float]] = defaultdict(list)
         for s in self.steps:
             for m in s.moves:
-                if m.is_in_loop:
+                if m.microbatch in own:
                     seconds[frozenset((m.way.source, m.way.target))].append(m.end - m.start)
         pairs = [frozenset(pair) for pair in zip(facts.placement, facts.placement[1:], strict=False)]
         transfers = tuple(statistics.fmean(seconds.get(pair, [0.0])) for pair in pairs)
@@ -116,7 +135,7 @@ class Profile:
 
     def to_chrome_trace(self) -> str:
         """All steps as Chrome-trace JSON, which Perfetto opens: one process a rank."""
-        return to_chrome_trace(self.steps, self.ranks)
+        return to_chrome_trace(self.steps, self.ranks, {facts.number: facts.shapes for facts in self.loops})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +175,7 @@ def _lines(profile: Profile) -> Iterator[str]:
         for part in loop_parts(profile, index):
             sign = "+" if part.seconds >= 0 else "-"
             yield f"  {sign} {in_seconds(abs(part.seconds)):>8} {part.name}{f': {part.detail}' if part.detail else ''}"
+        yield from (f"  {line}" for line in texts.table(shape_table(profile, index), "<" * len(SHAPE_HEAD)))
         yield from (f"  {line}" for line in stragglers(profile, index))
 
 
@@ -195,23 +215,55 @@ def _group_table(profile: Profile) -> Iterator[str]:
 
 def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
     """What the time of a loop is made of, each part by one simulation more than the one before."""
-    facts = profile.loops[index]
+    facts, num_stages = profile.loops[index], len(profile.loops[index].placement)
     measured = statistics.median(profile.timeline(index, step).makespan for step in profile.steps)
     costs = profile.costs(index)
-    no_transfers = dataclasses.replace(costs, transfer_s=0.0)
-    equal = _equal(costs, facts)
+    mean = dataclasses.replace(costs.of_mean(num_stages), transfer_s=0.0)
+    own = tuple(dataclasses.replace(one, transfer_s=0.0) for one in costs.of_microbatches(facts.num_microbatches))
+    no_transfers = dataclasses.replace(mean, microbatches=own)
     even = sum(profile.simulated(no_transfers, index).busy) / len(profile.ranks)
-    with_bubble = profile.simulated(equal, index).makespan
-    with_stages = profile.simulated(no_transfers, index).makespan
+    with_bubble = profile.simulated(_equal(mean, facts), index).makespan
+    with_stages = profile.simulated(mean, index).makespan
+    with_shapes = profile.simulated(no_transfers, index).makespan
     with_transfers = profile.simulated(costs, index).makespan
     bubble = f"{facts.schedule}, {facts.num_microbatches} microbatches"
+    shapes = []
+    if costs.microbatches:
+        detail = _longest(costs, num_stages)
+        shapes = [TimeShare(with_shapes - with_stages, "microbatches of several shapes", detail)]
     return [
         TimeShare(even, "work, if every group had the same and never waited"),
         TimeShare(with_bubble - even, "bubble of the schedule", bubble),
-        TimeShare(with_stages - with_bubble, "uneven stages", _slowest_stage(costs, facts)),
-        TimeShare(with_transfers - with_stages, "transfers that nothing hides", _slowest_link(profile)),
+        TimeShare(with_stages - with_bubble, "uneven stages", _slowest_stage(mean, facts)),
+        *shapes,
+        TimeShare(with_transfers - with_shapes, "transfers that nothing hides", _slowest_link(profile)),
         TimeShare(measured - with_transfers, "the rest", _rest(profile)),
     ]
+
+
+SHAPE_HEAD = ("shape of a microbatch", "how many", "forward", "backward", "times the mean")
+
+
+def shape_table(profile: Profile, index: int = -1) -> list[tuple[str, ...]]:
+    """What a microbatch of each shape took in all stages together, below a head; empty where there is one shape."""
+    facts, costs = profile.loops[index], profile.costs(index)
+    if not costs.microbatches:
+        return []
+    num_stages = len(facts.placement)
+    mean = sum(stage_seconds(costs.of_mean(num_stages), num_stages))
+    rows = []
+    for shape, one in dict(zip(facts.shapes, costs.of_microbatches(facts.num_microbatches), strict=True)).items():
+        whole, forward = sum(stage_seconds(one, num_stages)), sum(one.per_stage("forward", num_stages))
+        seconds = (in_seconds(forward), in_seconds(whole - forward))
+        rows.append((shape, str(facts.shapes.count(shape)), *seconds, f"{whole / mean:.2f}" if mean else "-"))
+    return [SHAPE_HEAD, *rows]
+
+
+def _longest(costs: Costs, num_stages: int) -> str:
+    mean = sum(stage_seconds(costs.of_mean(num_stages), num_stages))
+    every = costs.of_microbatches(len(costs.microbatches))
+    longest = max(sum(stage_seconds(one, num_stages)) for one in every)
+    return f"the longest takes {longest / mean:.2f} times the mean" if mean else ""
 
 
 def _equal(costs: Costs, facts: LoopFacts) -> Costs:
@@ -266,12 +318,7 @@ def _rest(profile: Profile) -> str:
 def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
     """Ranks that are slower than others with the same work, and groups that compute fewer operations a second."""
     facts = profile.loops[index]
-    own: dict[tuple[int, str, int], list[float]] = defaultdict(list)
-    for step in profile.steps:
-        for r in step.runs:
-            if len(r.tasks) == 1 and r.loop == facts.number:
-                own[r.tasks[0].stage, r.tasks[0].kind, r.rank].append(r.end - r.start)
-    medians = {key: statistics.median(values) for key, values in own.items()}
+    medians = task_seconds(profile, facts)
     by_task: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for (stage, kind, rank), seconds in medians.items():
         by_task[stage, kind][rank] = seconds
@@ -284,6 +331,20 @@ def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
                 f" group {facts.placement[stage]} takes {in_seconds(usual)}"
             )
     yield from _slow_groups(profile, facts, by_task)
+
+
+def task_seconds(profile: Profile, facts: LoopFacts) -> dict[tuple[int, str, int], float]:
+    """By stage, kind and rank, the median seconds of tasks that ran alone; the mean over the microbatches of a list."""
+    own: dict[tuple[int, str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for r in (r for step in profile.steps for r in step.runs):
+        if len(r.tasks) == 1 and r.loop == facts.number:
+            task = r.tasks[0]
+            own[task.stage, task.kind, r.rank][facts.shapes[task.microbatch]].append(r.end - r.start)
+    found = {}
+    for key, of_shapes in own.items():
+        medians = {shape: statistics.median(values) for shape, values in of_shapes.items()}
+        found[key] = statistics.fmean(medians[shape] for shape in facts.shapes if shape in medians)
+    return found
 
 
 def _slow_groups(profile: Profile, facts: LoopFacts, by_task: dict[tuple[int, str], dict[int, float]]) -> Iterator[str]:

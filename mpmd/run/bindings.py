@@ -83,7 +83,7 @@ class BoundInstruction:
     executable: Executable | None = None
 
     def __post_init__(self):
-        if self.code == RUN:
+        if self.code == RUN and self.executable is None:  # one that was replaced after `Bindings.finish` has its own
             self.executable = self.act
 
     @property

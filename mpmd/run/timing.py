@@ -224,8 +224,7 @@ class Recorder:
             if b.code in (MOVE, RECV):
                 start = min(max(begun, before[0]), end)
                 there[b.writes] = end, way
-                is_in_loop = value.microbatch is not None
-                moves.append(Moved(step, self._rank, way, nbytes, begun, start, end, is_in_loop))
+                moves.append(Moved(step, self._rank, way, nbytes, begun, start, end, value.microbatch))
         return RecordedTimes(tuple(runs), tuple(moves), tuple(sends))
 
 

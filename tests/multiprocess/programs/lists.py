@@ -67,6 +67,11 @@ def main(what):
             rows = {"other": rows[::-1], "shorter": rows[:-1]}.get(what, rows)
         params, told = train(params, batch(rows, seed), schedule)
         losses.append([float(x) for x in mpmd.device_get(told)])
+    profile = (
+        train.lower(params, batch(ORDERS[3], 3), schedule).compile().profile((params, batch(ORDERS[4], 4)), steps=2)
+    )
+    params, told = profile.result
+    losses += [[float(x) for x in mpmd.device_get(told)], profile.loops[0].shapes, len(profile.costs().microbatches)]
     if what == "same":
         test, rng = mpmd.jit(evaluate, mpmd_mesh=mesh), np.random.default_rng(0)
         found = [test(params, batch(rng.integers(2, 6, size=1 + n % 8), n)) for n in range(100)]
