@@ -19,7 +19,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.program import step_program
+from mpmd.compile.program import loop_graph, step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.costs.devices import machine_for_cuts, machine_of, memory_limit
 from mpmd.costs.machine import Machine
@@ -44,7 +44,8 @@ from mpmd.report.memory import measured
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.report.program_texts import texts
 from mpmd.report.repetition import repetition
-from mpmd.report.task_costs import costs_of, ordered_by_costs
+from mpmd.report.shares import ListFigures, MicrobatchFigures, Shares, figures_of
+from mpmd.report.task_costs import ordered_by_costs
 from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
 from mpmd.run.audits import AuditedExecutor
 from mpmd.run.donated import apart, consume, usable
@@ -266,16 +267,27 @@ class Lowered:
             raise ValueError(
                 f"costs: loop is {loop}, and the step has {len(self._outline.loops)} loops with a schedule."
             )
-        return self._costs(self._outline.loops[loop], machine_of(self._mesh))
+        found, machine = self._outline.loops[loop], machine_of(self._mesh)
+        return (self._of_list(found, machine) or self._figures(found, machine)).costs
 
-    def _costs(self, loop: Loop, machine: Machine) -> Costs:
+    def _figures(self, loop: Loop, machine: Machine) -> MicrobatchFigures:
         layouts = [h.layout for h in self._ins]
-        own = costs_of(loop, self._mesh, machine, draft_of(self._outline, self._mesh, layouts, self._donated).sizes)
+        sizes = draft_of(self._outline, self._mesh, layouts, self._donated).sizes
+        return figures_of(loop, self._outline, self._mesh, machine, sizes)
+
+    def _of_list(self, loop: Loop, machine: Machine) -> ListFigures | None:
+        """Of a loop over a list."""
         if loop.partition.info.path is None or self._shapes is None:
-            return own
+            return None
         every = self._of_microbatches(loop)
-        known = {step: step._costs(_same(loop, step), machine) for step in dict.fromkeys(every)}
-        return dataclasses.replace(own, microbatches=tuple(known[step] for step in every))
+        known = {step: step._figures(_same(loop, step), machine) for step in dict.fromkeys(every)}
+        producers = {edge.name: edge.producer for edge in loop_graph(loop).edges}
+        return ListFigures(self._figures(loop, machine), producers, tuple(known[step] for step in every))
+
+    def _shares_on(self, machine: Machine) -> Shares:
+        """What each microbatch of its lists does beside the largest."""
+        found = {loop.number: self._of_list(loop, machine) for loop in self._outline.loops}
+        return Shares({number: of_list for number, of_list in found.items() if of_list is not None})
 
     def _of_microbatches(self, loop: Loop | None = None) -> "list[Lowered]":
         """Of a loop over a list (the first one), the step for each of its microbatches; else the step alone."""
@@ -285,11 +297,6 @@ class Lowered:
             return [self]
         steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
         return [steps[n]._lowered for n in numbers]
-
-    def _costs_of_lists(self, machine: Machine) -> dict[int, Costs]:
-        """Of each loop over a list, by its number."""
-        loops = self._outline.loops if self._shapes is not None else ()
-        return {loop.number: self._costs(loop, machine) for loop in loops if loop.partition.info.path is not None}
 
     @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:
@@ -344,7 +351,7 @@ class Lowered:
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
                     made = (kind or Compiled)(programs, program, self._donated, self._split, self._audit_every)
-                    made._costs_of_lists, made._for_call = self._costs_of_lists, self._for_call
+                    made._shares_on, made._for_call = self._shares_on, self._for_call
                     return made
             finally:
                 programs.compiler.close()
@@ -379,7 +386,7 @@ class Compiled:
         self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
         self._bound = None if programs.mesh.is_described else self._executor_of(programs, program, split)
         self._timed: Profile | None = None
-        self._costs_of_lists: Callable[[Machine], dict[int, Costs]] = lambda machine: {}
+        self._shares_on: Callable[[Machine], Shares] = lambda machine: Shares()
         self._for_call: ForCall | None = None
         self._movers: dict[Any, Compiled] = {}
         self.timing = False
@@ -472,14 +479,16 @@ class Compiled:
         mesh = self._programs.mesh
         machine = machine_of(mesh)
         limit = memory_limit(mesh, machine)
-        costs = self._costs_of_lists(machine)
+        shares = self._shares_on(machine)
         if self._bound is None:
             wire = expected_wire(mesh.groups[0].devices.flat[0].platform)
-            traffic = StepTraffic.of_all(self._program, f"by jax.device_put in a process, between processes by {wire}")
+            transport = f"by jax.device_put in a process, between processes by {wire}"
+            traffic = StepTraffic.of_all(self._program, transport, shares)
         else:
             own = self._bound.bindings
-            traffic = StepTraffic(own.num_calls, own.num_moves, own.bytes_moved, self._bound.transport)
-        return explain(self._programs, self._program, traffic, notes, limit, costs)
+            nbytes = round(sum(c.nbytes * shares.sent(c.value, c.target) for c in own.crossings))
+            traffic = StepTraffic(own.num_calls, own.num_moves, nbytes, self._bound.transport)
+        return explain(self._programs, self._program, traffic, shares, notes, limit)
 
     @compat.api_boundary
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
@@ -494,7 +503,8 @@ class Compiled:
         outline, found = self._programs.outline, self._timed if profile is None else profile
         layouts = [self._programs.layouts[v] for v in outline.trace.arguments]
         planned = draft_of(outline, self._programs.mesh, layouts, self._donated).memory()
-        page = report_page(Facts(self._programs, self._program, self.explain(), planned, found))
+        shares = self._shares_on(machine_of(self._programs.mesh))
+        page = report_page(Facts(self._programs, self._program, self.explain(), planned, found, shares))
         Path(path).write_text(page, encoding="utf-8")
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
@@ -511,7 +521,7 @@ class Compiled:
         Returns:
           `"flops"`, floating-point operations, and `"bytes accessed"`, read from and written to device memory.
         """
-        flops, nbytes = cost_per_step(self._programs, self._program)
+        flops, nbytes = cost_per_step(self._programs, self._program, self._shares_on(machine_of(self._programs.mesh)))
         return {"flops": flops, "bytes accessed": nbytes}
 
     @compat.api_boundary

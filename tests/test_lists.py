@@ -1,5 +1,6 @@
 """Lists of microbatches of several shapes: the numbers of the plain loop, and nothing is traced for new orders."""
 
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -19,8 +20,9 @@ from mpmd.arrays.targets import Target
 from mpmd.compile import executable
 from mpmd.costs.machine import Machine
 from mpmd.errors import StageError
-from mpmd.planning.plan import plan_step, tokens_of
+from mpmd.planning.plan import plan_lowered, plan_step, tokens_of
 from mpmd.report.roles import Roles
+from scheduler.base.texts import in_bytes
 
 WIDTH = 6
 SHAPES = (2, 3, 4, 5)  # rows of a microbatch
@@ -384,10 +386,47 @@ def test_what_follows_from_the_length_alone_is_computed_for_each_shape():
     assert fewer < scheduler.simulate(scheduler.OneFOneB(2), 8, costs).makespan
 
     # A plan counts each by its shape: all of its tokens, and less time than if all were as long as the longest.
-    machine, of_lists = Machine(Target.named("h100")), lowered._costs_of_lists(Machine(Target.named("h100")))
-    of_each, of_longest = (plan_step(compiled._programs, compiled.program, machine, of_lists=x) for x in (of_lists, {}))
+    machine = Machine(Target.named("h100"))
+    of_each = plan_lowered(lowered, machine)
+    of_longest = plan_step(compiled._programs, compiled.program, machine)
     assert of_each.loops[0].seconds < of_longest.loops[0].seconds
     assert sum(tokens_of(Roles(one._outline)) for one in lowered._of_microbatches()) == 2 * (3 * 16 + 8 + 4 * 4)
+
+
+def test_figures_of_a_step_count_each_microbatch_by_its_shape():
+    step, machine = Step(2, "1f1b", mpmd.Mean), Machine(Target.named("h100"))
+    jitted = mpmd.jit(step, mpmd_mesh=groups(2))
+
+    def figures(xs):
+        lowered = jitted.lower(step.params(), xs)
+        plan, compiled = plan_lowered(lowered, machine), lowered.compile()
+        sent = [plan.groups[g].sent[1 - g][1] for g in range(2)]
+        moved = sum(c.nbytes for c in compiled._executor.bindings.crossings)
+        return lowered, plan, compiled, sent, moved
+
+    little, short, of_short, sent_short, _ = figures(microbatches((2, 2, 2, 2)))
+    much, long, of_long, sent_long, moved_long = figures(microbatches((5, 5, 5, 5)))
+    lowered, mixed, compiled, sent, _ = figures(microbatches((5, 2, 5, 2)))
+    total = [dataclasses.astuple(plan.total) for plan in (short, long, mixed)]
+    for a, b, both in zip(*total, strict=True):
+        assert both == pytest.approx((a + b) / 2)
+    assert short.total.products < mixed.total.products < long.total.products
+    assert sent == [(a + b) // 2 for a, b in zip(sent_short, sent_long, strict=True)]
+    assert sum(sent_long) == moved_long and f"9 transfers ({in_bytes(sum(sent))}) a step" in compiled.explain()
+    for of in ("flops", "bytes accessed"):
+        mean = (of_short.cost_analysis()[of] + of_long.cost_analysis()[of]) / 2
+        assert compiled.cost_analysis()[of] == pytest.approx(mean, rel=0.05)
+    assert mixed.unpipelined.peak == pytest.approx((short.unpipelined.peak + long.unpipelined.peak) / 2, abs=1)
+    assert mixed.unpipelined.rows == 16 and mixed.loops[0].num_shapes == 2
+    assert "4 microbatches of 2 shapes (tasks and memory above: of the largest)" in str(mixed)
+    # Over slow links a step takes as long as its transfers.
+    slow = dataclasses.replace(machine.target, link_bandwidth=1e3, network_bandwidth=1e3)
+    least, between, most = (plan_lowered(one, Machine(slow)).step.seconds for one in (little, lowered, much))
+    assert least < 0.8 * between and between < 0.9 * most
+
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *microbatches((5, 5, 5, 5)))
+    _, plain, *_ = figures(stacked)
+    assert plain.total.products == long.total.products and plain.unpipelined.rows == 16
 
 
 def test_mistakes_are_told():

@@ -7,7 +7,6 @@ The user's specs win, then those that state leaves came in with, then what XLA i
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -29,7 +28,7 @@ from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
 from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop, Outline, Segment
-from scheduler import Call, Program, Run, Task
+from scheduler import Call, Run, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +110,6 @@ class StepPrograms:
     def executables_of(self, instruction: Run | Call) -> list[Executable]:
         """The executables of `calls`."""
         return [executable for executable, _ in self.calls(instruction)]
-
-    def num_calls(self, program: Program) -> Counter[Executable]:
-        """How often all groups together call each executable in a step."""
-        done = (i for instructions in program.groups for i in instructions if isinstance(i, (Run, Call)))
-        return Counter(executable for i in done for executable in self.executables_of(i))
 
     def layout(self, v: Any) -> Layout:
         """The layout of a variable; literals are replicated."""

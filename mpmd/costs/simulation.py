@@ -55,7 +55,7 @@ class SimulatedStep:
 def simulate_program(
     program: Program,
     duration: Callable[[int, Any], float],
-    transfer: Callable[[int, int, str], float],
+    transfer: Callable[[int, int, Value], float],
 ) -> SimulatedStep:
     """Runs a program on a clock.
 
@@ -64,7 +64,7 @@ def simulate_program(
 
     Args:
       duration: seconds of a `Run` or `Call` of a group.
-      transfer: seconds of a value (its name) from one group to another.
+      transfer: seconds of a value from one group to another.
     """
     groups = program.groups
     position, clock, exposed = [0] * len(groups), [0.0] * len(groups), [0.0] * len(groups)
@@ -91,7 +91,7 @@ def simulate_program(
             if isinstance(i, Send):
                 key = i.value, g, i.to_group
                 start = max(ready[g].get(i.value, 0.0), link_free.get(key[1:], 0.0))
-                link_free[key[1:]] = end = start + transfer(g, i.to_group, i.value.name)
+                link_free[key[1:]] = end = start + transfer(g, i.to_group, i.value)
                 on_the_way[key] = start, end
                 happened(key)
             elif isinstance(i, Recv):

@@ -1,7 +1,7 @@
 """Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from jax.sharding import Mesh
@@ -13,7 +13,8 @@ from mpmd.costs.machine import Machine
 from mpmd.costs.work import Work, works_of_program
 from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
-from scheduler import Call, Costs, Program, Run
+from mpmd.report.shares import Shares
+from scheduler import Call, Costs, Program, Run, Value
 from scheduler.task import Kind, Task
 
 
@@ -37,7 +38,7 @@ class StepCosts:
 
     Args:
       measured: seconds of tasks, in place of the machine's.
-      of_lists: costs of the microbatches of lists, by the number of the loop, by the roofline.
+      shares: of the microbatches of lists.
 
     Raises:
       ValueError: `measured` is of another number of stages or microbatches.
@@ -48,9 +49,9 @@ class StepCosts:
         programs: StepPrograms,
         machine: Machine,
         measured: Costs | None = None,
-        of_lists: Mapping[int, Costs] | None = None,
+        shares: Shares | None = None,
     ):
-        self.programs, self.machine, self.measured, self.of_lists = programs, machine, measured, of_lists or {}
+        self.programs, self.machine, self.measured, self.shares = programs, machine, measured, shares or Shares()
         self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
         self._of_program: dict[DistinctProgram, TaskCost] = {}
         self._of_executable: dict[Executable, TaskCost] = {}
@@ -86,15 +87,14 @@ class StepCosts:
         """Seconds of an instruction of a group."""
         if self.measured is not None and isinstance(instruction, Run):
             return _seconds_of(self.measured, instruction.tasks)
-        share = 1.0
-        if isinstance(instruction, Run) and (costs := self.of_lists.get(instruction.loop)):
-            share = share_of(costs, instruction.tasks)
+        share = self.shares.seconds(instruction.loop, instruction.tasks) if isinstance(instruction, Run) else 1.0
         return share * sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
 
-    def transfer(self, source: int, target: int, name: str) -> float:
-        """Seconds of a value (its name) from one group to another."""
+    def transfer(self, source: int, target: int, value: Value) -> float:
+        """Seconds of a value from one group to another; of no microbatch: that of the largest."""
         groups = self.programs.mesh.groups
-        return self.machine.between_s(self.sizes.nbytes_of(name, target)[0], groups[source], groups[target])
+        nbytes = self.sizes.nbytes(value, target)[0] * self.shares.sent(value, target)
+        return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
         """The three largest arguments in a group, with their bytes on each device."""
@@ -125,14 +125,8 @@ class StepCosts:
 
     def total(self, program: Program) -> Work:
         """The work of a whole step, over all devices."""
-        times = self.programs.num_calls(program)
-        return sum((self.cost(e).work.times(n) for e, n in times.items()), Work())
-
-
-def share_of(costs: Costs, tasks: Sequence[Task]) -> float:
-    """How many times the seconds of the largest microbatch these tasks take."""
-    largest = sum(costs.duration(t.kind, t.stage) for t in tasks)
-    return _seconds_of(costs, tasks) / largest if largest else 1.0
+        times = self.shares.calls(self.programs, program)
+        return sum((called.of(self.cost(e).work).times(n) for (e, called), n in times.items()), Work())
 
 
 def _seconds_of(costs: Costs, tasks: Sequence[Task]) -> float:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.simulation import SimulatedStep
 from mpmd.planning.costs import StepCosts
-from scheduler import Program, Schedule, ScheduleError, Send, Timeline
+from scheduler import Program, Schedule, ScheduleError, Send, Timeline, Value
 from scheduler.base.texts import in_seconds
 from scheduler.task import reads_of
 from scheduler.timing.simulate import simulate_orders, timeline_of
@@ -85,6 +85,6 @@ def _crossing(program: Program, costs: StepCosts, placement: tuple[int, ...]) ->
         for i in instructions:
             if isinstance(i, Send) and i.value.microbatch is not None:
                 names[group, i.to_group].add(i.value.name)
-    seconds = {pair: sum(costs.transfer(*pair, name) for name in found) for pair, found in names.items()}
+    seconds = {pair: sum(costs.transfer(*pair, Value(name)) for name in found) for pair, found in names.items()}
     pairs = [(here, placement[stage + 1]) for stage, here in enumerate(placement[:-1])]
     return (*(max(seconds.get((a, b), 0.0), seconds.get((b, a), 0.0)) for a, b in pairs), 0.0)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
@@ -23,6 +23,7 @@ from mpmd.planning.unpipelined import Unpipelined, unpipelined
 from mpmd.report.explain import sent_by
 from mpmd.report.memory import KINDS, measured, temporaries_of
 from mpmd.report.roles import Roles
+from mpmd.report.shares import Shares
 from scheduler import Costs, Program, check
 from scheduler.base.texts import in_bytes, in_seconds, table
 
@@ -60,6 +61,7 @@ class LoopPlan:
     """A pipelined loop of the step, as it is.
 
     Attributes:
+      num_shapes: of its microbatches.
       cuts: how many layers each stage gets; None where marks say where stages end.
       even_cuts: as many for each stage, where the library chose `cuts`.
       seconds: from the start of its first task to the end of its last one.
@@ -68,6 +70,7 @@ class LoopPlan:
     number: int
     schedule: str
     num_microbatches: int
+    num_shapes: int
     cuts: tuple[int, ...] | None
     even_cuts: tuple[int, ...] | None
     seconds: float
@@ -186,7 +189,7 @@ def plan_step(
     tokens: int | None = None,
     costs: Costs | None = None,
     copies: int | None = None,
-    of_lists: Mapping[int, Costs] | None = None,
+    shares: Shares | None = None,
     told: Callable[[tuple[str, float]], object] = lambda shown: None,
 ) -> Plan:
     """The plan of a compiled step.
@@ -195,7 +198,7 @@ def plan_step(
       tokens: of a step. None takes the largest argument of integers that is neither parameter nor state.
       costs: measured seconds of tasks, in place of the machine's.
       copies: of the state, as for `mpmd.resilient`.
-      of_lists: what the microbatches of lists take beside the largest, by the number of the loop.
+      shares: of the microbatches of lists.
       told: called with what is done next, and about which share of all is done.
 
     Raises:
@@ -205,7 +208,8 @@ def plan_step(
     told(("mpmd: checking that the step cannot deadlock", 0.0))
     check(program, streams=_streams(programs.mesh))
     roles = Roles(programs.outline)
-    found = StepCosts(programs, machine, costs, of_lists)
+    shares = shares or Shares()
+    found = StepCosts(programs, machine, costs, shares)
     told(("mpmd: simulating the step", 0.35))
     step = simulate_program(program, found.duration, found.transfer)
     memory = measured(programs, program)
@@ -220,7 +224,7 @@ def plan_step(
                 tuple(s for s, g in enumerate(program.placement) if g == group),
                 memory[group],
                 found.largest_arguments(group, roles),
-                {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group).items()},
+                {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group, shares).items()},
                 found.tasks(group),
                 found.once(program, group),
                 step.busy[group],
@@ -233,12 +237,12 @@ def plan_step(
         f"{programs.name} on {programs.mesh}",
         machine,
         tuple(groups),
-        tuple(_loop_plan(loop.loop, step) for loop in programs.loops),
+        tuple(_loop_plan(loop.loop, step, shares) for loop in programs.loops),
         step,
         programs.compiler.num_programs,
         total,
         tokens or tokens_of(roles),
-        unpipelined(programs, roles, machine, total),
+        unpipelined(programs, roles, machine, total, shares),
         picture_of(programs, program, step, found),
         costs is not None,
         None if copies is None else plan_copies(programs.mesh, roles, machine, copies),
@@ -252,15 +256,16 @@ def plan_lowered(lowered: Any, machine: Machine, tokens: int | None = None, **op
     """
     compiled = lowered.compile()
     tokens = tokens or sum(tokens_of(Roles(one._outline)) or 0 for one in lowered._of_microbatches())
-    of_lists = lowered._costs_of_lists(machine)
-    return plan_step(compiled._programs, compiled.program, machine, tokens, of_lists=of_lists, **options)
+    shares = lowered._shares_on(machine)
+    return plan_step(compiled._programs, compiled.program, machine, tokens, shares=shares, **options)
 
 
-def _loop_plan(loop: Loop, step: SimulatedStep) -> LoopPlan:
+def _loop_plan(loop: Loop, step: SimulatedStep, shares: Shares) -> LoopPlan:
     info = loop.partition.info
     even = None if info.choice is None else info.choice.even
     seconds = step.seconds_of(loop.number)
-    return LoopPlan(loop.number, str(info.schedule), info.num_microbatches, info.cuts, even, seconds)
+    shapes = len(set(shares.lists[loop.number].microbatches)) if loop.number in shares.lists else 1
+    return LoopPlan(loop.number, str(info.schedule), info.num_microbatches, shapes, info.cuts, even, seconds)
 
 
 def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
@@ -283,7 +288,9 @@ def tokens_of(roles: Roles) -> int | None:
 
 def _loop_line(loop: LoopPlan) -> str:
     """A loop as it is: all of its microbatches, its cut, its time."""
-    text = f"loop {loop.number}: {loop.schedule}, {loop.num_microbatches} microbatches, {in_seconds(loop.seconds)}"
+    shapes = f" of {loop.num_shapes} shapes (tasks and memory above: of the largest)" if loop.num_shapes > 1 else ""
+    microbatches = f"{loop.num_microbatches} microbatches{shapes}"
+    text = f"loop {loop.number}: {loop.schedule}, {microbatches}, {in_seconds(loop.seconds)}"
     if loop.cuts is None:
         return f"{text}; stages end where the model marks them"
     if loop.even_cuts is None:

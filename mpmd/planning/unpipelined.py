@@ -8,6 +8,7 @@ from mpmd.costs.work import Work
 from mpmd.graphs import equations
 from mpmd.report.memory import KINDS
 from mpmd.report.roles import Roles
+from mpmd.report.shares import Shares, is_of_list, kept_bytes
 from scheduler.base.texts import in_bytes, in_seconds
 
 
@@ -51,24 +52,28 @@ class Unpipelined:
         return f"do not pipeline: {self}"
 
 
-def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work) -> Unpipelined:
+def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work, shares: Shares) -> Unpipelined:
     """The bound for a step.
 
     Args:
       total: the work of a whole step, over all devices.
+      shares: of the microbatches of lists.
     """
     count = sum(mesh.size for mesh in programs.mesh.groups)
     held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in KINDS[:3]}
-    kept, rows, largest = 0, 1, 0
+    data = [v for v, role in roles.role.items() if role == "data" and not is_of_list(roles.names[v])]
+    rows = max((v.aval.shape[0] * v.aval.shape[1] for v in data if len(v.aval.shape) >= 2), default=1)
+    kept, largest = 0, 0
     for loop in programs.loops:
-        forward = {v for t in loop.loop.partition.tasks if t.place.kind == "F" for v in t.writes}
-        read = {v for t in loop.loop.partition.tasks if t.place.kind != "F" for v in t.reads}
-        kept += sum(equations.nbytes(v.aval) for v in forward & read) * loop.loop.partition.info.num_microbatches
+        if (of_list := shares.lists.get(loop.loop.number)) is not None:
+            kept += sum(one.kept for one in of_list.microbatches)
+            rows = max(rows, sum(one.rows for one in of_list.microbatches))
+            held["data"] += sum(one.data for one in of_list.microbatches) - of_list.largest.data
+        else:
+            kept += kept_bytes(loop.loop) * loop.loop.partition.info.num_microbatches
         for t in loop.loop.partition.tasks:
             mine = [v for v in roles.arguments(t.operands) if roles.role[v] == "parameters"]
             largest = max(largest, sum(equations.nbytes(v.aval) for v in mine))
-    data = [v.aval.shape for v, role in roles.role.items() if role == "data" and len(v.aval.shape) >= 2]
-    rows = max((shape[0] * shape[1] for shape in data), default=1)
     sent = 3 * held["parameters"] * (count - 1) / count  # gathered forward and backward, gradients reduced once
     share = (sum(held.values()) + held["parameters"] + kept) // count
     communication_s = sent / machine.ring_bandwidth(count, -(-count // machine.num_near))

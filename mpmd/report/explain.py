@@ -13,7 +13,8 @@ from mpmd.report.loop_notes import loop_lines, order_lines
 from mpmd.report.memory import measured
 from mpmd.report.repetition import repetition
 from mpmd.report.roles import Roles
-from scheduler import Call, Costs, Program, Run, Send
+from mpmd.report.shares import Shares
+from scheduler import Call, Program, Run, Send
 from scheduler.base.texts import in_bytes, in_seconds
 from scheduler.optimize.cuts import Cut
 
@@ -34,32 +35,33 @@ class StepTraffic(NamedTuple):
     transport: str
 
     @classmethod
-    def of_all(cls, program: Program, transport: str) -> "StepTraffic":
+    def of_all(cls, program: Program, transport: str, shares: Shares) -> "StepTraffic":
         """What all groups do, by the program."""
-        instructions = [i for group in program.groups for i in group]
-        sent = [program.nbytes.get(i.value.name, 0) for i in instructions if isinstance(i, Send)]
-        return cls(sum(isinstance(i, (Run, Call)) for i in instructions), len(sent), sum(sent), transport)
+        num_calls = sum(isinstance(i, (Run, Call)) for group in program.groups for i in group)
+        every = (sent_by(program, group, shares) for group in range(len(program.groups)))
+        sent = [nbytes for of_group in every for sizes in of_group.values() for nbytes in sizes]
+        return cls(num_calls, len(sent), sum(sent), transport)
 
 
 def explain(
     programs: StepPrograms,
     program: Program,
     traffic: StepTraffic,
+    shares: Shares,
     notes: Sequence[str] = (),
     limit: float | None = None,
-    costs: Mapping[int, Costs] | None = None,
 ) -> str:
     """A table per group and stage, and the step's totals.
 
     Args:
+      shares: of the microbatches of lists.
       notes: lines on what crosses outside of the loops.
       limit: bytes that a step may use on each device; None where nobody knows.
-      costs: of the microbatches of lists, by the number of the loop.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
     for group in range(programs.mesh.num_groups):
-        lines += _group_lines(programs, program, group, roles, memory.get(group))
+        lines += _group_lines(programs, program, group, roles, memory.get(group), shares)
     lines += _memory_lines(memory, limit)
     for compiled in programs.loops:
         loop = compiled.loop
@@ -72,8 +74,8 @@ def explain(
         if info.cuts is not None:
             lines.append(_cut_line(info.cuts, info.choice))
         lines += loop_lines(compiled, roles, timeline.bubble_fraction)
-        if costs and loop.number in costs:
-            lines += order_lines(loop, costs[loop.number])
+        if loop.number in shares.lists:
+            lines += order_lines(loop, shares.lists[loop.number].costs)
     if not programs.loops and (marks := programs.outline.trace.num_marks):
         lines.append(
             f"no pipelined loop: one batch passes {marks} stage end{'s' * (marks > 1)} one after the other, so groups"
@@ -91,7 +93,7 @@ def explain(
         f" process: {compiler.num_compiled} compiled, {stored}{compiler.num_loaded} copies of these loaded on other"
         " devices (equal executables share programs, a long one may run as several);"
         f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
-        f" {cost_per_step(programs, program)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"
+        f" {cost_per_step(programs, program, shares)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"
     )
     return "\n".join(lines)
 
@@ -116,17 +118,17 @@ def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
     return f"{text}; {'no cut is faster' if cut.is_best else f'at most {cut.gap:.1%} above the lower bound'}"
 
 
-def sent_by(program: Program, group: int) -> dict[int, list[int]]:
+def sent_by(program: Program, group: int, shares: Shares) -> dict[int, list[int]]:
     """The bytes of each value that a group sends in a step, by the group that it goes to."""
     sent: dict[int, list[int]] = defaultdict(list)
     for i in program.groups[group]:
         if isinstance(i, Send):
-            sent[i.to_group].append(program.nbytes.get(i.value.name, 0))
+            sent[i.to_group].append(round(program.nbytes.get(i.value.name, 0) * shares.sent(i.value, i.to_group)))
     return dict(sorted(sent.items()))
 
 
 def _group_lines(
-    programs: StepPrograms, program: Program, group: int, roles: Roles, memory: dict[str, int] | None
+    programs: StepPrograms, program: Program, group: int, roles: Roles, memory: dict[str, int] | None, shares: Shares
 ) -> Iterator[str]:
     devices = list(programs.mesh.groups[group].devices.flat)
     shown = ", ".join(map(str, devices[:4])) + (" …" if len(devices) > 4 else "")
@@ -137,7 +139,7 @@ def _group_lines(
         for stage in range(len(placement)):
             if placement[stage] == group:
                 yield from _stage_lines(loop, stage, roles)
-    for target, sizes in sent_by(program, group).items():
+    for target, sizes in sent_by(program, group, shares).items():
         count = f"{len(sizes)} transfer{'s' * (len(sizes) > 1)}"
         yield f"  sends {in_bytes(sum(sizes))} to group {target} in {count} a step"
 

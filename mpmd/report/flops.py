@@ -6,13 +6,18 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.executable import Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
+from mpmd.report.shares import Shares
 from scheduler import Program
 
 
-def cost_per_step(programs: StepPrograms, program: Program) -> tuple[float, float]:
+def cost_per_step(programs: StepPrograms, program: Program, shares: Shares) -> tuple[float, float]:
     """Of all calls of one step on all devices: operations, and bytes read from and written to device memory."""
-    costs = [(_cost_of(executable), times) for executable, times in programs.num_calls(program).items()]
-    return sum(flops * times for (flops, _), times in costs), sum(nbytes * times for (_, nbytes), times in costs)
+    flops = nbytes = 0.0
+    for (executable, called), times in shares.calls(programs, program).items():
+        own_flops, own_nbytes = _cost_of(executable)
+        flops += times * own_flops * called.share(lambda work: work.flops)
+        nbytes += times * own_nbytes * called.share(lambda work: work.nbytes)
+    return flops, nbytes
 
 
 def flops_of(executable: Executable) -> float:

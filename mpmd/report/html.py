@@ -18,6 +18,7 @@ from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile, loop_parts, shape_table, stragglers, task_seconds
 from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
+from mpmd.report.shares import Shares
 from scheduler import Program, Timeline
 from scheduler.base.texts import in_bytes, in_flops, in_seconds
 from scheduler.timing.colours import colour
@@ -34,6 +35,7 @@ class Facts:
       explanation: the text of `explain()`.
       estimate: per group, bytes per device as estimated before compiling.
       profile: what was measured; None if nothing was.
+      shares: of the microbatches of lists.
     """
 
     programs: StepPrograms
@@ -41,6 +43,7 @@ class Facts:
     explanation: str
     estimate: Mapping[int, Mapping[str, int]]
     profile: Profile | None
+    shares: Shares
 
 
 def report_page(facts: Facts) -> str:
@@ -71,11 +74,11 @@ def _verdict(facts: Facts) -> Iterator[str]:
 
 def _cards(facts: Facts) -> Iterator[str]:
     mesh, program = facts.programs.mesh, facts.program
-    traffic = StepTraffic.of_all(program, "")
+    traffic = StepTraffic.of_all(program, "", facts.shares)
     shown = [
         (str(mesh.num_groups), f"groups of {mesh.groups[0].size} device{'s' * (mesh.groups[0].size > 1)}"),
         (str(len(program.placement)), "stages"),
-        (in_flops(cost_per_step(facts.programs, program)[0]), "a step"),
+        (in_flops(cost_per_step(facts.programs, program, facts.shares)[0]), "a step"),
         (in_bytes(traffic.bytes_moved), f"sent a step, in {traffic.num_moves} transfers"),
     ]
     for loop in facts.programs.loops:
@@ -263,7 +266,7 @@ def _memory(facts: Facts) -> Iterator[str]:
 
 def _transfers(facts: Facts) -> Iterator[str]:
     groups = range(len(facts.program.groups))
-    sent = {(g, target): sizes for g in groups for target, sizes in sent_by(facts.program, g).items()}
+    sent = {(g, target): sizes for g in groups for target, sizes in sent_by(facts.program, g, facts.shares).items()}
     if not sent:
         return
     took: dict[tuple[int, int], list[float]] = defaultdict(list)

@@ -94,7 +94,8 @@ def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
     given, best = now.makespan / busy, simulate(schedule, num, costs.in_order(order)).makespan / busy
     yield (
         f"  its {num} microbatches have {len(set(costs.microbatches))} shapes; by the roofline it takes {given:.2f}"
-        f" times the work of the busiest group in this order, {best:.2f} times in the best one found"
+        f" times the work of the busiest group in this order, {best:.2f} times in the best one found;"
+        " figures of a task or a microbatch are those of the largest"
     )
     if best < (1 - _WORTH) * given:
         yield (

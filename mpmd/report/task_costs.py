@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import loop_graph
 from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
-from mpmd.costs.work import works_of_program
+from mpmd.costs.work import Work, works_of_program
 from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, with_schedules
 from mpmd.report.memory import Sizes
@@ -15,15 +16,21 @@ from scheduler import Costs
 from scheduler.schedules.graph import graph_of, with_graph
 
 
-def task_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine) -> dict[Place, float]:
-    """Seconds of each task that computes something."""
+def task_works(loop: Loop) -> dict[Place, list[Work]]:
+    """The work of each equation of each task that computes something."""
     found = {}
     for body in task_bodies(loop):
         if not body.is_empty:
             jaxpr = task_jaxpr(loop.partition, body).jaxpr
-            works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
-            found[body.place] = machine.compute_s(works, mesh.groups[loop.group(body.place)].size)
+            found[body.place] = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
     return found
+
+
+def task_seconds(
+    loop: Loop, works: Mapping[Place, Sequence[Work]], mesh: MpmdMesh, machine: Machine
+) -> dict[Place, float]:
+    """Seconds of each task that computes something, from its work."""
+    return {place: machine.compute_s(own, mesh.groups[loop.group(place)].size) for place, own in works.items()}
 
 
 def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outline:
@@ -32,7 +39,7 @@ def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outl
     for loop in outline.loops:
         graph = graph_of(loop.schedule)
         if graph is not None and graph.costs is None:
-            seconds = task_seconds(loop, mesh, machine)
+            seconds = task_seconds(loop, task_works(loop), mesh, machine)
             forward, backward = (
                 tuple(seconds.get(Place(s, kind), 0.0) for s in range(graph.num_stages)) for kind in "FB"
             )
@@ -41,9 +48,11 @@ def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outl
     return with_schedules(outline, schedules)
 
 
-def costs_of(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> Costs:
+def costs_of(
+    loop: Loop, works: Mapping[Place, Sequence[Work]], mesh: MpmdMesh, machine: Machine, sizes: Sizes
+) -> Costs:
     """Seconds of tasks and transfers, and bytes on each device that a stage keeps of a microbatch for its backward."""
-    seconds = task_seconds(loop, mesh, machine)
+    seconds = task_seconds(loop, works, mesh, machine)
     stages, placement = range(loop.schedule.num_stages), loop.schedule.placement
 
     def of(kind: str) -> list[float]:

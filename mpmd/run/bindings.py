@@ -100,7 +100,6 @@ class Bindings:
       template: the slots before a step; microbatch indices and other constants are filled in.
       inputs, outputs: per flat argument (result) of the step, groups and slots.
       num_pieces: pieces that go between processes in a step, all processes' together.
-      bytes_moved: of the transfers that this process has to do with, a step.
       slots: the numbers of values.
     """
 
@@ -109,7 +108,6 @@ class Bindings:
     inputs: list[list[tuple[int, int]]]
     outputs: list[list[tuple[int, int]]]
     num_pieces: int
-    bytes_moved: int
     slots: "Slots"
 
     def finish(self) -> None:
@@ -126,7 +124,12 @@ class Bindings:
     @property
     def num_moves(self) -> int:
         """Transfers in a step that this process has to do with."""
-        return sum(i.code in (MOVE, SEND, RECV) for i in self.instructions)
+        return len(self.crossings)
+
+    @property
+    def crossings(self) -> list[Crossing]:
+        """What these transfers move."""
+        return [i.crossing for i in self.instructions if i.crossing is not None and i.code != ALIAS]
 
 
 def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
@@ -263,7 +266,7 @@ def _bind(
         for b in runs:  # last of all, since it waits for compilations
             b.act = limits.counted(b.group, b.act.call)
     outputs = slots.of_all(outline.outputs)
-    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, transfers.bytes_moved, slots)
+    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, slots)
 
 
 class Slots:
@@ -438,7 +441,6 @@ class _Transfers:
 
     def __init__(self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None):
         self.num_pieces = 0
-        self.bytes_moved = 0
         self._programs, self._program = programs, program
         self._job, self._slots, self._limits = job, slots, limits
         self._vars = variables_of(programs)
@@ -455,7 +457,6 @@ class _Transfers:
         if group not in self._programs.mesh.local_groups:
             return []
         crossing = self._crossing(value, group, target)
-        self.bytes_moved += crossing.nbytes if way.code == MOVE else 0
         reads, writes = self._slots.of(group, value), self._slots.of(target, value)
         return [BoundInstruction(way.code, way.mover, reads, writes, group, text, crossing=crossing)]
 
@@ -468,7 +469,6 @@ class _Transfers:
         carry = route.carry if flow is None else flow.receiving(route.carry)
         is_here = source in self._programs.mesh.local_groups
         crossing = self._crossing(value, source, group)
-        self.bytes_moved += 0 if is_here else crossing.nbytes
         reads, writes = self._slots.of(source, value) if is_here else None, self._slots.of(group, value)
         return [BoundInstruction(RECV, carry, reads, writes, group, route.text, crossing=crossing)]
 
@@ -490,7 +490,6 @@ class _Transfers:
         if group not in local or not route.share.sends:
             return []
         crossing = self._crossing(value, group, target)
-        self.bytes_moved += crossing.nbytes
         if target in local:
             return []
         carry = route.carry if flow is None else flow.sending(route.carry)

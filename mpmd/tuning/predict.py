@@ -13,11 +13,12 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import recomputed_peak
-from mpmd.planning.costs import StepCosts, share_of
+from mpmd.planning.costs import StepCosts
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.roles import Roles
-from mpmd.report.task_costs import task_seconds
-from scheduler import Call, Costs, Run
+from mpmd.report.shares import Shares
+from mpmd.report.task_costs import task_seconds, task_works
+from scheduler import Call, Costs, Run, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Predictor:
         self.memory: dict[int, float] = dict(self._estimate)
         """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
         self._of_microbatches = lowered._of_microbatches()
-        self.of_lists: dict[int, Costs] = lowered._costs_of_lists(machine)
-        """Of loops over lists, by their number, the costs of each microbatch."""
+        self.shares: Shares = lowered._shares_on(machine)
+        """Of the microbatches of lists."""
         self.compiled: StepCosts | None = None
         """Seconds of the compiled programs, with the collectives that XLA put into them; None before they are there."""
         self._seconds: dict[str | tuple[int, Place], float] = {}
@@ -67,7 +68,7 @@ class Predictor:
                 works = works_of_program(item.eqns, [*item.reads, *item.writes])
                 self._seconds[item.name] = machine.compute_s(works, self.mesh.groups[item.group].size)
             elif isinstance(item, Loop):
-                found = task_seconds(item, self.mesh, machine)
+                found = task_seconds(item, task_works(item), self.mesh, machine)
                 self._seconds |= {(item.number, place): seconds for place, seconds in found.items()}
 
     @functools.cached_property
@@ -118,11 +119,8 @@ class Predictor:
                 return self.compiled.duration(group, instruction) + again
             if isinstance(instruction, Call):
                 return self._seconds.get(instruction.name, 0.0) * (scale or {}).get("", 1.0)
-            costs = self.of_lists.get(instruction.loop)
-            return sum(
-                task(instruction.loop, t.stage, t.kind) * (share_of(costs, [t]) if costs else 1.0)
-                for t in instruction.tasks
-            )
+            loop = instruction.loop
+            return sum(task(loop, t.stage, t.kind) * self.shares.seconds(loop, [t]) for t in instruction.tasks)
 
         @functools.cache
         def task(loop: int, stage: int, kind: str) -> float:
@@ -147,9 +145,10 @@ class Predictor:
                 found[device] = found.get(device, 0.0) + step.busy[group]
         return list(found.values())
 
-    def _transfer(self, source: int, target: int, name: str) -> float:
+    def _transfer(self, source: int, target: int, value: Value) -> float:
         groups = self.mesh.groups
-        return self.machine.between_s(self.draft.sizes.nbytes_of(name, target)[0], groups[source], groups[target])
+        nbytes = self.draft.sizes.nbytes(value, target)[0] * self.shares.sent(value, target)
+        return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def _need(self, group: int, recomputed: Set[int]) -> float:
         """Bytes that each device of a group needs if these stages recompute their forward."""

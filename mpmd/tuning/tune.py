@@ -204,7 +204,7 @@ class _Search:
         compiled = one.lowered.compile()
         if self.machine.target.platform != "cpu":
             one.plan = plan_lowered(one.lowered, self.machine)
-            predictor.compiled = StepCosts(compiled._programs, self.machine, of_lists=predictor.of_lists)
+            predictor.compiled = StepCosts(compiled._programs, self.machine, shares=predictor.shares)
             self.scale = _scale(predictor.corrections())
         estimated = max(predictor.memory.values())
         for group, memory in compiled.memory_analysis().items():

@@ -16,6 +16,7 @@ import scheduler
 from mpmd.__main__ import main
 from mpmd.costs.collectives import collectives_of
 from mpmd.report.explain import sent_by
+from mpmd.report.shares import Shares
 from scheduler import Call, Run
 
 GROUPS, DEVICES, WIDTH, MICROBATCHES = 4, 4, 256, 6
@@ -188,7 +189,9 @@ def test_products_and_what_is_sent_stay_in_bfloat16(compiled):
             # No operand of a product was widened before it.
             wide = set(re.findall(r"(%[\w.-]+) = f32\[", text))
             assert not wide & {name for _, operands in products for name in operands.split(", ")}
-    sizes = {nbytes for g in range(GROUPS) for found in sent_by(compiled.program, g).values() for nbytes in found}
+    sizes = {
+        nbytes for g in range(GROUPS) for found in sent_by(compiled.program, g, Shares()).values() for nbytes in found
+    }
     assert sizes == {32 * WIDTH * 2, 4}  # and the loss
 
 

@@ -1,0 +1,166 @@
+"""What each microbatch of a list does and sends beside the largest.
+
+A step over a list is described by the step for its largest microbatch. Figures of a whole step count each microbatch by
+its share of that. In a step without lists every share is 1.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from mpmd.arrays.mesh import MpmdMesh
+from mpmd.compile.executable import Executable
+from mpmd.compile.program import loop_graph
+from mpmd.compile.step import StepPrograms
+from mpmd.costs.machine import Machine
+from mpmd.costs.work import Work
+from mpmd.graphs import equations
+from mpmd.graphs.body import Place
+from mpmd.partition.outline import Loop, Outline
+from mpmd.report.memory import Sizes
+from mpmd.report.roles import Roles
+from mpmd.report.task_costs import costs_of, task_works
+from scheduler import Call, Costs, Program, Run, Task, Value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicrobatchFigures:
+    """What a microbatch takes.
+
+    Attributes:
+      costs: seconds and bytes of its tasks, by the roofline.
+      works: of each task that computes something.
+      sent: bytes that go from the tasks of a stage and kind to a group.
+      kept: bytes that all stages keep for its backward, over all devices.
+      data: bytes of its own arrays.
+      rows: the length of their first axis.
+    """
+
+    costs: Costs
+    works: Mapping[Place, Work]
+    sent: Mapping[tuple[tuple[int, str], int], int]
+    kept: int
+    data: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ListFigures:
+    """What the microbatches of a list take.
+
+    Attributes:
+      largest: the one that the step is described for.
+      producers: by the name of a value between its tasks, the stage and kind that make it.
+      microbatches: each, those of one shape as one object.
+    """
+
+    largest: MicrobatchFigures
+    producers: Mapping[str, tuple[int, str]]
+    microbatches: tuple[MicrobatchFigures, ...]
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the largest, with those of each microbatch."""
+        return dataclasses.replace(self.largest.costs, microbatches=tuple(one.costs for one in self.microbatches))
+
+
+# Of some tasks, each with the figures of its microbatch and those of the largest.
+_Beside = tuple[tuple[Place, MicrobatchFigures, MicrobatchFigures], ...]
+
+
+class Shares:
+    """The shares of all microbatches of a step.
+
+    Args:
+      lists: of each loop over a list, by its number.
+    """
+
+    def __init__(self, lists: Mapping[int, ListFigures] | None = None):
+        self.lists = lists or {}
+        self._loop_of = {name: loop for loop, found in self.lists.items() for name in found.producers}
+
+    def seconds(self, loop: int, tasks: Sequence[Task]) -> float:
+        """How many times the seconds of the largest microbatch tasks of a loop take."""
+        return _share(self._beside(loop, tasks), lambda one, p: one.costs.duration(p.kind, p.stage))  # type: ignore[arg-type]
+
+    def sent(self, value: Value, target: int) -> float:
+        """How many times the bytes of the largest microbatch go to a group with a value."""
+        loop = self._loop_of.get(value.name)
+        if loop is None or value.microbatch is None:
+            return 1.0
+        found = self.lists[loop]
+        key = found.producers[value.name], target
+        most = found.largest.sent.get(key, 0)
+        return found.microbatches[value.microbatch].sent.get(key, 0) / most if most else 1.0
+
+    def calls(self, programs: StepPrograms, program: Program) -> "Counter[tuple[Executable, Called]]":
+        """How often all groups together call each executable in a step, for which microbatches."""
+        done = (i for instructions in program.groups for i in instructions if isinstance(i, (Run, Call)))
+        return Counter(
+            (executable, Called(self._beside(i.loop if isinstance(i, Run) else -1, tasks)))
+            for i in done
+            for executable, tasks in programs.calls(i)
+        )
+
+    def _beside(self, loop: int, tasks: Sequence[Task]) -> _Beside:
+        found = self.lists.get(loop)
+        if found is None:
+            return ()
+        return tuple((Place(t.stage, t.kind), found.microbatches[t.microbatch], found.largest) for t in tasks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """The tasks of a call, those of a list beside those of its largest microbatch."""
+
+    beside: _Beside = ()
+
+    def share(self, figure: Callable[[Work], float]) -> float:
+        """How many times the figure of the largest microbatch they have."""
+        return _share(self.beside, lambda one, place: figure(one.works.get(place, Work())))
+
+    def of(self, work: Work) -> Work:
+        """The work of the call, from that for the largest microbatch."""
+        if not self.beside:
+            return work
+        names = [field.name for field in dataclasses.fields(Work)]
+        return Work(**{name: getattr(work, name) * self.share(lambda w, name=name: getattr(w, name)) for name in names})
+
+
+def _share(beside: _Beside, figure: Callable[[MicrobatchFigures, Place], float]) -> float:
+    own = sum(figure(one, place) for place, one, _ in beside)
+    most = sum(figure(largest, place) for place, _, largest in beside)
+    return own / most if most else 1.0
+
+
+def figures_of(loop: Loop, outline: Outline, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> MicrobatchFigures:
+    """The figures of the microbatch that a step was cut for."""
+    works = task_works(loop)
+    placement, sent = loop.schedule.placement, Counter[tuple[tuple[int, str], int]]()
+    for edge in loop_graph(loop).edges:
+        for group in {placement[s] for s, _ in edge.consumers} - {placement[edge.producer[0]]}:
+            sent[edge.producer, group] += edge.nbytes
+    roles = Roles(outline)
+    read = roles.arguments({v for task in loop.partition.tasks for v in task.operands})
+    own = [v.aval for v in read if is_of_list(roles.names[v])]
+    return MicrobatchFigures(
+        costs_of(loop, works, mesh, machine, sizes),
+        {place: sum(of_task, Work()) for place, of_task in works.items()},
+        sent,
+        kept_bytes(loop),
+        sum(map(equations.nbytes, own)),
+        max((aval.shape[0] for aval in own if aval.shape), default=1),
+    )
+
+
+def is_of_list(name: str) -> bool:
+    """Whether an argument is an array of any microbatch of a list, by its name (`ops/lists.py`)."""
+    return "[*]" in name
+
+
+def kept_bytes(loop: Loop) -> int:
+    """Bytes that all stages keep of a microbatch for its backward, over all devices."""
+    tasks = loop.partition.tasks
+    made = {v for t in tasks if t.place.kind == "F" for v in t.writes}
+    read = {v for t in tasks if t.place.kind != "F" for v in t.reads}
+    return sum(equations.nbytes(v.aval) for v in made & read)
