@@ -67,7 +67,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --dry-run             print what would run where, and start nothing
   -h, --help                this text
 
-Inside a Slurm allocation and without -H the processes are tasks of one srun step (options: $MPMD_SRUN).
+Inside a Slurm allocation and without -H the processes are tasks of one srun step (options: $MPMD_SRUN). Spares are the last K
+of these tasks, and --min-hosts needs an allocation with --no-kill.
 
 examples:
   launch_multihost.sh -n 4 --cpu-devices 1 -- python examples/train_gpt.py
@@ -164,7 +165,7 @@ agent() {
   mkdir "$work/status"
   mkfifo "$work/events" "$work/life" && exec {events}<>"$work/events" {life}<>"$work/life"
   if [[ $transport == slurm ]]; then
-    agent_index=$SLURM_PROCID ranks=("$SLURM_PROCID") local_ids=("$SLURM_LOCALID")
+    agent_index=$SLURM_PROCID ranks=("$SLURM_PROCID") local_ids=("$SLURM_LOCALID") keeper=${keepers[$SLURMD_NODENAME]:-}
   fi
   mark="MPMD_JOB=$job.$agent_index"
   prepare
@@ -520,10 +521,12 @@ start_keepers() {
   local name h end port socket
   local -A answers=()
   unreachable=()
-  ((restarts > 0)) && [[ $transport != slurm ]] || return 0
+  ((restarts > 0)) || return 0
+  [[ $transport != slurm ]] || find_unreachable_nodes
   for h in "${!host_names[@]}"; do
     name=${host_names[h]}
-    [[ -z ${lost:-} || ${lost%% *} != "$h" ]] || kill -KILL "${keeper_pids[$name]:-}" 2>/dev/null
+    [[ " ${unreachable[*]} " != *" $name "* ]] || continue
+    [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || kill -KILL "${keeper_pids[$name]:-}" 2>/dev/null
     [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
     [[ -z ${keepers[$name]:-} ]] || say "starts a new keeper on $name: what lay in the memory of the last one is lost"
     unset "keepers[$name]"
@@ -540,7 +543,11 @@ start_keepers() {
     [[ -z ${keepers[$name]:-} ]] || continue
     kill -KILL "${keeper_pids[$name]}" 2>/dev/null
     wait "${keeper_pids[$name]}" 2>/dev/null
-    (($? != 255)) || is_here "$name" || unreachable+=("$name") # the status of ssh
+    case $transport:$? in
+      ssh:255) is_here "$name" || unreachable+=("$name") ;;
+      slurm:69) ;; # no mpmd there
+      slurm:*) say "no keeper on $name, so its ranks keep nothing: $(tail -n 1 "$keep_folder/err.$name")" ;;
+    esac
   done
   [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
 }
@@ -563,9 +570,37 @@ start_keeper() { # host
     close_keeper_fds
     exec {answer}<&-
     trap - TERM HUP INT QUIT PIPE
+    ask_for_nothing
     exec setsid "${agent_command[@]}"
-  ) <"$keep_folder/in.$h" >"$keep_folder/out.$h" 2>/dev/null &
+  ) <"$keep_folder/in.$h" >"$keep_folder/out.$h" 2>"$keep_folder/err.$name" &
   keeper_pids[$name]=$!
+}
+
+# Unsets what the allocation asked for: it is meant for the ranks, and srun would ask for it for a keeper too.
+ask_for_nothing() {
+  unset "${!SLURM_GPU@}" "${!SLURM_GRES@}" "${!SLURM_NTASKS@}" "${!SLURM_MEM@}" "${!SLURM_TRES@}" "${!SLURM_CPUS@}"
+}
+
+# Adds to unreachable the nodes whose agents have not said that they have stopped, and on which no step can be started either.
+find_unreachable_nodes() {
+  local task h name
+  local -a agent_command
+  local -A silent=() probes=()
+  for task in "${!host_of[@]}"; do [[ -n ${has_stopped[task]:-} ]] || silent[${host_of[task]}]=yes; done
+  for h in "${!host_names[@]}"; do
+    name=${host_names[h]}
+    [[ -n ${silent[$name]:-} ]] || continue
+    set_agent_command "$h" keeper
+    (ask_for_nothing && exec timeout -k 1 "$keeper_s" "${agent_command[@]::${#agent_command[@]}-4}" true) </dev/null &>/dev/null &
+    probes[$name]=$!
+  done
+  for name in "${!probes[@]}"; do
+    ! wait "${probes[$name]}" || continue
+    unreachable+=("$name")
+    [[ -n ${keeper_pids[$name]:-} ]] || continue
+    kill -KILL "${keeper_pids[$name]}"
+    wait "${keeper_pids[$name]}"
+  done 2>/dev/null # what bash says of a killed process
 }
 
 # Writes a keeper's program and then signs of life, until the launcher is gone.
@@ -699,8 +734,7 @@ from_environment() { # name; an x is added at the end, so that $(...) keeps newl
   return 1
 }
 
-# Determines which rank runs where: host_names (in the form for ssh), host_counts and first_ranks. Under Slurm there is one
-# entry for the whole step.
+# Determines which rank runs where: host_names (in the form for ssh; under Slurm the nodes), host_counts and first_ranks.
 plan() {
   transport=ssh
   host_names=() host_counts=() first_ranks=() num_processes=0
@@ -718,11 +752,14 @@ plan() {
       fi
       procs_per_host=${count:-1} count=${count:-1}
       check_number SLURM_NTASKS_PER_NODE "$count" 1
-      ((num_spares == 0)) || option_error "--spares: not under Slurm, where nothing is kept in memory; name the hosts with -H"
-      host_names=(srun) host_counts=($((num_nodes * count))) first_ranks=(0)
-      num_processes=$((num_nodes * count)) num_ranks=$((num_nodes * count))
-      ((num_nodes > 1)) && local_only=no || local_only=yes
-      ((num_processes > 1)) && serve=yes || serve=no
+      ((num_spares < num_nodes * count)) || option_error "--spares: $num_spares of $((num_nodes * count)) tasks leave none for ranks"
+      num_ranks=$((num_nodes * count - num_spares))
+      mapfile -t host_names < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
+      ((${#host_names[@]} == num_nodes)) ||
+        die 69 "scontrol names ${#host_names[@]} nodes in SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}', not SLURM_JOB_NUM_NODES=$num_nodes"
+      for name in "${host_names[@]}"; do host_counts+=("$count"); done
+      check_min_hosts
+      number_ranks
       return
     fi
     hosts=localhost
@@ -743,10 +780,14 @@ plan() {
     seen[$name]=yes
     host_names+=("$name") host_counts+=("$count")
   done
-  min_hosts=${min_hosts:-${#host_names[@]}}
-  ((min_hosts <= ${#host_names[@]})) || option_error "--min-hosts: $min_hosts is more than ${#host_names[@]} hosts"
+  check_min_hosts
   add_spares
   number_ranks
+}
+
+check_min_hosts() {
+  min_hosts=${min_hosts:-${#host_names[@]}}
+  ((min_hosts <= ${#host_names[@]})) || option_error "--min-hosts: $min_hosts is more than ${#host_names[@]} hosts"
 }
 
 # Sets num_ranks, and adds the spares to host_counts.
@@ -768,10 +809,11 @@ add_spares() {
 }
 
 # Numbers the processes host by host. Those from num_ranks on are spares; with fewer hosts there are fewer of them, and then
-# fewer ranks.
+# fewer ranks. Sets connections too, the hosts that have an agent of their own: under Slurm one stands for the whole step.
 number_ranks() {
   local count
-  first_ranks=() num_processes=0
+  first_ranks=() num_processes=0 connections=("${!host_names[@]}")
+  [[ $transport != slurm ]] || connections=(0)
   for count in "${host_counts[@]}"; do
     first_ranks+=("$num_processes")
     num_processes=$((num_processes + count))
@@ -781,7 +823,7 @@ number_ranks() {
   ((num_processes > 1)) && serve=yes || serve=no
 }
 
-is_here() { [[ $1 == localhost || $1 == 127.0.0.1 ]]; }
+is_here() { [[ $transport != slurm && ($1 == localhost || $1 == 127.0.0.1) ]]; }
 
 # Prints the agent's program: the variables that it needs, as bash text, and then this script.
 agent_program() { # host
@@ -804,7 +846,8 @@ agent_program() { # host
   fi
   printf '%s\n' "$set_aside"
   declare -p command environment added ranks local_ids num_processes num_ranks cpu_devices gpus_per_process hang_timeout_s \
-    replace_slow wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keeper_token
+    replace_slow wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keepers \
+    keeper_token
   printf '%s' "$script_text"
 }
 
@@ -816,9 +859,16 @@ set_agent_command() { # host, what it shall be (default: agent)
   local -a words
   if [[ $transport == slurm ]]; then
     read -ra words <<<"${MPMD_SRUN:-srun}"
-    agent_command=("${words[@]}" --kill-on-bad-exit=1 "--nodes=$num_nodes" "--ntasks=$num_processes"
-      "--ntasks-per-node=$procs_per_host" --distribution=block --input=all)
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || agent_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+    if [[ $what == jax-mpmd-keeper ]]; then # a step of its own, which outlives that of the ranks and takes nothing from it
+      agent_command=("${words[@]}" --overlap --nodes=1 --ntasks=1 "--nodelist=$name" --gres=none --mem=0 --cpu-bind=none
+        --input=all)
+    else
+      agent_command=("${words[@]}" --kill-on-bad-exit=1 "--nodes=${#host_names[@]}" "--ntasks=$num_processes"
+        "--ntasks-per-node=$procs_per_host" --distribution=block --input=all)
+      [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || agent_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+      # Of a step that had a node which is lost, Slurm believes for some time that it still runs.
+      ((${#host_names[@]} == num_nodes)) || agent_command+=(--overlap "--nodelist=$(IFS=, && printf '%s' "${host_names[*]}")")
+    fi
     agent_command+=(bash -c "$bootstrap" "$what")
   elif is_here "$name"; then
     agent_command=(bash -c "$bootstrap" "$what")
@@ -850,21 +900,16 @@ print_dry_run() {
   local -a rank_environment agent_command
   address=$(first_address "$(hostname)"):${wanted_port:-PORT}
   if [[ $transport == slurm ]]; then
-    ((num_nodes == 1)) || address=FIRST_NODE:${wanted_port:-PORT}
+    [[ $local_only == yes ]] || address=${host_names[0]}:${wanted_port:-PORT}
     set_agent_command 0
     printf 'tasks: %s\n' "$(command_line "${agent_command[@]::${#agent_command[@]}-4}" | sed 's/ $//')"
   fi
-  [[ $serve == no ]] || printf 'coordination service on %s: %s\n' "$([[ $transport == slurm ]] && echo 'the first node' || echo "${host_names[0]}")" \
+  [[ $serve == no ]] || printf 'coordination service on %s: %s\n' "${host_names[0]}" \
     "python -m mpmd.coordinator ${wanted_port:-PORT} $num_processes, where mpmd can be imported; else in rank 0"
   for h in "${!host_names[@]}"; do
     for ((i = 0; i < host_counts[h]; i++)); do
       rank=$((first_ranks[h] + i)) name=${host_names[h]}
-      if [[ $transport == slurm ]]; then
-        name="node $((rank / procs_per_host))"
-        set_rank_environment "$rank" "$((rank % procs_per_host))" "$address" "$serve" DIR
-      else
-        set_rank_environment "$rank" "$i" "$address" "$serve" DIR
-      fi
+      set_rank_environment "$rank" "$i" "$address" "$serve" DIR
       printf '[%s] %s: %s&& %s\n' "$rank" "$name" "$(command_line cd "$folder")" \
         "$(command_line "${added[@]}" "${rank_environment[@]}" "${command[@]}")"
     done
@@ -953,17 +998,17 @@ run_job() {
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
   is_rank=() spares=()
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
-  phase=connecting num_ready=() num_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
+  phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
   [[ $transport != slurm ]] || deadline=
   local h fd line kind rest started=$SECONDS
-  for h in "${!host_names[@]}"; do
+  for h in "${connections[@]}"; do
     mkfifo "$tmp/command.$h"
     exec {fd}<>"$tmp/command.$h"
     command_fds[h]=$fd
     connect "$h" &
   done
-  num_open=${#host_names[@]}
+  num_open=${#connections[@]}
   [[ -z $interrupted ]] || begin_stop
   while ((num_open > 0)); do
     if read_line "$events" 1; then
@@ -997,7 +1042,7 @@ on_message() { # host, kind, text
       [[ $phase != connecting ]] || begin_stop
       ;;
     signal)
-      [[ $phase == stopping ]] || signalled="$1 on ${agent_host[h]:-${host_names[h]}}"
+      [[ $phase == stopping ]] || signalled="$1 on ${agent_host[h]:-$(connection_name "$h")}"
       begin_stop
       ;;
     launcher_signal)
@@ -1007,9 +1052,9 @@ on_message() { # host, kind, text
       ;;
     doing) doing[$1]=${text#* } ;;
     verdict) verdicts[$1]=${text#* } ;;
-    left) left+=("${host_names[h]}: $*") ;;
+    left) left+=("$(connection_name "$h"): $*") ;;
     stopped)
-      num_stopped[h]=$((${num_stopped[h]:-0} + 1))
+      num_stopped[h]=$((${num_stopped[h]:-0} + 1)) has_stopped[$1]=yes
       ! all_stopped || begin_quit
       ;;
     last) printf '%s\n' "${text#|}" >>"$tmp/last" ;;
@@ -1020,6 +1065,8 @@ on_message() { # host, kind, text
     closed) on_closed "$h" "$1" ;;
   esac
 }
+
+connection_name() { [[ $transport == slurm ]] && echo srun || echo "${host_names[$1]}"; }
 
 place() { # prints where a message comes from, unless that is clear
   [[ $transport != slurm ]] || { echo 'srun: ' && return; }
@@ -1157,7 +1204,7 @@ find_guilty() {
     ((job_status)) || job_status=69
   elif [[ -n $lost && -z $first_failure ]]; then
     guilty=${first_ranks[${lost%% *}]} job_status=69
-    job_text="rank $guilty: its host ${host_names[${lost%% *}]} was lost: ${lost#* }"
+    job_text="rank $guilty: its host $(connection_name "${lost%% *}") was lost: ${lost#* }"
   elif [[ -n $first_failure ]]; then
     guilty=$first_failure
     if ((statuses[guilty] == 75 && ${#verdicts[@]})); then
@@ -1233,7 +1280,7 @@ main() {
   eval "$set_aside"
   parse "$@"
   plan
-  folder=$PWD attempt=0 interrupted='' events=2 keeper=''
+  folder=$PWD attempt=0 interrupted='' events=2 keeper='' host_of=()
   declare -gA keepers=() keeper_pids=() keeper_fds=() # by host
   keeper_token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   script_text=$(<"${BASH_SOURCE[0]}")

@@ -3,9 +3,23 @@
 import os
 import re
 import signal
+import socket
 
 import pytest
-from launching import LAUNCHER, PATIENCE_S, Launched, counting, launch, python, run, shell, torn, until
+from launching import (
+    LAUNCHER,
+    PATIENCE_S,
+    Launched,
+    alive,
+    command,
+    counting,
+    launch,
+    python,
+    run,
+    shell,
+    torn,
+    until,
+)
 from slurm import Cluster, cluster, missing
 from test_launcher_local import FAMILY, JAX_PROGRAM
 
@@ -75,7 +89,8 @@ def test_a_dry_run_shows_the_step(slurm):
     assert job.out.splitlines()[0] == (
         "tasks: srun --kill-on-bad-exit=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --input=all"
     )
-    assert [line.split(":")[0] for line in job.out.splitlines()[2:]] == ["[0] node 0", "[1] node 0"]
+    name = socket.gethostname().split(".")[0]
+    assert [line.split(":")[0] for line in job.out.splitlines()[2:]] == [f"[0] {name}", f"[1] {name}"]
 
 
 @pytest.mark.parametrize(
@@ -142,3 +157,59 @@ def test_jax_runs_on_the_tasks_of_a_step(slurm):
     status, job = inside(slurm, "-n", 2, "--cpu-devices", 2, *python(JAX_PROGRAM))
     assert status == 0, job.err
     assert sorted(job.matches("^.*sum.*$")) == [f"[{r}] sum 6.0 local 2 service external" for r in range(2)]
+
+
+# --- keepers and spares; what they do for a job is in tests/multiprocess/test_resilience.py -----------
+
+
+def test_a_keeper_is_a_step_of_its_own_which_outlives_attempts_and_has_no_gpu(slurm):
+    """The allocation asks for GPUs, and its variables would have each step ask for them."""
+    program = (
+        "import os\nattempt = os.environ['MPMD_ATTEMPT']\nprint('keeper', os.environ['MPMD_KEEPER'])\n"
+        "if attempt == '0': os._exit(3)\nos.system('scontrol --oneliner show steps')"
+    )
+    status, job = inside(slurm, "--restarts", 1, *python(program), salloc=(*SALLOC, "--gpus-per-node=2"))
+    assert status == 0, job.err
+    first, second = job.matches(r"^\[0\] keeper (\d+:\S+)$")
+    assert first == second
+    steps = {int(number): "gres:gpu:2" in rest for number, rest in job.matches(r"StepId=\d+\.(\d+) (.*)$")}
+    assert steps == {0: False, 2: True}
+
+
+def test_ranks_go_on_without_a_keeper_that_slurm_refuses(slurm):
+    program = python("import os; print(os.environ.get('MPMD_KEEPER'))")
+    options = ("env", "MPMD_SRUN=srun --gpus-per-node=2")
+    status, job = inside(slurm, "--restarts", 1, *program, salloc=(*SALLOC, "--gpus=2", *options))
+    assert (status, job.out) == (0, "[0] None\n"), job.err
+    assert re.fullmatch(r"jax-mpmd: no keeper on \S+, so its ranks keep nothing: srun: error: .*\n", job.err)
+
+
+def test_spares_are_the_last_tasks(slurm):
+    options = ("-n", 3, "--restarts", 1)
+    status, job = inside(slurm, *options, "--spares", 1, "--dry-run", "--", "train")
+    assert status == 0, job.err
+    lines = [line.split() for line in job.out.splitlines()[2:]]
+    assert [words[0] for words in lines] == ["[0]", "[1]", "[2]"]
+    assert all({"MPMD_NUM_PROCESSES=2", "MPMD_NUM_SPARES=1"} <= set(words) for words in lines), job.out
+    status, job = inside(slurm, *options, "--spares", 3, "--", "train")
+    assert (status, job.err) == (2, "jax-mpmd: --spares: 3 of 3 tasks leave none for ranks (see --help)\n")
+
+
+@pytest.mark.slow
+def test_a_keeper_ends_when_launcher_and_ranks_are_killed_and_the_allocation_stays(slurm):
+    script = ("bash", "-c", '"$@" & echo "launcher=$!"; wait; echo "over=$$"; exec sleep 1000', "bash")
+    program = python("import os, time; print(f'rank={os.getpid()}', flush=True); time.sleep(1000)")
+    with launch("-n", 2, "--restarts", 1, *program, prefix=(*SALLOC, *script), **slurm.environment) as job:
+        ranks = job.wait_for_line(r"rank=(\d+)", 2)
+        (keeper,) = [pid for pid in job.left() if "keeper.py" in command(pid)]
+        for pid in (*ranks, *job.wait_for_line(r"launcher=(\d+)")):
+            os.kill(int(pid), signal.SIGKILL)
+        (allocated,) = job.wait_for_line(r"over=(\d+)")
+        until(lambda: not alive(keeper), "the end of the keeper", 20)  # before it misses the signs of life
+        (number,) = slurm.jobs()
+        until(
+            lambda: slurm.command("squeue", "--noheader", "--steps", f"--jobs={number}").stdout == "",
+            "the end of the steps",
+        )
+        os.kill(int(allocated), signal.SIGKILL)
+        job.finish()

@@ -24,6 +24,7 @@ from mpmd.goodput import ledgers
 sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
 
 import hosts as network  # pyright: ignore[reportMissingImports]
+import slurm  # pyright: ignore[reportMissingImports]
 from launching import PYTHON, ROOT, Launched, alive, command, launch, until  # pyright: ignore[reportMissingImports]
 
 PROGRAM = Path(__file__).parent / "programs" / "resilience.py"
@@ -443,5 +444,55 @@ def test_a_spare_stands_in_for_a_host_whose_cable_is_cut(environment, unbroken, 
             assert (steps(job), end(job)) == unbroken("pairs", 4)
             left = [command(pid) for pid in hosts.there.pids()]
             until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
+    finally:
+        hosts.cable("up")
+
+
+# --- nodes of a Slurm allocation ------------------------------------------------------------------
+
+needs_nodes = pytest.mark.skipif((REASON or slurm.missing()) is not None, reason=REASON or slurm.missing() or "")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, hosts):
+    """The two hosts as nodes of a cluster."""
+    with slurm.cluster(tmp_path_factory.mktemp("slurm"), hosts) as cluster:
+        yield cluster
+
+
+def allocated(environment, nodes, options: str, **more):
+    prefix = (*nodes.prefix, *"salloc -Q --nodes=2 --overcommit --no-kill".split())
+    return started(environment | nodes.environment, *options.split(), prefix=prefix, **more)
+
+
+@pytest.mark.slow
+@needs_nodes
+def test_under_slurm_spares_and_restarts_go_on_from_memory(environment, unbroken, nodes):
+    """Four ranks and two spares in six tasks: one is killed, one stops, and for the third there is no spare."""
+    faults = [kill(0, 3, 2), kill(0, 1, 4, signal.SIGSTOP), kill(0, 0, 6)]
+    options = "-n 3 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 8"
+    with allocated(environment, nodes, options, faults=faults) as job:
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert taken(job) == ["3: killed by SIGKILL; spare 4", "1: killed by SIGKILL; spare 5"]
+    assert re.search("^jax-mpmd: rank 0: killed by SIGKILL$", job.err, re.MULTILINE)
+    assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (3, 4, 5)]
+
+
+@pytest.mark.slow
+@needs_nodes
+def test_under_slurm_the_job_goes_on_without_a_node_whose_cable_is_cut(environment, unbroken, hosts, nodes):
+    """Slurm does not know yet that it is lost."""
+    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
+    options = "-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1 --hang-timeout 5"
+    try:
+        with allocated(environment, nodes, options, case="shared", faults=faults) as job:
+            job.wait_for_line(r"^\[3\] waits")
+            hosts.cable("down")
+            assert job.process.wait(LIMIT_S) == 0, job.out + job.err
+            assert "jax-mpmd: goes on without host hostb, which does not answer" in job.err
+            assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+            assert (steps(job), end(job)) == unbroken("shared", 4)
+            job.check_nothing_left(90)
     finally:
         hosts.cable("up")
