@@ -1059,7 +1059,7 @@ on_message() { # host, kind, text
       ;;
     last) printf '%s\n' "${text#|}" >>"$tmp/last" ;;
     transport)
-      transport_text[h]=${text%$'\r'}
+      [[ ${transport_text[h]:-} == *': Node failure on '* ]] || transport_text[h]=${text%$'\r'} # Slurm says more after this
       [[ $transport != slurm ]] || printf '%s\n' "$text" >&2
       ;;
     closed) on_closed "$h" "$1" ;;
@@ -1203,8 +1203,10 @@ find_guilty() {
     job_status=${service_failure%% *} job_text="coordination service: ${service_failure#* }"
     ((job_status)) || job_status=69
   elif [[ -n $lost && -z $first_failure ]]; then
-    guilty=${first_ranks[${lost%% *}]} job_status=69
-    job_text="rank $guilty: its host $(connection_name "${lost%% *}") was lost: ${lost#* }"
+    job_status=69 job_text="the ranks' step was lost: ${lost#* }"
+    [[ $transport == slurm ]] || {
+      guilty=${first_ranks[${lost%% *}]} && job_text="rank $guilty: its host ${host_names[${lost%% *}]} was lost: ${lost#* }"
+    }
   elif [[ -n $first_failure ]]; then
     guilty=$first_failure
     if ((statuses[guilty] == 75 && ${#verdicts[@]})); then

@@ -496,3 +496,24 @@ def test_under_slurm_the_job_goes_on_without_a_node_whose_cable_is_cut(environme
             job.check_nothing_left(90)
     finally:
         hosts.cable("up")
+
+
+@pytest.mark.slow
+@needs_nodes
+def test_under_slurm_the_job_goes_on_without_a_node_that_slurm_takes_for_lost(environment, unbroken, nodes):
+    """The node answers, but Slurm ends what runs there, and starts nothing on it."""
+    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
+    node = ("scontrol", "update", "nodename=hostb", "reason=test")
+    try:
+        options = "-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1"
+        with allocated(environment, nodes, options, case="shared", faults=faults) as job:
+            job.wait_for_line(r"^\[3\] waits")
+            nodes.command(*node, "state=down")
+            assert job.process.wait(LIMIT_S) == 0, job.out + job.err
+            until(lambda: not job.left(), "the end of all processes")  # agents that Slurm kills leave their folders
+        assert "jax-mpmd: the ranks' step was lost: srun: error: Node failure on hostb\n" in job.err
+        assert "jax-mpmd: goes on without host hostb, which does not answer" in job.err
+        assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+        assert (steps(job), end(job)) == unbroken("shared", 4)
+    finally:
+        nodes.command(*node, "state=resume")
