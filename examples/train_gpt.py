@@ -428,7 +428,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--resume", action="store_true", help="resume from the last checkpoint in --checkpoint-dir, if there is one"
     )
     parser.add_argument(
-        "--audit-every", type=int, default=0, metavar="N", help="look for devices that compute wrong in each N-th step"
+        "--audit-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="audit each N-th step for devices that compute wrong (default 0: none)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (.svg or .png; needs matplotlib)")
     parser.add_argument("--check-against-jit", action="store_true", help="run plain jax.jit beside it and compare")
