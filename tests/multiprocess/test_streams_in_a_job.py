@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,21 +85,34 @@ def test_jobs_that_publish_and_subscribe_come_and_go():
             assert lines[0] in [f"lost: subscribe: 127.0.0.1:{port}: {why}" for why in whys]
 
 
-@pytest.mark.exhaustive
-def test_random_kills_of_subscribers_and_publishers_mix_no_version():
-    port, random = str(free_port()), np.random.default_rng(0)
-    with Job("publishing.py", "receive", port, 65536, processes=1) as sampler:
-        for _ in range(20):
-            with Job("publishing.py", "send", port, 65536, processes=1, devices=2) as trainer:
-                trainer.wait_for("sends", 120)
-                got = sampler.output(0).count("got")
-                _until(lambda got=got: sampler.output(0).count("got") > got)
-                with Job("publishing.py", "receive", port, 65536, processes=1) as other:
-                    other.wait_for("got", 120)
-                    time.sleep(random.random())
-                    other.signal(0, signal.SIGKILL)
-                trainer.signal(0, signal.SIGKILL)
-        assert sampler.running() == [0], sampler.report()
+@pytest.mark.parametrize("victim", ["send", "receive"])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+)
+def test_kills_at_random_moments_mix_no_version_and_the_other_side_goes_on(victim, kills, tmp_path):
+    port, random = free_port(), np.random.default_rng(kills)
+    other = "receive" if victim == "send" else "send"
+    with Job("logged_versions.py", other, port, tmp_path, 0, processes=1, devices=2) as survivor:
+        for run in range(1, kills + 2):
+            processes = 1 + int(random.integers(2)) if victim == "send" else 1
+            with Job("logged_versions.py", victim, port, tmp_path, run, processes=processes, devices=2) as job:
+                if victim == "send":
+                    survivor.wait_for(f"got {run} ", 120)
+                else:
+                    job.wait_for("got 0 ", 120)
+                if run <= kills:  # the last one shows that all is well
+                    time.sleep(0.5 * random.random())
+                    rank = int(random.integers(processes))
+                    job.signal(rank, signal.SIGKILL)
+                    assert job.wait(60)[rank].status == -signal.SIGKILL, job.report()
+                assert survivor.running() == [0], survivor.report()
+        if victim == "send":
+            lost = [line.split()[1] for line in survivor.output(0).splitlines() if line.startswith("lost ")]
+            print(f"{sum(nbytes != '0:' for nbytes in lost)} of {kills} publishers were lost between two parts")
+        else:
+            status = Path(f"/proc/{survivor.ranks[0].pid}/status").read_text()
+            resident = int(status.partition("VmRSS:")[2].split()[0]) << 10
+            assert resident < 3 << 30, f"{resident:,} bytes: what killed subscribers held was not released"
 
 
 def _until(condition) -> None:
