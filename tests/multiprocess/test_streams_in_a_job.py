@@ -1,12 +1,16 @@
 """Streams between real processes: whole versions, no byte too many, and no hang when one of them dies."""
 
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import VICTIM_STATUS, Job, results
+from jobs import PROGRAMS, VICTIM_STATUS, Job, results
 from ports import free_port
 
 
@@ -113,6 +117,37 @@ def test_kills_at_random_moments_mix_no_version_and_the_other_side_goes_on(victi
             status = Path(f"/proc/{survivor.ranks[0].pid}/status").read_text()
             resident = int(status.partition("VmRSS:")[2].split()[0]) << 10
             assert resident < 3 << 30, f"{resident:,} bytes: what killed subscribers held was not released"
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.exhaustive)]
+)
+def test_a_reader_without_jax_sees_whole_versions_while_writers_are_killed(kills, tmp_path):
+    random, place = np.random.default_rng(kills), Path(tempfile.mkdtemp(prefix="mpmd-test-", dir="/dev/shm"))
+    said = tmp_path / "reader"
+    with said.open("wb") as out:
+        command = [sys.executable, str(PROGRAMS / "folder_reader.py"), str(place)]
+        reader = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+
+    def values() -> list[int]:
+        assert reader.poll() is None, said.read_text()
+        return [int(line.split()[2]) for line in said.read_text().split("\n")[:-1]]
+
+    try:
+        for run in range(1, kills + 2):
+            with Job("folder_writer.py", place, 1000 * run, processes=2) as trainer:
+                trainer.wait_for("wrote", 120)
+                _until(lambda run=run: sum(value >= 1000 * run for value in values()) > 2)
+                if run <= kills:
+                    time.sleep(0.3 * random.random())
+                    trainer.signal(int(random.integers(2)), signal.SIGKILL)
+        left = sorted(path.name for path in place.iterdir())
+        assert len(left) < 8, left  # of killed writers nothing is left but what the last one was at
+        print(f"{len(values())} versions read")
+    finally:
+        reader.kill()
+        reader.wait()
+        shutil.rmtree(place)
 
 
 def _until(condition) -> None:

@@ -20,6 +20,7 @@ from test_reshard_properties import DTYPES, SHAPES, put, shardings
 import mpmd
 import reshard
 from mpmd.errors import ReshardError
+from reshard.checkpoint import TensorFormat
 from reshard.streams import serving
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.shelf import Shelf, Shelved
@@ -289,8 +290,8 @@ def test_a_subscriber_gets_what_is_published_by_its_name():
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_page_run(capsys):
-    roles, program, publish, subscribe, lost = re.findall(
+def test_the_programs_of_the_page_run(capsys, tmp_path):
+    roles, program, publish, subscribe, lost, folders = re.findall(
         r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     names = {
@@ -312,6 +313,12 @@ def test_the_programs_of_the_page_run(capsys):
         exec(block.replace("10.0.0.3:5000", address), names)
     assert names["weights"]["first"].dtype == jnp.bfloat16 and names["version"] == 19
     assert capsys.readouterr().out == f"subscribe: {address}: Connection refused\n"
+    exec(folders, names)
+    assert [names["write_version"](tmp_path, names["params"], TensorFormat()) for _ in range(4)] == [0, 1, 2, 3]
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "3", "latest"}
+    assert (tmp_path / "latest").readlink() == Path("3")
+    saved = reshard.restore(tmp_path / "latest", jax.tree.map(np.asarray, jax.device_get(names["weights"])))
+    assert np.array_equal(saved["first"].astype(jnp.bfloat16), names["weights"]["first"])
 
 
 @pytest.mark.parametrize(
