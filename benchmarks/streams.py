@@ -47,8 +47,9 @@ def run(args) -> None:
     from jax.sharding import PartitionSpec as P
 
     import mpmd
-    import reshard
     from mpmd.job import joining
+    from reshard.api import mpmd_to_mpmd_reshard, spmd_to_mpmd_reshard
+    from reshard.streams.stream import stream as stream_between
 
     mpmd.initialize()
     job = joining.current()
@@ -61,8 +62,8 @@ def run(args) -> None:
     names = [f"w{i:03}" for i in range(args.mib // 16)]
     sources = {name: mpmd.MpmdSharding(stages, i % args.senders) for i, name in enumerate(names)}
     targets = dict.fromkeys(names, mpmd.MpmdSharding(receivers, 0, P("rows")))
-    params = reshard.spmd_to_mpmd_reshard(stages, {name: np.ones(_TENSOR, np.float32) for name in names}, sources)
-    stream, versions, numbers = reshard.stream(sources, targets), itertools.count(), itertools.count(1 << 50)
+    params = spmd_to_mpmd_reshard(stages, {name: np.ones(_TENSOR, np.float32) for name in names}, sources)
+    stream, versions, numbers = stream_between(sources, targets), itertools.count(), itertools.count(1 << 50)
     rows = _TENSOR[0] // args.receivers
     pulls = [(devices[i % args.senders], there) for i in range(len(names)) for there in devices[args.senders :]]
     cut = [
@@ -95,7 +96,7 @@ def run(args) -> None:
 
     ways = {
         "bare pulls": by_pulls,
-        "a reshard": lambda: reshard.mpmd_to_mpmd_reshard(params, targets, donate=False),
+        "a reshard": lambda: mpmd_to_mpmd_reshard(params, targets, donate=False),
         "a stream": by_stream,
     }
     jax.block_until_ready((params, cut))

@@ -18,7 +18,8 @@ from reshard.checkpoint import TensorFormat
 
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "streams.md"
 (program,) = [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def write_version" in b]
-exec(program)
+names = {}
+exec(program, names)
 
 mpmd.initialize()
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, -1)
@@ -35,6 +36,6 @@ def step(state):
 
 
 while True:
-    number = write_version(Path(sys.argv[1]), state, TensorFormat(file_size="5MiB"))  # noqa: F821 - the page's
+    number = names["write_version"](Path(sys.argv[1]), state, TensorFormat(file_size="5MiB"))
     print(f"wrote {number}", flush=True)
     state = step(state)
