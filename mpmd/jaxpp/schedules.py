@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import scheduler
 from mpmd.errors import ScheduleError
+from scheduler.ordering import paired
+from scheduler.schedules.one_f_one_b import looped
 from scheduler.task import Kind, Orders, Pairs, check_count
 
 
@@ -170,14 +172,8 @@ def _tasks_of(orders: Orders, pairs: Pairs = frozenset()) -> list[Tasks]:
     second = dict(pairs)
     rows = []
     for order in orders:
-        row: Tasks = []
-        for index, task in enumerate(order):
-            made = JaxppTask.make(task.stage, task.microbatch, TaskType(task.kind))
-            if index and second.get(order[index - 1]) == task:
-                row.append(FusedTask([row.pop(), made]))
-            else:
-                row.append(made)
-        rows.append(row)
+        units = ([JaxppTask.make(s, i, TaskType(kind)) for s, kind, i in unit] for unit in paired(order, second))
+        rows.append([FusedTask(unit) if len(unit) > 1 else unit[0] for unit in units])
     return rows
 
 
@@ -214,13 +210,7 @@ class InterleavedBaseSchedule(BaseSchedule):
 
     def _looped(self, group: int, kind: Kind, n_mubatches: int) -> list[scheduler.Task]:
         """A group's tasks of one kind, round by round: stage after stage, backwards from the last."""
-        stages = range(group, self.num_stages, self.mpmd_dim)
-        found, begin = [], 0
-        for size in self.microbatch_round_sizes(n_mubatches):
-            for stage in stages if kind == "F" else reversed(stages):
-                found += [scheduler.Task(stage, kind, microbatch) for microbatch in range(begin, begin + size)]
-            begin += size
-        return found
+        return looped(self, group, kind, self.microbatch_round_sizes(n_mubatches))
 
 
 class _OneStageEach(InterleavedBaseSchedule):

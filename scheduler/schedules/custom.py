@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scheduler.base.files import read_text
 from scheduler.errors import ScheduleError
-from scheduler.ordering import order_faults, raise_faults
+from scheduler.ordering import order_faults, paired, raise_faults
 from scheduler.task import Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
 
 _PAIR = re.compile(r"\((?P<first>\w+);(?P<second>\w+)\)OVERLAP_F_B")
@@ -86,8 +86,8 @@ class CustomSchedule(Schedule):
             faults += order_faults(orders, placement, self.num_microbatches, forward_only, reads)
         neighbours = {pair for order in orders for pair in pairwise(order)}
         faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
-        paired = Counter(task for pair in pairs for task in pair)
-        faults += [f"{task} is in {count} pairs; expected one" for task, count in sorted(paired.items()) if count > 1]
+        counts = Counter(task for pair in pairs for task in pair)
+        faults += [f"{task} is in {count} pairs; expected one" for task, count in sorted(counts.items()) if count > 1]
         raise_faults(ScheduleError, "CustomSchedule", faults)
 
     def __str__(self) -> str:
@@ -155,15 +155,8 @@ class CustomSchedule(Schedule):
         second = dict(self.pairs)
         rows = []
         for order in self.task_orders:
-            cells, skip = [], False
-            for task in order:
-                if skip:
-                    skip = False
-                elif task in second:
-                    cells.append(f"({task};{second[task]})OVERLAP_F_B")
-                    skip = True
-                else:
-                    cells.append(str(task))
+            units = [list(map(str, unit)) for unit in paired(order, second)]
+            cells = [f"({';'.join(unit)})OVERLAP_F_B" if len(unit) > 1 else unit[0] for unit in units]
             rows.append(",".join(cells) or '""')  # a line without any cell would be no row
         Path(path).write_text("\n".join(rows) + "\n")
 

@@ -1,6 +1,6 @@
 """Schedules whose order follows from a rule for each group: GPipe, the 1F1B family, and looped GPipe."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.task import Kind, Orders, Schedule, Task, check_count
@@ -62,10 +62,7 @@ class GPipe(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("GPipe", "num_microbatches", num_microbatches)
-        return tuple(
-            tuple(Task(stage, kind, microbatch) for kind in ("F", "B") for microbatch in range(num_microbatches))
-            for stage in range(self.num_stages)
-        )
+        return _forwards_first(self, num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class OneFOneB(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("OneFOneB", "num_microbatches", num_microbatches)
-        return _one_stage_orders(self.num_stages, num_microbatches, 1)
+        return _in_turn(self, (num_microbatches,), reversed(range(self.num_groups)))
 
 
 @dataclass(frozen=True)
@@ -105,26 +102,7 @@ class EagerOneFOneB(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("EagerOneFOneB", "num_microbatches", num_microbatches)
-        return _one_stage_orders(self.num_stages, num_microbatches, 2)
-
-
-def _one_stage_orders(num_stages: int, num_microbatches: int, warmup_per_group: int) -> Orders:
-    orders = []
-    for stage in range(num_stages):
-        forwards = [Task(stage, "F", microbatch) for microbatch in range(num_microbatches)]
-        backwards = [Task(stage, "B", microbatch) for microbatch in range(num_microbatches)]
-        warmup = min(num_microbatches, warmup_per_group * (num_stages - 1 - stage))
-        orders.append(tuple(_alternate(forwards, backwards, warmup)))
-    return tuple(orders)
-
-
-def _alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iterator[Task]:
-    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    yield from forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[len(forwards) - warmup :]
+        return _in_turn(self, (num_microbatches,), [2 * later for later in reversed(range(self.num_groups))])
 
 
 @dataclass(frozen=True)
@@ -147,14 +125,9 @@ class InterleavedOneFOneB(LoopSchedule):
     """
 
     def orders(self, num_microbatches: int) -> Orders:
-        check_rounds("InterleavedOneFOneB", num_microbatches, self.num_groups)
-        orders = []
-        for group in range(self.num_groups):
-            forwards = looped(self, group, "F", num_microbatches, self.num_groups)
-            backwards = looped(self, group, "B", num_microbatches, self.num_groups)
-            warmup = (self.num_chunks - 1) * self.num_groups + 2 * (self.num_groups - 1 - group)
-            orders.append(tuple(_alternate(forwards, backwards, min(len(forwards), warmup))))
-        return tuple(orders)
+        rounds = rounds_of("InterleavedOneFOneB", num_microbatches, self.num_groups)
+        earlier = (self.num_chunks - 1) * self.num_groups
+        return _in_turn(self, rounds, [earlier + 2 * later for later in reversed(range(self.num_groups))])
 
 
 @dataclass(frozen=True)
@@ -175,28 +148,47 @@ class InterleavedGPipe(LoopSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("InterleavedGPipe", "num_microbatches", num_microbatches)
-        return tuple(
-            (
-                *looped(self, group, "F", num_microbatches, num_microbatches),
-                *looped(self, group, "B", num_microbatches, num_microbatches),
-            )
-            for group in range(self.num_groups)
-        )
+        return _forwards_first(self, num_microbatches)
 
 
-def looped(schedule: LoopSchedule, group: int, kind: Kind, num_microbatches: int, round_size: int) -> list[Task]:
-    """A group's tasks of one kind in rounds of microbatches: stage after stage, backwards from the last."""
+def looped(schedule: Schedule, group: int, kind: Kind, rounds: Iterable[int]) -> list[Task]:
+    """A group's tasks of one kind in rounds of so many microbatches: stage after stage, backwards from the last.
+
+    Stages are dealt out like cards; those of a `ChainSchedule` are so, one to each group.
+    """
     stages = range(group, schedule.num_stages, schedule.num_groups)
-    tasks = []
-    for begin in range(0, num_microbatches, round_size):
-        microbatches = range(begin, min(begin + round_size, num_microbatches))
+    tasks, begin = [], 0
+    for size in rounds:
         for stage in stages if kind == "F" else reversed(stages):
-            tasks += [Task(stage, kind, microbatch) for microbatch in microbatches]
+            tasks += [Task(stage, kind, microbatch) for microbatch in range(begin, begin + size)]
+        begin += size
     return tasks
 
 
-def check_rounds(name: str, num_microbatches: int, num_groups: int) -> None:
-    """Raises a ValueError unless the microbatches make whole rounds of one for each group, or less than one round."""
+def _forwards_first(schedule: Schedule, num_microbatches: int) -> Orders:
+    """All forwards, then all backwards, a stage at a time."""
+    return tuple(
+        tuple(task for kind in ("F", "B") for task in looped(schedule, group, kind, (num_microbatches,)))
+        for group in range(schedule.num_groups)
+    )
+
+
+def _in_turn(schedule: Schedule, rounds: Sequence[int], warmups: Iterable[int]) -> Orders:
+    """For each group its warmup of forwards, then a forward and a backward in turn, then the backwards left."""
+    orders = []
+    for group, warmup in enumerate(warmups):
+        forwards, backwards = looped(schedule, group, "F", rounds), looped(schedule, group, "B", rounds)
+        steady = list(zip(forwards[warmup:], backwards, strict=False))
+        orders.append((*forwards[:warmup], *(task for pair in steady for task in pair), *backwards[len(steady) :]))
+    return tuple(orders)
+
+
+def rounds_of(name: str, num_microbatches: int, num_groups: int) -> tuple[int, ...]:
+    """The sizes of rounds of one microbatch for each group; fewer microbatches are one round.
+
+    Raises:
+        ValueError: More than one round does not come out even.
+    """
     check_count(name, "num_microbatches", num_microbatches)
     if num_microbatches > num_groups and num_microbatches % num_groups:
         below = num_microbatches // num_groups * num_groups
@@ -205,3 +197,4 @@ def check_rounds(name: str, num_microbatches: int, num_groups: int) -> None:
             f"one for each group, so more than one round must be a multiple of {num_groups}. "
             f"Use {below} or {below + num_groups}."
         )
+    return (min(num_microbatches, num_groups),) * -(-num_microbatches // num_groups)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, check_rounds, looped
-from scheduler.task import Orders, Task, check_count
+from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, looped, rounds_of
+from scheduler.task import Orders, Schedule, check_count
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class ZeroBubbleH1(ChainSchedule):
     """
 
     def orders(self, num_microbatches: int) -> Orders:
-        m, p = check_count("ZeroBubbleH1", "num_microbatches", num_microbatches), self.num_groups
-        return tuple(_delayed_weights(*_one_stage(group, m), warmup=p - 1 - group, delay=group) for group in range(p))
+        check_count("ZeroBubbleH1", "num_microbatches", num_microbatches)
+        groups = range(self.num_groups)
+        return _delayed_weights(self, (num_microbatches,), groups[::-1], groups)
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,8 @@ class ZeroBubbleH2(ChainSchedule):
     def orders(self, num_microbatches: int) -> Orders:
         m, p = check_count("ZeroBubbleH2", "num_microbatches", num_microbatches), self.num_groups
         waiting = min(m, 2 * p - 1) - 1
-        orders = []
-        for group in range(p):
-            warmup = min(2 * (p - 1 - group), waiting)
-            orders.append(_delayed_weights(*_one_stage(group, m), warmup=warmup, delay=waiting - warmup))
-        return tuple(orders)
+        warmups = [min(2 * later, waiting) for later in reversed(range(p))]
+        return _delayed_weights(self, (m,), warmups, [waiting - warmup for warmup in warmups])
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ class InterleavedZeroBubble(LoopSchedule):
     """
 
     def orders(self, num_microbatches: int) -> Orders:
-        check_rounds("InterleavedZeroBubble", num_microbatches, self.num_groups)
+        rounds = rounds_of("InterleavedZeroBubble", num_microbatches, self.num_groups)
         groups = range(self.num_groups)
-        return _looped(self, num_microbatches, [self.num_stages - 1 - group for group in groups], groups)
+        return _delayed_weights(self, rounds, [self.num_stages - 1 - group for group in groups], groups)
 
 
 @dataclass(frozen=True)
@@ -96,33 +94,28 @@ class KimiK2(LoopSchedule):
     """
 
     def orders(self, num_microbatches: int) -> Orders:
-        check_rounds("KimiK2", num_microbatches, self.num_groups)
+        rounds = rounds_of("KimiK2", num_microbatches, self.num_groups)
         most = self.num_stages + self.num_groups - 1
         warmups = [most - 2 * group for group in range(self.num_groups)]
-        return _looped(self, num_microbatches, warmups, [0] * self.num_groups)
+        return _delayed_weights(self, rounds, warmups, [0] * self.num_groups)
 
 
-def _one_stage(stage: int, num_microbatches: int) -> tuple[list[Task], list[Task]]:
-    microbatches = range(num_microbatches)
-    return [Task(stage, "F", one) for one in microbatches], [Task(stage, "I", one) for one in microbatches]
+def _delayed_weights(
+    schedule: Schedule, rounds: Sequence[int], warmups: Sequence[int], delays: Sequence[int]
+) -> Orders:
+    """For each group its warmup of forwards, then F and I in turn; I number i is followed by W number i - delay.
 
-
-def _looped(schedule: LoopSchedule, num_microbatches: int, warmups: Sequence[int], delays: Sequence[int]) -> Orders:
+    The weight gradients that are left come last.
+    """
     orders = []
     for group, (warmup, delay) in enumerate(zip(warmups, delays, strict=True)):
-        forwards = looped(schedule, group, "F", num_microbatches, schedule.num_groups)
-        gradients = looped(schedule, group, "I", num_microbatches, schedule.num_groups)
-        orders.append(_delayed_weights(forwards, gradients, warmup=warmup, delay=delay))
+        forwards, gradients = looped(schedule, group, "F", rounds), looped(schedule, group, "I", rounds)
+        weights = [task._replace(kind="W") for task in gradients]
+        order = forwards[:warmup]
+        for index, gradient in enumerate(gradients):
+            order += forwards[warmup + index : warmup + index + 1]
+            order.append(gradient)
+            if index >= delay:
+                order.append(weights[index - delay])
+        orders.append((*order, *weights[max(0, len(gradients) - delay) :]))
     return tuple(orders)
-
-
-def _delayed_weights(forwards: list[Task], gradients: list[Task], warmup: int, delay: int) -> tuple[Task, ...]:
-    """``warmup`` forwards, then F and I in turn; I number i is followed by W number i - delay; the rest comes last."""
-    weights = [Task(task.stage, "W", task.microbatch) for task in gradients]
-    order = forwards[:warmup]
-    for index, gradient in enumerate(gradients):
-        order += forwards[warmup + index : warmup + index + 1]
-        order.append(gradient)
-        if index >= delay:
-            order.append(weights[index - delay])
-    return (*order, *weights[max(0, len(gradients) - delay) :])
