@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -202,20 +203,14 @@ def _everywhere(x: jax.Array) -> jax.Array:
     return cross_group.cross_mpmd_all_reduce([x])
 
 
-class _Primitive:
-    """A function that JaxPP has as a primitive: `.bind` calls it."""
-
-    def __init__(self, bind: Any):
-        self.bind = bind
-
-
 def _gathered(*args: jax.Array, axis: int = 0) -> jax.Array:
     stacked = cross_mpmd_stack(args, axis)
     return _everywhere(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
 
 
-add_multi_p = _Primitive(cross_mpmd_all_reduce)
-gather_multi_p = _Primitive(_gathered)
+# JaxPP has these as primitives: `.bind` calls them.
+add_multi_p = types.SimpleNamespace(bind=cross_mpmd_all_reduce)
+gather_multi_p = types.SimpleNamespace(bind=_gathered)
 
 
 def place_with(value: PyTree, with_value: Any) -> PyTree:

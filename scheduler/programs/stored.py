@@ -7,13 +7,13 @@ from scheduler.task import Task
 
 
 def to_data(program: Program) -> dict[str, Any]:
-    """A program as lists, numbers and text: what JSON holds."""
+    """A program as lists, tuples, numbers and text: what JSON holds."""
     return {
         "groups": [[_instruction(i) for i in group] for group in program.groups],
         "placement": list(program.placement),
         "tasks": [sorted(map(str, tasks)) for tasks in program.tasks],
-        "inputs": [_values(sorted(values, key=str)) for values in program.inputs],
-        "outputs": [_values(sorted(values, key=str)) for values in program.outputs],
+        "inputs": [sorted(values, key=str) for values in program.inputs],
+        "outputs": [sorted(values, key=str) for values in program.outputs],
         "nbytes": dict(program.nbytes),
         "placements": list(map(list, program.placements)),
     }
@@ -36,26 +36,22 @@ def of_data(data: dict[str, Any]) -> Program:
     )
 
 
-def _values(values: Any) -> list[list[Any]]:
-    return [list(value) for value in values]
-
-
 def _read_values(values: Any) -> tuple[Value, ...]:
     return tuple(Value(*value) for value in values)
 
 
 def _instruction(instruction: Instruction) -> list[Any]:
-    if isinstance(instruction, Run):
-        tasks, used = list(map(str, instruction.tasks)), (instruction.reads, instruction.writes, instruction.donates)
-        return ["run", tasks, *map(_values, used), instruction.loop]
-    if isinstance(instruction, Call):
-        used = instruction.reads, instruction.writes, instruction.donates
-        return ["call", instruction.name, *map(_values, used)]
-    if isinstance(instruction, Send):
-        return ["send", list(instruction.value), instruction.to_group]
-    if isinstance(instruction, Recv):
-        return ["recv", list(instruction.value), instruction.from_group]
-    return ["free", list(instruction.value)]
+    match instruction:
+        case Run(_, reads, writes, donates):
+            return ["run", [*map(str, instruction.tasks)], reads, writes, donates, instruction.loop]
+        case Call(name, reads, writes, donates):
+            return ["call", name, reads, writes, donates]
+        case Send(value, group):
+            return ["send", value, group]
+        case Recv(value, group):
+            return ["recv", value, group]
+        case Free(value):
+            return ["free", value]
 
 
 def _read(row: list[Any]) -> Instruction:

@@ -91,7 +91,44 @@ class Timeline:
     @cached_property
     def critical_path(self) -> tuple[Task, ...]:
         """A chain of tasks as long as the makespan. Each waits for the one before."""
-        return _critical_path(self)
+        where = {task: (group, index) for group, order in enumerate(self.orders) for index, task in enumerate(order)}
+        if not where:
+            return ()
+        num_stages = len(self.placement)
+        every = self.costs.of_microbatches(1 + max(task.microbatch for task in where))
+        over = [
+            costs.transfers_between(self.placement) if self.reads is None else costs.transfers(num_stages)
+            for costs in every
+        ]
+        waits_for = graph_needs(self.reads, num_stages)
+        second = {then: first for first, then in self.fused}
+        first_of = dict(self.fused)
+
+        def end(task: Task) -> float:
+            group, index = where[task]
+            return self.ends[group][index]
+
+        task = max(where, key=lambda one: (end(one), one))
+        path = [task]
+        while True:
+            group, index = where[task]
+            start = self.starts[group][index]
+            if index and self.ends[group][index - 1] >= start:
+                task = self.orders[group][index - 1]
+                path.append(task)
+                continue
+            candidates: list[tuple[float, Task]] = []
+            unit = [task, *([second[task]] if task in second else []), *([first_of[task]] if task in first_of else [])]
+            for one in unit:
+                for need in filter(where.__contains__, waits_for(one)):
+                    near = self.placement[need.stage] == self.placement[one.stage]
+                    late = 0.0 if near else over[one.microbatch][min(need.stage, one.stage)]
+                    last = first_of.get(need, need)
+                    candidates.append((end(last) + late, last))
+            if not candidates or start <= 0:
+                return tuple(reversed(path))
+            task = max(candidates)[1]
+            path.append(task)
 
     def colour(self, stage: int, kind: str) -> str:
         """The colour of a task."""
@@ -103,53 +140,55 @@ class Timeline:
     __repr__ = object.__repr__
 
     def to_svg(self) -> str:
-        """The picture as SVG: groups as rows, stages in colours, kinds also told apart by shade and pattern."""
-        return to_svg(self)
+        """The picture as SVG text.
+
+        Groups are rows, a stage is a hue, a kind is a shade and a pattern as well as its letter (F plain, B crossed, I
+        hatched, W dotted), with the microbatch behind it; fused pairs share a frame. At the side the most activations
+        held.
+        """
+        shortest = _step(self) or 1.0
+        scale = min(_UNIT / shortest, 20000 / max(self.makespan, 1e-12))
+        chart = self.makespan * scale
+        width, height = _LEFT + chart + _RIGHT, _TOP + _ROW * self.num_groups + 40
+        parts = [
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+                f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">'
+            ),
+            f"<title>{escape(summary(self))}</title>",
+            pattern_definitions("BIWR" if any(task.kind == "R" for order in self.orders for task in order) else "BIW"),
+            f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
+            f'<text x="{_LEFT}" y="18" font-size="13">{escape(summary(self))}</text>',
+        ]
+        for group in range(self.num_groups):
+            parts.extend(_svg_row(self, group, scale, chart))
+        parts.extend(_svg_legend(self, _TOP + _ROW * self.num_groups + 14))
+        parts.append("</svg>")
+        return "\n".join(parts) + "\n"
 
     def to_chrome_trace(self) -> str:
-        """The timeline as Chrome-trace JSON, which Perfetto opens."""
-        return to_chrome_trace(self)
-
-
-def _critical_path(timeline: Timeline) -> tuple[Task, ...]:
-    where = {task: (group, index) for group, order in enumerate(timeline.orders) for index, task in enumerate(order)}
-    if not where:
-        return ()
-    num_stages = len(timeline.placement)
-    every = timeline.costs.of_microbatches(1 + max(task.microbatch for task in where))
-    over = [
-        costs.transfers_between(timeline.placement) if timeline.reads is None else costs.transfers(num_stages)
-        for costs in every
-    ]
-    waits_for = graph_needs(timeline.reads, num_stages)
-    second = {then: first for first, then in timeline.fused}
-    first_of = dict(timeline.fused)
-
-    def end(task: Task) -> float:
-        group, index = where[task]
-        return timeline.ends[group][index]
-
-    task = max(where, key=lambda one: (end(one), one))
-    path = [task]
-    while True:
-        group, index = where[task]
-        start = timeline.starts[group][index]
-        if index and timeline.ends[group][index - 1] >= start:
-            task = timeline.orders[group][index - 1]
-            path.append(task)
-            continue
-        candidates: list[tuple[float, Task]] = []
-        unit = [task, *([second[task]] if task in second else []), *([first_of[task]] if task in first_of else [])]
-        for one in unit:
-            for need in filter(where.__contains__, waits_for(one)):
-                near = timeline.placement[need.stage] == timeline.placement[one.stage]
-                late = 0.0 if near else over[one.microbatch][min(need.stage, one.stage)]
-                last = first_of.get(need, need)
-                candidates.append((end(last) + late, last))
-        if not candidates or start <= 0:
-            return tuple(reversed(path))
-        task = max(candidates)[1]
-        path.append(task)
+        """Chrome-trace JSON: one thread a group, one complete event a task, one unit of time as a second."""
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": self.name}}
+        ]
+        for group in range(self.num_groups):
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": 0, "tid": group, "args": {"name": f"group {group}"}},
+            )
+            for task, start, end in self.row(group):
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": str(task),
+                        "cat": task.kind,
+                        "pid": 0,
+                        "tid": group,
+                        "ts": start * 1e6,
+                        "dur": (end - start) * 1e6,
+                        "args": {"stage": task.stage, "kind": task.kind, "microbatch": task.microbatch},
+                    }
+                )
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def summary(timeline: Timeline) -> str:
@@ -234,59 +273,6 @@ def _step(timeline: Timeline) -> float:
 def _label(timeline: Timeline, task: Task) -> str:
     several = len(timeline.placement) > timeline.num_groups
     return str(task) if several else f"{task.kind}{task.microbatch}"
-
-
-def to_chrome_trace(timeline: Timeline) -> str:
-    """Chrome-trace JSON: one thread a group, one complete event a task, one unit of time as a second."""
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": timeline.name}}
-    ]
-    for group in range(timeline.num_groups):
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": group, "args": {"name": f"group {group}"}},
-        )
-        for task, start, end in timeline.row(group):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(task),
-                    "cat": task.kind,
-                    "pid": 0,
-                    "tid": group,
-                    "ts": start * 1e6,
-                    "dur": (end - start) * 1e6,
-                    "args": {"stage": task.stage, "kind": task.kind, "microbatch": task.microbatch},
-                }
-            )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def to_svg(timeline: Timeline) -> str:
-    """The picture as SVG text.
-
-    Groups are rows, a stage is a hue, a kind is a shade and a pattern as well as its letter (F plain, B crossed, I
-    hatched, W dotted), with the microbatch behind it; fused pairs share a frame. At the side the most activations
-    held.
-    """
-    shortest = _step(timeline) or 1.0
-    scale = min(_UNIT / shortest, 20000 / max(timeline.makespan, 1e-12))
-    chart = timeline.makespan * scale
-    width, height = _LEFT + chart + _RIGHT, _TOP + _ROW * timeline.num_groups + 40
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="9" role="img">'
-        ),
-        f"<title>{escape(summary(timeline))}</title>",
-        pattern_definitions("BIWR" if any(task.kind == "R" for order in timeline.orders for task in order) else "BIW"),
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="18" font-size="13">{escape(summary(timeline))}</text>',
-    ]
-    for group in range(timeline.num_groups):
-        parts.extend(_svg_row(timeline, group, scale, chart))
-    parts.extend(_svg_legend(timeline, _TOP + _ROW * timeline.num_groups + 14))
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
 
 
 def _svg_row(timeline: Timeline, group: int, scale: float, chart: float) -> Iterator[str]:
