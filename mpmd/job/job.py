@@ -20,7 +20,7 @@ from mpmd.job.boards import Boards
 from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.notes import Note
-from mpmd.job.signs import Door, Stacks
+from mpmd.job.signs import Door, offer_stacks
 from mpmd.job.spares import SPARE, Register
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
@@ -59,7 +59,7 @@ class Job:
         self.address = "127.0.0.1" if environment.get("MPMD_LOCAL_ONLY") == "1" else _address_towards(coordinator)
         serves = self.rank == 0 and environment.get("MPMD_SERVICE") != "external"
         door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
-        self.activity = Activity(self.rank, door.address, Stacks().number)
+        self.activity = Activity(self.rank, door.address, offer_stacks())
         boards = Boards(self.rank, self.num_ranks, self.activity, store, environment.get("MPMD_STATUS_DIR"))
         judge = Judge(boards, hang_timeout_s, serves, slow_factor)
         self._slow_factor = slow_factor
@@ -112,12 +112,8 @@ class Job:
         missing = [r for r in ranks if r != self.rank]
         with self.activity.during("agreeing", what + about, missing):
             while missing:
-                try:
-                    key = f"{folder}{count}/{missing[0]}"
-                    said[missing[0]] = self.store.blocking_key_value_get(key, self._slice_ms)
-                    missing.pop(0)
-                except jax.errors.JaxRuntimeError as e:
-                    _check_deadline(e, what)
+                if (answer := self._answer(f"{folder}{count}/{missing[0]}", what)) is not None:
+                    said[missing.pop(0)] = answer
                 self.calls.check()
                 self.check()
                 self.activity.waits_for(missing)
@@ -132,12 +128,19 @@ class Job:
           what: what is done meanwhile, for the report when it does not come.
         """
         with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
-            while True:
-                try:
-                    return self.store.blocking_key_value_get(key, self._slice_ms)
-                except jax.errors.JaxRuntimeError as e:
-                    _check_deadline(e, what)
+            while (answer := self._answer(key, what)) is None:
                 self.check()
+            return answer
+
+    def _answer(self, key: str, what: str) -> str | None:
+        """What stands under a key of the store; None if it does not come soon. Any other error is the end."""
+        slice_ms = _SHORT_SLICE_MS if self._register.num_spares else _SLICE_MS
+        try:
+            return self.store.blocking_key_value_get(key, slice_ms)
+        except jax.errors.JaxRuntimeError as e:
+            if "DEADLINE" not in str(e):
+                raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
+            return None
 
     def new_number(self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None) -> int:
         """A number that all of `ranks` get alike and that no other call gets."""
@@ -257,10 +260,6 @@ class Job:
             wire.sever()
         return None
 
-    @property
-    def _slice_ms(self) -> int:
-        return _SHORT_SLICE_MS if self._register.num_spares else _SLICE_MS
-
     @contextlib.contextmanager
     def as_a_whole(self) -> Iterator[None]:
         """Around transfers that other processes make too: if this one leaves on the way, the next may meet the rest."""
@@ -270,12 +269,6 @@ class Job:
             if self._wire is not None:
                 self._wire.interrupt()
             raise
-
-
-def _check_deadline(e: Exception, what: str) -> None:
-    """An answer that does not come yet is waited for; anything else is the end."""
-    if "DEADLINE" not in str(e):
-        raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
 
 
 def _address_towards(coordinator: str) -> str:

@@ -160,16 +160,12 @@ def compare(
     job.calls.note(sorted(ranks), note_of_tree(did, job.activity.step, types, fixed, identity))
 
 
-def compiling() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
     """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
     job = current()
-    of_ledger = ledger.during(ledger.COMPILING)
-    return of_ledger if job is None else _both(of_ledger, job.activity.during("compiling", "compiling a step"))
-
-
-@contextlib.contextmanager
-def _both(one: contextlib.AbstractContextManager, other: contextlib.AbstractContextManager) -> Iterator[None]:
-    with one, other:
+    told = contextlib.nullcontext() if job is None else job.activity.during("compiling", "compiling a step")
+    with ledger.during(ledger.COMPILING), told:
         yield
 
 

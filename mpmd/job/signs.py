@@ -105,16 +105,15 @@ class Knock:
         return info[0] == _SYN_SENT
 
 
-class Stacks:
-    """The stacks of this process, for others on this machine to read, even while its lock is held.
+def offer_stacks() -> int:
+    """Lets others on this machine read the stacks of this process, even while its lock is held.
 
-    Attributes:
-      number: of the file in which they are, in memory.
+    Returns:
+      The number of the file in which they are, in memory: what `stacks_of` takes.
     """
-
-    def __init__(self):
-        self.number = os.memfd_create("mpmd-stacks")
-        faulthandler.register(_STACKS_SIGNAL, self.number, all_threads=True)
+    number = os.memfd_create("mpmd-stacks")
+    faulthandler.register(_STACKS_SIGNAL, number, all_threads=True)
+    return number
 
 
 def stacks_of(pid: int, started: int, number: int) -> str:
