@@ -1,6 +1,8 @@
 """Everything of Orbax that it does not document, imported in one place."""
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint
@@ -43,6 +45,28 @@ def in_v1(module: str) -> Any:
     return None
 
 
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function around one of Orbax's: it is given that one, then the arguments. Nothing if a release lacks it.
+
+    Args:
+        owner: the class or module that has it, or None.
+        name: what it is called there.
+    """
+    plain = getattr(owner, name, None)
+
+    def put(function: Callable[..., Any]) -> None:
+        if plain is None:
+            return
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(plain, *args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return put
+
+
 __all__ = [
     "GLOBAL_TYPE_HANDLER_REGISTRY",
     "RANDOM_KEY_IMPL",
@@ -50,6 +74,7 @@ __all__ = [
     "ArrayMetadata",
     "BasePyTreeSaveArgs",
     "Store",
+    "around",
     "asyncio_utils",
     "future",
     "in_v1",

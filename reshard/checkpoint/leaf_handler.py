@@ -7,7 +7,6 @@ stored as the same kind: whoever reads the checkpoint sees arrays, and no groups
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Any
@@ -29,6 +28,7 @@ from reshard._orbax_compat import (
     RANDOM_KEY_IMPL,
     ArrayHandler,
     BasePyTreeSaveArgs,
+    around,
     asyncio_utils,
     future,
     in_v1,
@@ -41,7 +41,7 @@ from reshard.checkpoint.alike import about_arrays
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.matching import check_names, tree_path
 from reshard.checkpoint.meeting import meetings
-from reshard.checkpoint.reading import read_requests
+from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_requests
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
@@ -235,15 +235,13 @@ def nbytes_written() -> int:
     return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
 
 
-def write_tree(folder: File, tree: Any, *, use_zarr3: bool, use_compression: bool, in_flight_nbytes: int) -> None:
+def write_tree(folder: File, tree: Any, *, use_zarr3: bool, use_compression: bool) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
     # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.
     largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if is_plain(x)), default=0)
     handler = ocp.BasePyTreeCheckpointHandler(
-        save_concurrent_bytes=max(in_flight_nbytes, largest + 1),
-        use_zarr3=use_zarr3,
-        multiprocessing_options=processes,
+        save_concurrent_bytes=max(IN_FLIGHT_NBYTES, largest + 1), use_zarr3=use_zarr3, multiprocessing_options=processes
     )
     args = None if use_compression else jax.tree.map(lambda _: _Uncompressed(), tree)
     with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
@@ -306,30 +304,22 @@ def _let_v1_know() -> None:
 
 def _let_standard_handler_describe() -> None:
     """`StandardCheckpointHandler` restores what it is given arrays for into their `.sharding`, one `jax.Array` each."""
-    handler = ocp.StandardCheckpointHandler
-    restore = handler.restore
 
-    @functools.wraps(restore)
-    def restore_described(self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
+    @around(ocp.StandardCheckpointHandler, "restore")
+    def restore_described(restore: Any, self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
         if args is not None:
             args = dataclasses.replace(args, item=_described(args.item))
         return restore(self, directory, _described(item), args)
 
-    handler.restore = restore_described
-
 
 def _let_trees_be_compared() -> None:
     """All handlers read trees with this one, those of v1 too. Where trees differ, Orbax shows whole branches."""
-    handler = ocp.BasePyTreeCheckpointHandler
-    restore = handler.restore
 
-    @functools.wraps(restore)
-    def restore_compared(self: Any, directory: Any, args: Any = None) -> Any:
+    @around(ocp.BasePyTreeCheckpointHandler, "restore")
+    def restore_compared(restore: Any, self: Any, directory: Any, args: Any = None) -> Any:
         targets = [getattr(arg, "abstract_leaf", arg) for arg in jax.tree.leaves(getattr(args, "restore_args", None))]
         if any(isinstance(getattr(_described(target), "sharding", None), MpmdSharding) for target in targets):
             leaves = jax.tree_util.tree_leaves_with_path(args.item)
             is_partial = args.partial_restore or any(leaf is ... for _, leaf in leaves)
             check_names({tree_path(keys): leaf for keys, leaf in leaves}, directory, is_partial)
         return restore(self, directory, args)
-
-    handler.restore = restore_compared
