@@ -3,13 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mpmd.errors import ReshardError
-from reshard.api import (
-    last_stats,
-    logically_stacked,
-    mpmd_to_mpmd_reshard,
-    mpmd_to_spmd_reshard,
-    spmd_to_mpmd_reshard,
-)
+from reshard.api import last_stats, logically_stacked, mpmd_to_mpmd_reshard, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from reshard.moving.plan import ReshardPlan, plan
 from reshard.moving.progress import Progress, Stats
 from reshard.places import HostMemory, describe_mesh

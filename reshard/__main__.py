@@ -144,9 +144,10 @@ def _convert(options: argparse.Namespace) -> int:
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
     with _stoppable() as stopped, _bar() as bar:
-        report = convert(conversion, verify=options.verify, progress=bar, should_stop=stopped)
-    verified = ", verified" if report.verified else ""
-    print(f"{conversion.target}: {counted(report.num_arrays, 'array')}, {human(report.nbytes)}{verified}")
+        convert(conversion, verify=options.verify, progress=bar, should_stop=stopped)
+    arrays = counted(sum(entry.is_array for entry in conversion.entries), "array")
+    verified = ", verified" if options.verify else ""
+    print(f"{conversion.target}: {arrays}, {human(conversion.nbytes)}{verified}")
     return 0
 
 

@@ -192,7 +192,8 @@ def _reshard(
     if job is not None:
         bound = agree(job, leaves, bound)
     plan = plan_leaves(leaves, bound)
-    data = [_data(source, job) for source in sources]
+    # Key data of the same key array is the same object, so that it is seen to be moved twice.
+    data = {id(source): _data(source, job) for source in sources}
     latest: deque[Progress] = deque(maxlen=1)
     told = progress if callable(progress) else latest.append
     line = (
@@ -201,7 +202,8 @@ def _reshard(
         else waiting(lambda: how_far(latest, "reshard"), patience_s=0.0 if progress else None)
     )
     with line:
-        moved, _last_stats = execute(plan, _same_for_same(data, sources), donate=donate, progress=told, job=job)
+        given = [data[id(source)] for source in sources]
+        moved, _last_stats = execute(plan, given, donate=donate, progress=told, job=job)
     if progress is True:
         print(latest[-1], file=sys.stderr)
     results = [
@@ -263,12 +265,6 @@ def _data(source: Any, job: Job | None) -> Any:
     """What is moved of an array: itself, or of keys their data, which beside other processes is on the host."""
     data = keys.to_data(source)
     return np.asarray(data) if job is not None and keys.is_key(source.dtype) and _is_everywhere(source) else data
-
-
-def _same_for_same(data: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Key data of the same key array is the same object, so that it is seen to be moved twice."""
-    first: dict[int, Any] = {}
-    return [first.setdefault(id(source), d) for d, source in zip(data, sources, strict=True)]
 
 
 def default_threshold() -> int:

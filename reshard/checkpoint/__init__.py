@@ -86,41 +86,26 @@ def save(
     with meetings.together("save", about=about_save(path, tree)):
         joining.settle()
         joining.compare("called reshard.save", {}, {})
-        _save(absolute(path), tree, use_zarr3, timeout_s, tensors, use_compression)
-
-
-def _save(
-    folder: File,
-    tree: Any,
-    use_zarr3: bool,
-    timeout_s: int,
-    tensors: TensorFormat | None,
-    use_compression: bool,
-) -> None:
-    _check_path(folder)
-    _check_leaves(tree)
-    working = Working(folder, timeout_s)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        written: list[int] = []
-        with waiting(_how_much_is_written(folder, tree, written)):
-            if tensors is None:
-                leaf_handler.write_tree(
-                    working.folder,
-                    tree,
-                    use_zarr3=use_zarr3,
-                    use_compression=use_compression,
-                    in_flight_nbytes=IN_FLIGHT_NBYTES,
-                )
-            else:
-                save_tensors(working, tree, tensors, timeout_s, written)
-    except Exception as error:
-        if jax.process_index() == 0:
-            working.remove()
-        if isinstance(error, ReshardError):
-            raise
-        raise failure_of(error, folder) from error
-    working.put_in_place(timeout_s)
+        folder = absolute(path)
+        _check_path(folder)
+        _check_leaves(tree)
+        working = Working(folder, timeout_s)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            written: list[int] = []
+            with waiting(_how_much_is_written(folder, tree, written)):
+                if tensors is None:
+                    options = {"use_zarr3": use_zarr3, "use_compression": use_compression}
+                    leaf_handler.write_tree(working.folder, tree, **options)
+                else:
+                    save_tensors(working, tree, tensors, timeout_s, written)
+        except Exception as error:
+            if jax.process_index() == 0:
+                working.remove()
+            if isinstance(error, ReshardError):
+                raise
+            raise failure_of(error, folder) from error
+        working.put_in_place(timeout_s)
 
 
 @compat.api_boundary
@@ -162,35 +147,25 @@ def restore(
         ScheduleError: `shardings` are of several processes, and these restore different checkpoints, or into different
             trees. (One checkpoint may have another path in each process.)
     """
+    counted = Reads() if reads is None else reads
     with ledger.during(ledger.CHECKPOINT):
-        return _restore(path, like, shardings, partial, mapping, reads, threshold)
+        requests, treedef = requests_of(like, shardings)
+        with compared_restore(path, requests) as found:
+            found.append(find_by_path(path))
+            checkpoint = as_wanted(found[0], mapping, requests)
+            stored = leaves_by_name(checkpoint)
+            check_fit(requests, checkpoint.folder, stored, partial)
+        limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
+        wanted = [(stored[request.source], request) for request in requests]
+        with waiting(lambda: _how_much_is_read(checkpoint.folder, counted)):
+            values = read_parts(checkpoint, wanted, counted, limit)
+    return jax.tree.unflatten(treedef, [request.value(x) for request, x in zip(requests, values, strict=True)])
 
 
-def _restore(
-    path: str | os.PathLike[str],
-    like: Any,
-    shardings: Any,
-    partial: bool,
-    mapping: Any,
-    reads: Reads | None,
-    threshold: int | str | None,
-) -> Any:
-    requests, treedef = requests_of(like, shardings)
-    with compared_restore(path, requests) as found:
-        found.append(find_by_path(path))
-        checkpoint = as_wanted(found[0], mapping, requests)
-        stored = leaves_by_name(checkpoint)
-        check_fit(requests, checkpoint.folder, stored, partial)
-    limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
-    reads = Reads() if reads is None else reads
-
-    def far() -> tuple[str, float]:
-        done, whole = reads.nbytes, reads.nbytes_expected
-        return f"restore: {human(done)} of {human(whole)} read of {checkpoint.folder}", min(1.0, done / max(1, whole))
-
-    with waiting(far):
-        found = read_parts(checkpoint, [(stored[request.source], request) for request in requests], reads, limit)
-    return jax.tree.unflatten(treedef, [request.value(x) for request, x in zip(requests, found, strict=True)])
+def _how_much_is_read(folder: File, reads: Reads) -> tuple[str, float]:
+    """What `waiting` shows of a restore."""
+    done, whole = reads.nbytes, reads.nbytes_expected
+    return f"restore: {human(done)} of {human(whole)} read of {folder}", min(1.0, done / max(1, whole))
 
 
 def _how_much_is_written(folder: File, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:

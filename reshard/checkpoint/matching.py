@@ -97,16 +97,20 @@ def check_fit(requests: Sequence[Request], folder: File, stored: Stored, partial
     known = {want.source for want in requests}
     extra = [] if partial else [leaf for leaf in stored.values() if leaf.names not in known]
     faults += [f"{'/'.join(leaf.names)}: expected nothing, but the checkpoint has {_text(leaf)}" for leaf in extra]
+    hints = []
+    if (renamed := _renamed(requests, stored, extra)) is not None:
+        want, leaf = renamed
+        old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({want.shape}, '{want.dtype}')"
+        hints.append(f"If {old} was renamed, put Part('{old}', (), {like}) for {want.name} into `like`.")
+    if extra:
+        hints.append("To restore some of its leaves alone, give partial=True.")
+    _refuse(folder, faults, hints)
+
+
+def _refuse(folder: File, faults: Sequence[str], hints: Sequence[str]) -> None:
     if faults:
-        lines = [f"restore: the checkpoint at {folder} is not what was expected:"]
-        lines += [f"  {fault}" for fault in faults]
-        if (renamed := _renamed(requests, stored, extra)) is not None:
-            want, leaf = renamed
-            old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({want.shape}, '{want.dtype}')"
-            lines.append(f"  If {old} was renamed, put Part('{old}', (), {like}) for {want.name} into `like`.")
-        if extra:
-            lines.append("  To restore some of its leaves alone, give partial=True.")
-        raise ReshardError("\n".join(lines))
+        lines = [f"restore: the checkpoint at {folder} is not what was expected:", *faults, *hints]
+        raise ReshardError("\n  ".join(lines))
 
 
 def check_names(wanted: Mapping[tuple[str, ...], Any], folder: File, partial: bool) -> None:
@@ -119,15 +123,12 @@ def check_names(wanted: Mapping[tuple[str, ...], Any], folder: File, partial: bo
     ]
     extra = [] if partial else [name for name in there if name not in wanted]
     faults += [f"{'/'.join(name)}: expected nothing, but the checkpoint has a {there[name]}" for name in extra]
-    if faults:
-        lines = [f"restore: the checkpoint at {folder} is not what was expected:", *(f"  {fault}" for fault in faults)]
-        if extra:
-            lines.append(
-                "  To restore some of its leaves alone, use reshard.checkpoint.restore(path, like, partial=True), or in"
-                " Orbax PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like),"
-                " partial_restore=True), in its v1 a context with pytree.loading.partial_load = True."
-            )
-        raise ReshardError("\n".join(lines))
+    hint = (
+        "To restore some of its leaves alone, use reshard.checkpoint.restore(path, like, partial=True), or in"
+        " Orbax PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like),"
+        " partial_restore=True), in its v1 a context with pytree.loading.partial_load = True."
+    )
+    _refuse(folder, faults, [hint] if extra else [])
 
 
 def _wanted_text(leaf: Any) -> str:

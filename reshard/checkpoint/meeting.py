@@ -126,24 +126,20 @@ class Meetings:
         Args:
             about: what all must have alike, in words by name.
         """
-        with ledger.during(ledger.CHECKPOINT), self._together(what, ranks, about):
-            yield
-
-    @contextlib.contextmanager
-    def _together(self, what: str, ranks: set[int] | None, about: Mapping[str, str]) -> Iterator[None]:
-        if self.call is not None or jax.process_count() == 1:
-            yield
-            return
-        call = SharedCall(what, _in_order(ranks))
-        before = self._here.set((call, False))
-        try:
-            call.about |= about
-            yield
-        except Exception as error:
-            self.tell(error)
-            raise
-        finally:
-            self._here.reset(before)
+        with ledger.during(ledger.CHECKPOINT):
+            if self.call is not None or jax.process_count() == 1:
+                yield
+                return
+            call = SharedCall(what, _in_order(ranks))
+            before = self._here.set((call, False))
+            try:
+                call.about |= about
+                yield
+            except Exception as error:
+                self.tell(error)
+                raise
+            finally:
+                self._here.reset(before)
 
     @contextlib.contextmanager
     def behind(self, call: SharedCall | None) -> Iterator[None]:

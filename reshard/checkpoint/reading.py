@@ -1,10 +1,10 @@
 """Reads the parts of stored arrays that the devices of this process need."""
 
 import asyncio
-import functools
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -57,17 +57,8 @@ async def read_requests(
     for i, (leaf, _) in enumerate(wanted):
         by_leaf.setdefault(leaf, []).append(i)
     sums = await checksums.read(checkpoint.folder)
-    context, limit = stored.reading_context(0, _INDEX_NBYTES), ByteLimit(in_flight_nbytes)
-
-    async def values_of(leaf: Leaf, asked: Sequence[int]) -> list[Any]:
-        if not leaf.is_array:
-            return [checkpoint.text(leaf.path)] * len(asked)
-        opened = functools.partial(stored.open_array, checkpoint, leaf.path, context, reads)
-        requests, known = [wanted[i][1] for i in asked], sums.get(dotted(leaf.path), ())
-        where = f"{checkpoint.folder / dotted(leaf.path)}"
-        return await _read_leaf(leaf, opened, where, requests, known, limit, reads.expect)
-
-    found = await stored.all_of([values_of(leaf, asked) for leaf, asked in by_leaf.items()])
+    reader = _Reader(checkpoint, sums, reads, ByteLimit(in_flight_nbytes))
+    found = await stored.all_of([reader.read(leaf, [wanted[i][1] for i in asked]) for leaf, asked in by_leaf.items()])
     values = dict(zip(itertools.chain(*by_leaf.values()), itertools.chain(*found), strict=True))
     return [values[i] for i in range(len(wanted))]
 
@@ -81,54 +72,58 @@ def key_dtype(extra: str | None) -> Any:
         raise ReshardError(f"the checkpoint has typed keys of the implementation {impl!r}, unknown to JAX.") from None
 
 
-async def _read_leaf(
-    leaf: Leaf,
-    open_array: Callable[[], Awaitable[StoredArray]],
-    where: str,
-    requests: Sequence[Request],
-    sums: Sequence[tuple[Box, int]],
-    limit: ByteLimit,
-    expect: Callable[[int], None],
-) -> list[Any]:
-    """Reads the parts of one stored array that this process's devices want.
+class _Reader:
+    """Reads the parts of stored arrays that this process's devices want.
 
     Args:
-        leaf: the array.
-        open_array: opens it; not called if this process wants nothing of it, and at most once.
-        where: its path, for messages about what is stored.
-        requests: the parts, and where each goes.
-        sums: the checksums of its boxes.
+        checkpoint: what has the arrays.
+        sums: the checksums of their boxes.
+        reads: counts what is read.
         limit: bounds the bytes of reads in flight.
-        expect: told how many bytes will be read, as soon as this is known.
     """
-    keys, array, shape, dtype = key_dtype(leaf.extra), None, leaf.shape, leaf.dtype
-    if dtype is None and any(request.shape is None or request.dtype is None for request in requests):
-        array = await open_array()
-        shape, dtype = array.shape, array.dtype
-    targets = [LocalRequest(request.completed(shape, dtype, keys), keys) for request in requests]
-    if not any(target.boxes for target in targets):
+
+    def __init__(self, checkpoint: Checkpoint, sums: checksums.Sums, reads: Reads, limit: ByteLimit):
+        self._checkpoint, self._sums, self._reads, self._limit = checkpoint, sums, reads, limit
+        self._context = stored.reading_context(0, _INDEX_NBYTES)
+
+    async def read(self, leaf: Leaf, requests: Sequence[Request]) -> list[Any]:
+        """The parts of one leaf. An array of which this process wants nothing is not opened."""
+        if not leaf.is_array:
+            return [self._checkpoint.text(leaf.path)] * len(requests)
+        keys, array, shape, dtype = key_dtype(leaf.extra), None, leaf.shape, leaf.dtype
+        if dtype is None and any(request.shape is None or request.dtype is None for request in requests):
+            array = await self._open(leaf)
+            shape, dtype = array.shape, array.dtype
+        targets = [LocalRequest(request.completed(shape, dtype, keys), keys) for request in requests]
+        if any(target.boxes for target in targets):
+            await self._fill(targets, array or await self._open(leaf), dotted(leaf.path))
         return [target.finish() for target in targets]
-    array = array or await open_array()
-    for target in targets:
-        target.check(array.shape, array.dtype)
 
-    async def read(box: Box, wanted: Sequence[Box]) -> None:
-        async with limit.held(box.nbytes(array.dtype.itemsize)):
-            data = await _read_box(array, box, where)
-            puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
-            bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
-            if bad is not None:
-                raise ReshardError(
-                    f"{where}: the checkpoint is damaged, {index_text(bad.slices)} of this array is not what was "
-                    "written there (its checksum differs)."
-                )
+    async def _open(self, leaf: Leaf) -> StoredArray:
+        return await stored.open_array(self._checkpoint, leaf.path, self._context, self._reads)
 
-    boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-    most = (limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
-    reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
-    expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
-    await stored.all_of([read(one.box, one.wanted) for one in reads])
-    return [target.finish() for target in targets]
+    async def _fill(self, targets: Sequence[LocalRequest], array: StoredArray, name: str) -> None:
+        """Reads what targets want of an array, each chunk once, and checks what has checksums."""
+        for target in targets:
+            target.check(array.shape, array.dtype)
+        where, sums = self._checkpoint.folder / name, self._sums.get(name, ())
+
+        async def read(box: Box, wanted: Sequence[Box]) -> None:
+            async with self._limit.held(box.nbytes(array.dtype.itemsize)):
+                data = await _read_box(array, box, where)
+                puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
+                bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
+                if bad is not None:
+                    raise ReshardError(
+                        f"{where}: the checkpoint is damaged, {index_text(bad.slices)} of this array is not what was "
+                        "written there (its checksum differs)."
+                    )
+
+        boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
+        most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
+        reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
+        self._reads.expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
+        await stored.all_of([read(one.box, one.wanted) for one in reads])
 
 
 def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]) -> Iterator[Read]:
@@ -138,7 +133,7 @@ def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]
         yield Read(box, read.wanted) if box.size <= most else read
 
 
-async def _read_box(array: StoredArray, box: Box, where: str) -> np.ndarray:
+async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:
     """A box of a stored array; zeros where the array ends before the box does."""
     there = box & Box.whole(array.shape)
     try:

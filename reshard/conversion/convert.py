@@ -86,16 +86,6 @@ def _row(entry: Entry) -> tuple[str, str, str]:
     return show(entry.path), described(entry), ", ".join(notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Converted:
-    """What a conversion did."""
-
-    num_arrays: int
-    nbytes: int
-    copied: CopyStats
-    verified: bool
-
-
 def plan_conversion(
     source: str | File,
     target: str | File,
@@ -198,8 +188,8 @@ def convert(
     verify: bool = False,
     progress: Callable[[CopyProgress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Converted:
-    """Carries out a plan.
+) -> CopyStats:
+    """Carries out a plan; returns what the copying took, without the reading for `verify`.
 
     Args:
         conversion: from `plan_conversion`.
@@ -224,8 +214,7 @@ def convert(
         _check_target(conversion.target, conversion.source.folder, conversion.source.folder)
         if code := working.rename(lasting=True):
             raise OSError(code, os.strerror(code))
-    num_arrays = sum(entry.is_array for entry in conversion.entries)
-    return Converted(num_arrays, conversion.nbytes, copied, verify)
+    return copied
 
 
 def _write(conversion: Conversion, working: File, copier: Copier) -> None:

@@ -245,7 +245,8 @@ class Copier:
         limit, reads, plan = ByteLimit(self.plan.reading_nbytes), Reads(), self.plan
         sources = SourceReader(self.source, self._context(), reads, self._slab_nbytes, limit, _READING)
         for chunks in self._steps(doing, list(plan.batches()), _nbytes):
-            await batch(await _gather(chunks, sources))
+            data = await all_of([EditedArray(entry, sources).read(box) for entry, box in chunks])
+            await batch([(*chunk, one) for chunk, one in zip(chunks, data, strict=True)])
             peak = plan.cache_nbytes + _WRITING * _nbytes(chunks) + limit.peak
             self.stats.peak_nbytes = max(self.stats.peak_nbytes, peak)
             limit.peak = 0
@@ -270,12 +271,6 @@ class Copier:
 
     def _context(self) -> ts.Context:
         return reading_context(self.plan.cache_nbytes)
-
-
-async def _gather(chunks: Sequence[TargetChunk], sources: SourceReader) -> list[Written]:
-    """The data of each chunk, in the dtype of its entry."""
-    data = await all_of([EditedArray(entry, sources).read(box) for entry, box in chunks])
-    return [(*chunk, one) for chunk, one in zip(chunks, data, strict=True)]
 
 
 def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:

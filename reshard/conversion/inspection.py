@@ -1,6 +1,7 @@
 """A checkpoint as text and as JSON: its tree, shapes, dtypes, bytes and chunks."""
 
 import json
+from collections import Counter
 from typing import Any
 
 from reshard.storage.paths import show
@@ -22,8 +23,10 @@ def to_text(checkpoint: Checkpoint) -> str:
         f"{counted(len(arrays), 'array')}, {human(checkpoint.nbytes)}{chunks}, "
         f"{human(checkpoint.stored_nbytes())} on disk" + (f"; {others} without data" if others else "")
     )
-    for dtype, nbytes in _by_dtype(arrays).items():
-        lines.append(f"  {dtype}: {human(nbytes)}")
+    by_dtype: Counter[str] = Counter()
+    for leaf in arrays:
+        by_dtype[str(leaf.dtype)] += leaf.nbytes
+    lines += [f"  {dtype}: {human(nbytes)}" for dtype, nbytes in sorted(by_dtype.items())]
     if checkpoint.other_items:
         lines.append(f"beside it: {', '.join(checkpoint.other_items)}")
     if any(leaf.num_chunks > 1 and not leaf.files for leaf in arrays):
@@ -35,13 +38,6 @@ def _title(checkpoint: Checkpoint) -> str:
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
     item = f", item {checkpoint.item}" if checkpoint.item is not None else ""
     return f"{checkpoint.folder}{step}{item}"
-
-
-def _by_dtype(arrays: list[Leaf]) -> dict[str, int]:
-    nbytes: dict[str, int] = {}
-    for leaf in arrays:
-        nbytes[str(leaf.dtype)] = nbytes.get(str(leaf.dtype), 0) + leaf.nbytes
-    return dict(sorted(nbytes.items()))
 
 
 def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:

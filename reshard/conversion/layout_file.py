@@ -209,21 +209,17 @@ def _split(value: Any, name: str, groups: Sequence[int], axis: int | None, fault
 
 def _spec(value: Any, name: str, axes: Mapping[str, int], faults: list[str]) -> PartitionSpec:
     entries = [tuple(e) if isinstance(e, list) else e for e in value] if isinstance(value, list) else [value]
+    names = [n for e in entries if e is not None for n in (e if isinstance(e, tuple) else (e,))]
     if len(entries) > _MOST_AXES:
         faults.append(f"{name} has {len(entries)} entries, more than an array has axes")
-        return PartitionSpec()
-    names = [n for e in entries if e is not None for n in (e if isinstance(e, tuple) else (e,))]
-    if not isinstance(value, list) or not all(isinstance(n, str) for n in names):
+    elif not isinstance(value, list) or not all(isinstance(n, str) for n in names):
         faults.append(
             f"{name} is {value!r}, but must be a list with a mesh axis, a list of them, or null per array axis"
         )
-        return PartitionSpec()
-    unknown = sorted({n for n in names if n not in axes})
-    if unknown:
+    elif unknown := sorted(set(names) - set(axes)):
         faults.append(f"{name} names {', '.join(unknown)}; the mesh has {', '.join(axes) or 'no axes'}")
-        return PartitionSpec()
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
+    elif twice := sorted({n for n in names if names.count(n) > 1}):
         faults.append(f"{name} names {', '.join(twice)} twice")
-        return PartitionSpec()
-    return PartitionSpec(*entries)
+    else:
+        return PartitionSpec(*entries)
+    return PartitionSpec()

@@ -20,7 +20,7 @@ import tensorstore as ts
 from mpmd.arrays.boxes import Box
 from reshard._orbax_compat import ArrayMetadata, Store
 from reshard.edits.entries import Entry
-from reshard.storage.stored import all_of
+from reshard.storage.stored import ARRAY_TYPES, all_of
 
 # Small nodes, so that a commit that adds a few chunks does not write the index of all chunks again.
 _INDEX_NODE_NBYTES = 1 << 16
@@ -34,16 +34,8 @@ class Array:
     nbytes = 0  # what Orbax would count as held in memory
 
 
-class _JaxArray(Array): ...
-
-
-class _NumpyArray(Array): ...
-
-
-class _Scalar(Array): ...
-
-
-ARRAYS: dict[str, type[Array]] = {"jax.Array": _JaxArray, "np.ndarray": _NumpyArray, "scalar": _Scalar}
+# Orbax finds the handler of a leaf by its Python type.
+ARRAYS: dict[str, type[Array]] = {name: type(name, (Array,), {}) for name in ARRAY_TYPES}
 
 Fill = Callable[[dict[int, ts.TensorStore]], Awaitable[None]]
 
@@ -75,7 +67,7 @@ def write(folder: File, tree: Any, fill: Fill, *, zarr3: bool) -> None:
     handlers = {kind: _Handler(name, store, gathering) for name, kind in ARRAYS.items()}
     # Orbax looks for the store of array metadata at the handler of jax.Array.
     registry = ocp.type_handlers.create_type_handler_registry(
-        *handlers.items(), (str, ocp.type_handlers.StringHandler()), (jax.Array, handlers[_JaxArray])
+        *handlers.items(), (str, ocp.type_handlers.StringHandler()), (jax.Array, handlers[ARRAYS["jax.Array"]])
     )
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr3, type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer:

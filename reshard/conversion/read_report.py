@@ -93,14 +93,7 @@ class ReadPlan:
         return {
             "layout": str(self.layout),
             "processes": [
-                {
-                    "process": p.process,
-                    "devices": p.devices,
-                    "needed_bytes": p.needed_bytes,
-                    "read_bytes": p.read_bytes,
-                    "device_bytes": [p.device_bytes[d] for d in p.devices],
-                }
-                for p in self.processes
+                dataclasses.asdict(p) | {"device_bytes": list(p.device_bytes.values())} for p in self.processes
             ],
             "leaves": [
                 {

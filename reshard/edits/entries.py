@@ -175,14 +175,11 @@ class Origin:
                         size //= next(left)
                         parts[f] += (next(numbers),)
             sizes += common
-        for f, n in enumerate(self.factors):  # what only one side has is of size 1
-            if f not in first_parts:
-                first_parts[f] = (len(sizes),)
-                sizes.append(n)
-        for f, n in enumerate(second.factors):
-            if f not in second_parts:
-                second_parts[f] = (len(sizes),)
-                sizes.append(n)
+        for factors, parts in ((self.factors, first_parts), (second.factors, second_parts)):
+            for f, n in enumerate(factors):  # what only one side has is of size 1
+                if f not in parts:
+                    parts[f] = (len(sizes),)
+                    sizes.append(n)
 
         def axes(given: Axes, parts: Mapping[int, tuple[int, ...]]) -> Axes:
             return tuple([tuple([p for f in factors for p in parts[f]]) for factors in given])

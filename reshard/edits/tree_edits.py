@@ -210,7 +210,6 @@ def _outside(nodes: dict[Path, list[Entry]], entries: Entries) -> list[Entry]:
 
 def cast(pattern: str | None, dtype: np.dtype) -> Change:
     """Gives floating-point arrays that the pattern matches another dtype; numbers, counters and keys stay."""
-    option = "--dtype"
 
     def wanted(entry: Entry) -> bool:
         floating = entry.dtype is not None and _is_float(entry.dtype) and entry.value_type != "scalar"
@@ -218,7 +217,7 @@ def cast(pattern: str | None, dtype: np.dtype) -> Change:
 
     def change(entries: Entries) -> list[Entry]:
         if pattern is not None:
-            _some(option, pattern, entries, wanted, "floating-point array")
+            _some("--dtype", pattern, entries, wanted, "floating-point array")
         return [dataclasses.replace(e, dtype=dtype) if wanted(e) else e for e in entries]
 
     return change

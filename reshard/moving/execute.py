@@ -62,14 +62,7 @@ def execute(
 class _Execution:
     """One execution of a plan."""
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        sources: Sequence[Shard],
-        donate: bool,
-        meter: Meter,
-        job: Job | None,
-    ):
+    def __init__(self, plan: ReshardPlan, sources: Sequence[Shard], donate: bool, meter: Meter, job: Job | None):
         self.plan = plan
         self.meter = meter
         self.rank = 0 if job is None else job.rank

@@ -50,15 +50,9 @@ def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box
     sender, receiver, hop = int(route.sender[piece]), int(route.receiver[piece]), int(route.hop[piece])
     source = route.target if hop else route.source
     held, wanted = source.boxes[sender].scaled(scale), route.target.boxes[receiver].scaled(scale)
+    devices = source.devices[sender], route.target.devices[receiver]
     return Movement(
-        sender,
-        receiver,
-        hop,
-        source.devices[sender],
-        route.target.devices[receiver],
-        box.relative_to(held),
-        box.relative_to(wanted),
-        box.nbytes(itemsize),
+        sender, receiver, hop, *devices, box.relative_to(held), box.relative_to(wanted), box.nbytes(itemsize)
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path as File
 from typing import Self
 
@@ -57,8 +57,9 @@ class TensorFiles:
             OSError: something cannot be written.
         """
         if self.beside is not None:
-            for name in other_files(self.beside):
-                shutil.copyfile(self.beside / name, folder / name)
+            for file in self.beside.iterdir():  # configuration, tokenizer, licence
+                if file.is_file() and not _WEIGHTS.fullmatch(file.name):
+                    shutil.copyfile(file, folder / file.name)
         if len(self.files) > 1:
             where = {tensor.name: file for file, (_, tensors) in self.files.items() for tensor in tensors}
             all_tensors = [tensor for _, tensors in self.files.values() for tensor in tensors]
@@ -156,11 +157,6 @@ def plan_files(
     n = len(parts)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     return TensorFiles({name: safetensors.header_of(part, _METADATA) for name, part in zip(names, parts, strict=True)})
-
-
-def other_files(folder: File) -> Sequence[str]:
-    """The files of a folder that hold no weights: configuration, tokenizer, licence."""
-    return sorted(file.name for file in folder.iterdir() if file.is_file() and not _WEIGHTS.fullmatch(file.name))
 
 
 def file_of_each_tensor(folder: File) -> dict[str, str] | None:
