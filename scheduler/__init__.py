@@ -4,18 +4,7 @@ from scheduler.errors import ScheduleError
 from scheduler.optimize.microbatches import order_microbatches
 from scheduler.optimize.search import Found, investigate, search
 from scheduler.programs.check import Report, check
-from scheduler.programs.instructions import (
-    Call,
-    Edge,
-    Free,
-    Instruction,
-    Program,
-    Recv,
-    Run,
-    Send,
-    TaskGraph,
-    Value,
-)
+from scheduler.programs.instructions import Call, Edge, Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.programs.lowering import lower
 from scheduler.programs.merging import merge
 from scheduler.schedules.adaptive import Adaptive

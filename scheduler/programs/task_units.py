@@ -3,7 +3,8 @@
 from __future__ import annotations  # `array[int]` is no expression before Python 3.12
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from scheduler.engine import run_until_blocked
@@ -72,7 +73,7 @@ class TaskUnits:
                 "lower: pairs to be fused",
                 [f"{a} and {b} are not neighbours in an order" for a, b in sorted(set(pairs) - together)],
             )
-        self.producers = self._producers()
+        self._sources = self._units_read()
 
     def _numbers(self) -> dict[Slot, array[int]] | None:
         """For each slot and microbatch its unit; None if tasks are missing, repeated or misplaced."""
@@ -90,25 +91,25 @@ class TaskUnits:
         raise_faults(ScheduleError, "lower: the schedule's orders", faults)
         raise AssertionError("orders that miss, repeat or misplace a task have a fault")
 
-    def _producers(self) -> dict[Slot, list[Slot]]:
-        """For each slot, the slots whose values it reads."""
-        producers: dict[Slot, set[Slot]] = {}
+    def _units_read(self) -> dict[tuple[int, str], list[array[int]]]:
+        """For each stage and kind of task, by microbatch, the units whose values it reads; one may be its own."""
+        working = self.unit_of.keys() - self.graph.empty
+        producers: dict[Slot, set[Slot]] = defaultdict(set)
         for edge in self.graph.edges:
-            if edge.producer in self.unit_of and edge.producer not in self.graph.empty:
-                for end in edge.consumers:
-                    if end in self.unit_of and end not in self.graph.empty:
-                        producers.setdefault(end, set()).add(edge.producer)
-        return {slot: sorted(found) for slot, found in producers.items()}
+            for end in edge.consumers if edge.producer in working else ():
+                if end in working:
+                    producers[end].add(edge.producer)
+        return {
+            (stage, kind): [self.unit_of[slot] for slot in set().union(*(producers[stage, part] for part in parts))]
+            for stage in range(self.graph.num_stages)
+            for kind, parts in PARTS.items()
+        }
 
     def needs(self, unit: int) -> set[int]:
         """The units that this one waits for."""
-        found = {
-            self.unit_of[producer][task.microbatch]
-            for task in self.units[unit]
-            for part in PARTS[task.kind]
-            for producer in self.producers.get((task.stage, part), ())
-        }
-        return found - {unit}
+        found = {units[i] for stage, kind, i in self.units[unit] for units in self._sources[stage, kind]}
+        found.discard(unit)
+        return found
 
     def duration(self, unit: int) -> int:
         """How long a unit takes on the clock that puts instructions in order."""
@@ -122,12 +123,11 @@ class TaskUnits:
         """
         starts, ends = array("q", [-1]) * len(self.units), array("q", [-1]) * len(self.units)
         position, clock = list(self.first[:-1]), [0] * (len(self.first) - 1)
-        needs = self._needs_by_shape()
 
         def advance(group: int, happened: Callable[[int], None]) -> int | None:
             for unit in range(position[group], self.first[group + 1]):
                 start = clock[group]
-                for need in needs(unit):
+                for need in self.needs(unit):
                     end = ends[need]
                     if end < 0:
                         return need
@@ -142,23 +142,6 @@ class TaskUnits:
         if any(position[group] < end for group, end in enumerate(self.first[1:])):
             self._refuse_deadlock(position)
         return starts
-
-    def _needs_by_shape(self) -> Callable[[int], Iterable[int]]:
-        """`needs`, where what a single task waits for is looked up by its stage and kind."""
-        known: dict[tuple[int, str], list[array[int]]] = {}
-        for stage, _ in enumerate(self.schedule.placement):
-            for kind, parts in PARTS.items():
-                own = {(stage, part) for part in parts}
-                slots = {p for part in parts for p in self.producers.get((stage, part), ())} - own
-                known[stage, kind] = [self.unit_of[slot] for slot in sorted(slots)]
-
-        def needs(unit: int) -> Iterable[int]:
-            task, *fused = self.units[unit]
-            if fused:
-                return self.needs(unit)
-            return [numbers[task.microbatch] for numbers in known[task.stage, task.kind]]
-
-        return needs
 
     def _refuse_deadlock(self, position: Sequence[int]) -> None:
         names = ["+".join(map(str, tasks)) for tasks in self.units]

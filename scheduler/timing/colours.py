@@ -1,6 +1,6 @@
 """How tasks look in pictures: one hue a stage, one shade and one pattern a kind."""
 
-import math
+import colorsys
 from collections.abc import Container
 
 _LIGHTNESS = {"F": 82, "B": 58, "I": 66, "W": 90, "R": 74}
@@ -28,11 +28,5 @@ def colour(stage: int, kind: str, num_stages: int) -> str:
     No stage is red, which looks like an error. As hex: not every viewer reads hsl().
     """
     hue = (95 + 180 * stage / max(num_stages - 1, 1)) / 360
-    lightness = _LIGHTNESS[kind] / 100
-    chroma = 0.75 * (1 - abs(2 * lightness - 1))
-    channels = []
-    for offset in (0.0, 2 / 3, 1 / 3):
-        position = math.fmod(hue + offset, 1.0) * 6
-        strength = min(max(abs(position - 3) - 1, 0.0), 1.0)
-        channels.append(round(255 * (lightness + chroma * (strength - 0.5))))
-    return "#" + "".join(f"{channel:02x}" for channel in channels)
+    channels = colorsys.hls_to_rgb(hue, _LIGHTNESS[kind] / 100, 0.75)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)

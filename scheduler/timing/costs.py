@@ -204,11 +204,7 @@ class Costs:
 
     @classmethod
     def measured(
-        cls,
-        durations: Timed | Iterable[tuple[Task, float]],
-        *,
-        shapes: Sequence[Hashable] | None = None,
-        **others: Any,
+        cls, durations: Timed | Iterable[tuple[Task, float]], *, shapes: Sequence[Hashable] | None = None, **others: Any
     ) -> "Costs":
         """Costs from the times of a real run: the median for each kind and stage.
 

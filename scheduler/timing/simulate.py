@@ -91,7 +91,9 @@ def timeline_of(
 
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None) -> Clock:
     n, every = len(placement), costs.of_microbatches(num_microbatches)
-    seconds: dict[Kind, list[float]] = {kind: _flat(every, lambda one, k=kind: one.seconds(n)[k]) for kind in "FIW"}
+    seconds: dict[Kind, list[float]] = {
+        kind: _flat(every, lambda one, k=kind: one.seconds(n)[k]) for kind in ("F", "I", "W")
+    }
     seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
     seconds["R"] = _flat(every, lambda one: one.per_stage("recompute", n))
     over = _flat(every, lambda one: one.transfers(n) if reads else one.transfers_between(placement))

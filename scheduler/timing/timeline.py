@@ -172,22 +172,11 @@ class Timeline:
             {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": self.name}}
         ]
         for group in range(self.num_groups):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": 0, "tid": group, "args": {"name": f"group {group}"}},
-            )
+            title = {"name": f"group {group}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": group, "args": title})
             for task, start, end in self.row(group):
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": str(task),
-                        "cat": task.kind,
-                        "pid": 0,
-                        "tid": group,
-                        "ts": start * 1e6,
-                        "dur": (end - start) * 1e6,
-                        "args": {"stage": task.stage, "kind": task.kind, "microbatch": task.microbatch},
-                    }
-                )
+                event = {"ph": "X", "name": str(task), "cat": task.kind, "pid": 0, "tid": group, "args": task._asdict()}
+                events.append(event | {"ts": start * 1e6, "dur": (end - start) * 1e6})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
