@@ -213,10 +213,12 @@ class InterleavedBaseSchedule(BaseSchedule):
         return looped(self, group, kind, self.microbatch_round_sizes(n_mubatches))
 
 
+@dataclass(frozen=True)
 class _OneStageEach(InterleavedBaseSchedule):
     """As many groups as stages, so that `mpmd_dim` need not be said and rounds are not needed."""
 
-    _of_several: ClassVar[str]  # the schedule for several stages a group
+    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
+    _of_several: ClassVar[str] = "Interleaved1F1B"  # the schedule for several stages a group
 
     def __post_init__(self) -> None:
         if self.mpmd_dim is None:
@@ -269,8 +271,6 @@ class Interleaved1F1B(InterleavedBaseSchedule):
 class Eager1F1B(_OneStageEach, Interleaved1F1B):
     """`scheduler.EagerOneFOneB`."""
 
-    _of_several: ClassVar[str] = "Interleaved1F1B"
-    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
     fuse_steady_state: bool = field(default=False, init=False)
 
 
@@ -278,8 +278,6 @@ class Eager1F1B(_OneStageEach, Interleaved1F1B):
 class Std1F1B(_OneStageEach, Interleaved1F1B):
     """`scheduler.OneFOneB`."""
 
-    _of_several: ClassVar[str] = "Interleaved1F1B"
-    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
     fuse_steady_state: bool = field(default=False, init=False)
 
     def _warmup(self, mpmd_idx: int, round_size: int) -> int:
@@ -312,7 +310,6 @@ class _GPipe(_OneStageEach, _InterleavedGPipe):
     """`scheduler.GPipe`."""
 
     _of_several: ClassVar[str] = "InterleavedGPipe"
-    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
 
 
 @dataclass(frozen=True)
@@ -343,7 +340,6 @@ class ZeroBubble(_OneStageEach, _InterleavedZeroBubble):
     """`scheduler.ZeroBubbleH1` in JaxPP's order."""
 
     _of_several: ClassVar[str] = "InterleavedZeroBubble"
-    mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
 
 
 @dataclass(frozen=True)

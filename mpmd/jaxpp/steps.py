@@ -122,11 +122,7 @@ def mpmd_jit_with_loop(
 
 @compat.api_boundary
 def mpmd_jit_by_yield(
-    fun: Callable[..., Any],
-    mpmd_mesh: MpmdMesh,
-    *,
-    target_num_stages: int | None = None,
-    **options: Unpack[JitOptions],
+    fun: Callable[..., Any], mpmd_mesh: MpmdMesh, *, target_num_stages: int | None = None, **options: Unpack[JitOptions]
 ) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, whose stages are between its marks.
 
@@ -140,11 +136,7 @@ def mpmd_jit_by_yield(
 
 @compat.api_boundary
 def mpmd_jit_rev(
-    fun: Callable[..., Any],
-    mpmd_mesh: MpmdMesh,
-    *,
-    out_refs: Any,
-    **options: Unpack[JitOptions],
+    fun: Callable[..., Any], mpmd_mesh: MpmdMesh, *, out_refs: Any, **options: Unpack[JitOptions]
 ) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
 

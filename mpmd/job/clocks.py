@@ -18,10 +18,7 @@ class Offset(NamedTuple):
 
 
 def offset(
-    job: Job,
-    ranks: Sequence[int],
-    now: Callable[[], float] = time.perf_counter,
-    boot: str | None = None,
+    job: Job, ranks: Sequence[int], now: Callable[[], float] = time.perf_counter, boot: str | None = None
 ) -> Offset:
     """Compares `time.perf_counter` of all of `ranks`, which call this together.
 

@@ -156,29 +156,26 @@ class PullWire:
         return self._connections[rank]
 
 
-class NoWire:
+class NoWire(PullWire):
     """What is received is an array that fails whoever reads it, at once; what is sent goes nowhere."""
 
     name = "nothing"
-    is_ordered = False
 
     def __init__(self, job: Member):
         self._server = compat.start_transfer_server("127.0.0.1")
-        self._connection = self._server.connect(self._server.address())
+        self._connections = {}
+        self._ended = self._server.connect(self._server.address())
         sever(self._server.address(), [self._server.address()])
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
         """Nobody asks for it."""
 
-    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
-        """An array whose connection has ended."""
-        return self._connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
-
-    def interrupt(self) -> None:
-        """Nothing is on its way."""
-
     def sever(self) -> None:
         """Nothing is on its way."""
+
+    def connect(self, rank: int) -> Any:
+        """A connection that has ended."""
+        return self._ended
 
 
 @functools.lru_cache(maxsize=4096)
