@@ -145,9 +145,9 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     with _stoppable() as stopped, _bar() as bar:
         convert(conversion, verify=options.verify, progress=bar, should_stop=stopped)
-    arrays = counted(sum(entry.is_array for entry in conversion.entries), "array")
+    arrays = counted(sum(entry.is_array for entry in conversion.tree.leaves), "array")
     verified = ", verified" if options.verify else ""
-    print(f"{conversion.target}: {arrays}, {human(conversion.nbytes)}{verified}")
+    print(f"{conversion.target}: {arrays}, {human(conversion.tree.nbytes)}{verified}")
     return 0
 
 

@@ -22,13 +22,14 @@ from mpmd.errors import ReshardError
 from reshard.conversion import copying
 from reshard.conversion.copying import Copier, CopyPlan, CopyProgress, CopyStats, Written
 from reshard.edits import tree_edits
+from reshard.edits.edited import Edited
 from reshard.edits.entries import Entry, described
 from reshard.edits.tree_edits import Change
 from reshard.storage import event_loops
 from reshard.storage.finder import find
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import dotted, matches, show
-from reshard.storage.stored import EMPTY_TYPES, Checkpoint, Leaf, all_of, said
+from reshard.storage.stored import EMPTY_TYPES, Leaf, all_of, said
 from reshard.storage.tensor_files import TensorFiles, TensorTarget, TensorWriter, plan_folder
 from reshard.storage.unfinished import UnfinishedFolder
 from scheduler.base.texts import counted, human, table
@@ -39,31 +40,27 @@ _MOST_CHUNKS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What a conversion would do; prints itself."""
+    """What a conversion would do: `tree` is what the target will hold. Prints itself."""
 
-    source: Checkpoint
+    tree: Edited
     target: File
-    entries: tuple[Entry, ...]
     copy: CopyPlan
     zarr3: bool
     notes: tuple[str, ...]
     tensors: TensorFiles | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
-
     def __str__(self) -> str:
-        taken = {id(part.leaf) for entry in self.entries for part in entry.origins}
-        left = [leaf for leaf in self.source.leaves if id(leaf) not in taken]
-        lines = table([_row(entry) for entry in self.entries], "<<<")
+        source = self.tree.stored
+        taken = {id(part.leaf) for entry in self.tree.leaves for part in entry.origins}
+        left = [leaf for leaf in source.leaves if id(leaf) not in taken]
+        lines = table([_row(entry) for entry in self.tree.leaves], "<<<")
         lines += [f"left out: {show(leaf.path)}" for leaf in left]
         lines += [f"note: {note}" for note in self.notes]
         how = f"{'zarr3' if self.zarr3 else 'zarr'} in OCDBT"
         if self.tensors is not None:
             how = f"safetensors, {counted(len(self.tensors.files), 'file')}"
         lines.append(
-            f"{self.source.folder} ({human(self.source.nbytes)}) -> {self.target} ({human(self.nbytes)}), "
+            f"{source.folder} ({human(source.nbytes)}) -> {self.target} ({human(self.tree.nbytes)}), "
             f"{how}, in {human(self.copy.threshold)} of memory"
         )
         return "\n".join(lines)
@@ -145,7 +142,7 @@ def plan_conversion(
     if checkpoint.other_items:
         notes.append(f"only the tree is converted, not {', '.join(checkpoint.other_items)}")
     plan = copying.plan_copy(entries, threshold)
-    return Conversion(checkpoint, target, tuple(entries), plan, zarr3, (*notes, *of_tree), files)
+    return Conversion(Edited.of(checkpoint, entries), target, plan, zarr3, (*notes, *of_tree), files)
 
 
 def _check_size(leaves: Iterable[Leaf]) -> None:
@@ -203,7 +200,7 @@ def convert(
         copying.Stopped: `should_stop` said so. There is no target then.
     """
     working = UnfinishedFolder(conversion.target, f"{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    copier = Copier(conversion.source, conversion.copy, progress, should_stop)
+    copier = Copier(conversion.tree.stored, conversion.copy, progress, should_stop)
     if verify:
         event_loops.run(copier.check_source())
     with _write_errors(conversion), working.removed_on_error():
@@ -211,7 +208,7 @@ def convert(
         copied = dataclasses.replace(copier.stats)
         if verify:
             _verify(conversion, working.folder, copier)
-        _check_target(conversion.target, conversion.source.folder, conversion.source.folder)
+        _check_target(conversion.target, conversion.tree.folder, conversion.tree.folder)
         if code := working.rename(lasting=True):
             raise OSError(code, os.strerror(code))
     return copied
@@ -229,10 +226,10 @@ def _write(conversion: Conversion, working: File, copier: Copier) -> None:
         if entry.is_array:
             return orbax_writer.ARRAYS[entry.value_type](entry)
         if entry.value_type == "string":
-            return conversion.source.text(entry.origins[0].leaf.path)
+            return conversion.tree.text(entry.path)
         return EMPTY_TYPES[entry.value_type]
 
-    tree = tree_edits.nested(conversion.entries, value)
+    tree = tree_edits.nested(conversion.tree.leaves, value)
     return orbax_writer.write(working, tree, fill, zarr3=conversion.zarr3)
 
 
@@ -252,7 +249,7 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
     written = find(folder)
     found = {leaf.path: (leaf.value_type, leaf.shape, leaf.dtype, leaf.extra) for leaf in written.leaves}
     expected = {}
-    for entry in conversion.entries:
+    for entry in conversion.tree.leaves:
         value_type = "None" if entry.value_type == "NamedTuple" else entry.value_type
         value_type = "jax.Array" if conversion.tensors is not None else value_type
         expected[entry.path] = (value_type, entry.shape, entry.dtype, entry.extra)
@@ -262,10 +259,8 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
                 f"{folder}: {show(path)} is not what was written.\n"
                 f"  expected: {expected.get(path)}\n  found: {found.get(path)}"
             )
-        if expected[path][0] == "string":
-            origin = next(e for e in conversion.entries if e.path == path).origins[0].leaf.path
-            if written.text(path) != conversion.source.text(origin):
-                raise ReshardError(f"{folder}: the text {show(path)} is not what was written.")
+        if expected[path][0] == "string" and written.text(path) != conversion.tree.text(path):
+            raise ReshardError(f"{folder}: the text {show(path)} is not what was written.")
     event_loops.run(copier.compare(written))
 
 
@@ -282,7 +277,7 @@ def _write_errors(conversion: Conversion) -> Iterator[None]:
         if "No space left" in text or "Disk quota" in text:
             free = shutil.disk_usage(parent).free
             raise ReshardError(
-                f"{parent} is full: up to {human(conversion.nbytes)} are needed, {human(free)} were free. "
+                f"{parent} is full: up to {human(conversion.tree.nbytes)} are needed, {human(free)} were free. "
                 "Nothing was kept."
             ) from error
         raise ReshardError(f"{conversion.target} cannot be written: {said(error)}. Nothing was kept.") from error

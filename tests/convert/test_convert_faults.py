@@ -336,5 +336,5 @@ def test_text_that_is_missing_is_an_error(tmp_path, capsys, tree):
 def test_layers_are_cut_in_memory_alone_until_a_conversion_is_carried_out(tmp_path):
     source = save(tmp_path / "source", {"w": np.zeros((4, 2))})
     conversion = plan_conversion(source, Path(tmp_path / "target"), [unstack("w")])
-    assert [entry.shape for entry in conversion.entries] == [(2,)] * 4
+    assert [entry.shape for entry in conversion.tree.leaves] == [(2,)] * 4
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
