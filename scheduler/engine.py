@@ -26,8 +26,7 @@ def run_until_blocked(num_lists: int, advance: Callable[[int, Callable[[Event], 
 
     while ready:
         one = ready.popleft()
-        event = advance(one, happened)
-        if event is not None:
+        if (event := advance(one, happened)) is not None:
             waiting.setdefault(event, []).append(one)
 
 

@@ -183,8 +183,7 @@ def _positions(orders: Orders, needs: Mapping[Task, Iterable[Task]]) -> list[int
         order = orders[group]
         while position[group] < len(order):
             task = order[position[group]]
-            blocker = next((need for need in needs[task] if need not in done), None)
-            if blocker is not None:
+            if (blocker := next((need for need in needs[task] if need not in done), None)) is not None:
                 return blocker
             done.add(task)
             position[group] += 1

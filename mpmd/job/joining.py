@@ -220,8 +220,7 @@ def _join(
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
     names = ("MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID")
-    missing = [n for n in names if n not in environment]
-    if missing:
+    if missing := [n for n in names if n not in environment]:
         raise ValueError(f"mpmd.initialize: {names[0]} is set, but {' and '.join(missing)} is not.")
     address, count, rank = (environment[n] for n in names)
     num_spares = environment.get(spares.NUM_SPARES, "0")

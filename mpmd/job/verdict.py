@@ -181,8 +181,7 @@ def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | Non
         guilty, waiting = views[chain[-1]], views[chain[-2]] if len(chain) > 1 else v
         compiles = guilty.board.phase == "compiling" and guilty.process != "stopped"
         limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
-        what = _held_up(guilty, waiting, lost, limit)
-        if what is not None:
+        if (what := _held_up(guilty, waiting, lost, limit)) is not None:
             return guilty.board.rank, what
     return None
 

@@ -110,8 +110,7 @@ class MpmdLeaves(ArrayHandler):
         try:
             await asyncio.gather(written, sums)
         except Exception as error:  # storage has many
-            known = known_failure(error, infos[0].parent_dir)
-            if known is not None:
+            if (known := known_failure(error, infos[0].parent_dir)) is not None:
                 raise known from error
             raise
 

@@ -141,8 +141,7 @@ def _mapping(value: Any, name: str, known: set[str], faults: list[str]) -> Mappi
     if not isinstance(value, Mapping):
         faults.append(f"{name} is {value!r}, but must have the entries {', '.join(sorted(known))}")
         return {}
-    unknown = sorted(str(key) for key in value if key not in known)
-    if unknown:
+    if unknown := sorted(str(key) for key in value if key not in known):
         faults.append(f"{name} has {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     return value
 

@@ -163,8 +163,7 @@ def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
 
 def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, LayoutRule | None, int | None]:
     for rule in layout.rules:
-        match = matches(rule.path, leaf.path)
-        if match is not None:
+        if (match := matches(rule.path, leaf.path)) is not None:
             return leaf, rule, int(match["layer"]) if rule.by_layer else None
     return leaf, None, None
 
@@ -213,8 +212,7 @@ def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetL
         if not share.size:
             continue
         sharding = NamedSharding(layout.groups[group], rule.spec)
-        fault = fault_of_sharding(sharding, share.shape)
-        if fault is not None:
+        if (fault := fault_of_sharding(sharding, share.shape)) is not None:
             raise ReshardError(f"rule {rule.path!r}: " + " ".join(fault.split()).removesuffix("."))
         for device, box in device_boxes(sharding, share.shape).items():
             yield device, box.shifted(share.start)

@@ -134,6 +134,5 @@ def copy_cast(data: np.ndarray, view: np.ndarray, name: str) -> None:
         return
     with np.errstate(over="ignore"):
         np.copyto(view, data, casting="unsafe")
-    lost = np.count_nonzero(np.isfinite(data)) - np.count_nonzero(np.isfinite(view))
-    if lost:
+    if lost := np.count_nonzero(np.isfinite(data)) - np.count_nonzero(np.isfinite(view)):
         raise ReshardError(f"{name}: {lost} values of {data.dtype} are too large for {view.dtype}.")

@@ -83,8 +83,7 @@ class Origin:
         """The part where some factors have only these indices, as origins: both sides of each are boxes."""
         full = {f: ranges.get(f, (0, n)) for f, n in enumerate(self.factors)}
         for factors in (*self.source_axes, *self.target_axes):
-            odd = self._between(factors, full)
-            if odd is not None:
+            if (odd := self._between(factors, full)) is not None:
                 for i in range(*full[odd]):
                     yield from self.with_ranges({**full, odd: (i, i + 1)})
                 return

@@ -115,8 +115,7 @@ class _Application:
         for match in found:
             numbers = match.groupdict()
             names = [_filled(source, numbers) for source in sources]
-            missing = [name for name in names if name not in self.entries]
-            if missing:
+            if missing := [name for name in names if name not in self.entries]:
                 self.faults.append(f"there is {names[0]}, but no {', '.join(missing)}")
                 continue
             self.taken |= set(names)
@@ -210,8 +209,7 @@ class _Application:
         if rule.parts is None:
             return None
         sizes = [part if isinstance(part, int) else self._size(part) for part in rule.parts]
-        unknown = [str(part) for part, size in zip(rule.parts, sizes, strict=True) if size is None]
-        if unknown:
+        if unknown := [str(part) for part, size in zip(rule.parts, sizes, strict=True) if size is None]:
             entries = [entry for name in unknown for entry in self.mapping.sizes.get(name, ())]
             raise ValueError(
                 f"the size of {', '.join(unknown)} is not known: config.json has no {' or '.join(entries)}"

@@ -169,8 +169,7 @@ def _rule(value: Any, name: str, faults: list[str]) -> MappingRule:
     if not isinstance(value, dict):
         faults.append(f"{name} is {value!r}, but must have tensor and array")
         return MappingRule((), ())
-    unknown = sorted(str(key) for key in value.keys() - _KNOWN_FIELDS)
-    if unknown:
+    if unknown := sorted(str(key) for key in value.keys() - _KNOWN_FIELDS):
         faults.append(f"{name} has {', '.join(unknown)}; known are {', '.join(sorted(_KNOWN_FIELDS))}")
     tensors = _texts(value.get("tensor"), f"{name}.tensor", faults)
     arrays = _texts(value.get("array"), f"{name}.array", faults)

@@ -146,8 +146,7 @@ class ReshardPlan:
             moved = (t.stays, t.within_process, t.within_host, t.between_hosts)
             rows.append((leaf.path or ".", kind, _where(leaf.source), _where(leaf.target), *map(human, moved)))
         lines = table(rows, "<" * len(rows[0]))
-        left_out = len(order) - (len(rows) - 1)
-        if left_out:
+        if left_out := len(order) - (len(rows) - 1):
             lines.append(f"… and {counted(left_out, 'smaller array')}")
         return "\n".join([str(self), "", *lines])
 

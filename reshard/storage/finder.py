@@ -73,8 +73,7 @@ def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _T
             raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
         named = None if is_tree else _STEP.fullmatch(folder.name)
         return _step(folder, item, int(named[1]) if named else None, by_path)
-    found = steps(folder)
-    if not found:
+    if not (found := steps(folder)):
         raise MissingCheckpoint(missing_weights(folder) or f"{folder} is not a checkpoint: {_what_it_is(folder)}")
     if step is None:
         if by_path:

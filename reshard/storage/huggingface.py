@@ -179,8 +179,7 @@ def _indexed(index: File) -> dict[str, set[str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(".")
         raise ReshardError(f"{index} is not the index of a Hugging Face folder: {said}.") from None
-    missing = sorted(name for name in files if not (index.parent / name).exists())
-    if missing:
+    if missing := sorted(name for name in files if not (index.parent / name).exists()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ReshardError(f"{index.parent} is incomplete: {missing[0]}{more}, which its index names, is missing.")
     return files

@@ -184,8 +184,7 @@ def _task_faults(program: Program) -> list[str]:
             faults.append(f"task {runs[loop][0][1]} belongs to loop {loop!r}; the program has {len(program.tasks)}")
             continue
         expected, placement = frozenset(p for t in program.tasks[loop] for p in t.parts), program.placement_of(loop)
-        outside = sorted({task.stage for task in expected if not 0 <= task.stage < len(placement)})
-        if outside:
+        if outside := sorted({task.stage for task in expected if not 0 <= task.stage < len(placement)}):
             faults.append(f"stages {outside}{where} have no place; placement names {len(placement)} stages")
             expected = frozenset(task for task in expected if task.stage not in outside)
         faults += coverage_faults(runs[loop], placement, expected, where)

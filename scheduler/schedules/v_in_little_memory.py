@@ -29,7 +29,7 @@ class _MemoryBound(VSchedule):
         limits = (float(self.memory()),) * self.num_groups
         problem = Problem(self.placement, self.num_groups, num_microbatches, Costs(), limits)
         shortest, best = math.inf, list[Orders]()
-        for orders in dict.fromkeys(self._candidates(problem)):
+        for orders in filter(None, dict.fromkeys(self._candidates(problem))):
             timeline = simulate_orders(orders, self.placement, num_microbatches)
             if max(timeline.peak_activations) > self.memory() or timeline.makespan > shortest:
                 continue
@@ -43,12 +43,11 @@ class _MemoryBound(VSchedule):
 
         return min(best, key=elsewhere)
 
-    def _candidates(self, problem: Problem) -> Iterator[Orders]:
+    def _candidates(self, problem: Problem) -> Iterator[Orders | None]:
+        """Orders to choose from; None where memory did not suffice."""
         for setting in _SETTINGS:
             genes = {"patience": 0.0, "noise": 0.0, **dict(zip(_NAMES, setting, strict=True))}
-            orders = list_schedule(problem, ranking_from(problem, genes))
-            if orders is not None:
-                yield orders
+            yield list_schedule(problem, ranking_from(problem, genes))
         for block in self._blocks():
             yield from orders_of(block, problem, self.memory())
 
