@@ -25,8 +25,7 @@ from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
 from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
-from reshard.checkpoint.tensor_reading import as_wanted
-from reshard.checkpoint.tensor_saving import TensorFormat, save_tensors
+from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
 from reshard.storage.finder import find_by_path

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -15,9 +15,8 @@ from mpmd.errors import ReshardError
 from reshard._orbax_compat import RANDOM_KEY_IMPL
 from reshard.checkpoint.requests import LocalRequest, Request, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
-from reshard.storage.arrays import ByteLimit, Reads, StoredArray
+from reshard.storage.arrays import ByteLimit, Reads, StoredArray, plan_reads
 from reshard.storage.paths import dotted
-from reshard.storage.read_plan import Read, plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
 
 IN_FLIGHT_NBYTES = 256 << 20
@@ -121,16 +120,11 @@ class _Reader:
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
         most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
-        reads = list(_checkable(plan_reads(boxes, array.chunk), most, sums))
-        self._reads.expect(sum(one.box.nbytes(array.dtype.itemsize) for one in reads))
-        await stored.all_of([read(one.box, one.wanted) for one in reads])
-
-
-def _checkable(reads: Iterable[Read], most: int, sums: Sequence[tuple[Box, int]]) -> Iterator[Read]:
-    """Reads rounded out to boxes that have checksums, except where one would have more elements than `most`."""
-    for read in reads:
-        box = checksums.rounded_out(read.box, sums)
-        yield Read(box, read.wanted) if box.size <= most else read
+        # Rounded out to boxes that have checksums, except where that would be too much.
+        rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in plan_reads(boxes, array.chunk)]
+        reads = [(more if more.size <= most else box, wanted) for more, box, wanted in rounded]
+        self._reads.expect(sum(box.nbytes(array.dtype.itemsize) for box, _ in reads))
+        await stored.all_of([read(box, wanted) for box, wanted in reads])
 
 
 async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:

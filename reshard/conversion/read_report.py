@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.errors import ReshardError
 from reshard.conversion.layout_file import LayoutRule, TargetLayout
+from reshard.storage.arrays import plan_reads
 from reshard.storage.paths import matches, show
-from reshard.storage.read_plan import plan_reads
 from reshard.storage.stored import Checkpoint, Leaf
 from reshard.trees import fault_of_sharding
 from scheduler.base.texts import first_of, human, table
@@ -228,7 +228,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, Pr
     for index, boxes in by_process.items():
         seen = list(boxes)
         needed = sum(p.nbytes(leaf.itemsize) for i, box in enumerate(seen) for p in box.without(seen[:i]))
-        read = sum(leaf.cells(one.box).nbytes(leaf.itemsize) for one in plan_reads(boxes, leaf.read_chunk))
+        read = sum(leaf.cells_nbytes(box) for box, _ in plan_reads(boxes, leaf.read_chunk))
         processes[index].needed_bytes += needed
         processes[index].read_bytes += read
         reads.needed_bytes += needed

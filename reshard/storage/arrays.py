@@ -6,7 +6,7 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -63,6 +63,28 @@ class Reads:
     def expect(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes_expected += nbytes
+
+
+def plan_reads(wanted: Iterable[Box], chunk_shape: tuple[int, ...]) -> list[tuple[Box, tuple[Box, ...]]]:
+    """The boxes that one process reads, each with the wanted boxes inside it.
+
+    What is stored is cut into chunks, and a chunk is read as a whole. So boxes that share chunks are joined, where
+    reading them together needs no more memory than one by one: each chunk is read once for each process, not once for
+    each of its devices.
+    """
+    reads: list[tuple[Box, tuple[Box, ...]]] = []
+    for box in dict.fromkeys(box for box in wanted if box.size):
+        inside = (box,)
+        while (other := next((read for read in reads if _joinable(read[0], box, chunk_shape)), None)) is not None:
+            reads.remove(other)
+            box, inside = Box.bounding((other[0], box)), other[1] + inside
+        reads.append((box, inside))
+    return reads
+
+
+def _joinable(a: Box, b: Box, chunk_shape: tuple[int, ...]) -> bool:
+    fits = Box.bounding((a, b)).size <= a.size + b.size
+    return fits and bool((a.aligned(chunk_shape) & b.aligned(chunk_shape)).size)
 
 
 class ByteLimit:

@@ -6,30 +6,30 @@ from hypothesis import strategies as st
 
 from mpmd.arrays.boxes import Box
 from reshard.checkpoint.requests import in_storage, index_text
-from reshard.storage.read_plan import Read, plan_reads
+from reshard.storage.arrays import plan_reads
 
 
 def test_a_box_that_several_devices_want_is_read_once():
     box = Box((0, 0), (4, 8))
-    assert plan_reads([box, box, box], (4, 8)) == [Read(box, (box,))]
+    assert plan_reads([box, box, box], (4, 8)) == [(box, (box,))]
 
 
 def test_boxes_in_chunks_of_their_own_are_read_apart():
     boxes = [Box((i,), (i + 4,)) for i in range(0, 16, 4)]
-    assert plan_reads(boxes, (4,)) == [Read(box, (box,)) for box in boxes]
+    assert plan_reads(boxes, (4,)) == [(box, (box,)) for box in boxes]
 
 
 def test_columns_of_the_same_chunks_are_read_together():
     left, right = Box((0, 0), (8, 4)), Box((0, 4), (8, 8))
-    (read,) = plan_reads([left, right], (2, 8))
-    assert read.box == Box((0, 0), (8, 8))
-    assert set(read.wanted) == {left, right}
+    ((box, wanted),) = plan_reads([left, right], (2, 8))
+    assert box == Box((0, 0), (8, 8))
+    assert set(wanted) == {left, right}
 
 
 def test_four_columns_of_the_same_chunks_are_one_read():
     columns = [Box((0, i), (8, i + 2)) for i in range(0, 8, 2)]
-    (read,) = plan_reads(columns, (8, 8))
-    assert read.box == Box((0, 0), (8, 8))
+    ((box, _),) = plan_reads(columns, (8, 8))
+    assert box == Box((0, 0), (8, 8))
 
 
 def test_far_apart_boxes_of_a_chunk_are_not_joined_into_memory_that_nobody_wants():
@@ -55,12 +55,12 @@ def test_every_wanted_box_is_in_exactly_one_read_and_reads_hold_no_more_than_all
         boxes.append(Box(start, tuple(a + data.draw(st.integers(1, 5)) for a in start)))
     reads = plan_reads(boxes, chunk)
     for box in boxes:
-        holders = [read for read in reads if box in read.wanted]
+        holders = [read for read, wanted in reads if box in wanted]
         assert len(holders) == 1
-        assert box in holders[0].box
-    assert sum(read.box.size for read in reads) <= sum(box.size for box in set(boxes))
+        assert box in holders[0]
+    assert sum(read.size for read, _ in reads) <= sum(box.size for box in set(boxes))
     values = np.arange(20**ndim).reshape((20,) * ndim)
-    for read in reads:
-        data_read = values[read.box.slices]
-        for box in read.wanted:
-            np.testing.assert_array_equal(data_read[box.relative_to(read.box).slices], values[box.slices])
+    for read, wanted in reads:
+        data_read = values[read.slices]
+        for box in wanted:
+            np.testing.assert_array_equal(data_read[box.relative_to(read).slices], values[box.slices])

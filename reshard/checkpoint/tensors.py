@@ -1,7 +1,8 @@
-"""Saves a tree as a Hugging Face folder: each process writes the bytes that it owns into files that all share."""
+"""Hugging Face folders: read as the tree that is wanted, and saved by all processes into files that they share."""
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -15,16 +16,57 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.checkpoint.commit import Working
 from reshard.checkpoint.matching import tree_path
+from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing, start_copies
-from reshard.edits.edited import copy_cast
+from reshard.edits.edited import copy_cast, edited
 from reshard.edits.entries import Entry, Origin
-from reshard.edits.mapped import exported
+from reshard.edits.mapped import exported, imported_from
 from reshard.edits.mapping import Mapping, config_of, read_mapping
-from reshard.edits.tree_edits import cast
+from reshard.edits.tree_edits import Entries, cast
 from reshard.sizes import nbytes_of
-from reshard.storage.paths import Key, Path, dotted, show
-from reshard.storage.stored import Leaf
+from reshard.storage.huggingface import TensorFolder
+from reshard.storage.paths import Key, Path, compiled, dotted, show
+from reshard.storage.stored import Checkpoint, Leaf
 from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorTarget, TensorWriter, plan_folder
+
+
+def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requests: Sequence[Request]) -> Checkpoint:
+    """The checkpoint through a mapping. Entries that `mapping` stacks stay apart where the wanted tree has them so.
+
+    Of a Hugging Face folder floating-point arrays are cast to what is wanted; without a mapping its tensors are also
+    found under their names in one piece.
+    """
+    if mapping is None and not isinstance(checkpoint, TensorFolder):
+        return checkpoint
+    wanted = {request.source: request for request in requests}
+
+    def change(entries: Entries) -> list[Entry]:
+        if mapping is not None:
+            entries = imported_from(checkpoint.folder, mapping, lambda node: _is_apart(node, wanted))(entries)
+        elif any("." in name for source in wanted for name in source):
+            entries = [dataclasses.replace(e, path=(Key(dotted(e.path)),)) for e in entries]
+        return [_cast(e, wanted.get(tuple([key.name for key in e.path]))) for e in entries]
+
+    return edited(checkpoint, change)
+
+
+def _is_apart(node: str, wanted: Any) -> bool:
+    """Whether a wanted tree has numbered entries below a node; nodes above it may be stacked there."""
+    patterns = [compiled(node), compiled(node.replace("/*", ""))]
+    for source in wanted:
+        for depth, name in enumerate(source):
+            text = show([Key(one) for one in source[:depth]])
+            if re.fullmatch("[0-9]+", name) and any(pattern.fullmatch(text) for pattern in patterns):
+                return True
+    return False
+
+
+def _cast(entry: Entry, request: Request | None) -> Entry:
+    if request is None or request.dtype is None or entry.dtype is None:
+        return entry
+    if jnp.issubdtype(entry.dtype, jnp.floating) and jnp.issubdtype(request.dtype, jnp.floating):
+        return dataclasses.replace(entry, dtype=np.dtype(request.dtype))
+    return entry
 
 
 @dataclasses.dataclass(frozen=True)
