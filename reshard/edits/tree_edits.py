@@ -100,15 +100,10 @@ def unstack(pattern: str, *, as_list: bool = True, option: str = "") -> Change:
             entry, path=path, shape=entry.shape[1:], chunk=entry.chunk[1:], origins=tuple(origins)
         )
 
-    def change(entries: Entries) -> list[Entry]:
-        nodes = _nodes(option, pattern, entries)
-        result = _outside(nodes, entries)
-        for node, inside in nodes.items():
-            for index in range(layers_of(show(node), inside)):
-                result += [layer(e, len(node), index) for e in inside]
-        return result
+    def cut(node: Path, inside: Entries) -> list[Entry]:
+        return [layer(e, len(node), index) for index in range(layers_of(show(node), inside)) for e in inside]
 
-    return change
+    return _at_nodes(option, pattern, cut)
 
 
 def stack(pattern: str, option: str = "") -> Change:
@@ -119,17 +114,12 @@ def stack(pattern: str, option: str = "") -> Change:
     """
     option = option or f"--stack {pattern}"
 
-    def change(entries: Entries) -> list[Entry]:
-        nodes = _nodes(option, pattern, entries)
-        result = _outside(nodes, entries)
-        for node, inside in nodes.items():
-            by_rest = _layers_by_rest(node, inside, option)
-            num_layers = _num_layers(node, by_rest, option)
-            for rest, layers in by_rest.items():
-                result.append(_stacked(node + rest, [layers[i] for i in range(num_layers)], option))
-        return result
+    def joined(node: Path, inside: Entries) -> list[Entry]:
+        by_rest = _layers_by_rest(node, inside, option)
+        indices = range(_num_layers(node, by_rest, option))
+        return [_stacked(node + rest, [layers[i] for i in indices], option) for rest, layers in by_rest.items()]
 
-    return change
+    return _at_nodes(option, pattern, joined)
 
 
 def _layers_by_rest(node: Path, inside: Entries, option: str) -> dict[Path, dict[int, Entry]]:
@@ -190,22 +180,21 @@ def _stacked(path: Path, layers: Sequence[Entry], option: str) -> Entry:
     )
 
 
-def _nodes(option: str, pattern: str, entries: Entries) -> dict[Path, list[Entry]]:
-    """The nodes that the pattern names, outermost first, and what is below each."""
-    nodes: dict[Path, list[Entry]] = {}
-    for e in entries:
-        for depth in range(len(e.path) + 1):
-            if matches(pattern, e.path[:depth]):
-                nodes.setdefault(tuple([Key(key.name) for key in e.path[:depth]]), []).append(e)
-                break
-    if not nodes:
-        raise ReshardError(_nothing(option, entries))
-    return {inside[0].path[: len(node)]: inside for node, inside in nodes.items()}
+def _at_nodes(option: str, pattern: str, made: Callable[[Path, Entries], list[Entry]]) -> Change:
+    """Replaces what is below each node that the pattern names, the outermost one, by what is made of it."""
 
+    def change(entries: Entries) -> list[Entry]:
+        nodes: dict[tuple[str, ...], list[Entry]] = {}
+        outside = []
+        for e in entries:
+            depth = next((depth for depth in range(len(e.path) + 1) if matches(pattern, e.path[:depth])), None)
+            own = outside if depth is None else nodes.setdefault(tuple([k.name for k in e.path[:depth]]), [])
+            own.append(e)
+        if not nodes:
+            raise ReshardError(_nothing(option, entries))
+        return outside + [e for node, inside in nodes.items() for e in made(inside[0].path[: len(node)], inside)]
 
-def _outside(nodes: dict[Path, list[Entry]], entries: Entries) -> list[Entry]:
-    taken = {id(e) for inside in nodes.values() for e in inside}
-    return [e for e in entries if id(e) not in taken]
+    return change
 
 
 def cast(pattern: str | None, dtype: np.dtype) -> Change:
