@@ -174,26 +174,6 @@ def longest_paths(reads: Reads) -> list[int]:
     return found
 
 
-def _positions(orders: Orders, needs: Mapping[Task, Iterable[Task]]) -> list[int]:
-    """How many of its tasks each group can run; if not all, it is stuck there: see :func:`find_cycle`."""
-    done: set[Task] = set()
-    position = [0] * len(orders)
-
-    def advance(group: int, happened: Callable[[Task], None]) -> Task | None:
-        order = orders[group]
-        while position[group] < len(order):
-            task = order[position[group]]
-            if (blocker := next((need for need in needs[task] if need not in done), None)) is not None:
-                return blocker
-            done.add(task)
-            position[group] += 1
-            happened(task)
-        return None
-
-    run_until_blocked(len(orders), advance)
-    return position
-
-
 def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple[Task, ...]]:
     """The tasks of an order, each alone or with the one that it is fused with."""
     if not second:
@@ -228,16 +208,35 @@ def recomputing(schedule: Schedule, num_microbatches: int, orders: Orders, stage
     return tuple(tuple(tasks(order)) for order in orders)
 
 
-def find_cycle(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]], position: Sequence[int]) -> str:
-    """Why the groups are stuck at ``position``, as one sentence: which unit waits for which, round the cycle."""
+def deadlock(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]]) -> str | None:
+    """Why groups that run these lists get stuck, as one sentence: which unit waits for which, round the cycle.
+
+    None if all of them come to their ends.
+    """
+    done: set[Unit] = set()
+    position = [0] * len(orders)
+
+    def advance(group: int, happened: Callable[[Unit], None]) -> Unit | None:
+        order = orders[group]
+        while position[group] < len(order):
+            unit = order[position[group]]
+            if (blocker := next((need for need in needs[unit] if need not in done), None)) is not None:
+                return blocker
+            done.add(unit)
+            position[group] += 1
+            happened(unit)
+        return None
+
+    run_until_blocked(len(orders), advance)
+    if not (stuck := blocked(position, orders)):
+        return None
     group_of = {unit: group for group, order in enumerate(orders) for unit in order}
-    done = {unit for group, order in enumerate(orders) for unit in order[: position[group]]}
     step: dict[int, tuple[Unit, Unit | None]] = {}
-    group = next(g for g, order in enumerate(orders) if position[g] < len(order))
+    group = stuck[0]
     path: list[int] = []
     while group not in step:
         head = orders[group][position[group]]
-        need = next(need for need in needs.get(head, ()) if need not in done)
+        need = next(need for need in needs[head] if need not in done)
         step[group] = (head, need)
         path.append(group)
         if need not in group_of:
@@ -268,9 +267,8 @@ def order_faults(
     if len(present) == len(runs):
         waits_for = graph_needs(reads, len(placement))
         needs = {task: [need for need in waits_for(task) if need in present] for task in present}
-        position = _positions(orders, needs)
-        if blocked(position, orders):
-            faults.append(f"the orders deadlock: {find_cycle(orders, needs, position)}")
+        if (cycle := deadlock(orders, needs)) is not None:
+            faults.append(f"the orders deadlock: {cycle}")
     return faults
 
 

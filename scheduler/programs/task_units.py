@@ -4,12 +4,12 @@ from __future__ import annotations  # `array[int]` is no expression before Pytho
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from scheduler.engine import run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import Numbers, coverage_faults, expected_tasks, find_cycle, paired, raise_faults
+from scheduler.ordering import Numbers, coverage_faults, deadlock, expected_tasks, paired, raise_faults
 from scheduler.programs.instructions import TaskGraph
 from scheduler.task import Orders, Schedule, Task
 
@@ -140,14 +140,13 @@ class TaskUnits:
 
         run_until_blocked(len(clock), advance)
         if any(position[group] < end for group, end in enumerate(self.first[1:])):
-            self._refuse_deadlock(position)
+            self._refuse_deadlock()
         return starts
 
-    def _refuse_deadlock(self, position: Sequence[int]) -> None:
+    def _refuse_deadlock(self) -> None:
         names = ["+".join(map(str, tasks)) for tasks in self.units]
-        cycle = find_cycle(
+        cycle = deadlock(
             [names[begin:end] for begin, end in zip(self.first, self.first[1:], strict=False)],
             {name: [names[need] for need in sorted(self.needs(unit))] for unit, name in enumerate(names)},
-            [at - begin for at, begin in zip(position, self.first, strict=False)],
         )
         raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")

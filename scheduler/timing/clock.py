@@ -3,12 +3,11 @@
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import chain, find_cycle, graph_needs, paired, readers_of
+from scheduler.ordering import chain, deadlock, graph_needs, paired, readers_of
 from scheduler.task import Kind, Orders, Reads, Task
 
 Times = tuple[array, ...]
@@ -64,11 +63,9 @@ class Clock:
 
         with without_collection():
             run_until_blocked(len(orders), advance)
-        position = [len(times) for times in ends]
-        if blocked(position, orders):
-            raise ScheduleError(
-                f"simulate: the orders deadlock: {_stuck(orders, second, self.reads, len(self.placement), position)}."
-            )
+        if blocked([len(times) for times in ends], orders):
+            cycle = _stuck(orders, second, self.reads, len(self.placement))
+            raise ScheduleError(f"simulate: the orders deadlock: {cycle}.")
         return starts, ends
 
     def _advance(self, order: Sequence[Task], starts: array, ends: array, happens: Callable[[int], None]) -> int | None:
@@ -170,25 +167,25 @@ class Clock:
         return at if task.kind == "F" else -1 if task.kind in "WR" else self.size + at
 
 
-def _stuck(
-    orders: Orders, second: Mapping[Task, Task], reads: Reads | None, num_stages: int, position: Sequence[int]
-) -> str:
-    """Why no group can go on, where each has run so many of its tasks; a fused pair waits as one."""
-    present = {task for order in orders for task in order}
+def _stuck(orders: Orders, second: Mapping[Task, Task], reads: Reads | None, num_stages: int) -> str | None:
+    """Why no group can go on; a fused pair waits as one."""
     units = [list(paired(order, second)) for order in orders]
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
     waits_for = graph_needs(reads, num_stages)
+
+    def is_needed(need: Task) -> bool:
+        """Of B and I, which stand for each other, only the one that some group runs."""
+        other = need._replace(kind="I" if need.kind == "B" else "B")
+        return need in name or need.kind not in "BI" or other not in name
+
     needs = {
-        name[unit[0]]: [name[need] for task in unit for need in waits_for(task) if need in present and need not in unit]
+        name[unit[0]]: [
+            name.get(need, str(need))
+            for task in unit
+            for need in waits_for(task)
+            if need not in unit and is_needed(need)
+        ]
         for row in units
         for unit in row
     }
-    rows = [[name[unit[0]] for unit in row] for row in units]
-    counts = [
-        sum(end <= count for end in accumulate(map(len, row))) for row, count in zip(units, position, strict=True)
-    ]
-    done = {unit for row, count in zip(rows, counts, strict=True) for unit in row[:count]}
-    for group, row in enumerate(rows):
-        if counts[group] < len(row) and all(need in done for need in needs[row[counts[group]]]):
-            return f"{row[counts[group]]} (group {group}) waits for a task that no group runs"
-    return find_cycle(rows, needs, counts)
+    return deadlock([[name[unit[0]] for unit in row] for row in units], needs)

@@ -118,6 +118,13 @@ def test_orders_that_deadlock_are_refused_with_the_cycle():
     )
 
 
+def test_a_task_that_waits_for_one_that_no_group_runs_is_refused_with_that_one():
+    orders = ((Task(0, "F", 0), Task(0, "B", 0)), (Task(1, "F", 0),))
+    with pytest.raises(ScheduleError) as error:
+        simulate_orders(orders, (0, 1), 1)
+    assert str(error.value) == ("simulate: the orders deadlock: 0B0 (group 0) waits for 1B0, which no group runs.")
+
+
 def test_fused_pairs_that_deadlock_are_refused_with_the_cycle_of_the_pairs():
     pair = (Task(0, "F", 0), Task(0, "B", 0))
     schedule = CustomSchedule((("0F0", "0B0"), ("1F0", "1B0")), (0, 1), [pair])
