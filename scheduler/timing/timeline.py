@@ -5,7 +5,7 @@ The pictures are text for the terminal, SVG for documents, and a Chrome trace fo
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -168,7 +168,7 @@ class Timeline:
 
     def to_chrome_trace(self) -> str:
         """Chrome-trace JSON: one thread a group, one complete event a task, one unit of time as a second."""
-        events: list[dict[str, object]] = [
+        events: list[Mapping[str, object]] = [
             {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": self.name}}
         ]
         for group in range(self.num_groups):
