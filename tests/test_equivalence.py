@@ -24,12 +24,12 @@ _DONATES = {_WHOLE: {}, _SPLIT: {"donate_argnums": (0,)}}
 
 # Every program runs in one way, in turns: some in a quick test, the others in a slow one. An exhaustive test runs the
 # other way, and those that are like another one.
-_QUICK = "a_mark_after_every_stage named_scopes unused_gradients further_arguments".split()
+_QUICK = "named_scopes unused_gradients".split()
 _LIKE_ANOTHER_ONE = """
     uneven_stages shared_inputs one_weight_in_every_stage only_shared_weights integer_leaves label_embedding
     scalar_parameters checkpointed_dots fori_loop gradient_inside_a_stage one_jitted_block linear_algebra
     normalised_matmuls key_chain_over_stages gradient_statistics two_optimizers mixed_precision
-    encoder_decoder two_towers trust_ratio frozen_and_unused deep
+    encoder_decoder two_towers trust_ratio frozen_and_unused deep gpt convolutions several_arrays tied_and_scaled
 """.split()
 
 
@@ -64,7 +64,8 @@ _UNDER_ALL_SCHEDULES = (
 )
 
 
-# One program under all schedules; the others under one schedule of each kind, by turns.
+# One program under all schedules; the others under two kinds of schedule, by turns, and in an exhaustive test under one
+# of each kind.
 _KINDS = (
     ("GPipe",),
     ("InterleavedOneFOneB", "InterleavedGPipe"),
@@ -77,6 +78,11 @@ _KINDS = (
 
 def _one_of_each_kind(turn: int) -> list[str]:
     return [kind[turn % len(kind)] for kind in _KINDS]
+
+
+def _of_two_kinds(turn: int) -> list[str]:
+    schedules = _one_of_each_kind(turn)
+    return [schedules[turn % len(_KINDS)], schedules[(turn + 3) % len(_KINDS)]]
 
 
 @functools.cache
@@ -101,10 +107,16 @@ def test_a_program_gives_the_same_under_every_schedule_with_all_groups_on_one_de
     _check_on_one_device(_UNDER_ALL_SCHEDULES[0], schedule)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("turn", "name"), list(enumerate(_UNDER_ALL_SCHEDULES[1:])))
-def test_other_programs_give_the_same_under_schedules_of_every_kind(turn, name):
-    for schedule in _one_of_each_kind(turn):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(_of_two_kinds, marks=pytest.mark.slow, id="two"),
+        pytest.param(_one_of_each_kind, marks=pytest.mark.exhaustive, id="each"),
+    ],
+)
+def test_other_programs_give_the_same_under_schedules_of_every_kind(chosen, turn, name):
+    for schedule in chosen(turn):
         try:
             _check_on_one_device(name, schedule)
         except Exception as error:

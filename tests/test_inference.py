@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from programs.program import assert_same, host
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -159,8 +160,7 @@ _WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "made", "dtype", "marked"), _WAYS)
+@pytest.mark.parametrize(("axes", "made", "dtype", "marked"), slow_first(*_WAYS, num_slow=4))
 def test_a_text_is_plain_jaxs_and_each_cache_is_in_its_layers_group_from_the_first_call_on(axes, made, dtype, marked):
     mesh = make_mesh(axes)
     jitted = mpmd.jit(make_advance(mpmd.mark_stage_end if marked else unmarked), mpmd_mesh=mesh, donate_argnums=1)
@@ -183,8 +183,7 @@ def test_a_text_is_plain_jaxs_and_each_cache_is_in_its_layers_group_from_the_fir
     assert addresses[1:] == addresses[:1] * 3  # donated: each call writes into the same memory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", ["explicit", "auto"])
+@pytest.mark.parametrize("axes", slow_first("explicit", "auto"))
 def test_marks_tell_the_groups_of_parameters_and_caches_that_come_from_the_host(axes):
     mesh = make_mesh(axes)
     jitted = mpmd.jit(make_advance(), mpmd_mesh=mesh)
@@ -200,8 +199,7 @@ def test_marks_tell_the_groups_of_parameters_and_caches_that_come_from_the_host(
     assert_nothing_large_crosses(jitted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", ["explicit", "auto"])
+@pytest.mark.parametrize("axes", slow_first("auto", "explicit"))
 def test_weights_that_read_a_memory_stand_in_the_stages_whose_text_reads_it(axes):
     """An encoder's result is read in two later stages: alike in training and prediction, and in a decoder alone."""
     mesh, width = make_mesh(axes), 32
@@ -270,7 +268,7 @@ def generate_all(step, params, caches, starts, length=3, seen=lambda caches: Non
 @pytest.mark.parametrize(
     ("schedule", "axes"),
     [
-        (scheduler.GPipe(STAGES), "explicit"),
+        pytest.param(scheduler.GPipe(STAGES), "explicit", marks=pytest.mark.slow),
         pytest.param(scheduler.OneFOneB(STAGES), "auto", marks=pytest.mark.slow),
     ],
     ids=str,
@@ -333,8 +331,7 @@ def _texts(*shape):
     return np.random.default_rng(len(shape)).integers(0, VOCABULARY, shape).astype(np.int32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", ["explicit", "auto"])
+@pytest.mark.parametrize("axes", slow_first("explicit", "auto"))
 def test_a_state_is_made_trained_and_evaluated_with_no_thought_about_places(axes):
     mesh = make_mesh(axes)
     params, expected = mpmd.jit(init, mpmd_mesh=mesh)(jax.random.key(0)), first_params()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -24,9 +25,9 @@ def _held() -> dict[str, int]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=str)
-def test_ten_thousand_steps_leave_nothing_behind(shape):
+@pytest.mark.parametrize("num_steps", slow_first(3_000, 10_000), ids=str)
+@pytest.mark.parametrize("shape", slow_first([2, 2], [2, 1]), ids=str)
+def test_thousands_of_steps_leave_nothing_behind(shape, num_steps):
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = mpmd.MpmdMesh(jax.make_mesh(shape, ("stage", "data"), devices=devices), "stage")
 
@@ -43,7 +44,7 @@ def test_ten_thousand_steps_leave_nothing_behind(shape):
     w, xs = [np.eye(4, dtype=np.float32)] * 2, np.ones((2, 2, 4), np.float32)
     tracemalloc.start()
     try:
-        for index in range(10_000):
+        for index in range(num_steps):
             w, value = step(w, xs)
             if index % 50 == 49:
                 value.block_until_ready()

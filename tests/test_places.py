@@ -15,6 +15,7 @@ import pytest
 import test_partition as partition
 from hypothesis import strategies as st
 from places_programs import NAMES, PROGRAMS
+from samples import slow_first
 from test_partition import F32, Cut, D, M, R, V, array, dense, equal_batch, f32, mark, training
 
 import mpmd
@@ -239,8 +240,7 @@ def test_a_program_of_several_parts_computes_what_plain_jit_computes(name):
     check_numbers(name, scheduler.OneFOneB(4))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*QUICK, *SPLIT])
+@pytest.mark.parametrize("name", slow_first(*SPLIT, *QUICK, num_slow=len(SPLIT)))
 def test_so_it_does_in_a_split_backward(name):
     check_numbers(name, scheduler.ZeroBubbleH1(4))
 
@@ -283,7 +283,7 @@ def run_text(text, params, batch):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(texts())
 def test_any_program_keeps_the_rules_of_all_programs(text):
     weights = {"w": array(D, D), "in": array(D, 4), "out": array(4, D), "table": array(V, D)}

@@ -222,27 +222,21 @@ UNTIMED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True, **UNTIMED)
+@settings(max_examples=30, derandomize=True, **UNTIMED)
 @given(steps(loops=False))
 def test_any_step_without_a_loop_is_placed(case):
     _lower(case)
 
 
-@settings(max_examples=40, derandomize=True, **UNTIMED)
+@settings(max_examples=20, derandomize=True, **UNTIMED)
 @given(steps(loops=True))
 def test_any_step_around_a_loop_is_placed(case):
     _lower(case)
 
 
-@pytest.mark.slow
-@settings(max_examples=30, **UNTIMED)
-@given(steps(loops=False))
-def test_any_step_without_a_loop_computes_what_jit_computes(case):
-    _check(case)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, **UNTIMED)
-@given(steps(loops=True))
-def test_any_step_around_a_loop_computes_what_jit_computes(case):
-    _check(case)
+@pytest.mark.parametrize("loops", [False, True], ids=["without a loop", "around a loop"])
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(10, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)]
+)
+def test_any_step_computes_what_jit_computes(num_steps, loops):
+    settings(max_examples=num_steps, **UNTIMED)(given(steps(loops=loops))(_check))()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs.role_graphs import RoleGraph
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -17,15 +18,7 @@ def mesh_of(num_groups):
     return mpmd.MpmdMesh(jax.make_mesh((num_groups,), ("stage",), devices=jax.devices()[:num_groups]), "stage")
 
 
-def seeds(quick, slow, last):
-    return [
-        *range(quick),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in range(quick, slow)),
-        *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(slow, last)),
-    ]
-
-
-@pytest.mark.parametrize("seed", seeds(1, 8, 120))
+@pytest.mark.parametrize("seed", slow_first(*range(120), num_slow=4))
 def test_any_graph_of_roles_computes_what_jit_computes(seed):
     RoleGraph(seed, 3).check(mesh_of(3))
 

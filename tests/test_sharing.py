@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from programs import BY_NAME
-from programs.pipelines import make_mesh, pipeline
+from programs.pipelines import in_turns, make_mesh, pipeline
 from programs.program import assert_same, host
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -249,8 +250,7 @@ def _compiled_names(caplog, schedule, where):
     return [m[1] for text in texts if (m := re.search(r"MLIR module conversion jit\((\w+)\)", text))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "explicit"])
+@pytest.mark.parametrize("where", slow_first("auto", "explicit"))
 def test_the_stages_of_a_deep_model_share_their_middle(caplog, where):
     names = [n for n in _compiled_names(caplog, "OneFOneB", where) if "_stage" in n]
     assert sorted(names) == [
@@ -271,8 +271,7 @@ def test_fused_pairs_share_it_too(caplog, monkeypatch):
     assert not any(re.search(r"stage\d_[FB]_stage\d_[FB]_(before|after)", n) for n in names)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "explicit"])
+@pytest.mark.parametrize("where", slow_first("explicit", "auto"))
 def test_a_schedule_of_halves_and_of_whole_backwards_compiles_the_halves_alone(caplog, where):
     names = _compiled_names(caplog, "DualPipeV", where)
     assert not any(re.search(r"stage\d_(B|[FBIW]_stage)", n) for n in names), names
@@ -288,8 +287,7 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert "executables" in str(compiled.explain())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("axis_type", "num_devices"), [(AxisType.Auto, 1), (AxisType.Explicit, 2)])
+@pytest.mark.parametrize(("axis_type", "num_devices"), slow_first((AxisType.Explicit, 2), (AxisType.Auto, 1)))
 def test_stages_of_two_and_of_three_layers_share_one(caplog, axis_type, num_devices):
     """A bias is common to all layers, which drop by keys of their own; the last layer gets no gradient of it to add."""
 
@@ -374,9 +372,13 @@ def _rates(mark, ws, x, key):
     return jax.lax.scan(body, x, (jnp.stack(ws), jnp.arange(4), jnp.linspace(0.0, 0.3, 4)))[0]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "model", [_scanned, *(pytest.param(m, marks=pytest.mark.slow) for m in (_counter, _rates, _rows))]
+    ("model", "axis_type"),
+    in_turns(
+        [_scanned, _counter, _rates, _rows],
+        [AxisType.Auto, AxisType.Explicit],
+        slow=["_scanned", "_counter", "_rates", "_rows"],
+    ),
 )
 def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypatch, model, axis_type):
     ws = [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)]
@@ -403,8 +405,7 @@ def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypat
         assert_same(host(found), host(mpmd.jit(step, mpmd_mesh=mesh)(ws, batch)), rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", slow_first(AxisType.Auto, AxisType.Explicit))
 def test_without_a_loop_too_equal_layers_are_one_program(axis_type):
     def init(key):
         keys = [jax.random.fold_in(key, i) for i in range(3)]
@@ -562,8 +563,7 @@ def test_leaves_that_need_a_number_of_all_of_them_are_no_parts():
     assert found is not None and [v.aval.shape for v in found.last.writes] == [()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", slow_first(AxisType.Explicit, AxisType.Auto))
 def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type):
     """In its second call the state is what the first one gave, whose memory it takes over."""
 

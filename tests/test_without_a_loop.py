@@ -301,7 +301,7 @@ def test_a_deeper_model_is_as_much_more_work_to_place_as_it_has_more_layers(monk
     in_turns(
         ["gradients", "updates", "map", "differentiated map", "fori", "beside a loop"],
         [mpmd.mark_stage_end, mpmd.mark_layer_end],
-        others=pytest.mark.slow,
+        slow=["updates", "map"],
     ),
 )
 def test_a_loop_of_ones_own_over_the_data_runs_in_one_group_and_is_warned_of(mesh, mark, way):

@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
 from processes import READ_ONLY, environment, finish, run, start
+from samples import slow_first
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
@@ -28,8 +29,7 @@ from reshard.checkpoint import Part, leaf_handler, restore, save
 MESH = mesh_of(4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_first(0, 1, 2, 3))
 def test_whenever_a_process_is_killed_the_last_finished_step_restores_and_no_other_is_listed(tmp_path, seed):
     choose = random.Random(seed)
     folder = tmp_path / "run"
@@ -440,17 +440,11 @@ def test_a_process_whose_disk_is_full_is_told_though_the_others_wait_for_it(tmp_
 
 @pytest.mark.parametrize(
     "how, unable",
-    [
-        ("manager", 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                *(("orbax", 0), ("orbax", 1), ("tensors", 1)),
-                *(("manager", 1), ("manager, waiting", 0), ("manager, waiting", 1)),
-                *(("v1", 0), ("v1", 1), ("v1 steps", 0), ("v1 steps", 1)),
-            ]
-        ),
-    ],
+    slow_first(
+        *(("manager", 0), ("orbax", 1), ("tensors", 1), ("manager, waiting", 0), ("v1", 1), ("v1 steps", 0)),
+        *(("manager", 1), ("orbax", 0), ("manager, waiting", 1), ("v1", 0), ("v1 steps", 1)),
+        num_slow=6,
+    ),
 )
 def test_a_save_that_one_process_cannot_do_is_told_to_all_at_once_and_the_next_one_works(tmp_path, how, unable):
     bad, good = tmp_path / "bad", tmp_path / "good"

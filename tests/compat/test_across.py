@@ -20,6 +20,7 @@ from programs.parts import (
 )
 from programs.pipelines import make_mesh, shared_device
 from programs.program import Tools, assert_same, host
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -268,9 +269,7 @@ def _groups(*shapes, axis_type=AxisType.Auto):
     return mpmd.MpmdMesh.from_groups(meshes)
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(scheduler.OneFOneB(3), marks=pytest.mark.slow), scheduler.ZeroBubbleH1(3)], ids=str
-)
+@pytest.mark.parametrize("schedule", slow_first(scheduler.ZeroBubbleH1(3), scheduler.OneFOneB(3)), ids=str)
 def test_a_larger_group_for_the_embedding(schedule):
     """The tied table is sharded over four devices in the first group, and over two in the last."""
     mesh = _groups((1, 4), (1, 2), (1, 2))

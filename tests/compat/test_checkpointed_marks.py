@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from programs.parts import WIDTH, normal
 from programs.pipelines import make_mesh, shared_device
 from programs.program import Tools, assert_same, host, pipelined, plain_loop
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -79,11 +80,15 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kinds",
-    [("policy", "nested", "norm"), pytest.param(("end", "jitted", "skip"), marks=pytest.mark.slow)],
-    ids=" ".join,
+    ("kinds", "way"),
+    slow_first(
+        (("policy", "nested", "norm"), "auto"),
+        (("end", "jitted", "skip"), "explicit"),
+        (("policy", "nested", "norm"), "explicit"),
+        (("end", "jitted", "skip"), "auto"),
+        num_slow=2,
+    ),
 )
 def test_a_mark_at_an_end_of_a_checkpointed_layer_is_one_outside_of_it(kinds, way):
     mark, schedule, axes = _WAYS[way]

@@ -387,7 +387,7 @@ PROGRAMS = [
 # Whole models (`test_equivalence` has smaller ones of these libraries), and optimizers whose like is quick.
 _SLOW = (
     "nnx", "linen", "equinox", "apply_if_finite", "inject_hyperparams", "ema", "dot_product_attention", "multi_steps",
-    "haiku_style_closures",
+    "haiku_style_closures", "multi_steps_of_finite",
 )  # fmt: skip
 
 

@@ -47,9 +47,9 @@ def _two_stages(key):
     ("policy", "schedule", "where"),
     [
         pytest.param("nothing", *RUNS[0], marks=pytest.mark.slow),
-        ("names", *RUNS[1]),
+        pytest.param("names", *RUNS[1], marks=pytest.mark.slow),
         pytest.param("offload_names", *RUNS[0], marks=pytest.mark.slow),
-        pytest.param("offload_names", *RUNS[1], marks=pytest.mark.slow),
+        pytest.param("offload_names", *RUNS[1], marks=pytest.mark.exhaustive),
         pytest.param("offload_dots", *RUNS[1], marks=pytest.mark.slow),
     ],
 )

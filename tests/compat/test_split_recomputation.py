@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs.parts import WIDTH, momentum_state, normal, squared_error, train
 from programs.pipelines import in_turns, pipeline
 from programs.program import Program, Tools, assert_same_history
+from samples import slow_first
 
 import mpmd
 from mpmd.costs.work import work_of_equation
@@ -366,9 +367,7 @@ def test_recomputed_blocks_under_split_backwards_equal_plain_jax_and_do_no_produ
         assert _tasks_with_collectives(step, *args) == _tasks_with_collectives(whole, *args)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["ZeroBubbleH1", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ZeroBubbleV", "DualPipeV"))]
-)
+@pytest.mark.parametrize("schedule", slow_first("ZeroBubbleH1", "ZeroBubbleV", "DualPipeV", num_slow=2))
 def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allows(schedule, monkeypatch):
     program = _program(next(case for case in CASES if case.build is _plain), (), 4)
     args = program.state(), next(program.batches(1))

@@ -62,8 +62,8 @@ def _started(shape=(3, 1), axis_type=AxisType.Explicit, step=_step):
     [
         pytest.param((3, 1), AxisType.Auto, marks=pytest.mark.slow),
         ((3, 1), AxisType.Explicit),
-        ((3, 2), AxisType.Auto),
-        pytest.param((3, 2), AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param((3, 2), AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param((3, 2), AxisType.Explicit, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

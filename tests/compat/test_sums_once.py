@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs.parts import WIDTH, normal, squared_error
 from programs.pipelines import make_mesh
 from programs.program import assert_same, host
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -154,7 +155,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "axis_type", "schedule"),
     [
-        pytest.param("language", AUTO, scheduler.OneFOneB(2), marks=pytest.mark.slow),
+        pytest.param("language", AUTO, scheduler.OneFOneB(2), marks=pytest.mark.exhaustive),
         pytest.param("language", EXPLICIT, scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow),
         pytest.param("language", AUTO, scheduler.ZeroBubbleH1(2), marks=pytest.mark.exhaustive),
         pytest.param("language", EXPLICIT, scheduler.OneFOneB(2), marks=pytest.mark.exhaustive),
@@ -171,9 +172,17 @@ def test_no_task_sums_over_devices(model, axis_type, schedule):
     assert len(around) == 2 and all(set(count) == {"all-reduce"} for count in around.values()), around
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
-@pytest.mark.parametrize("schedule", [scheduler.InterleavedOneFOneB(4, 2), scheduler.ZeroBubbleV(2)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "axis_type"),
+    slow_first(
+        (scheduler.InterleavedOneFOneB(4, 2), AUTO),
+        (scheduler.ZeroBubbleV(2), EXPLICIT),
+        (scheduler.InterleavedOneFOneB(4, 2), EXPLICIT),
+        (scheduler.ZeroBubbleV(2), AUTO),
+        num_slow=2,
+    ),
+    ids=str,
+)
 def test_no_task_sums_over_devices_with_several_stages_a_group(schedule, axis_type):
     tasks, _ = _check(_dense_loss, *_dense_case(4), schedule, make_mesh(2, axis_type, ("data",)))
     assert not tasks, tasks
@@ -189,8 +198,7 @@ def test_rows_that_only_an_argument_says_are_found():
     assert not tasks, tasks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("axis_type", slow_first(EXPLICIT, AUTO))
 def test_rows_over_two_axes_are_summed_once(axis_type):
     """A batch over "data" and its sequence over "seq"."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("stage", "data", "seq"), axis_types=(axis_type,) * 3)
@@ -236,14 +244,9 @@ def test_the_gradient_of_a_sharded_parameter_stays_sharded():
     assert_same(host(compiled(params, batch)), host(expected), 2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "schedule"),
-    [
-        (AUTO, scheduler.OneFOneB(2)),
-        (EXPLICIT, scheduler.OneFOneB(2)),
-        (AUTO, scheduler.ZeroBubbleH1(2)),
-    ],
+    slow_first((EXPLICIT, scheduler.OneFOneB(2)), (AUTO, scheduler.ZeroBubbleH1(2)), (AUTO, scheduler.OneFOneB(2))),
     ids=str,
 )
 def test_sharded_parameters_may_be_gathered_once_a_step(axis_type, schedule):
@@ -324,7 +327,7 @@ def _specs_with_axes_of_length_1():
     cases = itertools.product(different, _TYPES, ("outside", "inside"))
     for number, ((rows, other, weights), types, where) in enumerate(cases):
         case = rows, other, weights, types, where, _SCHEDULES[number % 3]
-        is_slow = number % 17 == 3 or number % 71 == 10
+        is_slow = number % 37 == 3
         mark = () if number == 81 else pytest.mark.slow if is_slow else pytest.mark.exhaustive
         yield pytest.param(*case, id=f"{rows}-{other}-{weights}-{number // 2 % 4}-{where}", marks=mark)
 

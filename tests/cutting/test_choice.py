@@ -109,6 +109,7 @@ def test_a_heavy_head_gets_fewer_layers_whether_they_are_scanned_or_not():
     assert cuts["loop"] == cuts["scan"]
 
 
+@pytest.mark.slow
 def test_a_chosen_cut_computes_what_plain_jax_computes():
     step, state, batch = training("loop", words=64)
     found = mpmd.jit(step, mpmd_mesh=shared_device(4))(state(), batch)

@@ -147,6 +147,7 @@ def _experts_loss(params, batch):
     return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
 
 
+@pytest.mark.slow
 def test_muon_of_stacked_experts_stays_in_each_group():
     """Muon merges the axes of layers and experts for its products; the layers are still apart."""
     matrices = {name: optax.contrib.MuonDimensionNumbers(2, 3) for name in ("up", "down")}

@@ -54,7 +54,7 @@ def _flow(closed):
         pytest.param((6,), "6 6", False, False, marks=pytest.mark.slow),
         pytest.param((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", True, False, marks=pytest.mark.slow),
         pytest.param((1, 2, 3), "1 > 2 > 3 3 < 2 < 1", False, True, marks=pytest.mark.slow),
-        ((3, 3, 0), "3 > 3 > < 3 < 3", False, True),
+        pytest.param((3, 3, 0), "3 > 3 > < 3 < 3", False, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_scan_becomes_shorter_ones_with_marks_between_them(lengths, flow, checkpointed, reverse):

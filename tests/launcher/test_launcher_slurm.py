@@ -104,7 +104,7 @@ def test_the_first_failure_ends_the_step_and_is_shown_last(slurm, how, status, t
     assert job.summary()[2:] == ["  |   last"]
 
 
-@pytest.mark.parametrize("name, status", [("INT", 130), ("TERM", 143)])
+@pytest.mark.parametrize("name, status", [pytest.param("INT", 130, marks=pytest.mark.exhaustive), ("TERM", 143)])
 @pytest.mark.slow
 def test_a_signal_leaves_no_process_behind(slurm, name, status):
     script = ("bash", "-c", 'echo "launcher=$$"; exec "$@"', "bash")

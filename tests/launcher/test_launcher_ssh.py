@@ -107,7 +107,7 @@ def test_a_failure_on_another_host_ends_all_and_names_it(hosts):
     assert summary[2:] == ["  |   last words"]
 
 
-@pytest.mark.parametrize("name, status", [("INT", 130), pytest.param("TERM", 143, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name, status", [("INT", 130), pytest.param("TERM", 143, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_a_signal_leaves_no_process_on_any_host(hosts, name, status):
     program = shell("setsid bash -c 'trap \"\" TERM HUP; sleep 1000 & wait' & echo ready; sleep 1000")

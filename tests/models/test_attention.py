@@ -46,7 +46,13 @@ def documents(length):
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("window", "packed", "cap"), [(0, False, None), (13, False, None), (700, True, None), (0, True, 2.0)]
+    ("window", "packed", "cap"),
+    [
+        (0, False, None),
+        pytest.param(13, False, None, marks=pytest.mark.exhaustive),
+        pytest.param(700, True, None, marks=pytest.mark.slow),
+        (13, True, 2.0),
+    ],
 )
 def test_the_values_and_gradients_are_those_of_all_scores_at_once(length, window, packed, cap):
     *operands, weights = arrays(length)

@@ -98,7 +98,7 @@ def _home(path):
 
 
 _IN_TURNS = [
-    pytest.param(name, marks=pytest.mark.slow if n % 7 == 0 else pytest.mark.exhaustive)
+    pytest.param(name, marks=pytest.mark.slow if n % 12 == 0 else pytest.mark.exhaustive)
     for n, name in enumerate(OPTIMIZERS)
 ]
 

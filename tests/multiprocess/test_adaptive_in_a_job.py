@@ -2,10 +2,10 @@
 
 import jobs
 import pytest
+from samples import slow_first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", slow_first("zb-v", "gpipe", "interleaved-1f1b"))
 def test_two_processes_run_tasks_out_of_turn_with_the_bits_of_the_plan(name):
     with jobs.Job("adaptive.py", name, processes=2, hang_timeout_s=60) as job:
         results = [rank.result for rank in job.wait(limit_s=240)]

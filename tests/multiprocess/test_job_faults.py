@@ -188,13 +188,13 @@ def test_ranks_with_another_program_are_told_so_before_the_first_step(fault, dif
 
 SLOW_BUT_NO_HANG = {
     "slow": ("slow", 2.5 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
-    "held-on-another-machine": ("hold", SILENT_S + 5, {"hang_timeout_s": 300, "apart": True}),
     "long-trace": ("long_trace", 3 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
 }
 MORE_OF_THESE = {
     "idle": ("idle", 2 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
     "late": ("late", 0.6 * HANG_TIMEOUT_S, {"hang_timeout_s": HANG_TIMEOUT_S}),
     "held": ("hold", SILENT_S + 5, {"hang_timeout_s": 300}),
+    "held-on-another-machine": ("hold", SILENT_S + 5, {"hang_timeout_s": 300, "apart": True}),
     "no-limit-0": ("late", 10, {"hang_timeout_s": 0}),
     "no-limit-None": ("late", 10, {"timeout": "None"}),
 }

@@ -2,9 +2,10 @@
 
 import pytest
 from jobs import Job
+from samples import slow_first
 
 # The ones of more devices or processes in slow tests.
-_JOBS = [pytest.param(*job, marks=pytest.mark.slow) for job in [(2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3)]]
+_JOBS = slow_first((2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3), num_slow=2)
 
 
 @pytest.mark.parametrize(("processes", "devices", "seed"), _JOBS)

@@ -1,18 +1,18 @@
 """Several steps on submeshes of one mesh, which run at the same time where they share no group."""
 
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 from jobs import ROOT, results
+from samples import slow_first
 
 
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow),
-             *[pytest.param(s, marks=pytest.mark.exhaustive) for s in range(2, 20)]],
-)  # fmt: skip
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
+    ("processes", "seed"), slow_first((4, 0), (2, 1), *itertools.product((2, 4), range(2, 20)), num_slow=2)
+)
 def test_roles_that_may_share_groups_compute_what_jit_computes(processes, seed):
     """Each process makes all calls; of a role that it has no part in, it says nothing."""
     assert results("roles.py", seed, 24, processes=processes, devices=4 // processes) == ["same"] * processes

@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+from samples import slow_first
 
 import scheduler
 from scheduler.optimize.cuts import choose_cut
@@ -66,10 +67,10 @@ def test_small_models_are_cut_as_by_brute_force(is_limited):
         assert found.bound <= makespan * (1 + 1e-9) or excess
 
 
-@pytest.mark.slow
-def test_random_models_are_cut_within_two_percent_of_the_best_known():
+@pytest.mark.parametrize("num_models", slow_first(15, 60))
+def test_random_models_are_cut_within_two_percent_of_the_best_known(num_models):
     worst = 0.0
-    for _, units, schedule, num_microbatches in random_problems(2, 60, 40):
+    for _, units, schedule, num_microbatches in random_problems(2, num_models, 40):
         found = choose_cut(units, schedule, num_microbatches)
         best = found.makespan
         if found.gap > 0.02:
