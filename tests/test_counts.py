@@ -24,6 +24,7 @@ from programs.parts import (
 )
 from programs.pipelines import make_mesh, make_schedule, pipeline, shared_device
 from programs.program import Tools, assert_same, host, pipelined, plain_loop
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -298,8 +299,7 @@ def test_equal_stages_are_compiled_once():
     assert _num_compiles(4, 4) == _num_compiles(7, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axis_type", slow_first(AxisType.Explicit, AxisType.Auto))
 def test_equal_stages_on_different_devices_are_compiled_once(axis_type):
     meshes = [mpmd.MpmdMesh(make_mesh(n, axis_type), "stage") for n in (4, 7)]
     assert _num_compiles(4, 4, meshes[0]) == _num_compiles(7, 4, meshes[1])
@@ -349,7 +349,7 @@ def _placement(tree):
     [
         ("residual_mlp", "auto"),
         pytest.param("tied_embedding", "explicit", marks=pytest.mark.slow),
-        pytest.param("clipped_adamw_with_a_schedule", "explicit", marks=pytest.mark.slow),
+        pytest.param("clipped_adamw_with_a_schedule", "explicit", marks=pytest.mark.exhaustive),
         pytest.param("tensor_parallel", "explicit", marks=pytest.mark.slow),
         pytest.param("tensor_parallel", "auto", marks=pytest.mark.exhaustive),
     ],
@@ -415,8 +415,7 @@ def test_sharded_parameters_stay_sharded_as_they_came():
 # --- donation ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "explicit", "shared"])
+@pytest.mark.parametrize("where", slow_first("explicit", "shared", "auto", num_slow=2))
 def test_a_donated_state_is_deleted_and_another_is_not(where):
     program = BY_NAME["residual_mlp"]
     batches = list(program.batches())

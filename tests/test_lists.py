@@ -292,7 +292,7 @@ def test_some_random_lists(rows, seed):
 
 @pytest.mark.slow
 @given(LISTS, st.integers(0, 99))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_random_lists(rows, seed):
     random_step().check(rows, seed)
 

@@ -89,7 +89,7 @@ def test_groups_share_devices_where_there_are_too_few():
     assert {device for group in devices for device in group} == set(jax.devices())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_on_groups_that_share_devices_agrees_with_plain_jit():
     model = dataclasses.replace(TINY, num_layers=2, num_stages=2)
     mesh = train_gpt.make_mesh(num_groups=2, data_parallel=8)

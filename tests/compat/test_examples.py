@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from samples import slow_first
 
 import mpmd
 
@@ -28,8 +29,7 @@ def test_an_example_trains(name, package, capsys):
 _SMALL = "--stages 2 --layers 2 --d-model 32".split()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["here", "before"])
+@pytest.mark.parametrize("trained", slow_first("before", "here"))
 def test_generate_writes_the_same_texts_one_at_a_time_and_in_flight(trained, tmp_path, capsys):
     pytest.importorskip("optax")
     if trained == "before":

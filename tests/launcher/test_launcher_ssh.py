@@ -228,7 +228,7 @@ def test_lines_from_several_hosts_stay_whole(hosts):
     assert torn(lines, longest=300) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_jax_runs_on_two_hosts(hosts):
     status, job = over(hosts, "-H", "hosta,hostb", "-n", 2, "--cpu-devices", 1, *python(JAX_PROGRAM))
     assert status == 0, job.err

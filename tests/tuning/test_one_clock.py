@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from samples import slow_first
 
 import mpmd
 from mpmd.arrays.targets import Target
@@ -104,7 +105,6 @@ def test_a_chosen_cut_is_not_slower_than_the_even_one_by_the_figure_of_plan():
     assert choice.layers != choice.even
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "target", "schedule"), CASES)
+@pytest.mark.parametrize(("model", "target", "schedule"), slow_first(*CASES[::2], *CASES[1::2], num_slow=10))
 def test_twenty_models_on_targets_with_schedules_are_not_slower_than_their_even_cuts(model, target, schedule):
     check_no_slower_than_even(model, target, schedule)
