@@ -302,11 +302,13 @@ def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_s
     assert len(taken(job)) == 1 and "starts over" in job.err
 
 
-@pytest.mark.exhaustive
-def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken):
+@pytest.mark.parametrize(
+    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+)
+def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
     """Three losses a job, also while a copy is made and while a spare takes a place; processes that stop among them."""
 
-    @hypothesis.settings(max_examples=50, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def check(data):
         faults = []
@@ -322,11 +324,13 @@ def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroke
     check()
 
 
-@pytest.mark.exhaustive
-def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken):
+@pytest.mark.parametrize(
+    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
+)
+def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
     """Four losses a job, in any rank and at any time, a rank that stops among them."""
 
-    @hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def check(data):
         faults, step = [], 0
