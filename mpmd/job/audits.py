@@ -198,10 +198,10 @@ def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
 
 def _text(audit: Audit, finding: Finding) -> str:
     devices = ", ".join(audit.names[g][d] for g in finding.groups for d in finding.devices)
-    if len(finding.groups) > 1:
+    group, *more = finding.groups
+    if more:
         groups = " and ".join(map(str, finding.groups))
         return f"groups {groups} ({devices}) get different bits for {audit.what}, and no third one says which is right"
-    group = finding.groups[0]
     if finding.at_rest:
         return f"group {group} ({devices}): arguments of {audit.what} have changed in its memory"
     others = [str(g) for g in audit.owners if g != group]
