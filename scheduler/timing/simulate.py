@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import add
+from typing import Any
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
@@ -37,7 +38,7 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     check_schedule("simulate", schedule)
     with without_collection():
         every = (costs or Costs()).of_microbatches(num_microbatches)
-        again = _flat(every, lambda one: one.per_stage("recompute", schedule.num_stages))
+        again = _flat(every, Costs.per_stage, "recompute", schedule.num_stages)
         stages = {at // num_microbatches for at, seconds in enumerate(again) if seconds}
         orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
@@ -91,24 +92,29 @@ def timeline_of(
 
 def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None) -> Clock:
     n, every = len(placement), costs.of_microbatches(num_microbatches)
-    seconds: dict[Kind, list[float]] = {
-        kind: _flat(every, lambda one, k=kind: one.seconds(n)[k]) for kind in ("F", "I", "W")
-    }
+    names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
+    seconds: dict[Kind, list[float]] = {}
+    for kind, name in names.items():
+        seconds[kind] = _flat(every, Costs.per_stage, name, n)
     seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
-    seconds["R"] = _flat(every, lambda one: one.per_stage("recompute", n))
-    over = _flat(every, lambda one: one.transfers(n) if reads else one.transfers_between(placement))
+    over = _flat(every, Costs.transfers if reads else Costs.transfers_between, n if reads else placement)
     return Clock(placement, num_microbatches, seconds, over, reads)
 
 
-def _flat(every: Sequence[Costs], of_stages: Callable[[Costs], Sequence[float]]) -> list[float]:
+def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: Any) -> list[float]:
     """A list of a number for each stage and microbatch, stage after stage, from those of each microbatch."""
     known: dict[int, Sequence[float]] = {}
     for one in every:
         if id(one) not in known:
-            known[id(one)] = of_stages(one)
+            known[id(one)] = of_stages(one, *args)
     if len(known) == 1:
         return [x for x in known[id(every[0])] for _ in every]
     return [x for column in zip(*(known[id(one)] for one in every), strict=True) for x in column]
+
+
+def _memory(costs: Costs, num_stages: int, kind: Kind) -> list[float]:
+    """What each stage's task of a kind adds to the memory that is held."""
+    return costs.memory(num_stages)[kind]
 
 
 def peaks(
@@ -116,9 +122,9 @@ def peaks(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The most activations and the most bytes that each group holds. They follow from its order alone."""
     every = costs.of_microbatches(num_microbatches)
-    added: dict[Kind, list[float]] = {
-        kind: _flat(every, lambda one, k=kind: one.memory(num_stages)[k]) for kind in ("F", "I", "W")
-    }
+    added: dict[Kind, list[float]] = {}
+    for kind in ("F", "I", "W"):
+        added[kind] = _flat(every, _memory, num_stages, kind)
     added["B"] = [-nbytes for nbytes in added["F"]]
     added["R"] = [0.0] * len(added["F"])
     counts, nbytes = [], []
