@@ -1,5 +1,6 @@
 """The bytes that are alive while a step runs are those of its plan: nothing is held twice or for longer than needed."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_the_bytes_that_are_alive_are_at_most_those_of_the_plan_and_reach_them(s
     params = [(np.eye(32, dtype=np.float32), np.zeros(32, np.float32)) for _ in range(6)]
     state = params, jax.tree.map(np.array, optimizer.init(params))
     compiled = step.lower(state, np.ones((6, 64, 32), np.float32)).compile()
+    gc.collect()  # arrays of earlier tests would go in the middle of this one
     before = _live(mesh)  # other tests' arrays, and the numbers of the microbatches
     placed = mpmd.jit(lambda *xs: xs, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])
     state, xs = placed(state, np.ones((6, 64, 32), np.float32))
