@@ -192,12 +192,25 @@ def test_audits_fit_into_bubbles(schedule, num_microbatches):
     assert sum(len(plan.auditors) == 2 for plan in free) >= 0.9 * len(free)
 
 
+def test_a_group_is_audited_by_groups_of_its_shape():
+    devices = jax.devices()
+    groups = [devices[:2], devices[2:3], devices[3:4], devices[4:5]]
+    mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((len(g),), ("data",), devices=g) for g in groups])
+    results = []
+    for every in (0, 1):
+        step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, donate_argnums=0, audit_every=every)
+        results.append(trained(step, 8))
+    assert results[0] == results[1]
+    text = step.lower(params_of(), batch(0)).compile().explain()
+    assert "those of group 0 never, for no other group has its shape" in text
+
+
 def test_wrong_uses_say_what_to_do():
     mesh = mesh_of()
     with pytest.raises(ValueError, match="audit_every is -1; expected a number of calls"):
         mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, audit_every=-1)
     one = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 4)
-    with pytest.raises(ValueError, match=r"no two groups of .* have devices of their own"):
+    with pytest.raises(ValueError, match=r"no two groups of .* have the same shape and devices of their own"):
         mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=one, audit_every=10)
     adaptive = mpmd.jit(step_with(mpmd.Adaptive(scheduler.OneFOneB(4))), mpmd_mesh=mesh, audit_every=10)
     with pytest.raises(ValueError, match=r"audit_every is not there yet for .* mpmd\.Adaptive"):

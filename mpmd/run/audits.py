@@ -65,6 +65,7 @@ class AuditedExecutor(Executor):
         return [
             _Auditable(g, k, instruction)
             for g, instructions in enumerate(self.program.groups)
+            if auditors_of(self._programs.mesh, g)
             for k, instruction in enumerate(instructions)
             if isinstance(instruction, (Run, Call)) and self._can_run_twice(instruction)
         ]
@@ -79,7 +80,10 @@ class AuditedExecutor(Executor):
         bytes_of = [self._nbytes(candidate) for candidate in self._candidates]
         few, most = min(bytes_of, default=0), max(bytes_of, default=0)
         text = f"audits: one call in {self._every} has one of {len(bytes_of)} programs run again by other groups"
-        return [f"{text}, which get its arguments ({few:,} to {most:,} B each)"]
+        mesh = self._programs.mesh
+        alone = [str(group) for group in range(mesh.num_groups) if not auditors_of(mesh, group)]
+        never = f"; those of group {', '.join(alone)} never, for no other group has its shape" if alone else ""
+        return [f"{text}, which get its arguments ({few:,} to {most:,} B each){never}"]
 
     def _nbytes(self, candidate: _Auditable) -> int:
         reads, _, _ = self._values_of(candidate)
@@ -162,21 +166,25 @@ def check_audits(every: Any, mesh: MpmdMesh) -> None:
     """What `audit_every` of `mpmd.jit` may be.
 
     Raises:
-      ValueError: it is no number of calls, or no group has another one with devices of its own.
+      ValueError: it is no number of calls, or no group can run what another one runs.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ValueError(f"mpmd.jit: audit_every is {every!r}; expected a number of calls, or 0.")
-    if every and not all(auditors_of(mesh, group) for group in range(mesh.num_groups)):
+    if every and not any(auditors_of(mesh, group) for group in range(mesh.num_groups)):
         raise ValueError(
-            f"mpmd.jit: audit_every={every}, but no two groups of {mesh} have devices of their own,"
-            " so that one could run again what another one has run."
+            f"mpmd.jit: audit_every is {every}, but no two groups of {mesh} have the same shape and devices of their"
+            " own, so that one could run again what the other has run. Leave audit_every out."
         )
 
 
 def auditors_of(mesh: MpmdMesh, group: int) -> list[int]:
-    """The groups that have other devices than a group."""
-    own = {*mesh.groups[group].devices.flat}
-    return [g for g, other in enumerate(mesh.groups) if own.isdisjoint(other.devices.flat)]
+    """The groups that can run what a group runs, with the same bits, on other devices."""
+    own = mesh.groups[group]
+    return [
+        g
+        for g, other in enumerate(mesh.groups)
+        if other.abstract_mesh == own.abstract_mesh and {*own.devices.flat}.isdisjoint(other.devices.flat)
+    ]
 
 
 class _AuditedCall:

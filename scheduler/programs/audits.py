@@ -5,12 +5,14 @@ them does so where it idles long enough on the clock of :func:`merge`, or else a
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from scheduler.programs.check import check
 from scheduler.programs.instructions import WORK, Call, Free, Instruction, Program, Recv, Send, Value
-from scheduler.programs.merging import merged_with_times
+from scheduler.programs.merging import GroupInstruction, merged_with_times
 
 # The calls that an audit adds. Those of auditors end with the number of their group.
 BEFORE, TAKE, RESULT, AGAIN = "audit.before", "audit.take", "audit.result", "audit.again."
@@ -89,7 +91,6 @@ def with_audit(
         ((3, 2), 0, 33)
     """
     audited = program.groups[group][index]
-    assert isinstance(audited, WORK)
     others = [h for h in (range(program.num_groups) if candidates is None else candidates) if h != group]
     if not others:
         raise ValueError(f"with_audit: no other group can run {audited} again.")
@@ -99,33 +100,38 @@ def with_audit(
     best, *more = sorted(_slot(steps, h, place, makespan) for h in others)[:num_auditors]
     slots = [best, *(slot for slot in more if slot.delay <= MOST_DELAY * makespan)]
     copies = {v: Value(f"audited {v}") for v in dict.fromkeys(reads)}
-    added: dict[int, list[tuple[int, Instruction]]] = {}
-    held = tuple(v for v in copies if v in program.inputs_of(group))
-    added[0] = [(group, Call(BEFORE, held))] if held else []
-    taking: list[tuple[int, Instruction]] = [(group, Call(TAKE, tuple(copies), tuple(copies.values())))]
+    added: dict[int, list[GroupInstruction]] = defaultdict(list)
+    if held := tuple(v for v in copies if v in program.inputs_of(group)):
+        added[0].append((group, Call(BEFORE, held)))
+    added[place] += _taking(group, copies, [slot.group for slot in slots])
+    added[place + 1].append((group, Call(RESULT, tuple(writes))))
     for slot in slots:
-        for copy in copies.values():
-            taking += [(group, Send(copy, slot.group)), (slot.group, Recv(copy, group))]
-    taking += [(group, Free(copy)) for copy in copies.values()]
-    added[place] = added.get(place, []) + taking
-    added[place + 1] = [(group, Call(RESULT, tuple(writes)))]
-    taken = tuple(copies[v] for v in copies if v in donates)
-    for slot in slots:
-        again = Call(f"{AGAIN}{slot.group}", tuple(copies.values()), (_RESULT,), taken)
-        frees = [(slot.group, Free(v)) for v in (_RESULT, *(c for c in copies.values() if c not in taken))]
-        added[slot.place] = [*added.get(slot.place, []), (slot.group, again), *frees]
+        added[slot.place] += _again(slot.group, copies, donates)
     groups: list[list[Instruction]] = [[] for _ in program.groups]
-    for position in range(len(steps) + 1):
-        for g, instruction in added.get(position, ()):
-            groups[g].append(instruction)
-        if position < len(steps):
-            _, _, g, instruction = steps[position]
+    for position, step in enumerate([*(step[2:] for step in steps), None]):
+        for g, instruction in (*added[position], *filter(None, (step,))):
             groups[g].append(instruction)
     nbytes = {**program.nbytes, **{copy.name: program.nbytes.get(v.name, 0) for v, copy in copies.items()}}
     nbytes[_RESULT.name] = sum(program.nbytes.get(v.name, 0) for v in writes)
     found = dataclasses.replace(program, groups=tuple(map(tuple, groups)), nbytes=nbytes)
     check(found)
     return AuditedProgram(found, tuple(s.group for s in slots), copies, max(s.delay for s in slots), makespan)
+
+
+def _taking(group: int, copies: Mapping[Value, Value], auditors: Sequence[int]) -> list[GroupInstruction]:
+    """A group copies arguments, and sends them."""
+    found: list[GroupInstruction] = [(group, Call(TAKE, tuple(copies), tuple(copies.values())))]
+    for auditor, copy in product(auditors, copies.values()):
+        found += [(group, Send(copy, auditor)), (auditor, Recv(copy, group))]
+    return [*found, *((group, Free(copy)) for copy in copies.values())]
+
+
+def _again(group: int, copies: Mapping[Value, Value], donates: Collection[Value]) -> list[GroupInstruction]:
+    """An auditor runs the instruction, and forgets all that it has of it."""
+    taken = tuple(copy for v, copy in copies.items() if v in donates)
+    again = Call(f"{AGAIN}{group}", tuple(copies.values()), (_RESULT,), taken)
+    left = [_RESULT, *(copy for copy in copies.values() if copy not in taken)]
+    return [(group, again), *((group, Free(value)) for value in left)]
 
 
 def _slot(steps: Sequence[tuple[int, int, int, Instruction]], group: int, place: int, makespan: int) -> AuditSlot:
