@@ -63,8 +63,8 @@ def resilient(
 
     Raises:
       ValueError: an argument is wrong or differs between processes, or `body` returned another tree.
-      CorruptionError: an audited step (`audit_every` of `mpmd.jit`) has found a device that computes wrong, and no spare
-        can take its place.
+      CorruptionError: an audited step (`audit_every` of `mpmd.jit`) has found a device that computes wrong, and no
+        spare can take its place.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
