@@ -7,6 +7,7 @@ A GPT of 1 billion parameters in bfloat16, with Adam and 8 microbatches a step. 
 
 - `plain`: the step under `jax.jit`, where `treduce` is a loop that accumulates gradients.
 - `pipeline`: the same step under `mpmd.jit`; four groups share the first GPU (`MpmdMesh.from_groups`).
+- `same_bits`: `pipeline` with `--xla_gpu_deterministic_ops=true`, so that each run has the same bits.
 - `shared`: two processes share the first GPU, half of its memory each, with two groups each.
 - `spread`: with several GPUs, the groups are on different GPUs of one process.
 - `processes`: with several GPUs, two or four processes with a GPU each.
@@ -32,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "RESULT "
-CASES = ("plain", "pipeline", "shared", "spread", "processes", "numbers")
+CASES = ("plain", "pipeline", "same_bits", "shared", "spread", "processes", "numbers")
 LIMIT_S = 450  # of all cases together
 LOSSES_APART = 2e-2
 LEAVES_APART = {"bfloat16": 5e-2, "float32": 1e-4}  # norm of the difference by norm, of the worst leaf
@@ -118,6 +119,8 @@ def run_case(case: str, size: str, limit_s: float, num_devices: int = 1) -> dict
         num_processes = 2 if case == "shared" or num_devices < 4 else 4
         devices = ["--cpu-devices", "1"] if on_cpu else ["--gpus-per-process", "1"] if case == "processes" else []
         command = [str(ROOT / "scripts/launch_multihost.sh"), "-n", str(num_processes), *devices, "--", *command]
+    if case == "same_bits":
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
     if case == "shared":
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.45"
     try:
@@ -152,7 +155,7 @@ def describe(figures: dict[str, Any] | None) -> str:
 def compare(found: dict[str, Any]) -> bool:
     """Prints ratios to plain `jax.jit`; whether all computed the same."""
     plain, right = found.get("plain"), True
-    for case in ("pipeline", "shared", "spread", "processes"):
+    for case in ("pipeline", "same_bits", "shared", "spread", "processes"):
         mine = found.get(case)
         if plain is None or mine is None:
             continue
@@ -419,8 +422,8 @@ def numbers_case(c: Config) -> dict[str, Any]:
 
 
 RUN = {
-    "devices": devices_case, "plain": plain_case, "pipeline": pipeline_case, "shared": job_case, "spread": spread_case,
-    "processes": job_case, "numbers": numbers_case,
+    "devices": devices_case, "plain": plain_case, "pipeline": pipeline_case, "same_bits": pipeline_case,
+    "shared": job_case, "spread": spread_case, "processes": job_case, "numbers": numbers_case,
 }  # fmt: skip
 
 if __name__ == "__main__":

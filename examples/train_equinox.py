@@ -89,8 +89,9 @@ def main(arguments=None) -> list[float]:
 
     if jax.config.values["jax_num_cpu_devices"] < options.stages:
         jax.config.update("jax_num_cpu_devices", options.stages)  # where there are no GPUs
-    devices = jax.devices()[: options.stages]
-    mesh = mpmd.MpmdMesh(jax.make_mesh((options.stages,), ("stage",), devices=devices), "stage")
+    devices = jax.devices()  # with fewer than stages, groups share them
+    groups = [jax.sharding.Mesh([devices[s % len(devices)]], ("data",)) for s in range(options.stages)]
+    mesh = mpmd.MpmdMesh.from_groups(groups)
     params, static = eqx.partition(Transformer(options.stages, jax.random.key(0)), eqx.is_array)
     optimizer = optax.adamw(3e-3)
     state = optimizer.init(params)

@@ -76,8 +76,9 @@ def main(arguments=None) -> list[float]:
 
     if jax.config.values["jax_num_cpu_devices"] < options.stages:
         jax.config.update("jax_num_cpu_devices", options.stages)  # where there are no GPUs
-    devices = jax.devices()[: options.stages]
-    mesh = mpmd.MpmdMesh(jax.make_mesh((options.stages,), ("stage",), devices=devices), "stage")
+    devices = jax.devices()  # with fewer than stages, groups share them
+    groups = [jax.sharding.Mesh([devices[s % len(devices)]], ("data",)) for s in range(options.stages)]
+    mesh = mpmd.MpmdMesh.from_groups(groups)
     graph, params = nnx.split(Transformer(options.stages, nnx.Rngs(0)), nnx.Param)
     optimizer = optax.adamw(3e-3)
     state = optimizer.init(params)

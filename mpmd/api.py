@@ -21,7 +21,7 @@ from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.ops.role import RoleTable, checked_table
-from mpmd.run.audits import check_audits
+from mpmd.run.audits import audited_options, check_audits
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
@@ -103,7 +103,8 @@ def jit(
       roles: the group, or groups, of each name that `mpmd.role` gives a part of the step. Names that the step does not
         use may be among them.
       audit_every: in one call of so many, other groups run one program of the step again, and all bits are compared, to
-        find devices that compute wrong (docs/resilience.md). 0: in none.
+        find devices that compute wrong (docs/resilience.md). 0: in none. On GPUs this sets `xla_gpu_deterministic_ops`,
+        unless `compiler_options` do.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
@@ -139,6 +140,8 @@ def jit(
     check_options(compiler_options, "mpmd.jit")
     table = checked_table(roles, mpmd_mesh.num_groups)
     check_audits(audit_every, mpmd_mesh)
+    if audit_every:
+        compiler_options = audited_options(compiler_options, mpmd_mesh)
     return Jitted(fun, mpmd_mesh, in_shardings, out_shardings, donated, static, compiler_options, table, audit_every)
 
 

@@ -285,6 +285,12 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert all(compiled.cost_analysis()[key] > 0 for key in ("flops", "bytes accessed"))
     assert all(m["temporaries"] > 0 and m["peak"] > m["arguments"] for m in compiled.memory_analysis().values())
     assert "executables" in str(compiled.explain())
+    recorder, executor = compiled._executor._recorder, compiled._executor
+    divided = [b for b in executor.bindings.instructions if b.executable and b.executable.compiled.parts]
+    made_in = [[b.executable.compiled.made_in(i) for i in range(len(b.writes))] for b in divided]
+    assert any(made[0] < max(made) for made in made_in)
+    for b, made in zip(divided, made_in, strict=True):  # a profile waits for what is made last
+        assert made[recorder._latest(b)] == max(made)
 
 
 @pytest.mark.parametrize(("axis_type", "num_devices"), slow_first((AxisType.Explicit, 2), (AxisType.Auto, 1)))

@@ -48,9 +48,13 @@ def typed(mesh: Any, tree: Any, host: str = "") -> Any:
 
 
 def make_mesh(groups: int, data: int, expert: int, axis_type: AxisType = AxisType.Explicit) -> mpmd.MpmdMesh:
-    """Groups of data × expert devices."""
-    wanted = groups * data * expert
-    if len(devices := jax.devices()) < wanted:
-        sys.exit(f"{groups} groups of {data} × {expert} devices need {wanted}, and there are {len(devices)}")
-    grid = np.array(devices[:wanted]).reshape(groups, data, expert)
-    return mpmd.MpmdMesh(Mesh(grid, ("stage", "data", "expert"), axis_types=(axis_type,) * 3), "stage")
+    """Groups of data × expert devices. With too few devices, groups share them."""
+    inside, devices = data * expert, np.array(jax.devices())
+    if len(devices) < inside:
+        sys.exit(f"a group of --data {data} × --expert {expert} needs {inside} devices; there are {len(devices)}")
+    if len(devices) >= groups * inside:
+        grid = devices[: groups * inside].reshape(groups, data, expert)
+        return mpmd.MpmdMesh(Mesh(grid, ("stage", "data", "expert"), axis_types=(axis_type,) * 3), "stage")
+    parts = devices[: len(devices) // inside * inside].reshape(-1, data, expert)
+    meshes = [Mesh(part, ("data", "expert"), axis_types=(axis_type,) * 2) for part in parts]
+    return mpmd.MpmdMesh.from_groups([meshes[g * len(meshes) // groups] for g in range(groups)])

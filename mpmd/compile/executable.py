@@ -104,6 +104,17 @@ class DistinctProgram:
         """The programs that a call runs, one after the other."""
         return (self,) if self.parts is None else tuple(p for part in self.parts.programs for p in part.runs)
 
+    def made_in(self, result: int) -> tuple[int, ...]:
+        """The part that makes a result, and the part of that one: what is made later is greater."""
+        if self.parts is None:
+            return ()
+        position = self.parts.results[result] - len(self.jaxpr.invars)
+        for number, part in enumerate(self.parts.programs):
+            if 0 <= position < len(part.jaxpr.outvars):
+                return number, *part.made_in(position)
+            position -= len(part.jaxpr.outvars)
+        return ()  # an argument
+
     @property
     def is_started(self) -> bool:
         """Whether it is being compiled, or has been."""

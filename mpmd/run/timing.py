@@ -135,10 +135,21 @@ class Recorder:
         """What to wait for, of what an instruction returns. Nobody may delete it in the step."""
         if about.code != RUN:
             return (lambda x: None) if about.writes in self._donated else (lambda x: x)
-        for index, slot in enumerate(about.writes):
-            if slot not in self._donated:
-                return lambda results: results[index]
-        return lambda results: after(_first_shard(results[-1])) if len(results) else None
+        if not about.writes:
+            return lambda results: None
+        index = self._latest(about)
+        if about.writes[index] in self._donated:
+            return lambda results: after(_first_shard(results[index]))
+        return lambda results: results[index]
+
+    def _latest(self, about: BoundInstruction) -> int:
+        """Which result is there when all are: a program in parts makes some of them long before it ends."""
+
+        def end(index: int) -> tuple:
+            made = about.executable.compiled.made_in(index) if isinstance(about.executable, Executable) else ()
+            return made, about.writes[index] not in self._donated, index
+
+        return max(range(len(about.writes)), key=end)
 
     def _watch(self, queue: SimpleQueue) -> None:
         ends, now = self._ends, time.perf_counter
@@ -160,10 +171,10 @@ class Recorder:
             if (
                 b.code == RUN
                 and b.writes
-                and self._donated.issuperset(b.writes)
+                and b.writes[index := self._latest(b)] in self._donated
                 and isinstance(b.executable, Executable)
             ):
-                aval, sharding = b.executable.compiled.jaxpr.outvars[-1].aval, b.executable.out_shardings[-1]
+                aval, sharding = b.executable.compiled.jaxpr.outvars[index].aval, b.executable.out_shardings[index]
                 shape = sharding.shard_shape(aval.shape)
                 here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
                 place = sharding if sharding.mesh.size == 1 else here  # as `_first_shard` finds it
