@@ -41,6 +41,7 @@ from scheduler.base.waiting import waiting
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 _CONSTANTS = {
     "matrix_efficiency": "share of the data sheet's speed that matrix products reach",
+    "attention_efficiency": "share of that speed that cuDNN's attention reaches",
     "memory_efficiency": "share of the data sheet's memory bandwidth that is reached",
     "link_efficiency": "share of the bandwidth of links that is reached",
     "latency_s": "seconds until a transfer or collective begins to move bytes",

@@ -24,6 +24,7 @@ class Target:
       flops_float32: the same for float32 operands at JAX's default precision (TF32 on NVIDIA GPUs).
       flops_float8: the same for float8 operands; 0 where matrix units know none, and products are as those of bfloat16.
       matrix_efficiency: the part of `flops` that the fastest large matrix product was measured to reach, by itself.
+      attention_efficiency: the part of `flops` that cuDNN's attention was measured to reach.
       link_bandwidth: bytes a second that a device sends to others of its host (or NVLink domain).
       network_bandwidth: bytes a second that a device sends to other hosts.
       devices_per_link_domain: how many devices are joined by `link_bandwidth`.
@@ -49,6 +50,7 @@ class Target:
     shared_nbytes: int = 0
     flops_float8: float = 0.0
     matrix_efficiency: float = 0.6
+    attention_efficiency: float = 0.52
 
     known: ClassVar[dict[str, "Target"]] = {}
 
@@ -99,7 +101,8 @@ def _cuda(name: str, description: str, **figures: Any) -> None:
 
 # Of products alone, the table "Maximum Achievable Matmul FLOPS" (bfloat16) in S. Bekman, Machine Learning Engineering
 # (github.com/stas00/ml-engineering): 267.9 TFLOP/s on an A100, 794.5 on an H100 or H200, 1745 on a B200 (taken for a
-# GB200 too).
+# GB200 too). Of cuDNN's attention, forward and backward at 8,192 tokens and heads of 128: what an H200 reached
+# (`python benchmarks/gpu_plan.py kernels`), taken for the others too.
 _HOPPER = {
     "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "flops_float8": 1978.9 * TB, "matrix_efficiency": 0.80,
     "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,

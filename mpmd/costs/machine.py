@@ -34,6 +34,7 @@ class Machine:
       devices_per_host: neighbours that reach each other by `target.link_bandwidth`.
       matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. The first one
         is None for what was measured of the target.
+      attention_efficiency: of cuDNN's attention, which reaches no more than other products; None likewise.
       latency_s: of each transfer and collective.
       launch_s: of each program.
       memory_fraction: the part of a device's memory that JAX's allocator takes. None: what it takes by default.
@@ -47,12 +48,14 @@ class Machine:
     latency_s: float = 15e-6
     launch_s: float = 10e-6
     memory_fraction: float | None = None
+    attention_efficiency: float | None = None
 
     def __post_init__(self) -> None:
         t = self.target
         above_zero = {
             "memory": t.memory_nbytes, "link bandwidth": t.link_bandwidth, "network bandwidth": t.network_bandwidth,
             "devices per host": self.devices_per_host, "matrix efficiency": self.products_fraction,
+            "attention efficiency": 1.0 if self.attention_efficiency is None else self.attention_efficiency,
             "memory efficiency": self.memory_efficiency, "link efficiency": self.link_efficiency,
             "memory fraction": self.taken_fraction,
         }  # fmt: skip
@@ -68,6 +71,12 @@ class Machine:
     def products_fraction(self) -> float:
         """The part of the peak that matrix products reach."""
         return self.target.matrix_efficiency if self.matrix_efficiency is None else self.matrix_efficiency
+
+    @property
+    def attention_fraction(self) -> float:
+        """The part of the peak that cuDNN's attention reaches."""
+        known = self.attention_efficiency
+        return min(self.target.attention_efficiency if known is None else known, self.products_fraction)
 
     @property
     def taken_fraction(self) -> float:
@@ -112,10 +121,11 @@ class Machine:
 
     def _seconds(self, work: Work) -> float:
         t = self.target
-        bfloat16 = (work.products - work.float32 - work.float8) / t.flops
+        bfloat16 = (work.products - work.attention - work.float32 - work.float8) / t.flops
         others = work.float32 / t.flops_float32 + work.float8 / (t.flops_float8 or t.flops)
         products = (bfloat16 + others) / self.products_fraction
-        return max(products, self.memory_s(work.nbytes))
+        attention = work.attention / (t.flops * self.attention_fraction)
+        return max(products + attention, self.memory_s(work.nbytes))
 
     def memory_s(self, nbytes: float) -> float:
         """Seconds in which a device reads or writes so many bytes of its memory."""
@@ -166,7 +176,8 @@ class Machine:
         return (
             f"{t.name} ({t.description}): {t.memory_nbytes / 1e9:.1f} GB a device,"
             f" {self.usable_nbytes / 1e9:.1f} GB of it for the step; {t.flops / 1e12:.0f} TFLOP/s in bfloat16,"
-            f" {t.flops_float32 / 1e12:.0f} in float32, at {self.products_fraction:.0%};"
+            f" {t.flops_float32 / 1e12:.0f} in float32, at {self.products_fraction:.0%}"
+            f" (attention {self.attention_fraction:.0%});"
             f" memory {t.memory_bandwidth / 1e12:.2f} TB/s at {self.memory_efficiency:.0%};"
             f" links {t.link_bandwidth / 1e9:.0f} GB/s among {self.num_near},"
             f" network {t.network_bandwidth / 1e9:.0f} GB/s a device, at {self.link_efficiency:.0%};"

@@ -25,6 +25,7 @@ class Work:
       float32: the part of `products` whose operands are float32 or wider.
       float8: the part of `products` whose operands both have eight bits.
       recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
+      attention: the part of `products` that cuDNN's attention does, between whose products there is other work.
     """
 
     products: float = 0.0
@@ -33,6 +34,7 @@ class Work:
     float32: float = 0.0
     recomputed: float = 0.0
     float8: float = 0.0
+    attention: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -142,7 +144,8 @@ def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
         products = count(eqn)
         width = max(v.aval.dtype.itemsize for v in eqn.invars[:2])
         float32, float8 = (products if is_so else 0.0 for is_so in (width >= 4, width == 1))
-        return Work(products=products, nbytes=moved, float32=float32, float8=float8)
+        attention = products if name.startswith("dot_product_attention") else 0.0
+        return Work(products=products, nbytes=moved, float32=float32, float8=float8, attention=attention)
     if equations.is_view(eqn):
         return Work()
     made = sum(equations.size(v.aval) for v in eqn.outvars)

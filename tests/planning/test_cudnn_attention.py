@@ -146,7 +146,7 @@ def test_the_kernels_work_is_two_and_five_products_over_the_pairs_that_see_each_
     assert work_of(jax.make_jaxpr(one)(q, k, k).jaxpr).products == 2 * product
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(one(*x).astype(jnp.float32)), (0, 1, 2)))(q, k, k).jaxpr
     work = work_of(jaxpr)
-    assert (work.products, work.float32) == ((2 + 5) * product, 0)
+    assert (work.products, work.attention, work.float32) == ((2 + 5) * product, (2 + 5) * product, 0)
     wide, narrow, sums = 2 * 1024 * 8 * 64 * 2, 2 * 1024 * 2 * 64 * 2, 2 * 1024 * 8 * 4
     forward, backward = 2 * wide + 2 * narrow + sums, 4 * wide + 4 * narrow + sums
     assert work.nbytes == pytest.approx(forward + backward, rel=0.3)  # and what is around it
@@ -176,7 +176,7 @@ def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says
         assert plan.loops[0].cuts[2] == 4  # layers of stage 2
     found = chunks.groups[2].tasks["F2"].seconds - kernel.groups[2].tasks["F2"].seconds
     traffic = machine.memory_s(4 * PAIRS * (4 + 4 + 4 + 2))
-    products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.products_fraction)
+    products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.attention_fraction)
     assert found == pytest.approx(traffic - products, rel=0.05)
 
 
