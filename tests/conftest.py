@@ -24,4 +24,4 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
-collect_ignore_glob = ["multiprocess/programs/*"]  # run by ranks, not imported
+collect_ignore_glob = ["multiprocess/programs/*", "gpu/one_gpu.py"]  # run by ranks; a plugin: not imported
