@@ -546,12 +546,8 @@ class Compiled:
         """
         if steps < 1:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
-        if self._for_call is None:
-            leaves = self._inputs.checked(tuple(args), dict(kwargs or {}))
-            self._timed = self._profile(leaves, steps)
-        else:
-            step, leaves = self._for_call(tuple(args), dict(kwargs or {}))
-            self._timed = step._profile(leaves, steps)
+        step, leaves = self._for(tuple(args), dict(kwargs or {}))
+        self._timed = step._profile(leaves, steps)
         return self._timed
 
     def _profile(self, leaves: Sequence[Any], steps: int) -> Profile:
@@ -622,7 +618,14 @@ class Compiled:
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
-        return self._run(self._inputs.checked(args, kwargs))
+        step, leaves = self._for(args, kwargs)
+        return step._run(leaves)
+
+    def _for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[Compiled, Sequence[Any]]":
+        """The step that runs a call, another one where it has lists of microbatches, and its flat arguments."""
+        if self._for_call is None:
+            return self, self._inputs.checked(args, kwargs)
+        return self._for_call(args, kwargs)
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it can be called with these arrays."""

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import flips
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mpmd
 import scheduler
 from mpmd.job import audits
+from mpmd.run.audits import audited_options
 from scheduler.programs.audits import MOST_DELAY, with_audit
 
 NUM_STAGES = 4
@@ -203,6 +205,16 @@ def test_a_group_is_audited_by_groups_of_its_shape():
     assert results[0] == results[1]
     text = step.lower(params_of(), batch(0)).compile().explain()
     assert "those of group 0 never, for no other group has its shape" in text
+
+
+def test_on_gpus_all_groups_are_to_have_the_same_bits_unless_the_user_says_otherwise(monkeypatch):
+    """What that takes there is tried on a GPU: tests/gpu."""
+    mesh, flag = mesh_of(), "xla_gpu_deterministic_ops"
+    assert audited_options({"a": 1}, mesh) == {"a": 1}
+    gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    monkeypatch.setattr(mpmd.MpmdMesh, "lowering_mesh", lambda _: gpu)
+    assert audited_options(None, mesh) == {flag: True}
+    assert audited_options({flag: False, 2: {"b": 1}}, mesh) == {flag: False, 2: {"b": 1}}
 
 
 def test_wrong_uses_say_what_to_do():

@@ -280,7 +280,7 @@ def made_for_lists():
 
 
 def test_a_step_over_a_list_is_measured_by_shape(made_for_lists):
-    step, _, (state, xs), profile = made_for_lists
+    step, compiled, (state, xs), profile = made_for_lists
     small, large = (f"f32[{rows},{WIDTH}]" for rows in (8, 16))
     assert profile.loops[0].shapes == (small, large, small, small, large)
     costs = profile.costs()
@@ -290,6 +290,10 @@ def test_a_step_over_a_list_is_measured_by_shape(made_for_lists):
     for _ in range(STEPS + 1):
         state, value = step(state, xs)
     assert int(profile.result[0]["count"]) == STEPS + 1 and float(profile.result[1]) == float(value)
+    host = mpmd.device_get(state)
+    assert float(compiled(host, xs[::-1])[1]) == float(step(host, xs[::-1])[1])
+    with pytest.raises(TypeError, match="compiled for lists of microbatches"):
+        compiled(host, xs[0])
     for measured in profile.steps:
         tasks = [[t for r in runs for t in r.tasks] for runs in measured.by_group]
         assert tasks == list(map(list, scheduler.OneFOneB(STAGES).orders(len(xs))))

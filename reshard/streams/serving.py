@@ -25,6 +25,7 @@ from reshard.streams.shelf import Shelf, Shelved
 _LIMIT_S = 60.0
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
+_FORMAT = 2  # of what is said and sent; another one whenever that changes
 _PART = struct.Struct("!QI")
 
 
@@ -97,7 +98,7 @@ class ShelfServer:
             if not hmac.compare_digest(proof, keeper.proof(self.token, nonce)):
                 keeper.send(connection, {"error": "the token is another one than the publisher's"})
                 return
-            keeper.send(connection, {"run": self._run, "names": sorted(self._shelves)})
+            keeper.send(connection, {"format": _FORMAT, "run": self._run, "names": sorted(self._shelves)})
             shelf, peers = self._shelves[keeper.receive(connection)["name"]]
             keeper.send(connection, {"peers": peers})
             shelved: Shelved | None = None
@@ -214,6 +215,8 @@ class FarShelf:
             nonce = keeper.exactly(self._socket, bytearray(32))
             self._socket.sendall(keeper.proof(token, bytes(nonce)))
             hello = keeper.answer(self._socket)
+            if hello.get("format") != _FORMAT:
+                raise OSError("it is another version of jax-mpmd: publish and subscribe with the same one")
             if name not in hello["names"] and not (name is None and len(hello["names"]) == 1):
                 names = " and ".join(hello["names"])
                 ask = f"{names} is published there; ask for one of them, as {address}/NAME"

@@ -98,3 +98,12 @@ def test_the_same_programs_run_on_cpu_devices(programs, monkeypatch):
     assert not programs.compare(found)
     assert not programs.compare({"numbers": found["numbers"] | {"donated_float32": False}})
     assert not programs.compare({"numbers": found["numbers"] | {"bfloat16": 0.1}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tiny", "kernels"])
+def test_what_holds_a_plan_against_a_gpu_runs_on_cpu_devices(case):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, ROOT / "benchmarks/gpu_plan.py", case]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert len(run.stdout.splitlines()) >= 4

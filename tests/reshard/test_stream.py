@@ -3,6 +3,7 @@
 import re
 import secrets
 import socket
+import threading
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from test_reshard_properties import DTYPES, SHAPES, put, shardings
 import mpmd
 import reshard
 from mpmd.errors import ReshardError
+from mpmd.resilience import keeper
 from reshard.checkpoint import TensorFormat
 from reshard.streams import serving
 from reshard.streams.serving import FarShelf, ShelfServer
@@ -287,6 +289,27 @@ def test_a_subscriber_gets_what_is_published_by_its_name():
     assert said(lambda: reshard.publish("more", weights(), 0, address=address, token="guess")) == (
         f"publish: {address} was opened with another token."
     )
+
+
+def test_a_publisher_of_another_version_is_told_apart():
+    """Versions before this one said no format, and had other checksums."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def older():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                keeper.exactly(connection, bytearray(32))
+                keeper.send(connection, {"run": "0", "names": ["policy"]})
+                connection.recv(1)
+
+        thread = threading.Thread(target=older)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        like = {"w0": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+        stream = reshard.subscribe(address, like, there(), token="secret")
+        assert said(stream.receive).endswith("another version of jax-mpmd: publish and subscribe with the same one")
+        thread.join()
 
 
 @pytest.mark.slow
