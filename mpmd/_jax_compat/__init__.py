@@ -69,6 +69,7 @@ from mpmd._jax_compat.jaxprs import (
     memory_kind,
     new_jaxpr,
     physical_aval,
+    register_dce_rule,
     renamed,
     scan_params,
     scan_sizes,

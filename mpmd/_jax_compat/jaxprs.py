@@ -1,7 +1,7 @@
 """Reads jaxprs, their variables and equations, and makes new ones."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,  # since JAX 0.11 the same class as Jaxpr, which has constants then
     DebugInfo,
+    Primitive,
     unmapped_aval,
 )
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p
@@ -169,6 +170,15 @@ def is_transposed(eqn: JaxprEqn) -> bool:
         if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
             return name == "transpose"
     return False
+
+
+def register_dce_rule(primitive: Primitive, rule: Callable[[Sequence[bool], JaxprEqn], Any]) -> None:
+    """`rule(used, eqn)` tells JAX's dead-code elimination which inputs an equation needs, and what is left of it."""
+
+    def called(used: Sequence[bool], *rest: Any) -> Any:
+        return rule(used, rest[-1])  # since 0.12 JAX also says, before the equation, which refs are read later
+
+    pe.dce_rules[primitive] = called
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:

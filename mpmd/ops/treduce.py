@@ -509,5 +509,5 @@ def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
 treduce_p.def_effectful_abstract_eval(_treduce_abstract_eval)
 compat.ad.primitive_jvps[treduce_p] = _treduce_jvp
 compat.batching.primitive_batchers[treduce_p] = _treduce_batch
-compat.pe.dce_rules[treduce_p] = _treduce_without_unused
+compat.register_dce_rule(treduce_p, _treduce_without_unused)
 compat.mlir.register_lowering(treduce_p, compat.mlir.lower_fun(scan_loop, multiple_results=True))

@@ -6,7 +6,9 @@ import types
 from pathlib import Path
 
 import pytest
+from jax.extend.core import Primitive
 
+from mpmd import _jax_compat as compat
 from mpmd._jax_compat import processes
 from reshard.checkpoint import orbax_calls
 
@@ -53,6 +55,16 @@ def test_steps_and_checkpoints_work_without_the_names_that_hooks_stand_on(tmp_pa
         check=False, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("live_inputs", [(), ([True, True],)])  # since 0.12 JAX gives them, too
+def test_the_rule_for_dead_code_is_asked_as_older_and_newer_releases_ask(live_inputs):
+    def rule(used, eqn):
+        return [used, True], eqn
+
+    primitive = Primitive("of_this_test")
+    compat.register_dce_rule(primitive, rule)
+    assert compat.pe.dce_rules.pop(primitive)([False], *live_inputs, "eqn") == ([[False], True], "eqn")
 
 
 def test_callbacks_that_cannot_be_observed_are_left_as_they_are(monkeypatch):
