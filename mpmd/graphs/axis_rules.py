@@ -138,6 +138,18 @@ def _transpose(eqn: compat.JaxprEqn) -> Factors:
         yield Factor((a,), (b,))
 
 
+def _stack(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of the operands: each is one before or behind the axis of the stack."""
+    for a in range(eqn.invars[0].aval.ndim):
+        yield Factor((a,) * len(eqn.invars), (a + (a >= eqn.params["axis"]),))
+
+
+def _unstack(eqn: compat.JaxprEqn) -> Factors:
+    """The axes of the results, as those of a stack's operands."""
+    for a in range(eqn.outvars[0].aval.ndim):
+        yield Factor((a + (a >= eqn.params["axis"]),), (a,) * len(eqn.outvars))
+
+
 def _reduce(combine: Combine | None, name: str = "axes") -> Rule:
     """The axes that the parameter `name` lists go away: their elements are combined, if that can be done in parts."""
 
@@ -262,10 +274,11 @@ def _keys(eqn: compat.JaxprEqn) -> Factors:
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
 clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1
-floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or place polygamma population_count pow random_fold_in random_seed real reduce_precision rem
-reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
-sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype from_edtype xor zeta pvary
+floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg
+nextafter not one_minus_square optimization_barrier or place polygamma polynomial population_count pow random_fold_in
+random_seed real reduce_precision rem reshard round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype
+from_edtype xor zeta pvary
 """.split()
 
 _RULES: dict[str, Rule] = {
@@ -299,8 +312,10 @@ _RULES: dict[str, Rule] = {
     "sort": _along_other_axes("dimension"),
     "split": _along_other_axes("axis"),
     "squeeze": _reduce(None, "dimensions"),
+    "stack": _stack,
     "top_k": _leading(own=1),
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 
 

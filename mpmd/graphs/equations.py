@@ -18,7 +18,9 @@ _HEAVY = {
 _HOLDERS = {"scan", "while", "cond", "shard_map", "jit", "checkpoint", "remat", "remat2"}
 _CALLS = {"jit", "shard_map"}  # of these, `is_heavy` asks what they run
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
-_VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "expand_dims", "iota", "rev", "copy"}
+_VIEWS = {
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "unstack", "expand_dims", "iota", "rev", "copy",
+}  # fmt: skip
 
 # A large reduction is worth sending rather than computing in two places.
 _LARGE_REDUCTION = 64

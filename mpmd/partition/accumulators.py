@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -237,12 +237,10 @@ def _leaves(
         elif _is_sum(node):
             for x in node.eqn.invars:
                 walk(x, chain, False, arrived(node, x))
-        elif node.eqn.primitive.name == "concatenate" and not of_a_list:
-            offset = 0
-            for x in node.eqn.invars:
-                walk(x, (_concatenation(node.eqn, offset), *chain), False, arrived(node, x))
-                offset += x.aval.shape[node.eqn.params["dimension"]]
-        elif node.eqn.primitive.name == "split" and not of_a_list:
+        elif node.eqn.primitive.name == "stack" or (node.eqn.primitive.name == "concatenate" and not of_a_list):
+            for x, step in zip(node.eqn.invars, _joining(node.eqn), strict=True):
+                walk(x, (step, *chain), False, arrived(node, x))
+        elif takes_part(node.eqn):
             walk(node.eqn.invars[0], (_split_off(node.eqn, node.eqn.outvars.index(v)), *chain), False, None)
         elif (found := step_of(node)) is not None:
             operand, step = found
@@ -267,10 +265,13 @@ def _leaves(
         """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
         if reader is None:
             return None
-        if (reader.eqn.primitive.name == "split" and not of_a_list) or _is_sum(reader):
+        if takes_part(reader.eqn) or _is_sum(reader):
             return not _is_sum(reader)
         step = step_of(reader)
         return step[1].waits if step and step[0] is v else None
+
+    def takes_part(eqn: compat.JaxprEqn) -> bool:
+        return eqn.primitive.name == "unstack" or (eqn.primitive.name == "split" and not of_a_list)
 
     def only_in_steps(v: Atom) -> bool:
         found = [waits(reader, v) for reader in readers[v]]
@@ -339,7 +340,7 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn, of_a_list: bool) -> _Linear |
 
 
 def _split_off(eqn: compat.JaxprEqn, position: int) -> _Linear:
-    """What a split gives at a position."""
+    """What `split` or `unstack` gives at a position."""
     return _Linear(lambda x: eqn.primitive.bind(x, **eqn.params)[position], waits=True)
 
 
@@ -386,16 +387,20 @@ def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
     return eqn.invars[position], _Linear(apply, waits=True, operands=(other,))
 
 
-def _concatenation(eqn: compat.JaxprEqn, offset: int) -> _Linear:
-    """What a concatenation does to the operand at `offset`: it stands among zeros."""
-    shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
+def _joining(eqn: compat.JaxprEqn) -> Iterator[_Linear]:
+    """What a concatenation or a stack does to each of its operands: it stands among zeros."""
+    is_stack, shape = eqn.primitive.name == "stack", eqn.outvars[0].aval.shape
+    axis, offset = eqn.params["axis" if is_stack else "dimension"], 0
 
-    def pad(x):
+    def pad(offset, x):
+        x = jax.lax.expand_dims(x, (axis,)) if is_stack else x
         config = [(0, 0, 0)] * x.ndim
         config[axis] = (offset, shape[axis] - offset - x.shape[axis], 0)
         return jax.lax.pad(x, np.zeros((), x.dtype), config)
 
-    return _Linear(pad, waits=True)
+    for x in eqn.invars:
+        yield _Linear(functools.partial(pad, offset), waits=True)
+        offset += 1 if is_stack else x.aval.shape[axis]
 
 
 def _is_zeros(eqn: compat.JaxprEqn) -> bool:

@@ -436,14 +436,14 @@ def _first_only(x: jax.Array, number: jax.Array) -> jax.Array:
 # The operands that are added up, so to say: the equation is linear in all of them together. 1 << 16: in any number.
 _ADDED: dict[str, Sequence[int]] = {
     "add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "dynamic_update_slice": (0, 1), "scatter-add": (0, 2),
-    "concatenate": range(1 << 16), "select_n": range(1, 1 << 16),
+    "concatenate": range(1 << 16), "stack": range(1 << 16), "select_n": range(1, 1 << 16),
 }  # fmt: skip
 # Linear in the operand that is given, the others as they are.
 _LINEAR: dict[str, Sequence[int]] = {
     **dict.fromkeys(
         (
             "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "dynamic_slice",
-            "gather", "copy", "copy_p", "rev", "cumsum", "split", "sharding_constraint", "reshard", "div",
+            "gather", "copy", "copy_p", "rev", "cumsum", "split", "unstack", "sharding_constraint", "reshard", "div",
             "convert_element_type", "pad",
         ),
         (0,),

@@ -80,7 +80,8 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
             groups = set(eqn.params["groups"])
         elif runs_once(eqn) and groups:
             groups = {min(groups)}  # it runs once, and its result is sent
-        size = sum(equations.size(o.aval) for o in eqn.outvars)
+        sizes = [equations.size(o.aval) for o in eqn.outvars]
+        size = max(sizes, default=0) if eqn.primitive.name == "unstack" else sum(sizes)  # rows, each as by a slice
         for v in equations.variables(eqn.invars):
             if equations.size(v.aval) < 2 * size:
                 wanted[v] |= groups
