@@ -207,6 +207,20 @@ def test_rows_over_two_axes_are_summed_once(axis_type):
     assert not tasks and len(around) == 2, (tasks, around)
 
 
+def test_gradients_of_rows_that_a_scanned_layer_takes_apart_are_summed_once():
+    def loss(params, m):
+        x = _put(m["x"], "data", None)
+        for index, p in enumerate(params):
+            x = x if index == 0 else mpmd.mark_stage_end(x)
+            x, _ = jax.lax.scan(lambda x, ws: (sum((jnp.tanh(x @ w) for w in jnp.unstack(ws)), x), None), x, p)
+        return squared_error(x, _put(m["y"], "data", None))
+
+    keys = jax.random.split(jax.random.key(2), 2)
+    params, batch = [normal(k, 3, 2, WIDTH, WIDTH, scale=0.3) for k in keys], _dense_case()[1]
+    tasks, _ = _check(loss, params, batch, scheduler.OneFOneB(2), make_mesh(2, EXPLICIT, ("data",)))
+    assert not tasks, tasks
+
+
 @pytest.mark.slow
 def test_gradients_in_bfloat16_are_summed_once():
     params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _dense_case())

@@ -86,6 +86,12 @@ def generated_one_by_one(params):
     return up, up, params["down"]
 
 
+def generated_of_unstacked(params):
+    """As newer releases of JAX iterate over an array."""
+    up = [(z @ params["make"]).reshape(WIDTH, WIDTH) for z in jnp.unstack(params["z"])]
+    return up, up, params["down"]
+
+
 def reordered(params):
     """Weights whose layers stand in another order: whole stacks are in each group, and gradients in parts."""
     down = jnp.concatenate([2 * params["down"][:1], params["down"][1:]])
@@ -115,6 +121,7 @@ def sends(compiled):
         pytest.param(generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         pytest.param(generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK, marks=pytest.mark.slow),
         (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        (generated_of_unstacked, AxisType.Auto, 1, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
         pytest.param(reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
         pytest.param(reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
         pytest.param(
