@@ -575,6 +575,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--export writes a folder like that of --model, which is missing")
     if options.export and Path(options.export).exists():
         parser.error(f"--export {options.export}: there is something already; give another path, or delete it first")
+    for name in ("groups", "data", "context", "tensor", "microbatches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
     if options.batch % options.microbatches or options.batch // options.microbatches % options.data:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"
@@ -582,9 +585,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     lengths = options.buckets or (options.length,)
     if any(x < 1 or x >= y for x, y in zip(lengths, (*lengths[1:], math.inf), strict=True)):
         parser.error(f"--buckets {','.join(map(str, lengths))}: give lengths that ascend, for instance 64,128,256")
-    for name in ("groups", "data", "context", "tensor"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
     chunk, name = CHUNK * options.context, "buckets" if options.buckets else "length"
     if wrong := [x for x in lengths if x > chunk and x % chunk]:
         parser.error(f"--{name} {wrong[0]}: give a multiple of {chunk}, for which logits are made at a time")

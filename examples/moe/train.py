@@ -158,6 +158,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--export", metavar="DIR", help="write the trained parameters as a Hugging Face folder")
     parser.add_argument("--explain", action="store_true", help="say what runs where and what is sent, and end")
     options = parser.parse_args(argv)
+    for name in ("groups", "data", "expert", "microbatches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
     devices = options.data * options.expert
     if options.batch % options.microbatches or options.batch // options.microbatches % devices:
         parser.error(f"--batch {options.batch} is not made of {options.microbatches} microbatches × {devices} devices")
