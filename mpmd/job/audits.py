@@ -24,6 +24,10 @@ _POLL_S = 0.01
 _KEPT = 64  # audits that stay readable for slower processes
 MEMORY = "memory"  # where a group's own arguments have changed while they lay there
 
+# XLA's flag for GPUs. By default it tries kernels and takes the fastest, in each process anew, and some of them add up
+# in the order in which their threads come.
+SAME_BITS = "xla_gpu_deterministic_ops"
+
 # Of a group: per device of it (its number in the group), what it found, as text.
 Sign = Mapping[int, str]
 

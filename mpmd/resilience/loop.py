@@ -27,7 +27,6 @@ from mpmd.resilience.restoring import LostError, Reading
 from mpmd.resilience.versions import Version
 
 _POLL_S = 0.02
-_SAME_BITS = "xla_gpu_deterministic_ops"  # else XLA chooses kernels by their times, and some add up in any order
 _calls = 0
 
 
@@ -286,10 +285,10 @@ class _Meeting:
             self._say(f"keeps no copies: no keeper runs{where} (launch_multihost.sh --restarts R starts them)")
             return None
         on_gpus = jax.local_devices()[0].platform == "gpu"
-        if on_gpus and not self._attempt and _SAME_BITS not in os.environ.get("XLA_FLAGS", ""):
+        if on_gpus and not self._attempt and audits.SAME_BITS not in os.environ.get("XLA_FLAGS", ""):
             self._say(
                 "on GPUs, sums may round otherwise each time; for the same bits after a loss put"
-                f" --{_SAME_BITS}=true in XLA_FLAGS, or {_SAME_BITS} in compiler_options of mpmd.jit"
+                f" --{audits.SAME_BITS}=true in XLA_FLAGS, or {audits.SAME_BITS} in compiler_options of mpmd.jit"
             )
         assert self._own is not None and self._connection is not None
         mine = self._keeper_of[self._ranks.rank]

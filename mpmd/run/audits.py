@@ -178,14 +178,10 @@ def check_audits(every: Any, mesh: MpmdMesh) -> None:
 
 
 def audited_options(options: Mapping[Any, Any] | None, mesh: MpmdMesh) -> Mapping[Any, Any] | None:
-    """Compiler options with which two groups compute the same bits.
-
-    On GPUs XLA tries several kernels for a product and takes the fastest, in each process anew, and some kernels add up
-    in the order in which their threads come.
-    """
+    """Compiler options with which two groups compute the same bits."""
     if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
         return options
-    return {"xla_gpu_deterministic_ops": True} | dict(options or {})
+    return {audits.SAME_BITS: True} | dict(options or {})
 
 
 def auditors_of(mesh: MpmdMesh, group: int) -> list[int]:
