@@ -1,4 +1,4 @@
-"""JAX's coordination service as a process of its own: `python -m mpmd.coordinator PORT NUM [--bind ADDRESS]`.
+"""JAX's coordination service as a process of its own: `python -m mpmd.coordinator PORT NUM`.
 
 `jax.distributed.initialize` has process 0 serve, so that the death of that process ends all others at once, before
 they can say who died. The launcher starts this process instead (`MPMD_SERVICE=external`), and the death of process 0
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.num_processes,
         heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
         shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        recoverable=options.recoverable,
     )
     print("ready", flush=True)
     while select.select([sys.stdin, of_signals], [], []) and os.read(sys.stdin.fileno(), 4096):
@@ -53,6 +54,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("port", type=int, metavar="PORT")
     parser.add_argument("num_processes", type=int, metavar="NUM", help="how many processes the job has")
     parser.add_argument("--bind", default="[::]", metavar="ADDRESS", help="where to listen (default: everywhere)")
+    parser.add_argument(
+        "--recoverable", action="store_true", help="processes may die, and others come under their numbers"
+    )
     options = parser.parse_args(arguments)
     if not 0 < options.port < 65536:
         parser.error(f"PORT is {options.port}, expected 1 to 65535")

@@ -33,9 +33,10 @@ readonly keeper_s=15     # for a keeper to start
 readonly num_last_lines=20
 readonly most=9999       # the largest number of processes on a host, of devices of a process, and of restarts
 readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt so long, it begins with a second
+readonly unfit_status=192 # killed by signal 64, SIGRTMAX: its devices are slow or compute wrong
 readonly most_alike=3    # failures with the same status at the same step, after which it gives up
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
-  MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
+  MPMD_NUM_SPARES MPMD_JOIN_AS MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -57,7 +58,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --min-hosts M         when starting over, go on without hosts that do not answer, as long as M are left (default: all)
       --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
                             named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
-                            and nothing starts over. When starting over without a host, they compute. Needs --restarts
+                            nothing starts over, and another one waits from then on where the killed one was.
+                            When starting over without a host, spares compute. Needs --restarts
       --replace-slow K      replaces a process by a spare if its devices take K times as long for a step as they usually do,
                             and those of the others do not (K above 1; default: never). Needs --spares
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, what its time goes to (DIR/rank-N.ledger),
@@ -91,12 +93,13 @@ option_error() { die 2 "$1 (see --help)"; }
 # --- what both sides know ---------------------------------------------------------------------------------------------
 
 # Sets rank_environment, the variables of one rank. Arguments: rank, index on its host, address, "yes" if the launcher
-# runs the coordination service, status folder.
+# runs the coordination service, status folder, and of a spare that is started later the number under which it joins.
 set_rank_environment() {
   rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_ranks" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
   if ((num_processes > num_ranks)); then
     rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
     [[ -z $replace_slow ]] || rank_environment+=("MPMD_REPLACE_SLOW=$replace_slow")
+    [[ -z ${6:-} ]] || rank_environment+=("MPMD_JOIN_AS=$6")
   fi
   [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
   [[ $4 != yes ]] || rank_environment+=("MPMD_SERVICE=external")
@@ -279,7 +282,9 @@ handle() { # an event, or a command of the launcher
       service_pid=
       ;;
     failed) note_failure "$@" ;;
+    spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
     take) printf '%s %s\n' "$1" "$2" >>"$work/status/taken" ;;
+    again) start_again "$@" ;;
     signal)
       tell signal "$1"
       stop
@@ -314,9 +319,23 @@ note_failure() { # rank status text...
 start_ranks() { # address, "yes" if the launcher runs the coordination service
   local i
   [[ -z $stopping ]] || return 0
-  num_running=${#ranks[@]} num_open=${#ranks[@]}
+  service_address=$1 served=$2
+  for i in "${!ranks[@]}"; do start_rank "${ranks[i]}" "${local_ids[i]}"; done
+}
+
+start_rank() { # rank, index on this host, and the number under which it joins, if that is another one
+  num_running=$((num_running + 1)) num_open=$((num_open + 1))
+  run_rank "$1" "$2" "$service_address" "$served" "${3:-}" &
+}
+
+# Starts a process where a killed one was, with the same devices.
+start_again() { # the killed one, the new one, the number under which it joins
+  local i
+  [[ -z $stopping ]] || return 0
   for i in "${!ranks[@]}"; do
-    run_rank "${ranks[i]}" "${local_ids[i]}" "$1" "$2" &
+    [[ ${ranks[i]} == "$1" ]] || continue
+    ranks+=("$2") local_ids+=("${local_ids[i]}")
+    start_rank "$2" "${local_ids[i]}" "$3"
   done
 }
 
@@ -340,7 +359,7 @@ run_rank() {
   out=$!
   pump "$rank" <"$work/err.$rank" >&2 {hold}<&- {events}<&- &
   err=$!
-  set_rank_environment "$rank" "$2" "$3" "$4" "$work/status"
+  set_rank_environment "$rank" "$2" "$3" "$4" "$work/status" "$5"
   (
     trap - TERM HUP INT QUIT PIPE
     export "${rank_environment[@]}" "${mark?}"
@@ -471,8 +490,9 @@ print(next(p for p in places if os.path.exists(os.path.join(p, "coordinator.py")
 }
 
 start_service() { # port
-  local address='[::]'
-  [[ $local_only != yes ]] || address=127.0.0.1
+  local options=(--bind '[::]')
+  [[ $local_only != yes ]] || options=(--bind 127.0.0.1)
+  ((num_processes == num_ranks)) || options+=(--recoverable)
   mkfifo "$work/service.in" && exec {service_life}<>"$work/service.in"
   {
     trap '' TERM HUP INT
@@ -481,7 +501,7 @@ start_service() { # port
     (
       trap - TERM HUP INT QUIT PIPE
       exec {service_life}<&- {events}<&-
-      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_processes" --bind "$address"
+      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_processes" "${options[@]}"
     ) <"$work/service.in" >"$work/service.out" 2>"$work/service.err" &
     exec {service_life}<&-
     event serving $!
@@ -897,7 +917,9 @@ first_address() { # the first agent's own host name
 
 print_dry_run() {
   local h rank i name address
+  local recoverable=''
   local -a rank_environment agent_command
+  ((num_processes == num_ranks)) || recoverable=' --recoverable'
   address=$(first_address "$(hostname)"):${wanted_port:-PORT}
   if [[ $transport == slurm ]]; then
     [[ $local_only == yes ]] || address=${host_names[0]}:${wanted_port:-PORT}
@@ -905,7 +927,7 @@ print_dry_run() {
     printf 'tasks: %s\n' "$(command_line "${agent_command[@]::${#agent_command[@]}-4}" | sed 's/ $//')"
   fi
   [[ $serve == no ]] || printf 'coordination service on %s: %s\n' "${host_names[0]}" \
-    "python -m mpmd.coordinator ${wanted_port:-PORT} $num_processes, where mpmd can be imported; else in rank 0"
+    "python -m mpmd.coordinator ${wanted_port:-PORT} $num_processes$recoverable, where mpmd can be imported; else in rank 0"
   for h in "${!host_names[@]}"; do
     for ((i = 0; i < host_counts[h]; i++)); do
       rank=$((first_ranks[h] + i)) name=${host_names[h]}
@@ -985,6 +1007,7 @@ command_all() { # sends a line to every agent that is still connected
 
 ended_text() { # prints an exit status in words
   local name
+  (($1 != unfit_status)) || { echo 'killed, because its devices are unfit' && return; }
   (($1 > 128)) && name=$(kill -l $(($1 - 128)) 2>/dev/null) && [[ -n $name ]] && echo "killed by SIG$name" || echo "exit status $1"
 }
 
@@ -996,7 +1019,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=()
+  is_rank=() spares=() joined=() num_numbers=$num_processes
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1088,6 +1111,7 @@ on_ready() { # host, agent, its host name, port, service
   [[ $phase == connecting ]] && ((${#host_of[@]} == num_processes)) || return 0
   phase=running deadline=
   command_all "start $address $served"
+  command_all "spares ${spares[*]}"
 }
 
 on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
@@ -1095,15 +1119,13 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
   if ((rank >= num_ranks)); then
     [[ $phase == stopping || $phase == quitting ]] || say "spare $1: $(ended_text "$2")"
     for rank in "${!spares[@]}"; do [[ ${spares[rank]} != "$1" ]] || unset "spares[rank]"; done
+    spares=("${spares[@]}")
+    command_all "spares ${spares[*]}"
     return 0
   fi
   # Status 143 is that of a rank which has finished its step after SIGTERM.
   if (($2 > 128 && $2 != 143 && ${#spares[@]} > 0)) && [[ $phase == running && $4 == yes ]]; then
-    spares=("${spares[@]}")
-    is_rank[spares[0]]=$rank
-    say "rank $rank: $(ended_text "$2"); spare ${spares[0]} takes its place"
-    command_all "take $rank ${spares[0]}"
-    unset "spares[0]"
+    replace "$rank" "$1" "$2"
     return 0
   fi
   statuses[rank]=$2 rank_pids[rank]=$3
@@ -1120,6 +1142,22 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
   # All ranks have ended but the one that they blame. It hangs, or is about to end by itself with its own status.
   [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_ranks - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
+}
+
+# A spare takes the place of a rank, and a new one waits where the process of the rank was, unless the devices there are unfit.
+replace() { # rank, its process, status
+  local spare=${spares[0]}
+  is_rank[spare]=$1
+  say "rank $1: $(ended_text "$3"); spare $spare takes its place"
+  spares=("${spares[@]:1}")
+  if (($3 != unfit_status)); then
+    spares+=("$num_numbers")
+    joined[num_numbers]=${joined[$2]:-$2} host_of[num_numbers]=${host_of[$2]:-}
+    command_all "again $2 $num_numbers ${joined[num_numbers]}"
+    num_numbers=$((num_numbers + 1))
+  fi
+  command_all "take $1 $spare"
+  command_all "spares ${spares[*]}"
 }
 
 begin_grace() { # "yes" if a watchdog runs; then the other ranks get time to print their own table

@@ -401,3 +401,15 @@ def test_a_loop_over_lists_of_microbatches_comes_back_with_the_same_bits(keeper,
     found = again(monkeypatch, body, start(), 4)
     assert "goes on after step 1, from memory" in capfd.readouterr().err
     same(mpmd.device_get(found), mpmd.device_get(expected))
+
+
+def test_a_rank_that_is_lost_again_and_again_has_all_start_over_unless_the_loop_gets_further():
+    losses = loop._Losses()
+    for step in (4, 4, 5, 5, 5, 6):
+        losses.note([1, 2])
+        losses.goes_on_after(step)
+    losses.note([1])
+    losses.note([2, 1])
+    losses.note([1])
+    with pytest.raises(mpmd.HangError, match=r"rank 1 was lost 4 times after step 6; the job starts over\.$"):
+        losses.note([0, 1])

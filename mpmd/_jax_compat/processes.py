@@ -48,14 +48,21 @@ def coordinator_address() -> str | None:
 
 
 def start_coordination_service(
-    address: str, num_processes: int, *, heartbeat_timeout_s: int, shutdown_timeout_s: int
+    address: str, num_processes: int, *, heartbeat_timeout_s: int, shutdown_timeout_s: int, recoverable: bool
 ) -> Any:
     """The service of `jax.distributed`, listening on `address`, without a client and without any backend.
 
     `jax.distributed.initialize` starts one in process 0 only. It serves as long as the returned object lives.
+
+    Args:
+      recoverable: it goes on without a process that has died, and takes another one under the same number.
     """
     return _jax.get_distributed_runtime_service(
-        address, num_processes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=shutdown_timeout_s
+        address,
+        num_processes,
+        heartbeat_timeout=heartbeat_timeout_s,
+        shutdown_timeout=shutdown_timeout_s,
+        recoverable=recoverable,
     )
 
 

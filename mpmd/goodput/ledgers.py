@@ -186,7 +186,7 @@ def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
     spares = {p.number for p in processes if any(ledger.IDLE in line.parts for line in p.lines)}
     num_restarts = max(p.attempt for p in processes) - min(p.attempt for p in processes)
     begun, end = min(p.begun for p in processes), max(p.end for p in processes)
-    num_ranks = len({p.number for p in processes} - spares)
+    num_ranks = min(spares, default=len({p.number for p in processes}))  # the numbers of spares follow those of ranks
     return JobLedger(num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes)))
 
 
@@ -239,11 +239,11 @@ def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
     for at, process, line in sorted(lines, key=lambda entry: entry[0]):
         kind = line.text.partition(": ")[0] if line.text.startswith(ledger.ENDED) else line.text
         text = line.text.removeprefix(ledger.LOOP)
+        if line.text.startswith(ledger.TAKES):
+            kind = text = f"spare {process.number} {text}"
         if (process.attempt, kind) in said or text in (f"{ledger.ENDED}{ledger.AT_END}", "is over"):
             continue
         said.add((process.attempt, kind))
-        if line.text.startswith(ledger.TAKES):
-            text = f"spare {process.number} {text}"
         if _begins(line) and (before := _steps_before(at, processes)):
             text += f", {at - max(t for t, _ in before):.1f} s after the last step before"
             last, first = max(steps[1] for _, steps in before), int(re.findall(r"step (\d+)", text)[0])

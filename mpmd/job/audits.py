@@ -8,7 +8,6 @@ import collections
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import jax
 
 from mpmd.errors import CorruptionError, HangError
 from mpmd.job.job import Job
+from mpmd.job.spares import UNFIT
 
 _POLL_S = 0.01
 _KEPT = 64  # audits that stay readable for slower processes
@@ -118,7 +118,7 @@ class _Comparisons:
         text = _text(audit, finding)
         if job is not None and len(finding.groups) == 1 and job.may_be_replaced:
             print(f"jax-mpmd: rank {rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), UNFIT)
         raise CorruptionError(
             f"mpmd: {text}.\n  What was computed from this call on is not to be trusted: go on from a state before it,"
             " as mpmd.resilient does, and without that device if it happens again."

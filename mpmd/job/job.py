@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import signal
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.notes import Note
 from mpmd.job.signs import Door, offer_stacks
-from mpmd.job.spares import SPARE, Register
+from mpmd.job.spares import SPARE, UNFIT, Register, Taken
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 
@@ -69,7 +70,7 @@ class Job:
         self._taken = self._register.read() if is_spare else []
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
-        self.end_process: Callable[[Board], None] | None = None
+        self.end_process: Callable[[Board, int], None] | None = None
         self.wait_until_kept: Callable[[], bool] | None = None
         losses, make_way = (self._hear_of_losses, self._make_way) if self._register.num_spares else (None, None)
         self.watchdog = Watchdog(
@@ -171,9 +172,9 @@ class Job:
         return self.epoch < 0
 
     @property
-    def lost(self) -> list[int]:
-        """The ranks that were lost since this process has gone on the last time."""
-        return [taken.rank for taken in self._taken[max(0, self.epoch) :]]
+    def lost(self) -> list[Taken]:
+        """The ranks that were lost since this process has gone on the last time, and who takes their places."""
+        return self._taken[max(0, self.epoch) :]
 
     def check(self) -> None:
         """Raises where a rank was lost.
@@ -219,7 +220,7 @@ class Job:
     @property
     def may_be_replaced(self) -> bool:
         """Whether a spare can take the place of this process, and the others go on."""
-        return self._is_going_on and self._register.num_spares > len(self._taken) and not compat.has_cross_host_put()
+        return self._is_going_on and self._register.num_left > 0 and not compat.has_cross_host_put()
 
     def _make_way(self, board: Board, what: str, is_slow: bool) -> bool:
         """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one.
@@ -232,7 +233,7 @@ class Job:
         text, end, wait = f"jax-mpmd: rank {board.rank}: {what}", self.end_process, self.wait_until_kept
         if end is None or wait is None or not self._is_going_on:
             return False
-        if self._register.num_spares <= len(self._taken) or compat.has_cross_host_put():
+        if not self.may_be_replaced:
             if is_slow:
                 print(f"{text}; no spare can take its place", file=sys.stderr, flush=True)
             return True
@@ -240,7 +241,7 @@ class Job:
             return False
         print(f"{text}; it is killed, to be replaced", file=sys.stderr, flush=True)
         try:
-            end(board)
+            end(board, UNFIT if is_slow else signal.SIGKILL)
         except OSError as error:
             print(f"jax-mpmd: rank {board.rank}: the keeper of its host does not do it: {error}", file=sys.stderr)
         return True

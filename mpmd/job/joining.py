@@ -200,11 +200,10 @@ def _join(
     jax.config.update("jax_enable_preemption_service", False)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
     num_spares = int(environment.get(spares.NUM_SPARES, "0"))
-    if num_spares:
-        jax.config.update("jax_enable_recoverability", True)  # the service goes on without a process that has died
     num_in_all = None if count is None else count + num_spares
+    number = int(environment[spares.JOIN_AS]) if spares.JOIN_AS in environment else rank
     jax.distributed.initialize(
-        address, num_in_all, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat
+        address, num_in_all, number, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat
     )
     if num_spares:
         assert count is not None and rank is not None
@@ -226,7 +225,8 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
     num_spares = environment.get(spares.NUM_SPARES, "0")
     if num_spares != "0" and environment.get("MPMD_SERVICE") != "external":
         raise ValueError("mpmd.initialize: --spares needs the launcher's coordination service: is mpmd not installed?")
-    if not (count.isdigit() and rank.isdigit() and int(rank) < int(count) + int(num_spares)):
+    joined = environment.get(spares.JOIN_AS, rank)
+    if not (count.isdigit() and rank.isdigit() and joined.isdigit() and int(joined) < int(count) + int(num_spares)):
         raise ValueError(f"mpmd.initialize: {names[1]}={count!r}, {names[2]}={rank!r}: expected 0 <= id < number.")
     return address, int(count), int(rank)
 

@@ -2,12 +2,14 @@
 
 The launcher starts more processes than there are ranks (`--spares`). A spare joins JAX's coordination service under a
 number of its own, and makes its devices when it knows whose they shall be: so every process keeps the devices and the
-meshes that it had. The launcher says who takes whose place, in a file that the processes of each host read.
+meshes that it had. The launcher says who takes whose place, in a file that the processes of each host read. It then
+starts another spare where the lost process was, which joins the service under the number of that process.
 """
 
 import contextlib
 import os
 import pathlib
+import signal
 import socket
 import time
 from collections.abc import Collection, Mapping
@@ -17,6 +19,9 @@ from mpmd import _jax_compat as compat
 
 NUM_SPARES = "MPMD_NUM_SPARES"
 SPARE = "MPMD_SPARE"  # of a process that has taken a place: its number
+JOIN_AS = "MPMD_JOIN_AS"  # the number of the lost process under which a spare joins JAX's service
+# Ends a process whose devices are slow or wrong. The launcher starts no other one with these devices.
+UNFIT = signal.SIGRTMAX
 _POLL_S = 0.05
 
 
@@ -39,16 +44,23 @@ class Register:
 
     def __init__(self, environment: Mapping[str, str]):
         self.num_spares = int(environment.get(NUM_SPARES, "0"))
-        self._path = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""), "taken")
+        self._folder = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""))
 
     def read(self) -> list[Taken]:
         """All, the first one first; a line that is being written does not count yet."""
-        if not self.num_spares:
-            return []
-        with contextlib.suppress(OSError):
-            *lines, _ = self._path.read_text().split("\n")
-            return [Taken(*map(int, line.split())) for line in lines]
-        return []
+        *lines, _ = self._text("taken").split("\n")
+        return [Taken(*map(int, line.split())) for line in lines]
+
+    @property
+    def num_left(self) -> int:
+        """How many spares wait."""
+        return len(self._text("spares").split())
+
+    def _text(self, name: str) -> str:
+        if self.num_spares:
+            with contextlib.suppress(OSError):
+                return (self._folder / name).read_text()
+        return ""
 
 
 def wait_for_place(number: int, num_ranks: int, environment: dict[str, str]) -> int:

@@ -16,7 +16,6 @@ import mmap
 import os
 import secrets
 import select
-import signal
 import socket
 import struct
 import sys
@@ -212,13 +211,13 @@ class _Connection:
         self._memory.keep(attempt, None if version is None else (version[0], version[1]))
         send(self._connection, {})
 
-    def _on_end(self, pid: int, started: int) -> None:
-        """Kills a process of this host, if it is still the one that was started then (in the kernel's ticks)."""
+    def _on_end(self, pid: int, started: int, number: int) -> None:
+        """Sends a signal to a process of this host, if it still is the one that began then (in the kernel's ticks)."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
             if int(fields[19]) == started:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         send(self._connection, {})
 
     def _on_header(self, number: int) -> None:

@@ -99,9 +99,9 @@ class Connection:
         keeper.ask(self._socket, "read", number=number, offset=offset, nbytes=nbytes)
         return keeper.exactly(self._socket, np.empty(nbytes, np.uint8))
 
-    def end(self, pid: int, started: int) -> None:
-        """Kills a process of the keeper's host, which was started then (in the kernel's ticks)."""
-        keeper.ask(self._socket, "end", pid=pid, started=started)
+    def end(self, pid: int, started: int, number: int) -> None:
+        """Sends a signal to a process of the keeper's host, which was started then (in the kernel's ticks)."""
+        keeper.ask(self._socket, "end", pid=pid, started=started, number=int(number))
 
     def close(self) -> None:
         self._socket.close()

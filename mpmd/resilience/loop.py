@@ -1,5 +1,6 @@
 """`mpmd.resilient`: a loop over steps that goes on after the loss of processes, with the same bits."""
 
+import collections
 import contextlib
 import json
 import operator
@@ -27,6 +28,8 @@ from mpmd.resilience.restoring import LostError, Reading
 from mpmd.resilience.versions import Version
 
 _POLL_S = 0.02
+# Losses of one rank, without a newer state between them, after which all start over.
+_MOST_LOSSES = 3
 _calls = 0
 
 
@@ -88,17 +91,43 @@ def resilient(
     numbers = num_steps, copies, every, start
     if job is None:
         return _attempt(OnlyRank(), own, call, numbers, body, state, names)
-    is_used_up = job.is_apart
+    is_used_up, losses = job.is_apart, _Losses()
     with job.going_on():
         while True:
             try:
-                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up)
+                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up, losses)
             except Exception as error:
                 if not job.has_lost(error):
                     raise
             _say_lost(job)
+            losses.note([taken.rank for taken in job.lost])
             job.go_on()
             is_used_up = True
+
+
+class _Losses:
+    """How often each rank was lost since the loop has got further."""
+
+    def __init__(self):
+        self._newest, self._counts = -1, collections.Counter[int]()
+
+    def goes_on_after(self, step: int) -> None:
+        """The loop goes on with the state after this step."""
+        if step > self._newest:
+            self._newest = step
+            self._counts.clear()
+
+    def note(self, ranks: Sequence[int]) -> None:
+        """These were lost.
+
+        Raises:
+          HangError: the next process is likely to be lost there too.
+        """
+        self._counts.update(ranks)
+        (rank, count), *_ = self._counts.most_common(1)
+        if count > _MOST_LOSSES:
+            after = f" after step {self._newest}" if self._newest >= 0 else ""
+            raise HangError(f"mpmd.resilient: rank {rank} was lost {count} times{after}; the job starts over.")
 
 
 def _attempt(
@@ -110,6 +139,7 @@ def _attempt(
     state: Any,
     names: Sequence[str],
     is_used_up: bool = False,
+    losses: _Losses | None = None,
 ) -> Any:
     """The loop from the newest whole state on, until its end or the loss of a rank."""
     num_steps, copies, every, start = numbers
@@ -123,6 +153,8 @@ def _attempt(
     if version is not None:
         state, last = version
         first, begins = last + 1, f"goes on after step {last}, from memory"
+        if losses is not None:
+            losses.goes_on_after(last)
     keeping, notice = meeting.copies(copies, last), Notice(os.environ)
     heeded = contextlib.nullcontext() if keeping is None else notice.heeded()
     with _accounted(begins) as begin_step, heeded, _closing(keeping):
@@ -159,9 +191,10 @@ def _ignore(step: int) -> None:
 
 
 def _say_lost(job: Job) -> None:
-    lost = job.lost
     if (account := ledger.of_process()) is not None:
-        account.event(f"lost: rank {', '.join(map(str, lost))}", is_recovering=True)
+        texts = (f"rank {taken.rank} (spare {taken.spare} in its place)" for taken in job.lost)
+        account.event(f"lost: {', '.join(texts)}", is_recovering=True)
+    lost = [taken.rank for taken in job.lost]
     if job.rank == min(set(range(job.num_ranks)).difference(lost), default=-1):
         text = f"rank {lost[0]} was" if len(lost) == 1 else f"the ranks {', '.join(map(str, lost))} were"
         say(f"{text} lost; all others wait for the spare that takes the place")
@@ -320,10 +353,10 @@ class _Meeting:
         is_own = self._own is not None and address.name == self._own.name
         return Connection(address, self._token, shares_memory=is_own)
 
-    def _end(self, board: Board) -> None:
-        """Has the keeper of its host kill the process of a rank."""
+    def _end(self, board: Board, number: int) -> None:
+        """Has the keeper of its host kill the process of a rank, by this signal."""
         connection = self._connect(self._keeper_of[board.rank])
-        connection.end(board.pid, board.started)
+        connection.end(board.pid, board.started, number)
         connection.close()
 
     def _wait_until_kept(self) -> bool:

@@ -38,8 +38,8 @@ class Ranks(Protocol):
         """Raises where a rank was lost whose place is taken."""
         ...
 
-    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
-        """Says how the process of a rank is ended, for a spare to take its place, and when one that is slow may be."""
+    def end_by(self, end: Callable[[Board, int], None], wait_until_kept: Callable[[], bool]) -> None:
+        """Says how a signal ends a rank's process, for a spare to take its place, and when that of a slow rank may."""
         ...
 
 
@@ -67,7 +67,7 @@ class JobRanks:
         if self._job.epoch != self._epoch:
             raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
 
-    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
+    def end_by(self, end: Callable[[Board, int], None], wait_until_kept: Callable[[], bool]) -> None:
         self._job.end_process, self._job.wait_until_kept = end, wait_until_kept
 
 
@@ -94,5 +94,5 @@ class OnlyRank:
     def check(self) -> None:
         pass
 
-    def end_by(self, end: Callable[[Board], None], wait_until_kept: Callable[[], bool]) -> None:
+    def end_by(self, end: Callable[[Board, int], None], wait_until_kept: Callable[[], bool]) -> None:
         pass

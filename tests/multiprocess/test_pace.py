@@ -1,5 +1,6 @@
 """Who is slow: pure functions of what processes measure and say, and what is done about it."""
 
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -137,25 +138,26 @@ def test_one_rank_speaks_of_a_slow_one_once_unless_it_could_not_be_replaced():
 
 
 @pytest.mark.parametrize(
-    "num_taken, is_slow, waits, answer, lines",
+    "num_left, is_slow, waits, answer, lines",
     [
-        (0, True, True, True, ["is slow; it is killed, to be replaced", "the end of 102"]),
-        (0, True, False, False, []),  # the loop is at its end, or another rank was lost
-        (0, False, False, True, ["is slow; it is killed, to be replaced", "the end of 102"]),
-        (1, True, True, True, ["is slow; no spare can take its place"]),
-        (1, False, True, True, []),
+        (1, True, True, True, ["is slow; it is killed, to be replaced", "the end of 102 by SIGRTMAX"]),
+        (1, True, False, False, []),  # the loop is at its end, or another rank was lost
+        (1, False, False, True, ["is slow; it is killed, to be replaced", "the end of 102 by SIGKILL"]),
+        (0, True, True, True, ["is slow; no spare can take its place"]),
+        (0, False, True, True, []),
     ],
 )
 def test_a_slow_rank_is_ended_between_states_and_without_a_spare_only_named(
-    num_taken, is_slow, waits, answer, lines, capsys
+    num_left, is_slow, waits, answer, lines, capsys
 ):
     job: Any = object.__new__(Job)
-    job._register, job._taken, job._is_going_on = SimpleNamespace(num_spares=1), [None] * num_taken, True
-    ended: list[int] = []
-    job.end_process, job.wait_until_kept = lambda board: ended.append(board.pid), lambda: waits
+    job._register, job._is_going_on = SimpleNamespace(num_left=num_left), True
+    ended: list[str] = []
+    job.end_process = lambda board, number: ended.append(f"the end of {board.pid} by {signal.Signals(number).name}")
+    job.wait_until_kept = lambda: waits
     assert job._make_way(Board(2, pid=102), "is slow", is_slow) == answer
     printed = capsys.readouterr().err.splitlines()
-    assert [line.removeprefix("jax-mpmd: rank 2: ") for line in printed] + [f"the end of {p}" for p in ended] == lines
+    assert [line.removeprefix("jax-mpmd: rank 2: ") for line in printed] + ended == lines
 
 
 def test_the_option_is_a_number_above_one_in_a_job_with_spares():
