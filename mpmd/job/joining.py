@@ -198,6 +198,7 @@ def _join(
         reaching.check_coordinator(address, serves=serves)
     # JAX's service for preemption takes SIGTERM away from the program; the launcher needs it.
     jax.config.update("jax_enable_preemption_service", False)
+    _keep_programs(environment)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
     num_spares = int(environment.get(spares.NUM_SPARES, "0"))
     num_in_all = None if count is None else count + num_spares
@@ -215,6 +216,13 @@ def _join(
         else:
             compat.become(rank, count)
     return True
+
+
+def _keep_programs(environment: Mapping[str, str]) -> None:
+    """Has JAX keep compiled programs in the folder of this host's keeper, unless the user has named another one."""
+    folder = environment.get("MPMD_KEEPER", "").split(":", 2)[2:]
+    if folder and os.path.isdir(folder[0]) and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", folder[0])
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:

@@ -5,20 +5,26 @@ it the memory, for states lie in anonymous memory and in no file. Ranks of this 
 a Unix socket hands it to them. Ranks of other hosts send their bytes by TCP. Whoever connects proves that it has the
 job's token. A record counts from its `commit` on.
 
+It also makes a folder for compiled programs, which a process that is started again then loads. The folder goes when the
+keeper ends; where a keeper was killed, its successor finds the folder and removes it.
+
 It needs the standard library alone and imports nothing of this package, so that it starts in no time.
 """
 
 import argparse
 import contextlib
+import hashlib
 import hmac
 import json
 import mmap
 import os
 import secrets
 import select
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -288,13 +294,17 @@ def main() -> None:
     )
     options = parser.parse_args()
     token, name = os.environ.pop(TOKEN), f"jax-mpmd-{secrets.token_hex(8)}"
+    folder = os.path.join(tempfile.gettempdir(), f"jax-mpmd.{hashlib.sha256(token.encode()).hexdigest()[:16]}")
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
     memory, listeners = Memory(), _listeners(options.bind, name)
     for listener in listeners:
         threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
-    print("ready", listeners[1].getsockname()[1], name, flush=True)
+    print("ready", listeners[1].getsockname()[1], f"{name}:{folder}", flush=True)
     while select.select([0], [], [], options.silence)[0] and os.read(0, 4096):
         pass
     sys.stdout.flush()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # the threads have nothing to finish
 
 

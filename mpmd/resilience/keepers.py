@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
 def own(environment: Mapping[str, str], host: str) -> Address | None:
     """The keeper of this host; None if the launcher has started none."""
-    port, _, name = environment.get("MPMD_KEEPER", "").partition(":")
+    port, name, *_ = [*environment.get("MPMD_KEEPER", "").split(":"), ""]
     return Address(host, int(port), name) if name else None
 
 

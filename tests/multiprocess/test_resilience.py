@@ -149,17 +149,21 @@ def test_a_keeper_that_dies_ends_no_job_and_has_a_successor(environment, unbroke
 
 @pytest.mark.slow
 def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(environment):
+    """Compiled programs too, where the user keeps them nowhere else."""
     faults = [{"attempt": 0, "rank": 1, "step": 2, "what": "wait"}]
+    environment = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     before = set(os.listdir("/dev/shm"))
     with started(environment, *"-n 2 --cpu-devices 1 --restarts 3".split(), case="1f1b", faults=faults) as job:
         job.wait_for_line(r"^\[1\] waits")
         keepers = [pid for pid in job.left() if b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(keepers) == 1
+        assert (programs := list(Path(job._temporary.name).rglob("*-mpmd")))
         for pid in (job.process.pid, *job.left()):
             if pid not in keepers:
                 with contextlib.suppress(ProcessLookupError):  # it ended because another one did
                     os.kill(pid, signal.SIGKILL)
         until(lambda: not alive(keepers[0]), "the end of the keeper")
+        assert not any(path.exists() for path in programs)
         shutil.rmtree(job._temporary.name)
         os.mkdir(job._temporary.name)  # what was killed can remove nothing
     assert set(os.listdir("/dev/shm")) <= before
@@ -170,9 +174,13 @@ def test_what_is_kept_goes_with_the_job_also_if_all_but_the_keeper_are_killed(en
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_no_trace_and_the_ledgers_say_what_it_cost(environment, unbroken, tmp_path):
+    """Compiled programs are found again, although the user keeps them nowhere."""
     options = f"-n 2 --cpu-devices 2 --restarts 1 --log-dir {tmp_path}".split()
-    job = run(environment, *options, case="pairs", faults=[kill(0, 1, 4)])
+    plain = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    job = run(plain, *options, case="pairs", faults=[kill(0, 1, 4)])
     assert (steps(job), end(job)) == unbroken("pairs", 4)
+    first, second, *later = map(int, job.matches(r"^\[\d\] finds (\d+) programs$"))
+    assert first == second == 0 < min(later)
     (line,) = said(job)
     assert re.fullmatch(r"goes on after step [123], from memory", line)  # which, depends on how far the copies were
     processes = ledgers.read(tmp_path)

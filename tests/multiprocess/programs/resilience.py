@@ -103,7 +103,7 @@ def begin(fault: dict) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "keeper":  # the keeper of this host is killed
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect("\0" + os.environ["MPMD_KEEPER"].partition(":")[2])
+                connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
                 peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             os.kill(struct.unpack("iII", peer)[0], signal.SIGKILL)
         case "raise":
@@ -121,6 +121,8 @@ def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
     mpmd.initialize()
+    if folder := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        print("finds", sum(name.endswith("-mpmd") for name in os.listdir(folder)), "programs", flush=True)
     mark = mpmd.mark_stage_end
     faulty = flips.flipping(jax.local_devices()[0], lambda name: WRONG[0])
     if any(f["what"] == "flip" for f in faults):
