@@ -1,5 +1,6 @@
 """`explain()` is the page to read before a big run: what it says of a loop, whole."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import mpmd
 import scheduler
+from mpmd.costs.machine import Machine
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 3, 3, 4, 16
 
@@ -135,3 +137,22 @@ def test_an_equation_that_gives_all_gradients_of_a_stage_at_once_and_cannot_be_d
     assert found == ([f"gradients: {warning}"] if layer is _in_one_loop else [])
     assert (f"warning: {warning}\n" in text) == (layer is _in_one_loop), text
     assert ("is empty" in text) == (layer is _in_one_loop)
+
+
+def test_groups_that_share_a_device_share_its_memory(monkeypatch):
+    machine = Machine(dataclasses.replace(mpmd.Target.named("h100"), memory_nbytes=400_000), memory_fraction=1.0)
+    monkeypatch.setattr("mpmd.stages.machine_of", lambda mesh: machine)
+
+    def lines(devices):
+        mesh = mpmd.MpmdMesh.from_groups([jax.sharding.Mesh(np.array([d]), ("x",)) for d in devices])
+        square = mpmd.jit(lambda ws, x: x @ ws[0] @ ws[1], mpmd_mesh=mesh)
+        compiled = square.lower([np.ones((128, 128), np.float32)] * 2, np.ones((128, 128), np.float32)).compile()
+        return [x for x in compiled.explain().splitlines() if x.startswith(("memory: ", "warning: it does not fit"))]
+
+    assert lines(jax.devices()[:2]) == [
+        "memory: group 0 needs most, 328 KB of the 400 KB that it may use on each device (82%)"
+    ]
+    assert lines(jax.devices()[:1] * 2) == [
+        "memory: group 0 needs most, 328 KB of the 200 KB that it may use on each device (164%)",
+        "warning: it does not fit: group 0 needs more than a device has for a group.",
+    ]

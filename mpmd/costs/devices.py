@@ -1,5 +1,6 @@
 """How fast the devices of a mesh are and how much memory they have, for comparing cuts before anything has run."""
 
+import collections
 import dataclasses
 import math
 
@@ -42,11 +43,14 @@ def is_unknown(machine: Machine) -> bool:
 
 
 def memory_limit(mesh: MpmdMesh, machine: Machine) -> float | None:
-    """Bytes that a step may use on each device; None where nobody knows."""
+    """Bytes that a group may use on each of its devices, which it may share with others; None where nobody knows."""
     if mesh.is_described:
         return None if is_unknown(machine) else float(machine.usable_nbytes)
-    local = [d for g in mesh.local_groups for d in mesh.groups[g].devices.flat if is_local(d)]
-    limits = [stats["bytes_limit"] for d in local[:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
-    if limits:
-        return float(limits[0])
-    return None if is_unknown(machine) or not local else float(machine.usable_nbytes)
+    groups = [mesh.groups[g].devices.flat for g in mesh.local_groups]
+    shared = collections.Counter(d for devices in groups for d in set(devices) if is_local(d))
+    if not shared:
+        return None
+    limits = [stats["bytes_limit"] for d in [*shared][:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
+    if not limits and is_unknown(machine):
+        return None
+    return float(limits[0] if limits else machine.usable_nbytes) / max(shared.values())

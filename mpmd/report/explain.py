@@ -56,7 +56,7 @@ def explain(
     Args:
       shares: of the microbatches of lists.
       notes: lines on what crosses outside of the loops.
-      limit: bytes that a step may use on each device; None where nobody knows.
+      limit: bytes that a group may use on each device; None where nobody knows.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
@@ -150,11 +150,12 @@ def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) 
         return
     group = max(memory, key=lambda g: memory[g]["peak"])
     peak = memory[group]["peak"]
-    share = f"{in_bytes(peak)} of the {in_bytes(limit)} of each device ({peak / limit:.0%})"
+    share = f"{in_bytes(peak)} of the {in_bytes(limit)} that it may use on each device ({peak / limit:.0%})"
     yield f"memory: group {group} needs most, {share}"
     if over := [str(g) for g in sorted(memory) if memory[g]["peak"] > limit]:
+        those = f"groups {', '.join(over)} need" if len(over) > 1 else f"group {over[0]} needs"
         yield (
-            f"warning: it does not fit: group{'s' * (len(over) > 1)} {', '.join(over)} need more than a device has.\n"
+            f"warning: it does not fit: {those} more than a device has for a group.\n"
             "  jax.checkpoint around layers, smaller microbatches, more stages or another schedule need less;"
             " python -m mpmd plan estimates what each of them saves (docs/planning.md)."
         )
