@@ -63,7 +63,7 @@ def test_what_crosses_in_a_loop_is_told_with_the_lines_that_make_and_read_it(tex
     layer, skip = lines[start + 1 : start + 3]
     assert layer.startswith("    f32[4,16] (256 B) from stage 0 to 1, 1 to 2: mul makes it at ") and "(loss)" in layer
     assert skip.startswith("    f32[4,16] (256 B) from stage 0 to 2: gather makes it at ") and "add reads it at" in skip
-    assert "test_explain.py:28" in skip
+    assert "test_explain.py:30" in skip
 
 
 def test_work_that_is_done_twice_and_sums_over_groups_are_named(text):
