@@ -4,8 +4,9 @@ A *factor* of an equation is an axis of its result together with the axes of its
 rows `a … b` of these operands, the equation gives the rows `a … b` of its result; operands that have no such axis are
 taken as they are. Where the result has no such axis either, it is the sum (maximum, …) of what the pieces give.
 
-The table is the only one: the cut of arrays (`cutting/spread.py`), the shardings inside of a group (`sharded_axes.py`)
-and the sums over its devices (`partition/local_sums.py`) all ask `factors`.
+For axes, the table is the only one: the cut of arrays (`cutting/spread.py`), the shardings inside of a group
+(`sharded_axes.py`) and the sums over its devices (`partition/local_sums.py`) all ask `factors`. Which primitives are
+linear is said where gradients are summed (`partition/partial_sums.py`, `partition/accumulators.py`).
 """
 
 import math

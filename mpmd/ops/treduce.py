@@ -182,6 +182,7 @@ def _treduce_list(
 
     def take(index):
         outs = means.sums(jax.tree.unflatten(treedef, [_whole(x, index) for x in leaves]))
+        # `init` and `finish` of these do not read the number of microbatches, and `Means` has no `Mean`.
         if not xs.is_counted and any(type(op) not in (Add, Max, Min) for op in means.operations):
             raise lists.CountsList(xs.path)
         return outs

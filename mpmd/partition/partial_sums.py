@@ -177,7 +177,8 @@ class _Sums:
         with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
             try:
                 return self._replaced(eqn)
-            except (TypeError, ValueError, NotImplementedError):  # JAX cannot type the parts on Explicit axes
+            except (TypeError, ValueError, NotImplementedError):
+                # JAX cannot type the parts on Explicit axes, or a primitive has no batching rule.
                 return self._completed(eqn)
 
     def _replaced(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
