@@ -28,7 +28,7 @@ from jax.extend.random import threefry_prng_impl
 from jax.interpreters.mlir import make_ir_context
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 
-from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
+from mpmd._jax_compat.jaxprs import CHECKPOINT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
 from mpmd._jax_compat.parameters import opened
 
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
@@ -122,7 +122,7 @@ def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> N
 
 # What the lowering of these does not read.
 _NOT_LOWERED = {
-    "checkpoint": {"policy"},
+    CHECKPOINT: {"policy"},
     "scan": {"ft_in", "ft_out"},  # trees, of which only the sizes count
     "custom_jvp_call": {"jvp_jaxpr_fun"},
     "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},

@@ -18,7 +18,7 @@ from jax.extend.core import (
     Primitive,
     unmapped_aval,
 )
-from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p
+from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -43,6 +43,7 @@ else:
 
 Aval = ShapedArray  # the type of an array; refs and tokens have types of their own
 
+CHECKPOINT: str = remat_p.name  # of the equations of `jax.checkpoint`, which JAX prints by another name
 PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
 
 

@@ -18,7 +18,6 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.repeats import repeated_runs
 from mpmd.compile.subprogram import num_equations
 from mpmd.graphs import equations
-from mpmd.graphs.sharded_axes import CHECKPOINTS
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom
 
@@ -137,13 +136,13 @@ def _filled(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
     Of those that hold other equations, a `checkpoint` has theirs.
     """
     name = eqn.primitive.name
-    if eqn.effects or (name not in CHECKPOINTS and any(True for _ in compat.jaxprs_in(eqn.params))):
+    if eqn.effects or (name != compat.CHECKPOINT and any(True for _ in compat.jaxprs_in(eqn.params))):
         return eqn
     if name == "slice" and all(s == 1 for s in eqn.params["strides"] or ()):
         return _filled_slice(eqn, fill)
     atoms = [v if integer_of(v) is None or (found := fill(v)) is None else found for v in eqn.invars]
     eqn = eqn.replace(invars=atoms)
-    return _filled_checkpoint(eqn, fill) if name in CHECKPOINTS else eqn
+    return _filled_checkpoint(eqn, fill) if name == compat.CHECKPOINT else eqn
 
 
 def _filled_slice(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
@@ -184,7 +183,7 @@ _INDEX = compat.shaped_array(np.int32(0))
 # --- floats that are made of constants ------------------------------------------------------------
 
 # Their operands are the arguments of what they hold, but for those before, of which some have more.
-_TRANSPARENT = {*CHECKPOINTS, "jit", "closed_call", "scan", "cond"}
+_TRANSPARENT = {compat.CHECKPOINT, "jit", "closed_call", "scan", "cond"}
 # They round nothing.
 _MOVES = {"dynamic_slice", "slice", "squeeze", "reshape"}
 

@@ -375,5 +375,5 @@ _INSIDE = {
     "scan": _scan_or_while,
     "while": _scan_or_while,
     "cond": _cond,
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _checkpoint),
+    compat.CHECKPOINT: _checkpoint,
 }

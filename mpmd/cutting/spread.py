@@ -229,5 +229,5 @@ _LINKS: dict[str, Callable[[compat.JaxprEqn], Opened]] = {
     "scan": _open_scan_or_while,
     "while": _open_scan_or_while,
     "cond": _open_cond,
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _open_checkpoint),
+    compat.CHECKPOINT: _open_checkpoint,
 }

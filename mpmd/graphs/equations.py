@@ -9,13 +9,13 @@ from mpmd.tracing.new_equations import Atom
 _HEAVY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
     "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call", "mpmd_map",
-    "checkpoint", "remat", "remat2", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+    compat.CHECKPOINT, "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
     "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
     "foreign", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
 # They are as heavy as what they hold.
-_HOLDERS = {"scan", "while", "cond", "shard_map", "jit", "checkpoint", "remat", "remat2"}
+_HOLDERS = {"scan", "while", "cond", "shard_map", "jit", compat.CHECKPOINT}
 _CALLS = {"jit", "shard_map"}  # of these, `is_heavy` asks what they run
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}
 _VIEWS = {

@@ -19,7 +19,6 @@ from mpmd.graphs import equations
 from mpmd.graphs.kept import equations_between, fewest_bytes
 from mpmd.graphs.open_loops import OpenLoop, Operand, Stack, fresh_body
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.tracing.checkpointed_marks import CHECKPOINTS
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
 _LAST_RESORT = 1 << 60  # bytes
@@ -484,8 +483,7 @@ _RULES: dict[str, Callable[[compat.JaxprEqn, _Urgent | _Late, KeptBytes], Halves
         _call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _shard_map_params, _kept_in_shard_map)
     ),
     "jit": functools.partial(_call, _Call(lambda eqn: [eqn.params["jaxpr"]], _jit_params)),
-    **dict.fromkeys(
-        CHECKPOINTS,
-        functools.partial(_call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _checkpoint_params)),
+    compat.CHECKPOINT: functools.partial(
+        _call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _checkpoint_params)
     ),
 }

@@ -19,9 +19,6 @@ Axes = tuple[str, ...]  # of the mesh, major first
 Dims = tuple[Axes, ...]  # per axis of an array
 
 
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
-
-
 class ShardedAxes:
     """The mesh axes of each variable, filled equation by equation.
 
@@ -163,7 +160,7 @@ class ShardedAxes:
 
 def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
     """The jaxpr, with calls inlined, that a call or a checkpoint runs on the same operands."""
-    if eqn.primitive.name in CHECKPOINTS:
+    if eqn.primitive.name == compat.CHECKPOINT:
         return inline(eqn.params["jaxpr"])
     called = compat.called_jaxpr(eqn)
     return None if called is None else inline(compat.constvars_to_invars(called.jaxpr)) if not called.consts else None
@@ -241,4 +238,4 @@ def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
 
 _OWN_RULES = {"sharding_constraint": _constraint, "reshard": _constraint, "reshape": _reshape}
 _SLICES = ("squeeze", "dynamic_slice", "convert_element_type")
-_SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", *CHECKPOINTS)
+_SAYS = ("sharding_constraint", "reshard", "shard_map", "scan", "jit", compat.CHECKPOINT)

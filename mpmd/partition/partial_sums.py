@@ -30,7 +30,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
 from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node
-from mpmd.graphs.sharded_axes import CHECKPOINTS, Axes, ShardedAxes, inner_jaxpr
+from mpmd.graphs.sharded_axes import Axes, ShardedAxes, inner_jaxpr
 from mpmd.ops.reductions import Add, Mean, result_types
 from mpmd.partition.accumulators import Accumulator
 from mpmd.partition.local_sums import Local, local_sum
@@ -188,7 +188,7 @@ class _Sums:
             return None
         if eqn.primitive.name == "scan":
             return self._scan(eqn)
-        if eqn.primitive.name in CHECKPOINTS:
+        if eqn.primitive.name == compat.CHECKPOINT:
             return self._checkpoint(eqn)
         local = self._local(eqn)
         return None if local is None else self._rows(eqn, local)

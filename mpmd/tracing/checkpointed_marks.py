@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import mark_p
 
-CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
-
 # What may be moved out together with a mark: it is cheap.
 _LIGHT = frozenset(
     """add add_any sub mul neg convert_element_type reduce_precision broadcast_in_dim reshape transpose squeeze

@@ -18,7 +18,7 @@ from mpmd.ops.cross_group import place_p
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.ops.stage_end import mark_name, mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
-from mpmd.tracing.checkpointed_marks import CHECKPOINTS, marks_outside
+from mpmd.tracing.checkpointed_marks import marks_outside
 from mpmd.tracing.folding import folded
 
 
@@ -63,7 +63,7 @@ def _inline_into(
             and contains(eqn.params["jaxpr"].jaxpr, (mark_p, treduce_p))
         ):
             called = eqn.params["jaxpr"]
-        if eqn.primitive.name in CHECKPOINTS and contains(eqn.params["jaxpr"], (mark_p,)):
+        if eqn.primitive.name == compat.CHECKPOINT and contains(eqn.params["jaxpr"], (mark_p,)):
             called = marks_outside(eqn, functools.partial(inline, in_loop=in_loop))
         if called is not None:
             inner = dict(zip(called.jaxpr.invars, eqn.invars, strict=True))
@@ -160,7 +160,7 @@ def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
 
 
 # What a scan over layers may wrap its body's marks in.
-_AROUND_A_LAYER = {"scan", "jit", "checkpoint", "remat", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+_AROUND_A_LAYER = {"scan", "jit", compat.CHECKPOINT, "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
 def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND_A_LAYER) -> None:
@@ -190,7 +190,7 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
         if not contains(jaxpr, (mark_p,)):
             continue
         _check_is_no_rest_of_a_loop(eqn)
-        name = "checkpoint" if eqn.primitive.name in CHECKPOINTS else str(eqn.primitive.name)
+        name = "checkpoint" if eqn.primitive.name == compat.CHECKPOINT else str(eqn.primitive.name)
         mark = _first(jaxpr, mark_p)
         raise StageError(
             f"{mark_name(mark.params)} inside {name}, at {compat.source_line(mark)}: a stage cannot end"

@@ -143,7 +143,7 @@ def test_what_is_computed_again_needs_no_gradient_and_is_divided_with_the_same_n
         late.update(rest[-1].outvars if reads else ())
     assert not late.intersection(equations.free_variables(first))
     assert 0 < _products(rest) == _products(closed.jaxpr.eqns) - _products(first)
-    again = [e for e in first if compat.is_transposed(e) or e.primitive.name in ("checkpoint", "remat2")]
+    again = [e for e in first if compat.is_transposed(e) or e.primitive.name == compat.CHECKPOINT]
     assert _products(again) > 0
     divided = compat.ClosedJaxpr(compat.new_jaxpr(closed.jaxpr, eqns=[*first, *rest]), closed.consts)
     with jax.disable_jit():  # operation by operation: XLA rounds otherwise where it fuses other operations
