@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows
-from mpmd.cutting.split_scans import marked_kind, split_scans
+from mpmd.cutting.split_scans import marked_kind, split_scans, without_marks
 from mpmd.cutting.spread import Spread
 from mpmd.graphs import equations
-from mpmd.ops.stage_end import mark_p, without
+from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.trace import Trace
@@ -49,10 +49,8 @@ def _without_marks_over_data(trace: Trace) -> Trace:
     lines: list[str] = []
     for eqn in trace.jaxpr.eqns:
         if marked_kind(eqn) and over_layers.isdisjoint(m.params["id"] for m in marks_in(eqn)):
-            closed = eqn.params["jaxpr"]
             lines += [compat.source_line(m) for m in marks_in(eqn)]
-            bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": bare})
+            eqn = without_marks(eqn)
         eqns.append(eqn)
     if lines and not any(e.primitive is treduce_p for e in eqns):
         warnings.warn(

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.candidates import Candidates, Marked, marks_in
+from mpmd.cutting.candidates import Candidates, Marked
+from mpmd.cutting.split_scans import tied_scans
 from mpmd.graphs.backward_stages import backward_stages, find_backward
 from mpmd.graphs.body import Body, Node, Place, hoist
 from mpmd.graphs.marks import Marks, forget_marks
@@ -78,10 +79,10 @@ def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
 def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compat.Jaxpr, list[Span]]:
     """The body with a mark of its own for each candidate, and with marks before and behind each scan over layers."""
     scans = {id(m.eqn): m for m in candidates.scans}
-    own = {id(m.eqn): (MarkId(), MarkId()) for m in candidates.scans}
+    own = [(MarkId(), MarkId()) for _ in candidates.scans]
     numbers = iter(boundaries([e.params for e in jaxpr.eqns if e.primitive is mark_p]))
     ids: dict[int, MarkId] = defaultdict(MarkId)
-    transposed = _Transposed(candidates.scans)
+    tied = tied_scans(jaxpr)
     alias: dict[compat.Var, Atom] = {}
     eqns: list[compat.JaxprEqn] = []
     spans, unit = [], 0
@@ -97,50 +98,25 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
 
     for eqn in jaxpr.eqns:
         found = scans.get(id(eqn))
-        pair = own[id(found.eqn)] if found else transposed.pair_of(eqn, own)
+        number, kind = tied.get(id(eqn), (0, "tangent"))
         eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
         if eqn.primitive is mark_p:
-            number = next(numbers)
-            eqns.append(eqn.replace(params={**eqn.params, "id": ids[number]}))
+            eqns.append(eqn.replace(params={**eqn.params, "id": ids[next(numbers)]}))
             if eqn.params["kind"] == "forward":
                 spans.append(Span(unit, 1, None))
                 unit += 1
-        elif pair is None:
+        elif kind == "tangent":
             eqns.append(eqn)
         else:
-            kind = "forward" if found else "backward"
             num_consts, num_carry = compat.scan_sizes(eqn)
             carried = eqn.invars[num_consts : num_consts + num_carry]
-            before = mark(eqn, carried, pair[0] if found else pair[1], kind)
+            first, last = own[number] if found else own[number][::-1]
+            before = mark(eqn, carried, first, kind)
             eqns.append(eqn.replace(invars=[compat.renamed(v, before) for v in eqn.invars]))
-            behind = mark(eqn, eqn.outvars[:num_carry], pair[1] if found else pair[0], kind)
+            behind = mark(eqn, eqn.outvars[:num_carry], last, kind)
             alias.update(behind)
             if found:
                 spans += [Span(unit, 1, None), Span(unit, found.count, found)]
                 unit += found.count
     spans.append(Span(unit, 1, None))
     return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars]), spans
-
-
-class _Transposed:
-    """Ties a scan of the backward pass to the one that it transposes: by their marks, the last of equal ones first."""
-
-    def __init__(self, scans: Sequence[Marked]):
-        self._by_id: dict[object, list[Marked]] = defaultdict(list)
-        for m in scans:
-            for mark_id in {mark.params["id"] for mark in m.marks}:
-                self._by_id[mark_id].append(m)
-
-    def pair_of(self, eqn: compat.JaxprEqn, own: dict[int, tuple[MarkId, MarkId]]) -> tuple[MarkId, MarkId] | None:
-        """The ids of the marks before and behind the scan that `eqn` transposes; None if it transposes none."""
-        if eqn.primitive.name != "scan":
-            return None
-        ids = {e.params["id"] for e in marks_in(eqn) if e.params["kind"] == "backward"}
-        for mark_id in ids:
-            if found := self._by_id.get(mark_id):
-                scan = found[-1]
-                for others in self._by_id.values():
-                    if len(others) > 1 and scan in others:
-                        others.remove(scan)
-                return own[id(scan.eqn)]
-        return None

@@ -17,7 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.graphs.open_loops import Carry, OpenLoop
-from mpmd.ops.stage_end import MarkId, mark_p, without
+from mpmd.ops.stage_end import MarkId, boundaries, mark_p, without
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
 
@@ -50,16 +50,24 @@ def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) ->
       lengths: for each forward scan with a mark in its body, in the order of the text: how many layers each stage
         gets. The last number is of the layers after the last stage end in the scan, 0 if it ends the scan.
     """
-    jaxpr = body.jaxpr
-    cuts = _cuts(jaxpr, lengths)
+    jaxpr, tied = body.jaxpr, tied_scans(body.jaxpr)
+    forward = [eqn for eqn in jaxpr.eqns if id(eqn) in tied and tied[id(eqn)][1] == "forward"]
+    cuts = [_scan_cut(eqn, own) for eqn, own in zip(forward, lengths, strict=True)]
     eqns: list[compat.JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if id(eqn) in cuts:
-            cut, kind = cuts[id(eqn)]
-            eqns += _marked_chain(eqn, cut, kind)
+        if id(eqn) in tied:
+            number, kind = tied[id(eqn)]
+            eqns += chain(without_marks(eqn), cuts[number].rows, cuts[number].marks, kind)
         else:
             eqns.append(eqn)
     return compat.ClosedJaxpr(compat.new_jaxpr(jaxpr, eqns=eqns), body.consts)
+
+
+def without_marks(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
+    """A scan without the marks in its body."""
+    closed = eqn.params["jaxpr"]
+    bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
+    return eqn.replace(params={**eqn.params, "jaxpr": bare})
 
 
 def marked_kind(eqn: compat.JaxprEqn) -> str | None:
@@ -73,49 +81,31 @@ def marked_kind(eqn: compat.JaxprEqn) -> str | None:
     return None if kind == "forward" and compat.is_transposed(eqn) else kind
 
 
-def _cuts(jaxpr: compat.Jaxpr, lengths: Sequence[tuple[int, ...]]) -> dict[int, tuple[ScanCut, str]]:
-    """Per marked scan (by the id of its equation), where it is cut, and the kind of its marks.
+def tied_scans(jaxpr: compat.Jaxpr) -> dict[int, tuple[int, str]]:
+    """Per marked scan (by the id of its equation), the number of the forward one that it belongs to, and its kind.
 
-    Marks from a cached inner jaxpr share an id: backward scans then pair with forward ones from the last to the first.
+    A backward scan transposes a forward one: a mark of both has one id.
     """
-    found: dict[int, tuple[ScanCut, str]] = {}
-    of_mark: dict[object, list[ScanCut]] = defaultdict(list)
-    remaining = iter(lengths)
     marked = [(eqn, kind) for eqn in jaxpr.eqns if (kind := marked_kind(eqn)) is not None]
-    for eqn, kind in marked:
-        if kind == "forward":
-            mark = [m for m in marks_in(eqn) if m.params["kind"] == kind][-1]
-            cut = _scan_cut(mark, next(remaining), eqn.params["reverse"])
-            assert cut.rows.bounds[-1] == eqn.params["length"], (cut.rows, eqn.params["length"])
-            found[id(eqn)] = cut, kind
-            of_mark[mark.params["id"]].append(cut)
-    for wanted, step in (("backward", -1), ("tangent", 1)):
-        queues = {mark: cuts[::step] for mark, cuts in of_mark.items()}
-        for eqn, kind in marked:
-            if kind == wanted:
-                ids = (m.params["id"] for m in marks_in(eqn) if m.params["kind"] == kind)
-                queue = next(queues[i] for i in ids if i in queues)
-                found[id(eqn)] = queue.pop(0) if len(queue) > 1 else queue[0], kind
-    return found
+    own = [[m for m in marks_in(eqn) if m.params["kind"] == kind] for eqn, kind in marked]
+    ids = {marks[-1].params["id"] for marks, (_, kind) in zip(own, marked, strict=True) if kind == "forward"}
+    found = [next((m for m in reversed(marks) if m.params["id"] in ids), None) for marks in own]
+    scans = [(id(eqn), kind) for (eqn, kind), mark in zip(marked, found, strict=True) if mark is not None]
+    numbers = boundaries([mark.params for mark in found if mark is not None])
+    return {scan: (number, kind) for (scan, kind), number in zip(scans, numbers, strict=True)}
 
 
-def _scan_cut(mark: compat.JaxprEqn, lengths: tuple[int, ...], is_reversed: bool) -> ScanCut:
+def _scan_cut(eqn: compat.JaxprEqn, lengths: tuple[int, ...]) -> ScanCut:
+    mark = [m for m in marks_in(eqn) if m.params["kind"] == "forward"][-1]
     pieces = [n for n in lengths if n]
-    bounds = itertools.accumulate(pieces[::-1] if is_reversed else pieces, initial=0)
+    assert sum(pieces) == eqn.params["length"], (pieces, eqn.params["length"])
+    bounds = itertools.accumulate(pieces[::-1] if eqn.params["reverse"] else pieces, initial=0)
     params = {**mark.params, "optional": False}
     marks = tuple(Mark({**params, "id": MarkId()}, mark) for _ in lengths[:-1])
     return ScanCut(Rows(0, tuple(bounds)), marks)
 
 
 # --- the pieces of a scan -------------------------------------------------------------------------
-
-
-def _marked_chain(eqn: compat.JaxprEqn, cut: ScanCut, kind: str) -> list[compat.JaxprEqn]:
-    """A scan with marks in its body as a chain of scans, with marks between them on the carries."""
-    closed = eqn.params["jaxpr"]
-    bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
-    eqn = eqn.replace(params={**eqn.params, "jaxpr": bare})
-    return chain(eqn, cut.rows, cut.marks, kind)
 
 
 def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: str = "forward") -> list[compat.JaxprEqn]:
