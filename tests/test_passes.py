@@ -142,7 +142,7 @@ def gradients(i, w, x):
 def test_only_what_an_earlier_stage_waits_for_is_in_the_first_half_of_a_backward():
     eqn = loop(gradients, MATRIX, VECTOR)
     body = sink_residuals(place_floating(placed(eqn), 2))
-    body, accumulators, _ = reduce_outputs(body, eqn, eqn.params["info"], 2, split=True)
+    body, accumulators, _ = reduce_outputs(body, eqn, eqn.params["info"], split=True)
     assert [str(a.place) for a in accumulators] == ["B0", "B1"]
     halves, accumulators = split_backward(drop_unused(body, [a.value for a in accumulators]), accumulators, True)
     assert [str(a.place) for a in accumulators] == ["W0", "W1"]

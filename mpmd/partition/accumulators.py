@@ -39,31 +39,24 @@ class Accumulator:
     place: Place
 
 
-class Reduced(NamedTuple):
-    """A body with the sums of parts that are accumulated, its accumulators, and the equations after the loop that make
-    the loop's results from them.
-    """
-
-    body: Body
-    accumulators: list[Accumulator]
-    after: list[compat.JaxprEqn]
-
-
-def reduce_outputs(body: Body, eqn: compat.JaxprEqn, info: ScheduledLoop, num_stages: int, split: bool) -> Reduced:
+def reduce_outputs(
+    body: Body, eqn: compat.JaxprEqn, info: ScheduledLoop, split: bool
+) -> tuple[Body, list[Accumulator], list[compat.JaxprEqn]]:
     """Makes an accumulator per output, or per part of one that arises in several stages.
 
     Args:
       body: the body, in which all that is not clonable has its place.
-      eqn: the loop.
-      info: its parameters.
-      num_stages: of its schedule.
       split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
+
+    Returns:
+      The body with the sums of parts that are accumulated, its accumulators, and the equations after the loop that make
+      the loop's results from them.
     """
-    outputs = _Outputs(body, info, num_stages, split)
+    outputs = _Outputs(body, info, split)
     for value, operation, result in zip(body.outvars, info.operations, eqn.outvars, strict=True):
         if not isinstance(result, compat.DropVar):
             outputs.reduce(value, operation, result)
-    return Reduced(body.with_nodes([*body.nodes, *outputs.added]), outputs.accumulators, outputs.after)
+    return body.with_nodes([*body.nodes, *outputs.added]), outputs.accumulators, outputs.after
 
 
 class _Linear(NamedTuple):
@@ -95,23 +88,22 @@ class _Outputs:
 
     Attributes:
       added: the nodes that the body gets besides.
-      accumulators, after: as in `Reduced`.
+      accumulators, after: as `reduce_outputs` returns them.
     """
 
-    def __init__(self, body: Body, info: ScheduledLoop, num_stages: int, split: bool):
+    def __init__(self, body: Body, info: ScheduledLoop, split: bool):
         self.body = body
         self.num_microbatches = info.num_microbatches
         self._of_a_list = info.path is not None
-        self.num_stages = num_stages
+        self._last_stage = info.schedule.num_stages - 1
         self.added: list[Node] = []
         self.accumulators: list[Accumulator] = []
         self.after: list[compat.JaxprEqn] = []
         self._joins = Joins(body) if split else None
-        self._stacks: dict[compat.Var, compat.Var] = {}
         self._types: dict[tuple[Operation, Any], Any] = {}  # of accumulators
         self._steps: _Steps = {}
         self._appended: dict[Any, Atom] = {}
-        self._parts: dict[Any, compat.Var] = {}  # accumulators of gradients that several outputs are made of
+        self._shared: dict[Any, compat.Var] = {}  # accumulators of what several outputs are made of
         self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
         for node in body.nodes:
             for v in node.inputs:
@@ -130,38 +122,28 @@ class _Outputs:
         parts = self._summands(value) if type(operation) in (Add, Mean) else []
         if not parts:
             if self._joins and (join := self._joins.of(value)):
-                stacks = [self._stack(v, place) for v, place in join.parts]
+                stacks = [self._accumulate(v, Concat(), place, is_shared=True) for v, place in join.parts]
                 self.after += _bound(join.reduced(operation, n), [*stacks, *join.operands], result)
                 return
             kind = "B" if source is not None and source.backward else "F"
             home = source.place if source is not None else None
-            parts = [_Summand(value, home or Place(self.num_stages - 1, kind), ())]
-        totals = [(self._accumulate_once(part, operation), part.steps) for part in parts]
+            parts = [_Summand(value, home or Place(self._last_stage, kind), ())]
+        totals = [(self._accumulate(p.value, operation, p.place, bool(p.steps)), p.steps) for p in parts]
         self.after += _combine(totals, operation, n, result)
 
-    def _accumulate(self, value: Atom, operation: Operation, place: Place) -> compat.Var:
+    def _accumulate(self, value: Atom, operation: Operation, place: Place, is_shared: bool) -> compat.Var:
+        """An accumulator of one output, or one for all outputs that are made of it after the loop."""
+        if is_shared and (value, operation, place) in self._shared:
+            return self._shared[value, operation, place]
         key = operation, value.aval
         if key not in self._types:
             start = functools.partial(operation.init, value.aval, self.num_microbatches)
             self._types[key] = result_types(start)[0]
         result = compat.Var(self._types[key])
         self.accumulators.append(Accumulator(value, result, operation, place))
+        if is_shared:
+            self._shared[value, operation, place] = result
         return result
-
-    def _accumulate_once(self, part: _Summand, operation: Operation) -> compat.Var:
-        """One accumulator of a part for all outputs that steps after the loop make of it."""
-        if not part.steps:
-            return self._accumulate(part.value, operation, part.place)
-        key = part.value, operation, part.place
-        if key not in self._parts:
-            self._parts[key] = self._accumulate(*key)
-        return self._parts[key]
-
-    def _stack(self, v: compat.Var, place: Place) -> compat.Var:
-        """A small value of every microbatch; one stack for all outputs that read it."""
-        if v not in self._stacks:
-            self._stacks[v] = self._accumulate(v, Concat(), place)
-        return self._stacks[v]
 
     def _summands(self, value: Atom) -> list[_Summand]:
         """The summands of `value` in several stages (or in another one than it), or [] if it arises in one.
@@ -310,15 +292,14 @@ def _linear_step(body: Body, eqn: compat.JaxprEqn, of_a_list: bool) -> _Linear |
     """
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
-        zeros = body.source(eqn.invars[0])
         starts: list = [integer_of(v) for v in eqn.invars[2:]]
-        if zeros is None or not _is_zeros(zeros.eqn) or any(s is None for s in starts):
+        if not _is_zeros(body, eqn.invars[0]) or any(s is None for s in starts):
             return None
         room = [n - m for n, m in zip(eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)]
         config = [(min(max(s, 0), r), r - min(max(s, 0), r), 0) for s, r in zip(starts, room, strict=True)]
         return _Linear(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), waits=True)
     if name == "pad":
-        if not isinstance(eqn.invars[1], compat.Literal) or np.any(eqn.invars[1].val):
+        if not _is_zeros(body, eqn.invars[1]):
             return None
         return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), waits=True)
     if name == "mul" and isinstance(eqn.invars[0], compat.Literal):
@@ -356,9 +337,7 @@ def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
         return None
     if name == "select_n" and len(eqn.invars) == 3 and position:
         other, mask = eqn.invars[3 - position], eqn.invars[0]
-        made = body.source(other)
-        zero = not np.any(other.val) if isinstance(other, compat.Literal) else made is not None and _is_zeros(made.eqn)
-        if not zero or isinstance(mask, compat.Literal):
+        if not _is_zeros(body, other) or isinstance(mask, compat.Literal):
             return None
 
         def apply(x, y):
@@ -366,8 +345,8 @@ def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
             return eqn.primitive.bind(y, *((x, zeros) if position == 1 else (zeros, x)))
 
         return eqn.invars[position], _Linear(apply, waits=True, operands=(mask,))
-    zeros = body.source(eqn.invars[0]) if isinstance(eqn.invars[0], compat.Var) else None
-    if name == "scatter-add" and position == 2 and zeros is not None and _is_zeros(zeros.eqn):
+    zeros = body.source(eqn.invars[0])
+    if name == "scatter-add" and position == 2 and zeros is not None and _is_zeros(body, eqn.invars[0]):
         indices = eqn.invars[1]
 
         def scatter(x, *given):
@@ -403,12 +382,12 @@ def _joining(eqn: compat.JaxprEqn) -> Iterator[_Linear]:
         offset += 1 if is_stack else x.aval.shape[axis]
 
 
-def _is_zeros(eqn: compat.JaxprEqn) -> bool:
-    return (
-        eqn.primitive.name == "broadcast_in_dim"
-        and isinstance(eqn.invars[0], compat.Literal)
-        and not np.any(eqn.invars[0].val)
-    )
+def _is_zeros(body: Body, atom: Atom) -> bool:
+    """Whether a value is a literal zero, or an array of one."""
+    source = body.source(atom)
+    if source is not None and source.eqn.primitive.name == "broadcast_in_dim":
+        atom = source.eqn.invars[0]
+    return isinstance(atom, compat.Literal) and not np.any(atom.val)
 
 
 def _combine(
@@ -449,9 +428,7 @@ def _same_every_time(
     body: Body, value: Atom, operation: Operation, num_microbatches: int, result: compat.Var
 ) -> list[compat.JaxprEqn]:
     """An output that no microbatch changes: reduced without a loop task (zeros stay zeros)."""
-    source = body.source(value)
-    zero = isinstance(value, compat.Literal) and not np.any(value.val)
-    if (zero or (source and _is_zeros(source.eqn))) and type(operation) in (Add, Mean):
+    if _is_zeros(body, value) and type(operation) in (Add, Mean):
         acc = functools.partial(operation.init, value.aval, num_microbatches)
         return _bound(lambda: operation.finish(acc(), num_microbatches), [], result)
 

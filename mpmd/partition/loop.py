@@ -150,7 +150,7 @@ def partition_loop(
     marks = Marks.of(body, info)
     body = forget_marks(place_equations(body, marks, info.num_microbatches))
     body = sink_residuals(place_floating(body, marks.num_stages))
-    body, accumulators, after = reduce_outputs(body, eqn, info, marks.num_stages, split)
+    body, accumulators, after = reduce_outputs(body, eqn, info, split)
     body = drop_unused(body, [a.value for a in accumulators])
     if sharded is not None:
         body, accumulators, sums = sum_once(body, accumulators, sharded, info.num_microbatches)
