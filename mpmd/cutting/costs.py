@@ -70,7 +70,7 @@ def _seconds(placed: PlacedBody, machine: Machine, num_devices: int) -> list[tup
             which = 1 if any(v in placed.input_grads for v in node.eqn.outvars) else 2
         span = placed.spans[node.place.stage]
         each = machine.work_s(works([node.eqn]), num_devices) / span.num_units
-        for unit in range(span.first, span.last + 1):
+        for unit in span.units:
             seconds[which][unit] += each
     return [tuple(one) for one in seconds]
 
@@ -88,9 +88,7 @@ class _Sizes:
             read = equations.variables(e.invars)
             if len(read) == 1 and len(e.outvars) == 1 and read[0].aval.shape == e.outvars[0].aval.shape:
                 self._root[e.outvars[0]] = self.root(read[0])
-        sharded = ShardedAxes(mesh.groups[0])
-        for v, (spec, _) in layouts.items():
-            sharded.say(v, spec)
+        sharded = ShardedAxes(mesh.groups[0], {v: spec for v, (spec, _) in layouts.items()})
         self.nbytes = sharded.read([*before, *(node.eqn for node in body.nodes)]).nbytes
 
     def root(self, v: compat.Var) -> compat.Var:
@@ -121,7 +119,7 @@ class _Parameters:
             if is_layers and i >= num_whole:
                 self.layers.setdefault(source, span)
             else:
-                self.units[source].update(range(span.first, span.last + 1))
+                self.units[source].update(span.units)
 
     def _source(self, v: compat.Var) -> compat.Var | None:
         """The operand that `v` is, or the part of one; None for what each microbatch makes anew."""
@@ -146,7 +144,7 @@ class _Parameters:
             nbytes = self._nbytes(v, ratio)
             units = sorted(self.units.get(v, ()))
             if not units and (span := self.layers[v]):
-                for unit in range(span.first, span.last + 1):
+                for unit in span.units:
                     held[unit] += nbytes / span.num_units
             elif len(units) == 1:
                 held[units[0]] += nbytes
@@ -164,7 +162,7 @@ class _Parameters:
             if not self._has_gradient(v):
                 continue
             span = self.layers.get(v)
-            units = range(span.first, span.last + 1) if span else sorted(self.units[v])
+            units = span.units if span else sorted(self.units[v])
             own, of_argument = self.sizes.nbytes(v), self.sizes.nbytes(self.sizes.root(v))
             for unit in units:
                 accumulated[unit] += 2 * own / (len(units) if span else 1)  # each reader has a sum of its own
@@ -207,7 +205,7 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
             nbytes = sizes.nbytes(v)
             is_stacked = span.scan is not None and source.eqn.outvars.index(v) >= compat.scan_sizes(source.eqn)[1]
             if is_stacked:
-                for unit in range(span.first, span.last + 1):
+                for unit in span.units:
                     found[unit] += nbytes / span.num_units
             else:
                 found[span.last] += nbytes

@@ -13,7 +13,7 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import Candidates, Marked
 from mpmd.cutting.split_scans import tied_scans
 from mpmd.graphs.backward_stages import backward_stages, find_backward
-from mpmd.graphs.body import Body, Node, Place, hoist
+from mpmd.graphs.body import Body, Node, hoist, with_places
 from mpmd.graphs.marks import Marks, forget_marks
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p
 from mpmd.tracing.new_equations import Atom
@@ -27,9 +27,14 @@ class Span(NamedTuple):
     scan: Marked | None
 
     @property
+    def units(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.first + self.num_units)
+
+    @property
     def last(self) -> int:
         """The last of its units."""
-        return self.first + self.num_units - 1
+        return self.units[-1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,10 +75,9 @@ def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
             forward[node] = here
     gradients = backward_stages(body, marks, backward, forward)
     needed = body.ancestors(v for n in number if n.eqn.params["kind"] == "backward" for v in n.inputs)
-    places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
-    placed = [dataclasses.replace(n, backward=n in backward, place=places.get(n)) for n in body.nodes]
     waited_for = frozenset(v for n in needed & backward for v in n.eqn.outvars)
-    return PlacedBody(forget_marks(body.with_nodes(placed)), tuple(spans), waited_for)
+    placed = with_places(body, backward, forward, gradients)
+    return PlacedBody(forget_marks(placed), tuple(spans), waited_for)
 
 
 def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compat.Jaxpr, list[Span]]:

@@ -162,6 +162,15 @@ def hoist(body: Body, of_a_list: bool = False) -> Body:
     return body.with_nodes(nodes)
 
 
+def with_places(body: Body, backward: set[Node], forward: dict[Node, int], gradients: dict[Node, int]) -> Body:
+    """The body whose equations have their places: the stages of forward and of backward ones. What floats has none."""
+    places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
+    return body.with_nodes(
+        dataclasses.replace(n, backward=n in backward, place=places.get(n)) if n in backward or n in places else n
+        for n in body.nodes
+    )
+
+
 def drop_unused(body: Body, values: Iterable[Atom]) -> Body:
     """Drops equations of the loop that none of `values` and no effect needs."""
     live = body.live(values)

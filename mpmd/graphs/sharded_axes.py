@@ -4,7 +4,7 @@ What is not found counts as not sharded. Nothing computed depends on it: only wh
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -27,12 +27,15 @@ class ShardedAxes:
 
     Args:
       mesh: of a group; all groups have this shape.
+      known: what is known of variables from outside.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh):
+    def __init__(self, mesh: Mesh | AbstractMesh, known: Mapping[compat.Var, PartitionSpec] | None = None):
         self.mesh = mesh
         self.sizes = {n: size for n, size in mesh.shape.items() if size > 1}
         self._found: dict[compat.Var, Dims] = {}
+        for v, spec in (known or {}).items():
+            self._record(v, dims_of(spec, len(v.aval.shape)))
 
     def of(self, v: Atom) -> Dims:
         """The mesh axes of each axis of a value."""
@@ -45,10 +48,6 @@ class ShardedAxes:
             (*(n for n in t if n in explicit and n in self.sizes), *(n for n in f if n not in explicit))
             for t, f in zip(dims_of(sharding.spec, ndim), found, strict=True)
         )
-
-    def say(self, v: compat.Var, spec: PartitionSpec) -> None:
-        """Records what is known of a variable from outside."""
-        self._record(v, dims_of(spec, len(v.aval.shape)))
 
     def say_alike(self, v: compat.Var, other: Atom) -> None:
         """Records that a variable is sharded like another one of its shape."""

@@ -107,11 +107,8 @@ def _sharded_axes(trace: Trace, mesh: MpmdMesh, in_specs: Sequence[PartitionSpec
     shape = mesh.groups[0].abstract_mesh
     if shape.size == 1 or any(g.abstract_mesh != shape for g in mesh.groups):
         return None
-    sharded = ShardedAxes(shape)
-    for i, spec in enumerate(in_specs, start=len(trace.consts)):
-        if spec is not None:
-            sharded.say(trace.jaxpr.invars[i], spec)
-    return sharded
+    known = zip(trace.arguments, in_specs, strict=False)  # there may be no specs
+    return ShardedAxes(shape, {v: spec for v, spec in known if spec is not None})
 
 
 def _items(

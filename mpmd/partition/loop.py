@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.graphs.backward_stages import backward_stages, find_backward
-from mpmd.graphs.body import Body, Node, Place, drop_unused, hoist
+from mpmd.graphs.body import Body, Node, Place, drop_unused, hoist, with_places
 from mpmd.graphs.equations import live_equations
 from mpmd.graphs.marks import Marks, check_marks_are_used, forget_marks
 from mpmd.graphs.scheduled_loop import ScheduledLoop
@@ -165,11 +165,7 @@ def place_equations(body: Body, marks: Marks, num_microbatches: int) -> Body:
     backward = find_backward(body, marks)
     forward = forward_stages(body, marks, backward, num_microbatches)
     gradients = backward_stages(body, marks, backward, forward)
-    places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
-    return body.with_nodes(
-        dataclasses.replace(n, backward=n in backward, place=places.get(n)) if n in backward or n in places else n
-        for n in body.nodes
-    )
+    return with_places(body, backward, forward, gradients)
 
 
 # --- tasks ----------------------------------------------------------------------------------------

@@ -50,9 +50,8 @@ def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | Non
       donated_args: flat arguments whose memory may be taken over.
     """
     layouts = {v: layout for v, layout in zip(outline.trace.arguments, in_layouts, strict=True) if layout}
-    sharded = ShardedAxes(max(mesh.groups, key=lambda group: group.size))
-    for v, (spec, _) in layouts.items():
-        sharded.say(v, spec)
+    largest = max(mesh.groups, key=lambda group: group.size)
+    sharded = ShardedAxes(largest, {v: spec for v, (spec, _) in layouts.items()})
     batches = {v for v, role in Roles(outline).role.items() if role == "data"}
     inner: dict[str | tuple[int, Place], int] = {}
     for item in outline.items:
