@@ -2,8 +2,7 @@
 
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -28,11 +27,11 @@ def _delegated(name: str) -> property:
     return property(lambda self: getattr(self._readable(), name), doc=f"As `jax.Array.{name}`, of what is held here.")
 
 
-def _unary(name: str) -> Callable[["ReadableArray"], Any]:
-    """An operator that is answered by the array which this process holds."""
+def _unary(name: str, readable: str) -> Callable[["ReadableArray"], Any]:
+    """An operator that is answered by the array which the method `readable` gives."""
 
     def forward(self: "ReadableArray") -> Any:
-        return getattr(self._readable(), name)()
+        return getattr(getattr(self, readable)(), name)()
 
     forward.__name__ = name
     return forward
@@ -59,21 +58,10 @@ class ReadableArray(jax.Array):
     __slots__ = ()
     __array_priority__ = 100
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def _readable(self) -> jax.Array:
-        """The array to compute with, or the user's error if there is none."""
-        raise NotImplementedError
-
-    def _host_readable(self) -> jax.Array:
-        """An array whose every value is in this process, or the user's error if there is none."""
-        raise NotImplementedError
-
-    def _operands(self, other: Any) -> tuple[Any, Any]:
-        """Both sides of an operator, `self` being one of them."""
-        raise NotImplementedError
+    # The array to compute with, and one whose every value is in this process; or the user's error if there is none.
+    _readable: Callable[[], jax.Array]
+    _host_readable: Callable[[], Any]
+    _operands: Callable[[Any], tuple[Any, Any]]  # both sides of an operator with something else
 
     def __jax_array__(self) -> jax.Array:
         return self._readable()
@@ -92,9 +80,6 @@ class ReadableArray(jax.Array):
         x = self._readable()
         return x.imag if np.issubdtype(x.dtype, np.complexfloating) else jax.numpy.zeros_like(x)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._readable()[index]
-
     def __setitem__(self, index: Any, value: Any) -> None:
         self._readable()[index] = value  # JAX's error, which says what to write
 
@@ -103,26 +88,8 @@ class ReadableArray(jax.Array):
             raise TypeError("len() of unsized object")
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._readable())
-
     def __contains__(self, item: Any) -> bool:
         return item in self._readable()  # pyright: ignore[reportOperatorIssue]
-
-    def __bool__(self) -> bool:
-        return bool(self._host_readable())
-
-    def __int__(self) -> int:
-        return int(self._host_readable())
-
-    def __float__(self) -> float:
-        return float(self._host_readable())
-
-    def __complex__(self) -> complex:
-        return complex(self._host_readable())
-
-    def __index__(self) -> int:
-        return operator.index(self._host_readable())
 
     def __round__(self, ndigits: int | None = None) -> Any:
         return self._readable().round(ndigits or 0)
@@ -141,6 +108,8 @@ def is_plain(x: Any) -> TypeGuard[jax.Array]:
 for _name in _METHODS.split():
     setattr(ReadableArray, _name, _delegated(_name))
 for _name in ("__neg__", "__pos__", "__abs__", "__invert__"):
-    setattr(ReadableArray, _name, _unary(_name))
+    setattr(ReadableArray, _name, _unary(_name, "_readable"))
+for _name in ("__bool__", "__int__", "__float__", "__complex__", "__index__"):
+    setattr(ReadableArray, _name, _unary(_name, "_host_readable"))
 for _name in _BETWEEN.split():
     setattr(ReadableArray, f"__{_name}__", _binary(f"__{_name}__"))
