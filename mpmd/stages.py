@@ -25,8 +25,7 @@ from mpmd.costs.devices import machine_for_cuts, machine_of, memory_limit
 from mpmd.costs.machine import Machine
 from mpmd.cutting.cut import cut_trace
 from mpmd.cutting.cut_outside import cut_outside
-from mpmd.cutting.piece_hints import hints_of_pieces, in_one_group, rows_of
-from mpmd.cutting.split_rows import SplitStep, split_rows
+from mpmd.cutting.split_rows import SplitStep, hints_of_pieces, in_one_group, rows_of, split_rows
 from mpmd.job import joining
 from mpmd.job.wires import expected_wire
 from mpmd.observe import ledger

@@ -22,9 +22,8 @@ from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.donation import donations
 from mpmd.compile.executable import Executable
 from mpmd.compile.program import zeros_call
-from mpmd.compile.program_names import segment_names, task_name, zeros_name
 from mpmd.compile.subprogram import SEGMENTS, TASKS, UPDATES
-from mpmd.compile.tasks import accumulators_of, task_bodies, task_jaxpr
+from mpmd.compile.tasks import accumulators_of, segment_names, task_bodies, task_jaxpr, task_name, zeros_name
 from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop, Outline, Segment

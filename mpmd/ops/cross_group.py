@@ -70,7 +70,7 @@ def place(x: PyTree, group: int | Iterable[int]) -> PyTree:
 def end_task(x: jax.Array, group: Iterable[int]) -> jax.Array:
     """`place` for what a task gives: the equations before it, back to the end of the task before, run as one program.
 
-    A step that has such ends keeps the order of its tasks in each group (`mpmd/partition/tasks.py`).
+    A step that has such ends keeps the order of its tasks in each group (`mpmd/partition/levels.py`).
     """
     return place_p.bind(x, groups=_groups(group), ends_task=True)
 

@@ -17,11 +17,10 @@ from mpmd.ops.cross_group import place_p
 from mpmd.partition.assemble import assemble
 from mpmd.partition.control_flow import pinned_parts
 from mpmd.partition.flat_step import Asked, FlatStep, Item
-from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible
+from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible, by_task, has_tasks
 from mpmd.partition.outline import Groups, Loop, Outline
 from mpmd.partition.pins import Pins, runs_once, with_fewest_bytes
 from mpmd.partition.stage_text import StageGroups, StageText
-from mpmd.partition.tasks import by_task, has_tasks
 from mpmd.tracing.trace import Trace
 
 
