@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind, shortest
-from mpmd.compile.blocks import BlockSite, block_of, common_blocks
 from mpmd.compile.executable import DistinctProgram, Executable, Parts, Threads, nbytes_on_a_device, on_mesh
-from mpmd.compile.repeats import LEAST
+from mpmd.compile.repeats import LEAST, BlockSite, block_of, common_blocks
 from mpmd.compile.subprogram import Pattern, ReuseRule, Subprogram, num_equations, renamed_equations
 from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError

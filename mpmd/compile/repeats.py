@@ -1,9 +1,13 @@
 """Finds runs of equations that programs have in common, such as the layers of stages that hold several of them."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.compile.subprogram import SUM, Pattern, Subprogram
+from mpmd.graphs import equations
 
 # What a call more must save: so many equations that are not compiled.
 LEAST = 80
@@ -85,3 +89,79 @@ def _intervals(common: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield found, first, i - 1
         if stack[-1][0] < length:
             stack.append((length, first))
+
+
+# --- what programs have in common of which none holds another one: layers of stages that have two and three ---
+
+
+class BlockSite(NamedTuple):
+    """Equations of a program, by their positions: of several that are alike, those but sums in the same order."""
+
+    pattern: Pattern
+    alike: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    @property
+    def eqns(self) -> list[compat.JaxprEqn]:
+        return [self.pattern.jaxpr.eqns[i] for i in sorted((*self.alike, *self.sums))]
+
+    @property
+    def wanted(self) -> set[Any]:
+        """What other equations, or whoever calls the program, read."""
+        own = {*self.alike, *self.sums}
+        others = (e for i, e in enumerate(self.pattern.jaxpr.eqns) if i not in own)
+        return {v for e in others for v in equations.variables(e.invars)}.union(
+            equations.variables(self.pattern.jaxpr.outvars)
+        )
+
+
+def common_blocks(patterns: Sequence[Pattern]) -> Iterator[list[BlockSite]]:
+    """What several programs do alike, perhaps but for sums: what saves most comes first; of it, what has most sums."""
+    rows = [[i for i, e in enumerate(p.jaxpr.eqns) if e.primitive.name != SUM] for p in patterns]
+    kinds = [[p.kinds[i] for i in row] for p, row in zip(patterns, rows, strict=True)]
+    weights = [[p.weights[i] for i in row] for p, row in zip(patterns, rows, strict=True)]
+    for runs in repeated_runs(kinds, weights):
+        if len({run.sequence for run in runs}) > 1:
+            spans = []
+            for k, start, length in runs:
+                alike = rows[k][start : start + length]
+                end = rows[k][start + length] if start + length < len(rows[k]) else len(patterns[k].kinds)
+                sums = set(range(alike[0], end)).difference(alike)
+                spans.append(BlockSite(patterns[k], tuple(alike), tuple(sums)))
+            yield sorted(_grown(spans), key=lambda span: len(span.sums), reverse=True)
+
+
+def _grown(spans: Sequence[BlockSite]) -> list[BlockSite]:
+    """With what stands before them, is alike, and is for them alone: what a backward computes of residuals, say."""
+    patterns = [span.pattern for span in spans]
+    own = [{*span.alike, *span.sums} for span in spans]
+    rows = list(zip(*(span.alike for span in spans), strict=True))
+    for row in rows:  # which grow
+        for atoms in zip(*(p.jaxpr.eqns[i].invars for p, i in zip(patterns, row, strict=True)), strict=True):
+            if all(not isinstance(v, compat.Literal) and v in p.origin for p, v in zip(patterns, atoms, strict=True)):
+                found = tuple(p.origin[v][0] for p, v in zip(patterns, atoms, strict=True))
+                at = list(zip(patterns, found, own, strict=True))
+                is_new = all(i not in mine and p.readers[i] <= mine for p, i, mine in at)
+                if is_new and len({p.kinds[i] for p, i, _ in at}) == 1:
+                    rows.append(found)
+                    for _, i, mine in at:
+                        mine.add(i)
+    return [
+        BlockSite(p, alike, span.sums) for p, alike, span in zip(patterns, zip(*rows, strict=True), spans, strict=True)
+    ]
+
+
+def block_of(spans: Sequence[BlockSite]) -> Subprogram:
+    """The first of spans that are alike as a program that writes whatever any of them must."""
+    model = spans[0].eqns
+    made = dict.fromkeys(v for e in model for v in equations.outputs(e))  # in order: the same in every process
+    sums = {v: e.outvars[0] for e in model if e.primitive.name == SUM for v in equations.variables(e.invars)}
+    wanted = spans[0].wanted
+    for span in spans[1:]:
+        outs = [[s.pattern.jaxpr.eqns[i].outvars for i in s.alike] for s in (spans[0], span)]
+        pairs = [pair for mine, its in zip(*outs, strict=True) for pair in zip(mine, its, strict=True)]
+        its = span.wanted
+        wanted |= {sums.get(v, v) for v, w in pairs if w in its}
+    first = equations.variables(spans[0].pattern.jaxpr.outvars)
+    results = dict.fromkeys(v for v in (*first, *made) if v in made and v in wanted)
+    return Subprogram(tuple(model), tuple(equations.free_variables(model)), tuple(results))

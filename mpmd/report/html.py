@@ -1,6 +1,7 @@
 """One HTML file about a step: schedule, timeline, stages, memory over time, transfers, plan against measurement."""
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from mpmd.report.conclusion import conclusion
 from mpmd.report.explain import StepTraffic, sent_by
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
-from mpmd.report.memory_chart import memory_chart, round_ticks
 from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile, loop_parts, shape_table, stragglers, task_seconds
 from mpmd.report.provenance import provenance
@@ -133,7 +133,7 @@ def _clock(seconds: float) -> str:
     shown = (
         f'<span{" class=last" * (t > 0.85 * seconds)} style="left:{100 * t / seconds:.3f}%">'
         f"{in_seconds(t) if t else '0'}</span>"
-        for t in round_ticks(seconds, 10)
+        for t in _round_ticks(seconds, 10)
     )
     return f'<div class="clock">{"".join(shown)}</div>'
 
@@ -258,7 +258,7 @@ def _memory(facts: Facts) -> Iterator[str]:
     histories = {g: over_time(facts.programs, facts.program, g) for g in sorted(mesh.local_groups)}
     most = max((now["peak"] for history in histories.values() for now in history), default=0) or 1
     charts = "".join(
-        memory_chart(history, most, f"group {g}: at most {in_bytes(max((n['peak'] for n in history), default=0))}")
+        _memory_chart(history, most, f"group {g}: at most {in_bytes(max((n['peak'] for n in history), default=0))}")
         for g, history in histories.items()
     )
     yield f'<div class="memory">{charts}</div>'
@@ -311,3 +311,57 @@ def _device_peak(facts: Facts, group: int) -> int:
     if facts.profile is None or facts.programs.mesh.is_described:
         return 0
     return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))
+
+
+# --- the memory of a device over a step: kinds on top of each other, with axes ---------------------
+
+
+def _round_ticks(most: float, count: int) -> list[float]:
+    """Round numbers from 0 to `most`, about so many.
+
+    Examples:
+      >>> _round_ticks(64.8, 10), _round_ticks(4.47, 4)
+      ([0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0], [0.0, 2.0, 4.0])
+    """
+    power = 10.0 ** math.floor(math.log10(most / count))
+    every = next(power * k for k in (1, 2, 5, 10) if most / (power * k) <= count)
+    return [every * k for k in range(int(most / every) + 1)]
+
+
+def _memory_chart(history: Sequence[Mapping[str, int]], most: float, title: str) -> str:
+    """A figure. The horizontal axis counts instructions.
+
+    Args:
+      history: bytes by kind, after each instruction.
+      most: bytes at the upper end of the vertical axis.
+    """
+    count = max(1, len(history))
+    down = [(100 - 100 * y / most, in_bytes(y) if y else "0") for y in _round_ticks(most, 4)]
+    along = [(100 * x / count, f"{x:.0f}") for x in _round_ticks(count, 6) if x == int(x)]
+    lines = "".join(f'<line x1="0" x2="{count}" y1="{y:.2f}" y2="{y:.2f}"/>' for y, _ in down)
+    return (
+        f'<figure class="curve"><figcaption>{title}</figcaption><div class="up">'
+        + "".join(f'<span style="top:{y:.2f}%">{text}</span>' for y, text in down)
+        + f'</div><svg viewBox="0 0 {count} 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
+        f'{_areas(history, most)}<g class="grid">{lines}</g></svg><div class="along">'
+        + "".join(f'<span style="left:{x:.2f}%">{text}</span>' for x, text in along)
+        + "</div></figure>"
+    )
+
+
+def _areas(history: Sequence[Mapping[str, int]], most: float) -> str:
+    below = [0.0] * len(history)
+    shapes = []
+    for kind in KINDS:
+        above = [b + now.get(kind, 0) for b, now in zip(below, history, strict=True)]
+        if above != below:
+            top = [f"{x},{_down(v, most)} {x + 1},{_down(v, most)}" for x, v in enumerate(above)]
+            under = [f"{x + 1},{_down(v, most)} {x},{_down(v, most)}" for x, v in enumerate(below)]
+            points = " ".join([*top, *reversed(under)])
+            shapes.append(f'<polygon points="{points}" fill="var(--{kind})"><title>{kind}</title></polygon>')
+        below = above
+    return "".join(shapes)
+
+
+def _down(nbytes: float, most: float) -> str:
+    return f"{100 - 100 * nbytes / most:.2f}"
