@@ -15,7 +15,7 @@ from jax._src.api_util import InternalFloatingPointError
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -76,12 +76,10 @@ from mpmd._jax_compat.jaxprs import (
     scan_sizes,
     shaped_array,
     source_line,
-    stacked_aval,
     users_stack,
     with_new_vars,
     within,
     written_out,
-    zero_like,
 )
 from mpmd._jax_compat.parameters import jaxprs_in, kernel_grid, mapped
 from mpmd._jax_compat.processes import (

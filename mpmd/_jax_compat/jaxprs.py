@@ -16,10 +16,8 @@ from jax.extend.core import (
     ClosedJaxpr,  # since JAX 0.11 the same class as Jaxpr, which has constants then
     DebugInfo,
     Primitive,
-    unmapped_aval,
 )
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
-from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
@@ -94,11 +92,6 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns),
         closed.consts,
     )
-
-
-def stacked_aval(aval: Any, length: int) -> Any:
-    """The type of so many values of type `aval`, one after the other along a new first axis."""
-    return unmapped_aval(length, 0, aval)
 
 
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
@@ -250,11 +243,6 @@ def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     if closed.jaxpr.is_high:  # pyright: ignore[reportAttributeAccessIssue]
         closed = pe.lower_jaxpr2(closed)  # pyright: ignore[reportAttributeAccessIssue]
     return discharge_state(closed) if core.internal_mutable_array_effect in closed.effects else closed
-
-
-def zero_like(tangent: Any) -> ad.Zero:
-    """The symbolic zero of a tangent's type."""
-    return ad.Zero(jax.typeof(tangent))
 
 
 def shaped_array(x: Any) -> Any:

@@ -102,7 +102,7 @@ class _ScanPair:
         kept = fewest_bytes(self.loop.body.invars, self.loop.body.eqns, wanted, self._cost)
         if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
             return self.pair.forward, self.pair.backward
-        stacked = {v: compat.Var(compat.stacked_aval(v.aval, self.length)) for v in kept if v not in self.operand}
+        stacked = {v: compat.Var(compat.unmapped_aval(self.length, 0, v.aval)) for v in kept if v not in self.operand}
         stacks = [x for j, x in enumerate(self.loop.stacks) if j not in self.wanted]
         forward = dataclasses.replace(self.loop, stacks=[*stacks, *map(Stack, stacked, stacked.values())])
         again = compat.make_jaxpr(kept, wanted, equations_between(self.loop.eqns, kept, wanted), "again")

@@ -243,7 +243,7 @@ def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
     for v in kept:
         handed = next((s for s in stacks if s.inner is v), None)
         if handed is None:
-            handed = Stack(v, compat.Var(compat.stacked_aval(v.aval, eqn.params["length"])))
+            handed = Stack(v, compat.Var(compat.unmapped_aval(eqn.params["length"], 0, v.aval)))
             stacks.append(handed)
         rows.append(Operand(handed.outer, v))
     first = dataclasses.replace(loop, carry=first_carry, stacks=stacks, eqns=divided.first)

@@ -134,7 +134,7 @@ compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.
 def _mark_jvp(primals: Any, tangents: Any, *, kind: Any, **params: Any):
     outs = mark_p.bind(*primals, kind=kind, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
-    tangents_out = [compat.zero_like(t) if type(t) is not compat.ad.Zero else t for t in tangents]
+    tangents_out = [compat.ad.Zero(jax.typeof(t)) if type(t) is not compat.ad.Zero else t for t in tangents]
     if moving:
         marked = mark_p.bind(*(tangents[i] for i in moving), kind="tangent", **params)
         for i, t in zip(moving, marked, strict=True):
