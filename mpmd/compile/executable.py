@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
@@ -130,30 +129,25 @@ class DistinctProgram:
 
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
         """The program on a mesh of its shape, under its own name or another one."""
-        program = self._program_on(mesh)
-        args = [compat.abstract(v.aval, s) for v, s in zip(self.jaxpr.invars, program.in_shardings, strict=True)]
-        with jax.set_mesh(mesh), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self.jitted(mesh, name).lower(*args)
-
-    def jitted(self, mesh: Mesh, name: str | None = None) -> Any:
-        """As `jax.jit` calls it."""
         placed = self._program_on(mesh)
         fun, invars = compat.jaxpr_as_fun(placed.closed), self.jaxpr.invars
+        args = [compat.abstract(v.aval, s) for v, s in zip(invars, placed.in_shardings, strict=True)]
 
         def program(*args):
             with compat.tracing(mesh.abstract_mesh):
                 return fun(*(_typed_as(v.aval, x) for v, x in zip(invars, args, strict=True)))
 
         program.__name__ = program.__qualname__ = name or placed.name
-        with jax.set_mesh(mesh):
-            return jax.jit(
+        with jax.set_mesh(mesh), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            jitted = jax.jit(
                 program,
                 out_shardings=list(placed.out_shardings),
                 donate_argnums=placed.donate,
                 keep_unused=True,
                 compiler_options=placed.options,
             )
+            return jitted.lower(*args)
 
     def start(self, mesh: Mesh) -> None:
         """Begins to compile it, or to load it, in a thread, unless that has begun."""
@@ -203,8 +197,6 @@ class DistinctProgram:
             found = self._origin().compiled
         elif isinstance(found, Future):
             found = self._waited(found, mesh)
-            if any(_is_sub_byte(a.dtype) for a in jax.tree.leaves(found.args_info)):
-                found = ByJit(found, self.jitted(mesh), mesh)
         self.loaded[mesh] = found
         return found
 
@@ -223,11 +215,6 @@ class DistinctProgram:
         first = self._first
         if first is not None and first.done() and first.exception() is None and first.result() is not None:
             first.result().release()
-
-    def compiled_on(self, mesh: Mesh) -> jax.stages.Compiled:
-        """As `on`, for everything but calls."""
-        found = self.on(mesh)
-        return found.compiled if isinstance(found, ByJit) else found
 
     def text(self, dialect: str, name: str) -> str:
         """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
@@ -322,24 +309,6 @@ class Chain:
             output_size_in_bytes=sum(map(nbytes_on_a_device, jaxpr.outvars, whole.out_shardings)),
             temp_size_in_bytes=max(sizes) + self._parts.nbytes,
         )
-
-
-class ByJit:
-    """A program called through `jax.jit`: on CPU devices, compiled ones refuse int4 arguments, theirs among them."""
-
-    def __init__(self, compiled: jax.stages.Compiled, jitted: Callable, mesh: Mesh):
-        self.compiled, self._jitted, self._mesh = compiled, jitted, mesh
-
-    def __call__(self, *args: Any):
-        with jax.set_mesh(self._mesh):
-            return self._jitted(*args)
-
-    def __getattr__(self, name: Any):
-        return getattr(self.compiled, name)
-
-
-def _is_sub_byte(dtype: DTypeLike) -> bool:
-    return jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8
 
 
 def _typed_as(aval: Any, x: Any) -> Any:

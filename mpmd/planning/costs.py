@@ -76,7 +76,7 @@ class StepCosts:
         if distinct not in self._of_program:
             jaxpr = distinct.jaxpr
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
-            text = (distinct.compiled_on(mesh).as_text() or "") if mesh.size > 1 else ""
+            text = (distinct.on(mesh).as_text() or "") if mesh.size > 1 else ""
             collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near))
             compute_s = self.machine.compute_s(works, mesh.size)
             waiting_s = self.machine.waiting_s(collectives, compute_s)
