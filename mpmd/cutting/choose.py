@@ -31,11 +31,7 @@ def choose(
     about as fast.
 
     Args:
-      trace: the step.
-      eqn: its `treduce` equation.
-      candidates: where its stages may end.
-      schedule: the loop's.
-      mesh: the groups.
+      eqn: a `treduce` equation of the step.
       layouts: of arguments of the step, where they are known.
     """
     machine = machine_for_cuts(mesh)
@@ -58,8 +54,6 @@ def one_cut(choices: Sequence[Cut], infos: Sequence[ScheduledLoop], mesh: MpmdMe
 
     Args:
       choices: the cut of each loop for itself.
-      infos: the loops.
-      mesh: the groups.
     """
     if len({c.layers for c in choices}) == 1:
         return list(choices)

@@ -34,16 +34,7 @@ def unit_costs(
     machine: Machine,
     layouts: Mapping[compat.Var, Layout],
 ) -> Units:
-    """The costs of a loop, unit by unit.
-
-    Args:
-      trace: the step.
-      eqn: its `treduce` equation.
-      candidates: where its stages may end.
-      mesh: the groups.
-      machine: how fast they are.
-      layouts: of arguments of the step, where they are known.
-    """
+    """The costs of a loop, unit by unit; the arguments are those of `choose`."""
     placed = place_in_units(eqn, candidates)
     sizes = _Sizes(trace, eqn, placed.body, mesh, layouts)
     forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)

@@ -37,8 +37,6 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
     """The step, in whose loops all schedules are known and all marks are stage ends.
 
     Args:
-      trace: the step.
-      mesh: the groups.
       in_layouts: per flat argument, its layout or None.
 
     Raises:

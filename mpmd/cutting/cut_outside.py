@@ -26,9 +26,7 @@ def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
     """The step, in which no scan outside of the loops holds a mark.
 
     Args:
-      trace: the step.
       hints: per flat argument, where it is, as far as that is known.
-      num_groups: of the mesh.
     """
     if not any(marked_kind(e) for e in trace.jaxpr.eqns):
         return trace

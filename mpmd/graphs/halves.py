@@ -61,8 +61,7 @@ def halves(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptByte
     """Divides an equation; None if its kind has no rule, or nothing heavy is left for the rest.
 
     Args:
-      eqn: the equation. Its effects are urgent.
-      urgent: the urgent ones of its results.
+      urgent: the urgent ones of its results; its effects are urgent too.
       costs: of what it reads.
     """
     return _ruled(eqn, _Urgent(urgent), costs)
@@ -72,8 +71,7 @@ def recomputation(eqn: compat.JaxprEqn, late: Collection[compat.Var], costs: Kep
     """Divides what needs none of the late operands from the rest; None if its kind has no rule, or that is not heavy.
 
     Args:
-      eqn: the equation. Its effects are in the rest.
-      late: those of its operands that are there last.
+      late: those of its operands that are there last; its effects are in the rest.
       costs: of what it reads.
     """
     return _ruled(eqn, _Late(late), costs)

@@ -180,7 +180,6 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
     Each round ends with a longer shortest path from the source to the sink, so there are fewer rounds than nodes.
 
     Args:
-      num_nodes: how many nodes.
       edges: of each, where it begins, where it ends, and its capacity.
       source, sink: the nodes to be parted.
     """

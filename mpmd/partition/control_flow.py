@@ -36,7 +36,6 @@ def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator
     """An equation and its pin, or the parts that it is cut into and theirs; each is recorded in `pins`.
 
     Args:
-      eqn: an equation of the step.
       pins: where everything before it is.
       donor_of: per result of the step, the argument that it takes the place of.
     """

@@ -39,8 +39,6 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[st
     """How an equation runs on each device's rows; None if it sums over no sharded axis, or types forbid it.
 
     Args:
-      eqn: the equation.
-      sharded: the mesh axes of its operands.
       refused: the mesh axes over which its result should have no parts.
     """
     if (found := _summed(eqn, [sharded.of(v) for v in eqn.invars])) is None:

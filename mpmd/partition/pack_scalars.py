@@ -46,10 +46,7 @@ def pack_scalars(
     """Packs the scalars among transfers.
 
     Args:
-      transfers: what crosses outside of the loops.
-      readers: who reads them.
       segments: (level, group) of every segment.
-      loop_levels: the levels of the loops.
     """
     together: dict[tuple, list[OutlineTransfer]] = defaultdict(list)
     for t in transfers:

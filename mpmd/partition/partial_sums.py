@@ -60,9 +60,7 @@ def sum_once(
 
     Args:
       body: with places; unused equations are dropped.
-      accumulators: its accumulators.
       sharded: what is known of the operands of the loop.
-      num_microbatches: of the loop.
 
     Returns:
       The body and its accumulators, and the equations that sum their results.

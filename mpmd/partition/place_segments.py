@@ -36,8 +36,6 @@ def outline_step(
     """Places every equation of a traced step.
 
     Args:
-      trace: the step.
-      mpmd_mesh: the groups.
       in_groups: per flat argument, the groups that hold it, or None to find out.
       out_groups: per flat result, the groups that shall hold it, or None.
       forwarded: flat arguments that may be returned as they are (donated ones: nobody else holds them).

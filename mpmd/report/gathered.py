@@ -31,7 +31,6 @@ def profile_of(
       loops: as `facts_of` gives them.
       job: the job of several processes; None where this one runs everything.
       rows: of this process, for each step.
-      result: of the last step.
     """
     parts, error = list(rows), 0.0
     if job is not None:
