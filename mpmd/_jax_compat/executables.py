@@ -119,7 +119,7 @@ class LoadedProgram:
 
 
 def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """The program, which takes arrays of 4-bit types: JAX 0.10 refuses them, for their layouts do not say the 4 bits."""
+    """The program, which takes arrays of 4-bit types: JAX 0.10 refuses them, for their layouts do not say the bits."""
     executable: Any = compiled._executable
     with contextlib.suppress(*_OTHER_JAX):
         executable._xla_in_layouts = [

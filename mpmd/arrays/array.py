@@ -413,7 +413,12 @@ class MpmdArray(ReadableArray):
         return f"MpmdArray({reading.few_values(self)}{name}[{shape}], {sharding.summary}{here})"
 
 
-register_array_type(MpmdArray, MpmdArray.__jax_array__, MpmdArray._group_sharding, reading.mismatch)
+register_array_type(
+    MpmdArray,
+    MpmdArray.__jax_array__,
+    MpmdArray._group_sharding,
+    lambda x, *places: reading.mismatch(x.mpmd_sharding.mpmd_mesh, *places),
+)
 explain_mismatches(reading.mismatch_of_groups)
 
 

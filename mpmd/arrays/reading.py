@@ -142,22 +142,18 @@ def few_values(x: Array) -> str:
         return ""
 
 
-def mismatch(x: Array, devices: Any, other_devices: Any) -> str:
-    """The error where one function of JAX is called on MpmdArrays of several groups."""
-    return _mismatch(x.mpmd_sharding.mpmd_mesh, devices, other_devices)
-
-
 def mismatch_of_groups(devices: Any, other_devices: Any) -> str | None:
     """The error where one function of JAX is called on what was read or computed in several groups; None elsewhere."""
     if isinstance(devices, int) or isinstance(other_devices, int):
         return None
     for mesh in meshes_in_use():  # the arrays do not say which is theirs
         if {frozenset(devices), frozenset(other_devices)} <= {frozenset(group.devices.flat) for group in mesh.groups}:
-            return _mismatch(mesh, devices, other_devices)
+            return mismatch(mesh, devices, other_devices)
     return None
 
 
-def _mismatch(mesh: MpmdMesh, devices: Any, other_devices: Any) -> str:
+def mismatch(mesh: MpmdMesh, devices: Any, other_devices: Any) -> str:
+    """The error where one function of JAX is called on arrays of several groups of a mesh."""
     return (
         f"jax.jit: the arguments are on different devices: {_place(mesh, devices)} and {_place(mesh, other_devices)}.\n"
         "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
@@ -169,13 +165,7 @@ def _place(mesh: MpmdMesh, devices: Any) -> str:
     """The groups of some devices, for messages."""
     if isinstance(devices, int):
         return f"a mesh of {devices} devices"
-    groups = _groups(mesh, devices)
-    return ", ".join(map(str, devices)) if groups is None else groups_text(groups)
-
-
-def _groups(mesh: MpmdMesh, devices: Any) -> frozenset[int] | None:
-    """The groups of some devices; None if one of them is in no group."""
     try:
-        return frozenset(mesh.group_of(device) for device in devices)
-    except (TypeError, ValueError):
-        return None
+        return groups_text({mesh.group_of(device) for device in devices})
+    except (TypeError, ValueError):  # one of them is in no group
+        return ", ".join(map(str, devices))

@@ -8,7 +8,6 @@ into the backward scan. Parameters cost nothing there, matrix products and rando
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import marks_in
@@ -16,19 +15,6 @@ from mpmd.graphs import equations
 from mpmd.graphs.kept import equations_between, fewest_bytes
 from mpmd.graphs.open_loops import OpenLoop, Operand, Stack
 from mpmd.tracing.new_equations import Atom, equations_on
-
-
-class Pair(NamedTuple):
-    """A scan over layers and the scan of its backward.
-
-    Attributes:
-      residuals: of the stacked outputs that nothing but the backward reads: their number, and which row of the
-        backward they are.
-    """
-
-    forward: compat.JaxprEqn
-    backward: compat.JaxprEqn
-    residuals: dict[int, int]
 
 
 def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
@@ -39,9 +25,10 @@ def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     """
     replaced: dict[int, compat.JaxprEqn] = {}
     fixed = _fixed(body.jaxpr)
-    for pair in _pairs(body.jaxpr):
-        if id(pair.backward) not in replaced:
-            replaced[id(pair.forward)], replaced[id(pair.backward)] = _ScanPair(pair, fixed).rewritten()
+    for forward, backward, residuals in _pairs(body.jaxpr):
+        if id(backward) not in replaced:
+            pair = _ScanPair(forward, backward, residuals, fixed)
+            replaced[id(forward)], replaced[id(backward)] = pair.rewritten()
     eqns = [replaced.get(id(e), e) for e in body.jaxpr.eqns]
     return compat.ClosedJaxpr(compat.new_jaxpr(body.jaxpr, eqns=eqns), body.consts)
 
@@ -55,7 +42,10 @@ def _fixed(jaxpr: compat.Jaxpr) -> set[compat.Var]:
     return found
 
 
-def _pairs(jaxpr: compat.Jaxpr) -> Iterator[Pair]:
+def _pairs(jaxpr: compat.Jaxpr) -> Iterator[tuple[compat.JaxprEqn, compat.JaxprEqn, dict[int, int]]]:
+    """Each scan over layers, the scan of its backward, and, of the stacked outputs that nothing but the backward reads,
+    their numbers, each with the row of the backward that it is.
+    """
     readers: dict[compat.Var, list[tuple[compat.JaxprEqn | None, int]]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         for i, v in enumerate(eqn.invars):
@@ -72,7 +62,7 @@ def _pairs(jaxpr: compat.Jaxpr) -> Iterator[Pair]:
                 backward = readers[v][0][0]
                 found.setdefault(id(backward), (backward, {}))[1][j] = row
         for backward, residuals in found.values():
-            yield Pair(eqn, backward, residuals)
+            yield eqn, backward, residuals
             break
 
 
@@ -87,21 +77,27 @@ def _row(eqn: compat.JaxprEqn | None, operand: int) -> int | None:
 class _ScanPair:
     """A pair of scans about to be rewritten."""
 
-    def __init__(self, pair: Pair, fixed: set[compat.Var]):
-        self.pair, self.fixed = pair, fixed
-        self.loop = OpenLoop.of(pair.forward)
-        self.length = pair.forward.params["length"]
+    def __init__(
+        self,
+        forward: compat.JaxprEqn,
+        backward: compat.JaxprEqn,
+        residuals: dict[int, int],
+        fixed: set[compat.Var],
+    ):
+        self.forward, self.backward, self.residuals, self.fixed = forward, backward, residuals, fixed
+        self.loop = OpenLoop.of(forward)
+        self.length = forward.params["length"]
         self.operand = {x.inner: x.outer for x in (*self.loop.consts, *self.loop.rows)}
         self.consts = {x.inner for x in self.loop.consts}
         stacks = [s.inner for s in self.loop.stacks]
-        self.wanted = {j: v for j in pair.residuals if not isinstance(v := stacks[j], compat.Literal)}
+        self.wanted = {j: v for j in residuals if not isinstance(v := stacks[j], compat.Literal)}
 
     def rewritten(self) -> tuple[compat.JaxprEqn, compat.JaxprEqn]:
         """The two scans; as they were, if nothing less can be kept."""
         wanted = list(dict.fromkeys(self.wanted.values()))
         kept = fewest_bytes(self.loop.body.invars, self.loop.body.eqns, wanted, self._cost)
         if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
-            return self.pair.forward, self.pair.backward
+            return self.forward, self.backward
         stacked = {v: compat.Var(compat.unmapped_aval(self.length, 0, v.aval)) for v in kept if v not in self.operand}
         stacks = [x for j, x in enumerate(self.loop.stacks) if j not in self.wanted]
         forward = dataclasses.replace(self.loop, stacks=[*stacks, *map(Stack, stacked, stacked.values())])
@@ -112,7 +108,7 @@ class _ScanPair:
         """Bytes that have to be kept of a microbatch for the backward to read the value."""
         atom = self.operand.get(v)
         if atom is not None and (
-            isinstance(atom, compat.Literal) or atom in self.fixed or any(atom is x for x in self.pair.backward.invars)
+            isinstance(atom, compat.Literal) or atom in self.fixed or any(atom is x for x in self.backward.invars)
         ):
             return 0
         return equations.nbytes(v.aval) * (1 if v in self.consts else self.length)
@@ -120,11 +116,11 @@ class _ScanPair:
     def _backward(
         self, kept: Sequence[compat.Var], stacked: dict[compat.Var, compat.Var], again: compat.ClosedJaxpr
     ) -> compat.JaxprEqn:
-        loop = OpenLoop.of(self.pair.backward)
+        loop = OpenLoop.of(self.backward)
         own = {v: Operand(stacked[v] if v in stacked else self.operand[v], compat.Var(v.aval)) for v in kept}
         prelude = equations_on(again, [x.inner for x in own.values()])
         made = dict(zip(again.jaxpr.outvars, prelude.outs, strict=True))
-        gone: dict[Atom, Atom] = {loop.rows[self.pair.residuals[j]].inner: made[v] for j, v in self.wanted.items()}
+        gone: dict[Atom, Atom] = {loop.rows[self.residuals[j]].inner: made[v] for j, v in self.wanted.items()}
         body = loop.body
         rest = equations_on(compat.ClosedJaxpr(body, ()), [compat.renamed(v, gone) for v in body.invars])
         num_carry = len(loop.carry)

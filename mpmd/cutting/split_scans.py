@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,27 +19,6 @@ from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.graphs.open_loops import Carry, OpenLoop
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p, without
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
-
-
-class Mark(NamedTuple):
-    """A stage end between two pieces of a scan: the parameters of its forward mark and, with another kind, of the
-    backward one; and the equation that says where the user wrote it.
-    """
-
-    params: dict[str, Any]
-    eqn: compat.JaxprEqn
-
-
-class ScanCut(NamedTuple):
-    """Where a scan is cut.
-
-    Attributes:
-      rows: the layers of each piece.
-      marks: the stage end after each piece but the last; one more if a stage ends after the last layer.
-    """
-
-    rows: Rows
-    marks: tuple[Mark, ...]
 
 
 def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) -> compat.ClosedJaxpr:
@@ -57,7 +36,7 @@ def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) ->
     for eqn in jaxpr.eqns:
         if id(eqn) in tied:
             number, kind = tied[id(eqn)]
-            eqns += chain(without_marks(eqn), cuts[number].rows, cuts[number].marks, kind)
+            eqns += chain(without_marks(eqn), *cuts[number], kind)
         else:
             eqns.append(eqn)
     return compat.ClosedJaxpr(compat.new_jaxpr(jaxpr, eqns=eqns), body.consts)
@@ -95,20 +74,24 @@ def tied_scans(jaxpr: compat.Jaxpr) -> dict[int, tuple[int, str]]:
     return {scan: (number, kind) for (scan, kind), number in zip(scans, numbers, strict=True)}
 
 
-def _scan_cut(eqn: compat.JaxprEqn, lengths: tuple[int, ...]) -> ScanCut:
+def _scan_cut(eqn: compat.JaxprEqn, lengths: tuple[int, ...]) -> tuple[Rows, list[compat.JaxprEqn]]:
+    """The layers of each piece of a scan, and the forward mark after each but the last; one more if a stage ends after
+    the last layer.
+    """
     mark = [m for m in marks_in(eqn) if m.params["kind"] == "forward"][-1]
     pieces = [n for n in lengths if n]
     assert sum(pieces) == eqn.params["length"], (pieces, eqn.params["length"])
     bounds = itertools.accumulate(pieces[::-1] if eqn.params["reverse"] else pieces, initial=0)
-    params = {**mark.params, "optional": False}
-    marks = tuple(Mark({**params, "id": MarkId()}, mark) for _ in lengths[:-1])
-    return ScanCut(Rows(0, tuple(bounds)), marks)
+    ends = [mark.replace(params={**mark.params, "optional": False, "id": MarkId()}) for _ in lengths[:-1]]
+    return Rows(0, tuple(bounds)), ends
 
 
 # --- the pieces of a scan -------------------------------------------------------------------------
 
 
-def chain(eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[Mark] = (), kind: str = "forward") -> list[compat.JaxprEqn]:
+def chain(
+    eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[compat.JaxprEqn] = (), kind: str = "forward"
+) -> list[compat.JaxprEqn]:
     """A scan as a chain of shorter ones.
 
     Args:
@@ -199,7 +182,7 @@ def _append(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, found: Equations)
 def _mark(
     eqns: list[compat.JaxprEqn],
     eqn: compat.JaxprEqn,
-    mark: Mark,
+    mark: compat.JaxprEqn,
     kind: str,
     carry: Sequence[Any],
     sums: Collection[int],
@@ -211,11 +194,11 @@ def _mark(
         found[i] = compat.Var(carry[i].aval)
     if crossing:
         eqns.append(
-            mark.eqn.replace(
+            mark.replace(
                 invars=[carry[i] for i in crossing],
                 outvars=[found[i] for i in crossing],
                 params={**mark.params, "kind": kind},
-                source_info=mark.eqn.source_info.replace(name_stack=eqn.source_info.name_stack),
+                source_info=mark.source_info.replace(name_stack=eqn.source_info.name_stack),
             )
         )
     return found

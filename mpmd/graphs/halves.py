@@ -193,17 +193,10 @@ def _divided(eqns: Sequence[compat.JaxprEqn], urgent: Iterable[Atom], costs: Kep
     return _Divided(first[::-1], rest[::-1], needed)
 
 
-class _Rest(NamedTuple):
-    """What is done later: cheap equations again, then those of the rest; and what they read."""
-
-    eqns: list[compat.JaxprEqn]
-    kept: list[compat.Var]
-
-
 def _rest(
     divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Any] = ()
-) -> _Rest:
-    """The equations that make `wanted` later.
+) -> tuple[list[compat.JaxprEqn], list[compat.Var]]:
+    """The equations that make `wanted` later, cheap ones again and then those of the rest; and what they read.
 
     Args:
       invars: what the equations that are divided are given.
@@ -213,7 +206,7 @@ def _rest(
     reads = [v for v in equations.free_variables(eqns, wanted) if v not in own]
     kept = fewest_bytes(invars, divided.first, reads, costs.of)
     eqns = [*equations_between(divided.first, kept, reads), *eqns]
-    return _Rest(eqns, [v for v in equations.free_variables(eqns, wanted) if v not in own])
+    return eqns, [v for v in equations.free_variables(eqns, wanted) if v not in own]
 
 
 # --- scans ----------------------------------------------------------------------------------------
@@ -231,12 +224,12 @@ def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
     carry = _needed_carries(late_carry, divided.rest, later)
     invars = [*(x.inner for x in (*loop.consts, *loop.rows)), *(c.before for c in first_carry)]
     wanted = [*(c.after for c in carry), *(s.inner for s in later)]
-    rest = _rest(divided, invars, wanted, inner, [c.before for c in carry])
-    if not cut.is_worth_it(divided.first, rest.eqns):
+    late_eqns, read = _rest(divided, invars, wanted, inner, [c.before for c in carry])
+    if not cut.is_worth_it(divided.first, late_eqns):
         return None
     stacks = [s for s in loop.stacks if s not in later and not isinstance(s.outer, compat.DropVar)]
     given = {x.inner for x in (*loop.consts, *loop.rows)}
-    kept = [v for v in rest.kept if v not in given]
+    kept = [v for v in read if v not in given]
     rows = []
     for v in kept:
         handed = next((s for s in stacks if s.inner is v), None)
@@ -245,7 +238,7 @@ def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
             stacks.append(handed)
         rows.append(Operand(handed.outer, v))
     first = dataclasses.replace(loop, carry=first_carry, stacks=stacks, eqns=divided.first)
-    second = dataclasses.replace(loop, carry=carry, rows=[*loop.rows, *rows], stacks=later, eqns=rest.eqns)
+    second = dataclasses.replace(loop, carry=carry, rows=[*loop.rows, *rows], stacks=later, eqns=late_eqns)
     return Halves(_closed_scan(first), _closed_scan(second))
 
 
@@ -325,11 +318,11 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBy
         _rest(part, body.invars, [body.outvars[i] for i in later], cost)
         for body, part, cost in zip(bodies, parts, inner, strict=True)
     ]
-    if not any(cut.is_worth_it(part.first, rest.eqns) for part, rest in zip(parts, rests, strict=True)):
+    if not any(cut.is_worth_it(part.first, eqns) for part, (eqns, _) in zip(parts, rests, strict=True)):
         return None
     results = {bodies[0].outvars[i]: eqn.outvars[i] for i in soon if isinstance(bodies[0].outvars[i], compat.Var)}
     known = results if len(bodies) == 1 and kind.kept is _same else {}  # what the first call gives anyway
-    kept = [[v for v in r.kept if v not in b.invars] for r, b in zip(rests, bodies, strict=True)]
+    kept = [[v for v in reads if v not in b.invars] for (_, reads), b in zip(rests, bodies, strict=True)]
     slots = _slots(kind, eqn, kept, known)
     if slots is None:
         return None
@@ -337,13 +330,13 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBy
     if any(z.outs[0].aval != v.aval for zeros in absent for v, z in zeros.items()):
         return None  # of a type that says over which devices of a `shard_map` it varies
     firsts, seconds = [], []
-    for j, (body, part, rest) in enumerate(zip(bodies, parts, rests, strict=True)):
+    for j, (body, part, (late_eqns, _)) in enumerate(zip(bodies, parts, rests, strict=True)):
         zeros = absent[j]
         eqns = [*part.first, *(e for z in zeros.values() for e in z.eqns)]
         handed = [slot.inner[j] if j in slot.inner else zeros[slot.outer].outs[0] for slot in slots if slot.is_new]
         firsts.append(_Body(body.invars, [], eqns, [*(body.outvars[i] for i in soon), *handed]))
         own = [slot.inner.get(j) or compat.Var(slot.outer.aval) for slot in slots]
-        seconds.append(_Body(body.invars, own, rest.eqns, [body.outvars[i] for i in later]))
+        seconds.append(_Body(body.invars, own, late_eqns, [body.outvars[i] for i in later]))
     first = _called(kind, eqn, firsts, [], soon, [slot.outer for slot in slots if slot.is_new])
     return Halves(first, _called(kind, eqn, seconds, [slot.outer for slot in slots], later, []))
 
@@ -402,7 +395,9 @@ def _called(
     """
     bodies = [b._replace(eqns=equations.live_equations(b.eqns, b.outs)) for b in bodies]
     reads = [set(equations.free_variables(b.eqns, b.outs)) for b in bodies]
-    ins = [i for i, vs in enumerate(zip(*(b.invars for b in bodies), strict=True)) if any(map(_in, vs, reads))]
+    ins = [
+        i for i, vs in enumerate(zip(*(b.invars for b in bodies), strict=True)) if any(map(set.__contains__, reads, vs))
+    ]
     jaxprs = [
         compat.with_new_vars(compat.make_jaxpr([*(b.invars[i] for i in ins), *b.more], b.outs, b.eqns, "half"))
         for b in bodies
@@ -414,10 +409,6 @@ def _called(
         params={**eqn.params, **params},
         effects=compat.effects_outside(eqn, frozenset().union(*(j.effects for j in jaxprs))),
     )
-
-
-def _in(v: compat.Var, found: Collection[compat.Var]) -> bool:
-    return v in found
 
 
 def _those(values: Any, positions: Sequence[int | None], default: Any) -> Any:
