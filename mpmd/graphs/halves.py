@@ -395,9 +395,8 @@ def _called(
     """
     bodies = [b._replace(eqns=equations.live_equations(b.eqns, b.outs)) for b in bodies]
     reads = [set(equations.free_variables(b.eqns, b.outs)) for b in bodies]
-    ins = [
-        i for i, vs in enumerate(zip(*(b.invars for b in bodies), strict=True)) if any(map(set.__contains__, reads, vs))
-    ]
+    invars = enumerate(zip(*(b.invars for b in bodies), strict=True))
+    ins = [i for i, vs in invars if any(v in read for v, read in zip(vs, reads, strict=True))]
     jaxprs = [
         compat.with_new_vars(compat.make_jaxpr([*(b.invars[i] for i in ins), *b.more], b.outs, b.eqns, "half"))
         for b in bodies

@@ -135,15 +135,14 @@ class Outline:
 
 def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
     """A step whose loops have other numbers of microbatches, by the number of the loop."""
-    return _changed(outline, {number: {"num_microbatches": count} for number, count in numbers.items()})
+    return with_changes(outline, {number: {"num_microbatches": count} for number, count in numbers.items()})
 
 
-def with_schedules(outline: Outline, schedules: Mapping[int, Schedule]) -> Outline:
-    """A step whose loops have other schedules of the same stages and kinds of tasks, by the number of the loop."""
-    return _changed(outline, {number: {"schedule": schedule} for number, schedule in schedules.items()})
+def with_changes(outline: Outline, changes: Mapping[int, Mapping[str, Any]]) -> Outline:
+    """A step whose loops have another number of microbatches, or schedule of the same stages and kinds of tasks, by the
+    number of the loop.
+    """
 
-
-def _changed(outline: Outline, changes: Mapping[int, Mapping[str, Any]]) -> Outline:
     def changed(loop: Loop) -> Loop:
         if loop.number not in changes:
             return loop

@@ -10,7 +10,7 @@ from mpmd.compile.tasks import task_bodies, task_jaxpr
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import Work, works_of_program
 from mpmd.graphs.body import Place
-from mpmd.partition.outline import Loop, Outline, with_schedules
+from mpmd.partition.outline import Loop, Outline, with_changes
 from mpmd.report.memory import Sizes
 from scheduler import Costs
 from scheduler.schedules.graph import graph_of, with_graph
@@ -44,8 +44,8 @@ def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outl
                 tuple(seconds.get(Place(s, kind), 0.0) for s in range(graph.num_stages)) for kind in "FB"
             )
             graph = dataclasses.replace(graph, costs=Costs(forward, backward, 0.0))
-            schedules[loop.number] = with_graph(loop.schedule, graph)
-    return with_schedules(outline, schedules)
+            schedules[loop.number] = {"schedule": with_graph(loop.schedule, graph)}
+    return with_changes(outline, schedules)
 
 
 def costs_of(
