@@ -21,6 +21,8 @@ from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
 
+_WORTH_A_CALL = 16  # equations that a program must have, for others to be compiled as that one and what is around it
+
 
 class Compiler:
     """Compiles jaxprs for groups, each distinct one once. Counts what it did.
@@ -289,7 +291,7 @@ class Compiler:
     def _reuse(self, distinct: DistinctProgram, reuse: ReuseRule) -> None:
         """Finds a program that makes up most of `distinct`, or offers it to those that come."""
         pattern = self._pattern(distinct)
-        if pattern.size < reuse.at_least or distinct.program.closed.consts:
+        if pattern.size < _WORTH_A_CALL or distinct.program.closed.consts:
             return
         known = self._whole[distinct.family, _where(distinct.program.mesh)]
         if not self._divide(distinct, known, reuse.independent):

@@ -28,21 +28,19 @@ class ReuseRule(NamedTuple):
     """When a program may be compiled as another one of its name and what is around that.
 
     Attributes:
-      at_least: equations that the other one must have, to be worth a further call.
       independent: whether the two must have no value in common that floats are rounded with: arrays of integers and
         keys may be.
       by_leaves: whether it is an update, whose leaves may be programs of their own.
     """
 
-    at_least: int
     independent: bool
     by_leaves: bool = False
 
 
-TASKS = ReuseRule(16, independent=False)
-UPDATES = ReuseRule(16, independent=True, by_leaves=True)
+TASKS = ReuseRule(independent=False)
+UPDATES = ReuseRule(independent=True, by_leaves=True)
 # How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
-SEGMENTS = ReuseRule(16, independent=True)
+SEGMENTS = ReuseRule(independent=True)
 
 
 @dataclasses.dataclass(frozen=True)

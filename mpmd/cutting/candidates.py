@@ -31,11 +31,6 @@ class Marked:
         """Whether the marks stand in the body of a scan."""
         return self.eqn.primitive is not mark_p
 
-    @property
-    def label(self) -> str | None:
-        """The name that the user gave its marks, or None."""
-        return self.marks[0].params["label"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidates:

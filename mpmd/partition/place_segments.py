@@ -20,7 +20,7 @@ from mpmd.partition.flat_step import Asked, FlatStep, Item
 from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible, by_task, has_tasks
 from mpmd.partition.outline import Groups, Loop, Outline
 from mpmd.partition.pins import Pins, runs_once, with_fewest_bytes
-from mpmd.partition.stage_text import StageGroups, StageText
+from mpmd.partition.stage_text import StageGroups
 from mpmd.tracing.trace import Trace
 
 
@@ -113,9 +113,7 @@ class Pinned(NamedTuple):
 def pin_by_operands(step: FlatStep) -> Pinned:
     """Forward: the groups that hold each equation's operands."""
     arguments = dict(zip(step.invars, step.in_groups, strict=True))
-    num_groups = len(step.everywhere)
-    text = None if step.loops else StageText.of(step.trace, num_groups)
-    stages = None if text is None else StageGroups.of(text, arguments, num_groups)
+    stages = None if step.loops else StageGroups.of(step.trace, arguments, len(step.everywhere))
     held = Pins(arguments, step.next_of, stages)
     donor_of = {v: a for a, v in step.next_of.items()}
     items: list[Item] = []

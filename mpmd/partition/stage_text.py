@@ -24,31 +24,26 @@ WEIGHT = 64  # a smaller array is worth sending: elements
 
 
 @dataclasses.dataclass(frozen=True)
-class StageText:
-    """Which stage the equations of a step without a loop stand in.
+class StageGroups:
+    """Which stage the equations of a step without a loop stand in, and the group of each stage.
 
     Attributes:
       stage: per equation (by its results), the stage in which it stands.
       arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
-      weights: per stage, the arguments that its equations read, as they are or derived.
-      with_weights: the equations (by their first results) that read them.
-      of_roles: per stage, the group that its role has, or None.
+      with_weights: the equations (by their first results) that read weights of their stage, as they are or derived.
+      groups: per stage, its group.
+      firm: per stage, whether its role or placed weights say so.
     """
 
     stage: dict[compat.Var, int]
     arrivals: dict[compat.Var, dict[compat.Var, int]]
-    weights: list[set[compat.Var]]
     with_weights: set[compat.Var]
-    of_roles: list[int | None]
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the marks make."""
-        return len(self.weights)
+    groups: list[int]
+    firm: list[bool]
 
     @classmethod
-    def of(cls, trace: Trace, num_groups: int) -> "StageText | None":
-        """Reads the marks of a flat jaxpr; None if it has none."""
+    def of(cls, trace: Trace, held: Mapping[compat.Var, Groups | None], num_groups: int) -> "StageGroups | None":
+        """Reads the marks of a flat jaxpr; None if it has none. `held`: the groups of each argument."""
         marks = [e for e in trace.jaxpr.eqns if e.primitive is mark_p]
         roles = [e.params["role"] for e in marks if e.params["kind"] == "forward"]
         if not roles:
@@ -61,7 +56,36 @@ class StageText:
         arrivals = {line.eqn.outvars[0]: line.arrived for line in lines if line.eqn.outvars}
         weights, with_weights = _weights(lines, set(trace.jaxpr.invars), ends, num_stages)
         of_roles = groups_of_stages([*roles, None][:num_stages])
-        return cls(stage, arrivals, weights, with_weights, of_roles)
+        found = [own if own is not None else _home(read, held) for own, read in zip(of_roles, weights, strict=True)]
+        firm = [g is not None for g in found]
+        if not any(firm):
+            return cls(stage, arrivals, with_weights, [s * num_groups // num_stages for s in range(num_stages)], firm)
+        for s in range(1, num_stages):  # a stage without weights runs where the one before it does
+            found[s] = found[s - 1] if found[s] is None else found[s]
+        first = next(g for g in found if g is not None)
+        return cls(stage, arrivals, with_weights, [first if g is None else g for g in found], firm)
+
+    def group(self, eqn: compat.JaxprEqn) -> int | None:
+        """The group of the stage in whose text an equation stands."""
+        stage = self._stage(eqn)
+        return None if stage is None else self.groups[stage]
+
+    def is_firm(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether placed weights say where the stage of an equation is."""
+        stage = self._stage(eqn)
+        return stage is not None and self.firm[stage]
+
+    def reads_weights(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether an equation reads weights of its stage, as they are or derived."""
+        return not self.with_weights.isdisjoint(eqn.outvars[:1])
+
+    def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
+        """For operands that came through a mark, the group of the stage that it begins."""
+        stages = self.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
+        return {v: self.groups[stage] for v, stage in stages.items() if equations.size(v.aval) > 1}
+
+    def _stage(self, eqn: compat.JaxprEqn) -> int | None:
+        return self.stage.get(eqn.outvars[0]) if eqn.outvars else None
 
 
 @dataclasses.dataclass
@@ -193,55 +217,10 @@ def _met(
     return met, readers
 
 
-@dataclasses.dataclass(frozen=True)
-class StageGroups:
-    """The group of each stage of a step without a loop.
-
-    Attributes:
-      groups: per stage, its group.
-      firm: per stage, whether its role or placed weights say so.
-    """
-
-    text: StageText
-    groups: list[int]
-    firm: list[bool]
-
-    @classmethod
-    def of(cls, text: StageText, held: Mapping[compat.Var, Groups | None], num_groups: int) -> "StageGroups":
-        """Gives each stage the group that holds most of its weights; `held`: the groups of each argument."""
-        votes: list[dict[int, int]] = [defaultdict(int) for _ in range(text.num_stages)]
-        for stage, weights in enumerate(text.weights):
-            for v in weights:
-                if len(groups := held.get(v) or ()) == 1:
-                    votes[stage][min(groups)] += equations.nbytes(v.aval)
-        found = [max(v, key=lambda g: (v[g], -g)) if v else None for v in votes]
-        found = [vote if own is None else own for own, vote in zip(text.of_roles, found, strict=True)]
-        firm = [g is not None for g in found]
-        if not any(firm):
-            return cls(text, [s * num_groups // text.num_stages for s in range(text.num_stages)], firm)
-        for s in range(1, text.num_stages):  # a stage without weights runs where the one before it does
-            found[s] = found[s - 1] if found[s] is None else found[s]
-        first = next(g for g in found if g is not None)
-        return cls(text, [first if g is None else g for g in found], firm)
-
-    def group(self, eqn: compat.JaxprEqn) -> int | None:
-        """The group of the stage in whose text an equation stands."""
-        stage = self._stage(eqn)
-        return None if stage is None else self.groups[stage]
-
-    def is_firm(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether placed weights say where the stage of an equation is."""
-        stage = self._stage(eqn)
-        return stage is not None and self.firm[stage]
-
-    def reads_weights(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether an equation reads weights of its stage, as they are or derived."""
-        return not self.text.with_weights.isdisjoint(eqn.outvars[:1])
-
-    def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
-        """For operands that came through a mark, the group of the stage that it begins."""
-        stages = self.text.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
-        return {v: self.groups[stage] for v, stage in stages.items() if equations.size(v.aval) > 1}
-
-    def _stage(self, eqn: compat.JaxprEqn) -> int | None:
-        return self.text.stage.get(eqn.outvars[0]) if eqn.outvars else None
+def _home(weights: Collection[compat.Var], held: Mapping[compat.Var, Groups | None]) -> int | None:
+    """The group that holds most of a stage's weights, None if none does."""
+    votes: dict[int, int] = defaultdict(int)
+    for v in weights:
+        if len(groups := held.get(v) or ()) == 1:
+            votes[min(groups)] += equations.nbytes(v.aval)
+    return max(votes, key=lambda g: (votes[g], -g), default=None)
