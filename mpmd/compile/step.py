@@ -141,34 +141,21 @@ def compile_step(
     donated = donations(outline, mesh, donated_args)
     first_of = {v: pieces[0] for pieces in alike for v in pieces}
     step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts, first_of), name, options)
+    segments: dict[str, Executable] = {}
+    loops: list[LoopProgram] = []
     try:
-        return _programs_of(step, outline, mesh, donated, first_of, name)
+        bodies = _segment_bodies(outline, mesh)
+        for item in outline.items:
+            if isinstance(item, Segment):
+                segments[item.name] = step.segment(item, bodies[item.name], donated[item.name])
+            elif isinstance(item, Loop):
+                step.compiler.start()
+                loops.append(step.loop(item))
+        step.compiler.start()
     except BaseException:
         step.compiler.close()
         raise
-
-
-def _programs_of(
-    step: "_StepCompiler",
-    outline: Outline,
-    mesh: MpmdMesh,
-    donated: dict[str, frozenset[compat.Var]],
-    first_of: Mapping[compat.Var, compat.Var],
-    name: str,
-) -> StepPrograms:
-    segments: dict[str, Executable] = {}
-    loops: list[LoopProgram] = []
-    bodies = _segment_bodies(outline, mesh)
-    for item in outline.items:
-        if isinstance(item, Segment):
-            segments[item.name] = step.segment(item, bodies[item.name], donated[item.name])
-        elif isinstance(item, Loop):
-            step.compiler.start()
-            loops.append(step.loop(item))
-    step.compiler.start()
-    layouts = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **step.layouts.found}
-    layouts |= {v: layouts.get(first, REPLICATED) for v, first in first_of.items()}
-    constants = {name: body.constants for name, body in bodies.items()}
+    constants, layouts = {name: body.constants for name, body in bodies.items()}, step.layouts.of_all()
     return StepPrograms(outline, mesh, step.compiler, segments, constants, donated, tuple(loops), layouts, name)
 
 
@@ -197,11 +184,9 @@ def compile_bucket(
         step.compiler.start()
     finally:
         step.compiler.close()
-    found = {**dict.fromkeys(outline.trace.jaxpr.invars, REPLICATED), **layouts.found}
-    found |= {v: found.get(one, REPLICATED) for v, one in first_of.items()}
     donated = donations(outline, mesh, donated_args)
     return dataclasses.replace(
-        first, outline=outline, compiler=step.compiler, donated=donated, loops=loops, layouts=found
+        first, outline=outline, compiler=step.compiler, donated=donated, loops=loops, layouts=layouts.of_all()
     )
 
 
@@ -241,6 +226,7 @@ class _Layouts:
         first_of: Mapping[compat.Var, compat.Var],
     ):
         args = outline.trace.arguments
+        self._inputs = outline.trace.jaxpr.invars
         self._first_of = first_of
         self.found: dict[compat.Var, Layout] = dict.fromkeys(outline.packed, REPLICATED) | {
             self.one(v): layout for v, layout in zip(args, in_layouts, strict=True) if layout is not None
@@ -258,6 +244,11 @@ class _Layouts:
     def one(self, v: compat.Var) -> compat.Var:
         """The variable that speaks for all pieces of an array."""
         return self._first_of.get(v, v)
+
+    def of_all(self) -> dict[compat.Var, Layout]:
+        """Those of all variables, of every piece of an array too."""
+        found = {**dict.fromkeys(self._inputs, REPLICATED), **self.found}
+        return found | {v: found.get(first, REPLICATED) for v, first in self._first_of.items()}
 
     def known(self, v: compat.Var, mesh: Mesh) -> NamedSharding | None:
         """The sharding that a variable has on a group's mesh; None lets XLA choose."""

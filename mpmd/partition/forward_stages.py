@@ -27,13 +27,12 @@ def forward_stages(body: Body, marks: Marks, backward: set[Node], num_microbatch
     a role none of its heavy work.
     """
     graph = _Graph(body, marks, backward)
-    choices = _Choices(graph, marks)
     costs = functools.cache(lambda: _bytes_that_cross(graph, bool(backward), num_microbatches))
     pinned = {i for i, node in enumerate(graph.nodes) if node.eqn.effects}
     if marks.roles is not None:
         pinned |= {i for i, node in enumerate(graph.nodes) if i in graph.parameters or equations.is_heavy(node.eqn)}
     while True:
-        problem = choices.problem(pinned, costs)
+        problem = graph.problem(pinned, costs)
         stages = cheapest_labels(problem)
         lost = graph.with_parameters(problem.start) - graph.with_parameters(stages)
         if not lost:
@@ -51,6 +50,9 @@ class _Graph:
       marked: the stage that each forward mark begins.
       parameters: the parameters that each equation reads, by its number; equations that read none are left out.
       made: the equations that make what each equation reads, directly or through marks.
+      written: where each equation stands between the forward marks.
+      after_marks, before_marks: the stages to which the marks next to an equation bind it.
+      side: losses, metrics, residuals: what neither a mark nor an equation with parameters needs.
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[Node]):
@@ -67,6 +69,9 @@ class _Graph:
             if not _is_free_view(node) and (found := self.parameters_of(node)):
                 self.parameters[i] = found
         self.made = [sorted({self.number[s] for s in self._sources(n) if s in self.number}) for n in self.nodes]
+        self.written = self._text_stages()
+        self.side = self._side_work()
+        self.after_marks, self.before_marks = self._stages_between_marks(marks)
 
     def with_parameters(self, stages: Sequence[int]) -> set[int]:
         """The stages in which an equation reads a parameter."""
@@ -96,68 +101,50 @@ class _Graph:
         """The nodes, other than marks, that make what an equation reads."""
         return [s for v in node.inputs if (s := self.body.source(self.unmarked(v)))]
 
-
-class _Choices:
-    """The stages in which each equation of a graph may run, and the one in which it was written.
-
-    Attributes:
-      written: where each equation stands between the forward marks.
-      after_marks, before_marks: the stages to which the marks next to an equation bind it.
-      side: losses, metrics, residuals: what neither a mark nor an equation with parameters needs.
-    """
-
-    def __init__(self, graph: _Graph, marks: Marks):
-        self.graph = graph
-        self.written = self._text_stages()
-        self.side = self._side_work()
-        self.after_marks, self.before_marks = self._stages_between_marks(marks)
-
     def problem(self, pinned: set[int], costs: Callable[[], list[Cost]]) -> Labelling:
         """What may be chosen, and what it costs. Side work on what has no choice has none either."""
         low, high = self._bounds({})
         start = self._start(low, high)
         fixed = pinned | {i for i in range(len(start)) if low[i] == high[i]}
         for i in sorted(self.side - fixed):
-            if fixed.issuperset(self.graph.made[i]) and start[i] == self._made_in(i, start):
+            if fixed.issuperset(self.made[i]) and start[i] == self._made_in(i, start):
                 fixed.add(i)
         low, high = self._bounds({i: start[i] for i in fixed})
-        pairs = [(j, i) for i, made in enumerate(self.graph.made) for j in made]
+        pairs = [(j, i) for i, made in enumerate(self.made) for j in made]
         return Labelling(low, high, start, pairs, costs() if low != high else [])
 
     def _text_stages(self) -> list[int]:
         stages, stage = [], 0
-        for node in self.graph.body.nodes:
-            if node in self.graph.number:
-                stages.append(min(stage, self.graph.last))
-            elif node in self.graph.marked and node.eqn.params["kind"] == "forward":
+        for node in self.body.nodes:
+            if node in self.number:
+                stages.append(min(stage, self.last))
+            elif node in self.marked and node.eqn.params["kind"] == "forward":
                 stage += 1
         return stages
 
     def _side_work(self) -> set[int]:
         """What follows from parameters and neither a mark nor an equation with parameters needs."""
-        graph = self.graph
         needed: set[compat.Var] = set()
-        for node in reversed(graph.body.nodes):
-            is_needed = node in graph.marked or graph.number.get(node) in graph.parameters
+        for node in reversed(self.body.nodes):
+            is_needed = node in self.marked or self.number.get(node) in self.parameters
             if is_needed or not needed.isdisjoint(node.eqn.outvars):
                 needed.update(node.inputs)
         follows: set[int] = set()
-        for i, made in enumerate(graph.made):
-            if i in graph.parameters or not follows.isdisjoint(made):
+        for i, made in enumerate(self.made):
+            if i in self.parameters or not follows.isdisjoint(made):
                 follows.add(i)
-        return {i for i in follows - graph.parameters.keys() if needed.isdisjoint(graph.nodes[i].eqn.outvars)}
+        return {i for i in follows - self.parameters.keys() if needed.isdisjoint(self.nodes[i].eqn.outvars)}
 
     def _stages_between_marks(self, marks: Marks) -> tuple[list[int], list[int]]:
         """For each equation, the stage of the latest mark that it depends on, and that of the first that needs it."""
-        graph = self.graph
         after: dict[compat.Var, int] = {}
         before: dict[compat.Var, int] = {}
-        for node, stage in graph.marked.items():
+        for node, stage in self.marked.items():
             after.update(dict.fromkeys(node.eqn.outvars, stage))
             for v in node.inputs:
-                before[v] = min(before.get(v, graph.last), marks.number[node])
-        low = [max((after.get(v, 0) for v in n.inputs), default=0) for n in graph.nodes]
-        high = [min((before.get(v, graph.last) for v in n.eqn.outvars), default=graph.last) for n in graph.nodes]
+                before[v] = min(before.get(v, self.last), marks.number[node])
+        low = [max((after.get(v, 0) for v in n.inputs), default=0) for n in self.nodes]
+        high = [min((before.get(v, self.last) for v in n.eqn.outvars), default=self.last) for n in self.nodes]
         return low, high
 
     def _start(self, low: Sequence[int], high: Sequence[int]) -> list[int]:
@@ -171,18 +158,18 @@ class _Choices:
 
     def _made_in(self, i: int, stages: Sequence[int]) -> int:
         """The last stage in which something is made that an equation reads; -1 if it reads data alone."""
-        return max((stages[j] for j in self.graph.made[i]), default=-1)
+        return max((stages[j] for j in self.made[i]), default=-1)
 
     def _bounds(self, fixed: dict[int, int]) -> tuple[list[int], list[int]]:
         """For each equation, the first and the last stage that marks and fixed equations allow."""
         low, high = list(self.after_marks), list(self.before_marks)
         for i, stage in fixed.items():
             low[i] = high[i] = stage
-        for i, made in enumerate(self.graph.made):
+        for i, made in enumerate(self.made):
             for j in made:
                 low[i] = max(low[i], low[j])
         for i in reversed(range(len(high))):
-            for j in self.graph.made[i]:
+            for j in self.made[i]:
                 high[j] = min(high[j], high[i])
         return low, high
 
