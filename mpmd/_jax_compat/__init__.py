@@ -6,13 +6,12 @@ beside them; correctness never depends on the private one.
 """
 # ruff: noqa: F401 (names to import from here)
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from jax._src import traceback_util
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.traceback_util import api_boundary  # errors come with the user's frames alone
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
@@ -110,16 +109,8 @@ from mpmd._jax_compat.tracing_hooks import (
     use_abstract_mesh,
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 # Errors and `explain()` name the user's line, not ours.
 _PACKAGES = Path(__file__).parents[2]
 source_info_util.register_exclusion(str(_PACKAGES / "mpmd"))
 for _package in ("mpmd", "reshard", "scheduler"):
     traceback_util.register_exclusion(str(_PACKAGES / _package))
-
-
-def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
-    """`fun`, whose errors come with the user's frames alone, as `jax_traceback_filtering` says."""
-    return traceback_util.api_boundary(fun)

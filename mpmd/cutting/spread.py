@@ -209,14 +209,6 @@ def _open_scan_or_while(eqn: compat.JaxprEqn) -> Opened:
     return Opened(inner, tuple(links), loop)
 
 
-def _open_cond(eqn: compat.JaxprEqn) -> Opened:
-    return _open_calls(eqn, eqn.invars[1:], eqn.params["branches"])
-
-
-def _open_checkpoint(eqn: compat.JaxprEqn) -> Opened:
-    return _open_calls(eqn, eqn.invars, [compat.ClosedJaxpr(eqn.params["jaxpr"], ())])
-
-
 def _open_calls(eqn: compat.JaxprEqn, operands: Sequence[Atom], called: Sequence[compat.ClosedJaxpr]) -> Opened:
     """Jaxprs that take the same operands and give what the equation gives."""
     inner = tuple(map(fresh_body, called))
@@ -228,6 +220,6 @@ _LINKS: dict[str, Callable[[compat.JaxprEqn], Opened]] = {
     "treduce": _open_loop,
     "scan": _open_scan_or_while,
     "while": _open_scan_or_while,
-    "cond": _open_cond,
-    compat.CHECKPOINT: _open_checkpoint,
+    "cond": lambda eqn: _open_calls(eqn, eqn.invars[1:], eqn.params["branches"]),
+    compat.CHECKPOINT: lambda eqn: _open_calls(eqn, eqn.invars, [compat.ClosedJaxpr(eqn.params["jaxpr"], ())]),
 }

@@ -121,9 +121,10 @@ class _Outputs:
             return
         parts = self._summands(value) if type(operation) in (Add, Mean) else []
         if not parts:
-            if self._joins and (join := self._joins.of(value)):
-                stacks = [self._accumulate(v, Concat(), place, is_shared=True) for v, place in join.parts]
-                self.after += _bound(join.reduced(operation, n), [*stacks, *join.operands], result)
+            if self._joins and (join := self._joins.of(value, operation, n)):
+                kept, operands, fun = join
+                stacks = [self._accumulate(v, Concat(), place, is_shared=True) for v, place in kept]
+                self.after += _bound(fun, [*stacks, *operands], result)
                 return
             kind = "B" if source is not None and source.backward else "F"
             home = source.place if source is not None else None

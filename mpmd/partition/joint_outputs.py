@@ -5,7 +5,7 @@ ZB-H1, stage 0's runs long before stage 3's. So each stage keeps its part of eve
 the rest is computed after the loop, one microbatch after the other.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,39 +22,9 @@ from mpmd.tracing.new_equations import Atom
 # The most elements of a part that is kept for all microbatches.
 _SMALL = 64
 
-
-@dataclasses.dataclass(frozen=True)
-class Join:
-    """An output of the loop that is computed after it.
-
-    Attributes:
-      parts: what the stages keep of each microbatch, and where.
-      operands: values of the step that it reads besides.
-      jaxpr: from the microbatch index, a microbatch's parts and the operands to the output of the microbatch.
-    """
-
-    parts: tuple[tuple[compat.Var, Place], ...]
-    operands: tuple[compat.Var, ...]
-    jaxpr: compat.ClosedJaxpr
-
-    def reduced(self, operation: Operation, num_microbatches: int) -> Callable:
-        """The output of the loop, as a function of the stacked parts and the operands."""
-        index: Any = self.jaxpr.in_avals[0]
-        value: Any = self.jaxpr.out_avals[0]
-        output = compat.jaxpr_as_fun(self.jaxpr)
-
-        def fun(*args):
-            stacks, operands = args[: len(self.parts)], args[len(self.parts) :]
-
-            def step(acc, microbatch):
-                (x,) = output(*microbatch, *operands)
-                return operation.update(acc, x, microbatch[0]), None
-
-            indices = np.arange(num_microbatches, dtype=index.dtype)
-            acc, _ = jax.lax.scan(step, operation.init(value, num_microbatches), (indices, *stacks))
-            return operation.finish(acc, num_microbatches)
-
-        return fun
+# What the stages keep of each microbatch and where, what is read besides, and what makes the output of both (the parts
+# of a stage stacked).
+Join = tuple[list[tuple[compat.Var, Place]], list[compat.Var], Callable]
 
 
 class Joins:
@@ -90,7 +60,7 @@ class Joins:
                 joint[node] = position
         return joint
 
-    def of(self, value: Atom) -> Join | None:
+    def of(self, value: Atom, operation: Operation, num_microbatches: int) -> Join | None:
         """How an output is computed after the loop; None if it is no join, or one of large parts."""
         body = self._body
         last = body.source(value)
@@ -109,4 +79,26 @@ class Joins:
                 operands.append(v)
         invars = [body.index, *(v for v, _ in parts), *operands]
         jaxpr = compat.make_jaxpr(invars, [value], [n.eqn for n in nodes], "join")
-        return Join(tuple(parts), tuple(operands), jaxpr)
+        return parts, operands, functools.partial(_reduced, jaxpr, len(parts), operation, num_microbatches)
+
+
+def _reduced(
+    jaxpr: compat.ClosedJaxpr, num_parts: int, operation: Operation, num_microbatches: int, *given: jax.Array
+) -> Any:
+    """The output of the loop, from the stacked parts and the operands.
+
+    Args:
+      jaxpr: from the microbatch index, a microbatch's parts and the operands to the output of the microbatch.
+    """
+    stacks, operands = given[:num_parts], given[num_parts:]
+    index: Any = jaxpr.in_avals[0]
+    value: Any = jaxpr.out_avals[0]
+    output = compat.jaxpr_as_fun(jaxpr)
+
+    def step(acc, microbatch):
+        (x,) = output(*microbatch, *operands)
+        return operation.update(acc, x, microbatch[0]), None
+
+    indices = np.arange(num_microbatches, dtype=index.dtype)
+    acc, _ = jax.lax.scan(step, operation.init(value, num_microbatches), (indices, *stacks))
+    return operation.finish(acc, num_microbatches)

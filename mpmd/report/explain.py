@@ -163,8 +163,7 @@ def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) 
 
 def _stage_lines(loop: LoopProgram, stage: int, roles: Roles) -> Iterator[str]:
     tasks = [t for p, t in loop.tasks.items() if p.stage == stage]
-    found = roles.arguments({v for t in tasks for v in t.body.operands})
-    parameters = [v for v in found if roles.role[v] == "parameters" or not roles.trains]
+    parameters = roles.read_by(t.body for t in tasks)
     count, nbytes = (sum(size(v.aval) for v in parameters) for size in (equations.size, equations.nbytes))
     costs = [
         f"{t.body.place.kind} {f'{flops_of(t.executable) / 1e6:.3g} MFLOP' if t.executable else 'empty'}" for t in tasks

@@ -229,8 +229,7 @@ def _stages(facts: Facts) -> Iterator[str]:
         rows = []
         for stage, group in enumerate(loop.loop.schedule.placement):
             tasks = {p.kind: t for p, t in loop.tasks.items() if p.stage == stage}
-            held = roles.arguments({v for t in tasks.values() for v in t.body.operands})
-            own = [v for v in held if roles.role[v] == "parameters" or not roles.trains]
+            own = roles.read_by(t.body for t in tasks.values())
             nbytes = sum(equations.nbytes(v.aval) for v in own)
             work = " · ".join(
                 f"{k} {in_flops(flops_of(t.executable))}" for k, t in tasks.items() if t.executable is not None

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
+from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Outline, Segment
 
 
@@ -41,6 +42,11 @@ class Roles:
     def arguments(self, operands: Iterable[compat.Var]) -> set[compat.Var]:
         """The arguments that these values are computed from."""
         return set().union(*(self._roots.get(v, set()) for v in operands))
+
+    def read_by(self, tasks: Iterable[TaskBody]) -> list[compat.Var]:
+        """The parameters that tasks read; where nothing is trained, all arguments."""
+        found = self.arguments({v for t in tasks for v in t.operands})
+        return [v for v in found if self.role[v] == "parameters" or not self.trains]
 
     def bytes_in(self, group: int) -> dict[str, int]:
         """Bytes in a group by role, over all of its devices, replicas not counted."""
