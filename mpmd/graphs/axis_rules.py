@@ -51,8 +51,23 @@ def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
     for key in ("sharding", "out_sharding", "dst_sharding"):
         if isinstance(params.get(key), NamedSharding) and factor.outs[0] is not None:
             params[key] = _on_rows(params[key], factor.outs[0], rows)
-    change = _PARAMS.get(eqn.primitive.name)
-    return params if change is None else params | change(eqn, factor, rows)
+    key, axis = _SIZES.get(eqn.primitive.name), factor.outs[0]
+    if eqn.primitive.name == "gather":  # a slice has all rows of the operand's piece, unless each is looked up alone
+        axis = factor.ins[0]
+        key = None if axis in eqn.params["dimension_numbers"].operand_batching_dims else "slice_sizes"
+    if key is not None and axis is not None:
+        params[key] = (*params[key][:axis], rows, *params[key][axis + 1 :])
+    return params
+
+
+# The parameter that is the shape of the result, or where it ends.
+_SIZES = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "iota": "shape",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+}
 
 
 def _on_rows(sharding: NamedSharding, axis: int, rows: int) -> NamedSharding:
@@ -87,14 +102,11 @@ def _elementwise(eqn: compat.JaxprEqn) -> Factors:
             yield Factor(tuple(a if s and s[a] == n else None for s in ins), (a,) * len(outs))
 
 
-def _along_other_axes(*names: str) -> Rule:
-    """All operands and results have the same axes; the axes that the parameters `names` list are done as a whole."""
+def _along_other_axes(name: str) -> Rule:
+    """All operands and results have the same axes; those that the parameter `name` lists are done as a whole."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
-        own = set()
-        for name in names:
-            value = eqn.params[name]
-            own.update(value if isinstance(value, (tuple, list)) else (value,))
+        own = eqn.params[name] if isinstance(eqn.params[name], (tuple, list)) else (eqn.params[name],)
         ranks = {len(s) for s in (*_shapes(eqn.invars), *_shapes(eqn.outvars))}
         for a in range(min(ranks)):
             if len(ranks) == 1 and a not in own:
@@ -206,16 +218,8 @@ def _pad(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _slice(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of which it takes all."""
-    p, shape = eqn.params, eqn.invars[0].aval.shape
-    for a, n in enumerate(shape):
-        if p["start_indices"][a] == 0 and p["limit_indices"][a] == n and (p["strides"] is None or p["strides"][a] == 1):
-            yield Factor((a,), (a,))
-
-
-def _dynamic_slice(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of which it takes all; the other operands say where it begins."""
-    for a, n in enumerate(eqn.params["slice_sizes"]):
+    """The axes of which it takes all; further operands say where it begins."""
+    for a, n in enumerate(eqn.outvars[0].aval.shape):
         if eqn.invars[0].aval.shape[a] == n:
             yield Factor((a, *[None] * (len(eqn.invars) - 1)), (a,))
 
@@ -302,7 +306,7 @@ _RULES: dict[str, Rule] = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
     **dict.fromkeys(("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"), _attention),
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": _slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "iota": _iota,
@@ -317,44 +321,4 @@ _RULES: dict[str, Rule] = {
     "top_k": _leading(own=1),
     "transpose": _transpose,
     "unstack": _unstack,
-}
-
-
-# --- parameters of a piece ------------------------------------------------------------------------
-
-
-Change = Callable[[compat.JaxprEqn, Factor, int], Params]
-
-
-def _resized(key: str) -> Change:
-    """The parameter `key` is the shape of the result, or where it ends."""
-
-    def change(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
-        (axis,) = factor.outs
-        assert axis is not None
-        return {key: _with_rows(eqn.params[key], axis, rows)}
-
-    return change
-
-
-def _gathered(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
-    """A slice has all rows of the operand's piece, unless each row is looked up by itself."""
-    axis, sizes = factor.ins[0], eqn.params["slice_sizes"]
-    if axis is None or axis in eqn.params["dimension_numbers"].operand_batching_dims:
-        return {}
-    return {"slice_sizes": _with_rows(sizes, axis, rows)}
-
-
-def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    """A shape that is so long along one axis."""
-    return (*shape[:axis], rows, *shape[axis + 1 :])
-
-
-_PARAMS: dict[str, Change] = {
-    "broadcast_in_dim": _resized("shape"),
-    "reshape": _resized("new_sizes"),
-    "iota": _resized("shape"),
-    "slice": _resized("limit_indices"),
-    "dynamic_slice": _resized("slice_sizes"),
-    "gather": _gathered,
 }

@@ -8,7 +8,6 @@ Each kind of equation is a rule that opens it and closes it; what it holds is di
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -266,28 +265,6 @@ def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
 # --- calls: checkpoints, branches, shard_map ------------------------------------------------------
 
 
-def _same(eqn: compat.JaxprEqn, aval: Any) -> Any:
-    """The type of an inner value, as a result."""
-    return aval
-
-
-class _Call(NamedTuple):
-    """A kind of equation that runs a jaxpr (or one of several) on its operands.
-
-    Attributes:
-      bodies: the jaxprs.
-      params: the parameters of one with other jaxprs. For each operand and each result it gets the position that this
-        had, None for what is new.
-      kept: the type of the result in which a value of these jaxprs is handed out; None if there is none.
-      first: its operands before those of the jaxprs.
-    """
-
-    bodies: Callable[[compat.JaxprEqn], Sequence[compat.ClosedJaxpr]]
-    params: Callable[[compat.JaxprEqn, Sequence[compat.ClosedJaxpr], Sequence[Any], Sequence[Any]], dict[str, Any]]
-    kept: Callable[[compat.JaxprEqn, Any], Any] = _same
-    first: int = 0
-
-
 class _Slot(NamedTuple):
     """A result of the urgent call that the rest reads.
 
@@ -301,12 +278,13 @@ class _Slot(NamedTuple):
     is_new: bool = True
 
 
-def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
+def _call(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
     """Two calls. The first one also gives what the second one reads."""
-    bodies, operands = [fresh_body(closed) for closed in kind.bodies(eqn)], eqn.invars[kind.first :]
-    scalars = costs.scalars and kind.kept is _same
+    is_mapped, first = eqn.primitive.name == "shard_map", _num_before(eqn)
+    bodies, operands = [fresh_body(closed) for closed in _bodies(eqn)], eqn.invars[first:]
+    scalars = costs.scalars and not is_mapped
     inner = [costs.inside(zip(operands, body.invars, strict=True), scalars=scalars) for body in bodies]
-    parts = [cut.of_call(eqn, kind.first, body, cost) for body, cost in zip(bodies, inner, strict=True)]
+    parts = [cut.of_call(eqn, first, body, cost) for body, cost in zip(bodies, inner, strict=True)]
     later = [
         i
         for i, v in enumerate(eqn.outvars)
@@ -321,9 +299,9 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBy
     if not any(cut.is_worth_it(part.first, eqns) for part, (eqns, _) in zip(parts, rests, strict=True)):
         return None
     results = {bodies[0].outvars[i]: eqn.outvars[i] for i in soon if isinstance(bodies[0].outvars[i], compat.Var)}
-    known = results if len(bodies) == 1 and kind.kept is _same else {}  # what the first call gives anyway
+    known = results if len(bodies) == 1 and not is_mapped else {}  # what the first call gives anyway
     kept = [[v for v in reads if v not in b.invars] for (_, reads), b in zip(rests, bodies, strict=True)]
-    slots = _slots(kind, eqn, kept, known)
+    slots = _slots(eqn, kept, known)
     if slots is None:
         return None
     absent = [{s.outer: _zeros(eqn, s.outer.aval) for s in slots if j not in s.inner} for j in range(len(bodies))]
@@ -337,12 +315,11 @@ def _call(kind: _Call, eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBy
         firsts.append(_Body(body.invars, [], eqns, [*(body.outvars[i] for i in soon), *handed]))
         own = [slot.inner.get(j) or compat.Var(slot.outer.aval) for slot in slots]
         seconds.append(_Body(body.invars, own, late_eqns, [body.outvars[i] for i in later]))
-    first = _called(kind, eqn, firsts, [], soon, [slot.outer for slot in slots if slot.is_new])
-    return Halves(first, _called(kind, eqn, seconds, [slot.outer for slot in slots], later, []))
+    urgent = _called(eqn, firsts, [], soon, [slot.outer for slot in slots if slot.is_new])
+    return Halves(urgent, _called(eqn, seconds, [slot.outer for slot in slots], later, []))
 
 
 def _slots(
-    kind: _Call,
     eqn: compat.JaxprEqn,
     kept: Sequence[Sequence[compat.Var]],
     known: Mapping[compat.Var, compat.Var],
@@ -354,7 +331,7 @@ def _slots(
             if v in known:
                 slots.append(_Slot(known[v], {j: v}, is_new=False))
                 continue
-            if (aval := kind.kept(eqn, v.aval)) is None:
+            if (aval := _handed_out(eqn, v.aval)) is None:
                 return None
             slot = next((s for s in slots if j not in s.inner and s.outer.aval == aval), None)
             if slot is None:
@@ -380,7 +357,6 @@ class _Body(NamedTuple):
 
 
 def _called(
-    kind: _Call,
     eqn: compat.JaxprEqn,
     bodies: Sequence[_Body],
     operands: Sequence[Atom],
@@ -393,6 +369,7 @@ def _called(
       operands: for the further arguments of the bodies.
       results: which of its results these give; then come `further` ones.
     """
+    first = _num_before(eqn)
     bodies = [b._replace(eqns=equations.live_equations(b.eqns, b.outs)) for b in bodies]
     reads = [set(equations.free_variables(b.eqns, b.outs)) for b in bodies]
     invars = enumerate(zip(*(b.invars for b in bodies), strict=True))
@@ -401,9 +378,9 @@ def _called(
         compat.with_new_vars(compat.make_jaxpr([*(b.invars[i] for i in ins), *b.more], b.outs, b.eqns, "half"))
         for b in bodies
     ]
-    params = kind.params(eqn, jaxprs, [*ins, *(None for _ in operands)], [*results, *(None for _ in further)])
+    params = _params(eqn, jaxprs, [*ins, *(None for _ in operands)], [*results, *(None for _ in further)])
     return eqn.replace(
-        invars=[*eqn.invars[: kind.first], *(eqn.invars[kind.first + i] for i in ins), *operands],
+        invars=[*eqn.invars[:first], *(eqn.invars[first + i] for i in ins), *operands],
         outvars=[*(eqn.outvars[i] for i in results), *further],
         params={**eqn.params, **params},
         effects=compat.effects_outside(eqn, frozenset().union(*(j.effects for j in jaxprs))),
@@ -417,38 +394,56 @@ def _those(values: Any, positions: Sequence[int | None], default: Any) -> Any:
     return tuple(default if i is None else values[i] for i in positions)
 
 
-def _checkpoint_params(eqn, jaxprs, ins, outs):
-    return {"jaxpr": jaxprs[0].jaxpr, "prevent_cse": _those(eqn.params["prevent_cse"], ins, True)}
+def _params(
+    eqn: compat.JaxprEqn,
+    jaxprs: Sequence[compat.ClosedJaxpr],
+    ins: Sequence[int | None],
+    outs: Sequence[int | None],
+) -> dict[str, Any]:
+    """The parameters that are others with other jaxprs. For each operand and each result, `ins` and `outs` have the
+    position that this had, None for what is new.
+    """
+    old, name, jaxpr = eqn.params, eqn.primitive.name, jaxprs[0].jaxpr
+    if name == "cond":
+        return {"branches": tuple(jaxprs)}
+    if name == compat.CHECKPOINT:
+        return {"jaxpr": jaxpr, "prevent_cse": _those(old["prevent_cse"], ins, True)}
+    if name == "jit":
+        return {
+            "jaxpr": jaxprs[0],
+            "in_shardings": _those(old["in_shardings"], ins, compat.UNSPECIFIED),
+            "in_layouts": _those(old["in_layouts"], ins, None),
+            "donated_invars": _those(old["donated_invars"], ins, False),
+            "out_shardings": _those(old["out_shardings"], outs, compat.UNSPECIFIED),
+            "out_layouts": _those(old["out_layouts"], outs, None),
+        }
 
-
-def _jit_params(eqn, jaxprs, ins, outs):
-    old = eqn.params
-    return {
-        "jaxpr": jaxprs[0],
-        "in_shardings": _those(old["in_shardings"], ins, compat.UNSPECIFIED),
-        "in_layouts": _those(old["in_layouts"], ins, None),
-        "donated_invars": _those(old["donated_invars"], ins, False),
-        "out_shardings": _those(old["out_shardings"], outs, compat.UNSPECIFIED),
-        "out_layouts": _those(old["out_layouts"], outs, None),
-    }
-
-
-def _shard_map_params(eqn, jaxprs, ins, outs):
-    jaxpr = jaxprs[0].jaxpr
-
-    def specs(old, positions, atoms):
+    def specs(key: str, positions: Sequence[int | None], atoms: Sequence[Atom]) -> tuple[Any, ...]:
         pairs = zip(positions, atoms, strict=True)
-        return tuple(_outside(eqn, v.aval)[0] if i is None else old[i] for i, v in pairs)
+        return tuple(_outside(eqn, v.aval)[0] if i is None else old[key][i] for i, v in pairs)
 
-    found = {
-        "in_specs": specs(eqn.params["in_specs"], ins, jaxpr.invars),
-        "out_specs": specs(eqn.params["out_specs"], outs, jaxpr.outvars),
-    }
-    return {"jaxpr": jaxpr, **found}
+    in_specs, out_specs = specs("in_specs", ins, jaxpr.invars), specs("out_specs", outs, jaxpr.outvars)
+    return {"jaxpr": jaxpr, "in_specs": in_specs, "out_specs": out_specs}
 
 
-def _kept_in_shard_map(eqn: compat.JaxprEqn, aval: Any) -> Any:
-    """A value of each device: they stand along the first axis, which a scalar does not have."""
+def _num_before(eqn: compat.JaxprEqn) -> int:
+    """How many operands come before those of the jaxprs: the index of a branch."""
+    return int(eqn.primitive.name == "cond")
+
+
+def _bodies(eqn: compat.JaxprEqn) -> Sequence[compat.ClosedJaxpr]:
+    """The jaxprs that an equation runs (one of them) on its operands; none if it cannot be divided."""
+    if eqn.primitive.name == "cond":
+        return () if eqn.effects else eqn.params["branches"]
+    return [eqn.params["jaxpr"] if eqn.primitive is compat.jit_p else compat.ClosedJaxpr(eqn.params["jaxpr"], ())]
+
+
+def _handed_out(eqn: compat.JaxprEqn, aval: Any) -> Any:
+    """The type of the result in which an inner value is handed out; None if there is none. Those of the devices of a
+    `shard_map` stand along the first axis, which a scalar does not have.
+    """
+    if eqn.primitive.name != "shard_map":
+        return aval
     return _outside(eqn, aval)[1] if aval.ndim else None
 
 
@@ -459,19 +454,5 @@ def _outside(eqn: compat.JaxprEqn, aval: Any) -> tuple[Any, Any]:
 
 _RULES: dict[str, Callable[[compat.JaxprEqn, _Urgent | _Late, KeptBytes], Halves | None]] = {
     "scan": _scan,
-    "cond": functools.partial(
-        _call,
-        _Call(
-            lambda eqn: () if eqn.effects else eqn.params["branches"],
-            lambda eqn, jaxprs, ins, outs: {"branches": tuple(jaxprs)},
-            first=1,
-        ),
-    ),
-    "shard_map": functools.partial(
-        _call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _shard_map_params, _kept_in_shard_map)
-    ),
-    "jit": functools.partial(_call, _Call(lambda eqn: [eqn.params["jaxpr"]], _jit_params)),
-    compat.CHECKPOINT: functools.partial(
-        _call, _Call(lambda eqn: [compat.ClosedJaxpr(eqn.params["jaxpr"], ())], _checkpoint_params)
-    ),
+    **dict.fromkeys(("cond", "shard_map", "jit", compat.CHECKPOINT), _call),
 }
