@@ -6,8 +6,7 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
-from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_name, mark_p
-from mpmd.tracing.new_equations import Atom
+from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_name, mark_p, with_each
 
 
 def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
@@ -37,18 +36,14 @@ def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr
     """Of the marks that stand outside of scans, those with a new id become stage ends; the others vanish."""
     marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is mark_p]
     numbers = iter(boundaries([eqn.params for eqn in marks]))
-    alias: dict[compat.Var, Atom] = {}
 
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
+    def changed(eqn: compat.JaxprEqn) -> compat.JaxprEqn | None:
         if eqn.primitive is not mark_p:
-            eqns.append(eqn)
-        elif (number := next(numbers)) in new_ids:
-            eqns.append(eqn.replace(params={**eqn.params, "id": new_ids[number], "optional": False}))
-        else:
-            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-    return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])
+            return eqn
+        new_id = new_ids.get(next(numbers))
+        return new_id and eqn.replace(params={**eqn.params, "id": new_id, "optional": False})
+
+    return with_each(jaxpr, changed)
 
 
 # --- roles ----------------------------------------------------------------------------------------

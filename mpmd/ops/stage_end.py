@@ -5,7 +5,7 @@ So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds the
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -174,7 +174,6 @@ def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> compat.Jaxpr:
     """`jaxpr` less the equations of the primitives `identities`, however deep, which return what they are given."""
-    alias: dict = {}
 
     def clean(x):
         if isinstance(x, compat.ClosedJaxpr):
@@ -183,11 +182,22 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
             return without(x, identities)
         return x
 
+    def cleaned(eqn: compat.JaxprEqn) -> compat.JaxprEqn | None:
+        if eqn.primitive in identities:
+            return None
+        return eqn.replace(params={k: compat.mapped(x, clean) for k, x in eqn.params.items()})
+
+    return with_each(jaxpr, cleaned)
+
+
+def with_each(jaxpr: compat.Jaxpr, change: Callable[[compat.JaxprEqn], compat.JaxprEqn | None]) -> compat.Jaxpr:
+    """`jaxpr` with `change(eqn)` for each of its equations; None leaves one out that returns what it is given."""
+    alias: dict = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        invars = [compat.renamed(v, alias) for v in eqn.invars]
-        if eqn.primitive in identities:
-            alias.update(zip(eqn.outvars, invars, strict=True))
+        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
+        if (new := change(eqn)) is None:
+            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
         else:
-            eqns.append(eqn.replace(invars=invars, params={k: compat.mapped(x, clean) for k, x in eqn.params.items()}))
+            eqns.append(new)
     return compat.new_jaxpr(jaxpr, eqns=eqns, outvars=[compat.renamed(v, alias) for v in jaxpr.outvars])

@@ -9,7 +9,7 @@ what is before it.
 from collections.abc import Callable, Iterable, Sequence
 
 from mpmd import _jax_compat as compat
-from mpmd.ops.stage_end import mark_p
+from mpmd.ops.stage_end import mark_p, with_each
 
 # What may be moved out together with a mark: it is cheap.
 _LIGHT = frozenset(
@@ -38,15 +38,7 @@ def marks_outside(eqn: compat.JaxprEqn, flat: Callable[[compat.Jaxpr], compat.Ja
 
 def _without_forward_marks(body: compat.Jaxpr) -> compat.Jaxpr:
     """A backward pass without the marks of the forward pass that it computes again: that is elsewhere, with them."""
-    alias: dict = {}
-    eqns = []
-    for eqn in body.eqns:
-        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
-        if eqn.primitive is mark_p and eqn.params["kind"] == "forward":
-            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            eqns.append(eqn)
-    return compat.new_jaxpr(body, eqns=eqns, outvars=[compat.renamed(v, alias) for v in body.outvars])
+    return with_each(body, lambda e: None if e.primitive is mark_p and e.params["kind"] == "forward" else e)
 
 
 def _ahead(eqns: Sequence[compat.JaxprEqn], given: Iterable[compat.Var]) -> list[compat.JaxprEqn]:
