@@ -13,11 +13,11 @@ from mpmd.errors import StageError
 from mpmd.graphs import equations
 from mpmd.graphs.sharded_axes import ShardedAxes
 from mpmd.ops.cross_group import place_p
-from mpmd.ops.stage_end import mark_p
+from mpmd.ops.stage_end import mark_p, with_each
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.loop import partition_loop
 from mpmd.partition.outline import Groups, Loop
-from mpmd.tracing.new_equations import Atom, copy_equations
+from mpmd.tracing.new_equations import copy_equations
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
@@ -116,13 +116,9 @@ def _items(
 ) -> tuple[list[Item], list[compat.Var]]:
     """The items of a step and its results; each result has a variable of its own."""
     items: list[Item] = []
-    alias: dict[Atom, Atom] = {}
-
-    for eqn in trace.jaxpr.eqns:
-        eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
-        if eqn.primitive is mark_p:
-            alias.update(zip(eqn.outvars, eqn.invars, strict=True))
-        elif eqn.primitive is treduce_p:
+    jaxpr = with_each(trace.jaxpr, lambda eqn: None if eqn.primitive is mark_p else eqn)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is treduce_p:
             items += _loop_items(eqn, mesh, sum(isinstance(i, Loop) for i in items), sharded, ahead)
         else:
             items.append(eqn)
@@ -131,7 +127,7 @@ def _items(
     outvars: list[compat.Var] = []
     arguments = trace.arguments
     taken = set(trace.jaxpr.invars) - {arguments[i] for i in forwarded}
-    for v in (compat.renamed(v, alias) for v in trace.jaxpr.outvars):
+    for v in jaxpr.outvars:
         if isinstance(v, compat.Literal) or v in taken:
             # Memory of its own: a later step may be given it for good.
             eqns, (v,) = copy_equations(v)
