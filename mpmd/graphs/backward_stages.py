@@ -56,18 +56,14 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
         sources = [s for v in node.inputs if (s := body.source_in_loop(v))]
         limit = min([last, *(stages[s] for s in sources if s in stages)])
         is_rooted = any(s in stages or s in forward for s in sources) or node in at_least
-        if node in readers and _meet_from_roles(marks, [stages[s] for s in sources if s in stages]):
+        groups = {marks.roles[stages[s]] for s in sources if s in stages} if marks.roles is not None else ()
+        if node in readers and len(groups) > 1:
             stages[node] = min(limit, readers[node])
         elif is_rooted:
             stage = text.last_stage(node, spans[node], limit) if node in spans else limit
             stage = max(stage, min(limit, readers.get(node, 0)))
             stages[node] = min(limit, max(stage, at_least.get(node, 0)))
     return stages
-
-
-def _meet_from_roles(marks: Marks, stages: Sequence[int]) -> bool:
-    """Whether these stages are roles in several groups."""
-    return marks.roles is not None and len({marks.roles[stage] for stage in stages}) > 1
 
 
 class _Span(NamedTuple):

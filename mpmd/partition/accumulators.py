@@ -156,8 +156,9 @@ class _Outputs:
         leaves = _leaves(self.body, value, self._readers, self._steps, self._of_a_list)
         if leaves is None:
             return []
-        stages = {leaf.place.stage for leaf in leaves}
-        if len(stages) < 2 and self._home(value) in stages:
+        stages, source = {leaf.place.stage for leaf in leaves}, self.body.source_in_loop(value)
+        home = source.place.stage if source and source.place else None
+        if len(stages) < 2 and home in stages:
             return []
         parts: list[_Summand] = []
         for v, place, chain in sorted(leaves, key=lambda leaf: leaf.place.stage):
@@ -171,11 +172,6 @@ class _Outputs:
             else:
                 parts.append(_Summand(v, place, later))
         return parts
-
-    def _home(self, value: Atom) -> int | None:
-        """The stage in which a value is made."""
-        source = self.body.source_in_loop(value)
-        return source.place.stage if source and source.place else None
 
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
         """Adds `fun(*atoms)` to the body at `place`; returns its result."""

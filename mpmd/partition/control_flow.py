@@ -87,7 +87,7 @@ class _Branch:
         self._sources: dict[compat.Var, set[tuple[int, Groups]]] = {}  # the parts that must run before it is read
         for eqn, pin in pinned:
             # What no group holds is computed again by each part that reads it, from what other parts hand over.
-            part = None if pin is None else (self._depth(eqn.invars, pin), pin)
+            part = None if pin is None else (self.depth(eqn.invars, pin), pin)
             sources = self._sources_of(eqn.invars) if part is None else {part}
             self.part.update((v, part) for v in eqn.outvars)
             self._sources.update((v, sources) for v in eqn.outvars)
@@ -95,13 +95,10 @@ class _Branch:
     def _sources_of(self, atoms: Iterable[Atom]) -> set[tuple[int, Groups]]:
         return set().union(*(self._sources.get(v, ()) for v in equations.variables(atoms)))
 
-    def _depth(self, atoms: Iterable[Atom], groups: Groups | None) -> int:
+    def depth(self, atoms: Iterable[Atom], groups: Groups | None) -> int:
+        """How many transfers it takes until values are in `groups`, or (None) until they can be computed."""
         crossed = ((d, groups is not None and not groups <= where) for d, where in self._sources_of(atoms))
         return max((depth + crosses for depth, crosses in crossed), default=0)
-
-    def depth_of_result(self, j: int, groups: Groups | None) -> int:
-        """How many transfers it takes until a result is in `groups`, or (None) until it can be computed."""
-        return self._depth([self.outs[j]], groups)
 
     def needed(self, part: _Part, results: Iterable[Atom]) -> list[compat.JaxprEqn]:
         """The equations of a part: its own that are read, and the ones without a part that they read."""
@@ -121,7 +118,7 @@ def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
     for j, v in enumerate(eqn.outvars):
         if not isinstance(v, compat.DropVar):
             groups = _result_groups(v, [b.outs[j] for b in branches], pins, donor_of)
-            results[max(b.depth_of_result(j, groups) for b in branches), groups].append(j)
+            results[max(b.depth([b.outs[j]], groups) for b in branches), groups].append(j)
     parts = set(results) | {p for b in branches for p in b.part.values() if p is not None}
     # A part that reads of one of its own depth runs in fewer groups than it, or (None) anywhere.
     order = sorted(parts, key=lambda p: (p[0], -len(p[1] or ()), sorted(p[1] or ())))

@@ -148,18 +148,15 @@ def _ends_task(item: Item) -> bool:
     return not isinstance(item, Loop) and item.primitive is place_p and bool(item.params.get("ends_task"))
 
 
-def has_tasks(step: FlatStep) -> bool:
-    """Whether a step is written as tasks, without a pipelined loop."""
-    return not step.loops and any(map(_ends_task, step.items))
-
-
 def by_task(placed: Placed) -> Levels | None:
     """Each task at a level of its own, after the task before it in its group and after what it reads has arrived.
 
     What depends on nothing new would else run as early as it can: the forwards of all microbatches in one program of
-    the first group, while all others wait for it. None if that cannot be: within a task of several groups, these
-    exchange values.
+    the first group, while all others wait for it. None if that cannot be: the step is not written as tasks, or has a
+    pipelined loop, or within a task of several groups these exchange values.
     """
+    if placed.step.loops or not any(map(_ends_task, placed.step.items)):
+        return None
     made = {v: dict.fromkeys(g, 0) for v, g in zip(placed.step.invars, placed.inputs, strict=True)}
     runs: dict[Spot, int] = {}
     last: dict[int, int] = defaultdict(lambda: -1)

@@ -7,7 +7,7 @@ them out again, in a segment that it runs anyhow where there is one.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -73,7 +73,8 @@ def pack_scalars(
         until = min(min(readers[t.var, target]) for t in members)
         at = _unpack_level(members[0], until, segments, loop_levels)
         assert at is not None
-        packed.first[at, target] += _unpack(vector, values)
+        split = _splitter(tuple(np.dtype(v.aval.dtype) for v in values))
+        packed.first[at, target] += trace_equations(split, vector).named(values)
         packed.readers[vector, target] = {at}
         packed.transfers.append(OutlineTransfer(vector, source, target, level))
     packed.transfers[:0] = [t for t in transfers if t not in gone]
@@ -145,8 +146,3 @@ def _splitter(dtypes: tuple[np.dtype, ...]) -> Callable[[jax.Array], list[jax.Ar
         return found
 
     return split
-
-
-def _unpack(vector: compat.Var, values: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
-    """The equations that take values out of a vector, under their own names."""
-    return trace_equations(_splitter(tuple(np.dtype(v.aval.dtype) for v in values)), vector).named(values)

@@ -17,7 +17,7 @@ from mpmd.ops.cross_group import place_p
 from mpmd.partition.assemble import assemble
 from mpmd.partition.control_flow import pinned_parts
 from mpmd.partition.flat_step import Asked, FlatStep, Item
-from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible, by_task, has_tasks
+from mpmd.partition.levels import Placed, as_early_as_possible, as_late_as_possible, by_task
 from mpmd.partition.outline import Groups, Loop, Outline
 from mpmd.partition.pins import Pins, runs_once, with_fewest_bytes
 from mpmd.partition.stage_text import StageGroups
@@ -48,8 +48,7 @@ def outline_step(
     with compat.use_abstract_mesh(mpmd_mesh.groups[0].abstract_mesh):
         step = hold_loop_arguments(FlatStep.of(trace, mpmd_mesh, in_groups, out_groups, forwarded, in_specs, ahead))
         placed = place_by_demand(pin_by_operands(step))
-        levels = by_task(placed) if has_tasks(placed.step) else None
-        return assemble(placed, levels or as_late_as_possible(placed, as_early_as_possible(placed)))
+        return assemble(placed, by_task(placed) or as_late_as_possible(placed, as_early_as_possible(placed)))
 
 
 def hold_loop_arguments(step: FlatStep) -> FlatStep:
