@@ -41,6 +41,20 @@ def _loss(w, x):
     return jnp.mean(jax.nn.relu(jnp.sort(x)) ** 2)
 
 
+def _with_policy(w, xs):
+    def layer(w, x):
+        return jnp.sin(jnp.tanh(x @ w) @ w)
+
+    def loss(w, x):
+        for i, p in enumerate(w):
+            x = mpmd.mark_stage_end(x) if i else x
+            x = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(p, x)
+        return jnp.mean(x**2)
+
+    grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=scheduler.OneFOneB(3))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+
+
 def _step(w, xs):
     grads = mpmd.treduce(lambda x: jax.grad(_loss)(w, x), xs, schedule=scheduler.OneFOneB(3))
     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
@@ -71,6 +85,13 @@ def test_the_second_start_lowers_and_compiles_nothing(folder, shape, axis_type):
     num_compiled, none, first = _started(shape, axis_type)
     assert num_compiled > 3 and none == 0
     none, num_stored, second = _started(shape, axis_type)
+    assert (none, num_stored) == (0, num_compiled)
+    assert_same(second, first, 0)
+
+
+def test_programs_of_a_checkpoint_with_a_policy_are_found_by_the_second_start(folder):
+    num_compiled, _, first = _started(step=_with_policy)
+    none, num_stored, second = _started(step=_with_policy)
     assert (none, num_stored) == (0, num_compiled)
     assert_same(second, first, 0)
 
