@@ -9,7 +9,7 @@
         return mpmd.task(second, out_shardings=on_group_1)(y)
 
 A value is in the groups that the mesh of its sharding has. Each task is one program, which equal tasks share, and a
-group runs its tasks in the order of the text (`mpmd/partition/tasks.py`). Memory is used again without a word. So a
+group runs its tasks in the order of the text (`mpmd/partition/levels.py`). Memory is used again without a word. So a
 transfer may change the sharding, and a value that was sent may be donated.
 """
 
