@@ -102,14 +102,14 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
 
     for eqn in jaxpr.eqns:
         found = scans.get(id(eqn))
-        number, kind = tied.get(id(eqn), (0, "tangent"))
+        number, kind = tied.get(id(eqn), (0, None))
         eqn = eqn.replace(invars=[compat.renamed(v, alias) for v in eqn.invars])
         if eqn.primitive is mark_p:
             eqns.append(eqn.replace(params={**eqn.params, "id": ids[next(numbers)]}))
             if eqn.params["kind"] == "forward":
                 spans.append(Span(unit, 1, None))
                 unit += 1
-        elif kind == "tangent":
+        elif kind not in ("forward", "backward"):
             eqns.append(eqn)
         else:
             num_consts, num_carry = compat.scan_sizes(eqn)
