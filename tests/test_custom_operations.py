@@ -44,6 +44,16 @@ class Halving(mpmd.Add):
         return acc / 2 + x
 
 
+class Last(mpmd.Max):
+    """The maximum over the microbatches after the first one, as a share of their number; not what `Max` reads."""
+
+    def update(self, acc, x, index):
+        return jnp.where(index == 0, acc, jnp.maximum(acc, x))
+
+    def finish(self, acc, num_microbatches):
+        return acc / num_microbatches
+
+
 def loss(ws, x, num_marks=NUM_GROUPS - 1):
     """Every stage uses ws[0], too, so that its gradient arises in all of them."""
     for w in ws[:num_marks]:
@@ -88,6 +98,34 @@ def test_reductions_of_ones_own_equal_plain_jax(schedule):
     wanted = check(schedule, {"loss": Product, "out": Weighted(3.0), "grads": Halving})
     values = [float(loss(weights(2), x)[0]) for x in XS]
     np.testing.assert_allclose(wanted["loss"], np.prod(values), rtol=1e-5)
+
+
+def test_what_a_reduction_says_of_its_methods_does_not_hold_for_those_of_a_subclass():
+    """Lists of several lengths share a trace only if the methods do not read the number."""
+    tracings = []
+
+    class Known(Product):
+        reads_index = reads_number = False
+
+    def one(ws, x):
+        tracings.append(x)
+        return (loss(ws, x)[0],) * 2
+
+    for operation, num_tracings in ((Last, 2), (Known, 1)):
+        step = mpmd.jit(
+            lambda ws, xs, op=operation: mpmd.treduce(
+                lambda x: one(ws, x), xs, schedule=scheduler.OneFOneB(2), operation=(mpmd.Add, op)
+            ),
+            mpmd_mesh=mesh_of(),
+        )
+        found = []
+        for xs in (XS[:3], XS):
+            tracings.clear()
+            values = np.array([loss(weights(2), x)[0] for x in xs])
+            wanted = values[1:].max() / len(xs) if operation is Last else values.prod()
+            np.testing.assert_allclose(step(weights(2), list(xs)), (values.sum(), wanted), rtol=1e-5)
+            found.append(bool(tracings))
+        assert sum(found) == num_tracings, operation
 
 
 @pytest.mark.parametrize(

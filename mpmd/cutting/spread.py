@@ -15,7 +15,7 @@ from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.graphs.axis_rules import Factor, factors
 from mpmd.graphs.open_loops import OpenLoop, fresh_body
-from mpmd.ops.reductions import Add, Concat, Max, Mean, Min
+from mpmd.ops.reductions import Concat
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import Atom
@@ -180,7 +180,7 @@ def _open_loop(eqn: compat.JaxprEqn) -> Opened:
     jaxpr: compat.Jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
     links = _alike(eqn.invars, jaxpr.invars[:-1])
     for inner, operation, v in zip(jaxpr.outvars, eqn.params["info"].operations, eqn.outvars, strict=True):
-        if type(operation) in (Add, Mean, Max, Min):
+        if operation.is_elementwise:
             links.append(Link(inner, v))
         elif type(operation) is Concat:
             links.append(Link(inner, v, *_around(range(inner.aval.ndim + 1)[operation.axis])))

@@ -23,6 +23,11 @@ class Operation:
     microbatches never leave their stage. They are accumulated in microbatch order; the accumulator is one array.
     Instances with equal attributes are equal, and attributes must be hashable.
 
+    Attributes:
+      reads_index: whether `update` may read its `index`.
+      reads_number: whether `init` or `finish` may read `num_microbatches`. If not, a list of another length needs no trace.
+      is_elementwise: whether each element of the result follows from the same element of the outputs.
+
     Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> class Product(mpmd.Operation):
@@ -34,7 +39,16 @@ class Operation:
       24.0
     """
 
-    reads_index = True  # whether `update` may read its `index`
+    reads_index = reads_number = True
+    is_elementwise = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """What a base class says of its methods does not hold for others."""
+        super().__init_subclass__(**kwargs)
+        if {"init", "update", "finish"} & vars(cls).keys():
+            for name in ("reads_index", "reads_number", "is_elementwise"):
+                if name not in vars(cls):
+                    setattr(cls, name, vars(Operation)[name])
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
@@ -77,8 +91,8 @@ class Add(Operation):
         the step is written. The results differ by rounding.
     """
 
-    reads_index = False
-    once = True
+    reads_index = reads_number = False
+    is_elementwise = once = True
 
     def __init__(self, *, once: bool = True):
         if not isinstance(once, bool):
@@ -97,6 +111,9 @@ class Mean(Add):
       once: as for `Add`.
     """
 
+    reads_index = False
+    reads_number = is_elementwise = True
+
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
 
@@ -114,7 +131,8 @@ class Mean(Add):
 class Max(Operation):
     """The elementwise maximum over microbatches."""
 
-    reads_index = False
+    reads_index = reads_number = False
+    is_elementwise = True
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=True))
@@ -126,7 +144,8 @@ class Max(Operation):
 class Min(Operation):
     """The elementwise minimum over microbatches."""
 
-    reads_index = False
+    reads_index = reads_number = False
+    is_elementwise = True
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=False))

@@ -25,8 +25,6 @@ from mpmd.ops.means import Means
 from mpmd.ops.microbatches import check_microbatch_axis, doubt_of, may_be_of_shapes, what_fun_sees
 from mpmd.ops.reductions import (
     Add,
-    Max,
-    Min,
     Operation,
     broadcast_operation,
     check_alike,
@@ -182,8 +180,7 @@ def _treduce_list(
 
     def take(index):
         outs = means.sums(jax.tree.unflatten(treedef, [_whole(x, index) for x in leaves]))
-        # `init` and `finish` of these do not read the number of microbatches, and `Means` has no `Mean`.
-        if not xs.is_counted and any(type(op) not in (Add, Max, Min) for op in means.operations):
+        if not xs.is_counted and any(op.reads_number for op in means.operations):
             raise lists.CountsList(xs.path)
         return outs
 
