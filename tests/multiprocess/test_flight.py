@@ -137,7 +137,9 @@ def test_a_job_that_hangs_says_why_when_somebody_ends_it(tmp_path):
     assert lines[0] == "records of 3 of 3 ranks"
     assert lines[1].startswith("jax-mpmd: rank 1: is in the host callback on_host (")
     assert lines[1].endswith(("; then SIGINT came", "; then SIGTERM came"))  # whose record it is depends on the moment
-    assert any(re.fullmatch(r"rank 1 stood at .*faults\.py:\d+ in on_host \(in a thread of JAX\)", x) for x in lines)
+    # JAX runs a small program at once, in the main thread, if its inputs have come before it is called.
+    stood = r"rank 1 stood at .*faults\.py:\d+ in on_host( \(in a thread of JAX\))?"
+    assert any(re.fullmatch(stood, line) for line in lines), lines
     check_stalled("\n".join(lines))
 
 
