@@ -129,6 +129,15 @@ PartitionName=all Nodes={",".join(self._nodes)} Default=YES MaxTime=INFINITE Sta
         """The jobs that are in the queue."""
         return self.command("squeue", "--noheader", "--format=%i").stdout.split()
 
+    def bring_back(self, node: str) -> None:
+        """Makes a node idle that was cut off or down.
+
+        Left alone, Slurm goes on ending what ran there for up to two minutes, and new jobs wait for the node so long.
+        """
+        for state in ("down", "resume"):
+            self.command("scontrol", "update", f"nodename={node}", "reason=test", f"state={state}")
+        until(self._is_idle, f"idle nodes (logs in {self.folder})")
+
     def stop(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             for job in self.jobs():

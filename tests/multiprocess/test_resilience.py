@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
+from samples import slow_first
 
 from mpmd.goodput import ledgers
 
@@ -90,24 +91,15 @@ def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after
     return {"attempt": attempt, "rank": rank, "step": step, "what": "signal", "signal": int(number), "after_s": after_s}
 
 
-def one_of(first, *others) -> list:
-    """The first case is slow; those that differ in their layout alone are exhaustive."""
-    marks = [pytest.mark.slow, *[pytest.mark.exhaustive] * len(others)]
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case, mark in zip((first, *others), marks, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("case", one_of("1f1b", "explicit", "uneven"))
+@pytest.mark.parametrize("case", slow_first("1f1b", "explicit", "uneven"))
 def test_no_loss_of_a_process_leaves_a_trace(environment, unbroken, case):
     faults = [
         {"attempt": 0, "rank": 0, "step": 2, "what": "copy"},
-        kill(1, 2, 3, signal.SIGSTOP),
-        {"attempt": 2, "rank": 1, "step": 6, "what": "damage", "steps": [5], "owners": [2]},
-        {"attempt": 3, "rank": 3, "step": 7, "what": "raise"},
+        kill(1, 1, 3, signal.SIGSTOP),
+        {"attempt": 2, "rank": 0, "step": 6, "what": "damage", "steps": [5], "owners": [1]},
+        {"attempt": 3, "rank": 1, "step": 7, "what": "raise"},
     ]
-    options = "-n 4 --cpu-devices 1 --restarts 4 --hang-timeout 5".split()
+    options = "-n 2 --cpu-devices 2 --restarts 4 --hang-timeout 5".split()
     job = run(environment, *options, case=case, faults=faults)
     assert (steps(job), end(job)) == unbroken(case, 4)
     first, *_, damaged, last = said(job)
@@ -118,23 +110,23 @@ def test_no_loss_of_a_process_leaves_a_trace(environment, unbroken, case):
 
 @pytest.mark.slow
 def test_after_a_notice_no_step_is_computed_again(environment, unbroken):
-    faults = [kill(0, 3, 3, signal.SIGTERM), kill(1, 0, 6, signal.SIGTERM, 0.01)]
-    job = run(environment, *"-n 4 --cpu-devices 1 --restarts 2".split(), faults=faults)
+    faults = [kill(0, 1, 3, signal.SIGTERM), kill(1, 0, 6, signal.SIGTERM, 0.01)]
+    job = run(environment, *"-n 2 --cpu-devices 2 --restarts 2".split(), faults=faults)
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
     told, went_on, told_again, went_on_again = said(job)
     kept = [int(re.search(r"\(SIGTERM\); the state after step (\d) is kept", line)[1]) for line in (told, told_again)]
     assert [f"goes on after step {step}, from memory" for step in kept] == [went_on, went_on_again]
-    of_rank_3 = [int(step) for step in job.matches(r"^\[3\] step (\d) ")]
-    assert [of_rank_3.count(step) for step in range(kept[0] + 1)] == [1] * (kept[0] + 1)
+    of_rank_1 = [int(step) for step in job.matches(r"^\[1\] step (\d) ")]
+    assert [of_rank_1.count(step) for step in range(kept[0] + 1)] == [1] * (kept[0] + 1)
 
 
 @pytest.mark.slow
 def test_a_keeper_that_dies_ends_no_job_and_has_a_successor(environment, unbroken):
     faults = [
         {"attempt": 0, "rank": 1, "step": 2, "what": "keeper"}, kill(0, 1, 5, after_s=0.2),
-        kill(1, 2, 6), {"attempt": 2, "rank": 0, "step": 7, "what": "damage", "steps": [6, 5], "owners": [0, 1, 2, 3]},
+        kill(1, 1, 6), {"attempt": 2, "rank": 0, "step": 7, "what": "damage", "steps": [6, 5], "owners": [0, 1]},
     ]  # fmt: skip
-    job = run(environment, *"-n 4 --cpu-devices 1 --restarts 3".split(), faults=faults)
+    job = run(environment, *"-n 2 --cpu-devices 2 --restarts 3".split(), faults=faults)
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
     *first, from_the_start = said(job)  # a rank that is killed early may not come to say that its keeper is gone
     text = "\n".join(first)
@@ -242,7 +234,7 @@ def check_ledgers_with_a_spare(folder: Path) -> None:
     assert re.search(r" goes on after step [123], from memory, [\d.]+ s after the last step before", text)
 
 
-@pytest.mark.parametrize("case", one_of("1f1b", "zb-h1"))
+@pytest.mark.parametrize("case", slow_first("1f1b", "zb-h1"))
 def test_one_spare_after_the_other_takes_the_places_of_rank_0_and_of_a_spare(environment, unbroken, case):
     """Where a process was killed, another one waits from then on."""
     copy = {"attempt": 0, "rank": 2, "step": 6, "what": "copy"}
@@ -284,8 +276,7 @@ def test_a_spare_takes_the_place_of_a_process_that_becomes_slow_and_no_finished_
     assert last >= 28 and [done.count(step) for step in (last, last + 1)] == [3, 3], job.out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize("spares", slow_first(1, 0))
 def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, unbroken, spares):
     """The ninth call audits a program of rank 2, whose device begins to compute wrong in that call."""
     faults = [{"attempt": 0, "rank": 2, "step": 8, "what": "flip"}]
@@ -302,7 +293,7 @@ def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, u
     assert ({int(step): text for step, text in last.items()}, end(job)) == (losses, state)
 
 
-@pytest.mark.parametrize("case, step", one_of(("pairs", -1), ("explicit", 2)))
+@pytest.mark.parametrize("case, step", slow_first(("pairs", -1), ("explicit", 2)))
 def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
     environment, unbroken, case, step
 ):
@@ -313,13 +304,11 @@ def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_s
     assert len(taken(job)) == 1 and "starts over" in job.err
 
 
-@pytest.mark.parametrize(
-    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
-)
-def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
+@pytest.mark.exhaustive  # each of these losses has a slow test of its own, at an instruction that is always the same
+def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroken):
     """Three losses a job, also while a copy is made and while a spare takes a place; processes that stop among them."""
 
-    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=50, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def check(data):
         faults = []
@@ -335,13 +324,11 @@ def test_no_loss_in_place_at_any_instruction_leaves_a_trace(environment, unbroke
     check()
 
 
-@pytest.mark.parametrize(
-    "num_jobs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)]
-)
-def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken, num_jobs):
+@pytest.mark.exhaustive  # as above
+def test_no_loss_at_any_instruction_leaves_a_trace(environment, unbroken):
     """Four losses a job, in any rank and at any time, a rank that stops among them."""
 
-    @hypothesis.settings(max_examples=num_jobs, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def check(data):
         faults, step = [], 0
@@ -377,29 +364,26 @@ def over(environment, hosts, *options, **more):
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_host_that_is_lost_with_its_memory_is_no_loss(environment, unbroken, hosts):
-    """All processes of the other host are killed, its keeper too; the host itself answers again at once."""
-    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
-    with over(environment, hosts, *"-n 2 --cpu-devices 1 --restarts 1".split(), faults=faults) as job:
+def test_a_host_that_is_lost_with_its_memory_and_a_damaged_copy_are_no_loss(environment, unbroken, hosts):
+    """All processes of the other host are killed, its keeper too; the host itself answers again at once.
+
+    Later a damaged copy gives way to the one on the other host.
+    """
+    faults = [
+        {"attempt": 0, "rank": 3, "step": 4, "what": "wait"},
+        {"attempt": 1, "rank": 1, "step": 6, "what": "damage", "steps": [5], "owners": [0, 1, 3]},
+    ]
+    with over(environment, hosts, *"-n 2 --cpu-devices 1 --restarts 2".split(), faults=faults) as job:
         job.wait_for_line(r"^\[3\] waits")
         for pid in hosts.there.pids():
             with contextlib.suppress(ProcessLookupError):  # it ended because another one did
                 os.kill(pid, signal.SIGKILL)
         assert job.finish(LIMIT_S) == 0, job.out + job.err
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
-    assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+    *_, after_the_host, after_the_damage = said(job)
+    assert after_the_host in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
+    assert after_the_damage == "goes on after step 5, from memory"
     assert "starts a new keeper on hostb" in job.err
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_a_damaged_copy_gives_way_to_the_one_on_the_other_host(environment, unbroken, hosts):
-    faults = [{"attempt": 0, "rank": 1, "step": 6, "what": "damage", "steps": [5], "owners": [0, 1, 3]}]
-    options = "-n 2 --cpu-devices 1 --restarts 1".split()
-    with over(environment, hosts, *options, faults=faults) as job:
-        assert job.finish(LIMIT_S) == 0, job.out + job.err
-    assert (steps(job), end(job)) == unbroken("1f1b", 4)
-    assert said(job) == ["goes on after step 5, from memory"]
 
 
 @pytest.mark.slow
@@ -508,6 +492,7 @@ def test_under_slurm_the_job_goes_on_without_a_node_whose_cable_is_cut(environme
             job.check_nothing_left(90)
     finally:
         hosts.cable("up")
+        nodes.bring_back("hostb")
 
 
 @pytest.mark.slow
@@ -515,12 +500,11 @@ def test_under_slurm_the_job_goes_on_without_a_node_whose_cable_is_cut(environme
 def test_under_slurm_the_job_goes_on_without_a_node_that_slurm_takes_for_lost(environment, unbroken, nodes):
     """The node answers, but Slurm ends what runs there, and starts nothing on it."""
     faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
-    node = ("scontrol", "update", "nodename=hostb", "reason=test")
     try:
         options = "-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1"
         with allocated(environment, nodes, options, case="shared", faults=faults) as job:
             job.wait_for_line(r"^\[3\] waits")
-            nodes.command(*node, "state=down")
+            nodes.command(*"scontrol update nodename=hostb reason=test state=down".split())
             assert job.process.wait(LIMIT_S) == 0, job.out + job.err
             until(lambda: not job.left(), "the end of all processes")  # agents that Slurm kills leave their folders
         assert "jax-mpmd: the ranks' step was lost: srun: error: Node failure on hostb\n" in job.err
@@ -528,4 +512,4 @@ def test_under_slurm_the_job_goes_on_without_a_node_that_slurm_takes_for_lost(en
         assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (1, 2, 3)]
         assert (steps(job), end(job)) == unbroken("shared", 4)
     finally:
-        nodes.command(*node, "state=resume")
+        nodes.bring_back("hostb")
