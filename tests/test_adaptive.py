@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from samples import slow_first
 
 import mpmd
 import reshard.checkpoint
@@ -111,7 +112,7 @@ def test_tasks_out_of_turn_give_the_bits_of_the_plan_and_of_plain_jit(schedule, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", slow_first(AxisType.Auto, AxisType.Explicit), ids=str)
 def test_groups_of_several_devices_with_sums_once_a_step(kind, late):
     mesh = mpmd.MpmdMesh(
         jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4], axis_types=(kind,) * 2), "stage"

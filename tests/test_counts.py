@@ -415,7 +415,7 @@ def test_sharded_parameters_stay_sharded_as_they_came():
 # --- donation ---
 
 
-@pytest.mark.parametrize("where", slow_first("explicit", "shared", "auto", num_slow=2))
+@pytest.mark.parametrize("where", slow_first("shared", "explicit", "auto"))
 def test_a_donated_state_is_deleted_and_another_is_not(where):
     program = BY_NAME["residual_mlp"]
     batches = list(program.batches())
@@ -434,8 +434,7 @@ def test_a_donated_state_is_deleted_and_another_is_not(where):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batches))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "shared"])
+@pytest.mark.parametrize("where", slow_first("auto", "shared"))
 def test_each_leaf_of_a_donated_state_is_updated_where_it_lies(where):
     """Not one in the place of another of its shape, before which XLA would copy what it still reads."""
     program = BY_NAME["clipped_adamw_with_a_schedule"]
@@ -504,8 +503,7 @@ def test_donating_the_batch_leaves_results_right():
     assert_same(host(state), host(expected), 2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "shared"])
+@pytest.mark.parametrize("where", slow_first("shared", "auto"))
 def test_a_value_returned_twice_outlives_the_donation_of_one_of_them(where):
     """The loss is a metric and a part of the state; an unchanged leaf is returned in two places."""
     num_stages = 2

@@ -160,7 +160,7 @@ _WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("axes", "made", "dtype", "marked"), slow_first(*_WAYS, num_slow=4))
+@pytest.mark.parametrize(("axes", "made", "dtype", "marked"), slow_first(*_WAYS, num_slow=2))
 def test_a_text_is_plain_jaxs_and_each_cache_is_in_its_layers_group_from_the_first_call_on(axes, made, dtype, marked):
     mesh = make_mesh(axes)
     jitted = mpmd.jit(make_advance(mpmd.mark_stage_end if marked else unmarked), mpmd_mesh=mesh, donate_argnums=1)
@@ -269,7 +269,7 @@ def generate_all(step, params, caches, starts, length=3, seen=lambda caches: Non
     ("schedule", "axes"),
     [
         pytest.param(scheduler.GPipe(STAGES), "explicit", marks=pytest.mark.slow),
-        pytest.param(scheduler.OneFOneB(STAGES), "auto", marks=pytest.mark.slow),
+        pytest.param(scheduler.OneFOneB(STAGES), "auto", marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

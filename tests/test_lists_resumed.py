@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from samples import slow_first
 
 import mpmd
 from reshard.checkpoint import abstract
@@ -53,8 +54,8 @@ def after(state, step, batches):
 
 @pytest.mark.parametrize(
     ("epoch", "place"),
-    [(SHORT, 1), *(pytest.param(EPOCH, place, marks=pytest.mark.slow) for place in (1, 3))],
-    ids=["short-1", "1", "3"],
+    [(SHORT, 1), *slow_first((EPOCH, 3), (EPOCH, 1))],
+    ids=["short-1", "3", "1"],
 )
 def test_an_epoch_goes_on_from_an_orbax_checkpoint_with_the_same_bits(tmp_path, epoch, place):
     batches = lists(epoch, 1)

@@ -25,9 +25,9 @@ def _held() -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("num_steps", slow_first(3_000, 10_000), ids=str)
+@pytest.mark.parametrize("num_steps", slow_first(1_000, 10_000), ids=str)
 @pytest.mark.parametrize("shape", slow_first([2, 2], [2, 1]), ids=str)
-def test_thousands_of_steps_leave_nothing_behind(shape, num_steps):
+def test_many_steps_leave_nothing_behind(shape, num_steps):
     devices = jax.devices()[: int(np.prod(shape))]
     mesh = mpmd.MpmdMesh(jax.make_mesh(shape, ("stage", "data"), devices=devices), "stage")
 

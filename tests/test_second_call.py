@@ -13,6 +13,7 @@ from programs import BY_NAME
 from programs.parts import WIDTH, chain, momentum_state, normal, regression_batch, squared_error, stages_params, train
 from programs.pipelines import make_mesh, shared_device
 from programs.program import Tools, assert_same, host, pipelined, plain_loop
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -129,8 +130,7 @@ def test_each_call_of_a_training_step_uses_its_own_values(form, where):
     _check_calls(step, _train_step, mpmd_mesh, _state, [form])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["auto", "shared", "explicit"])
+@pytest.mark.parametrize("where", slow_first("shared", "auto", "explicit"))
 def test_each_call_of_a_compiled_training_step_uses_its_own_values(where):
     mpmd_mesh = _mesh(where)
     step = mpmd.jit(_train_step(pipelined(SCHEDULE)), mpmd_mesh=mpmd_mesh)
@@ -192,8 +192,8 @@ def test_a_weakly_typed_value_that_comes_back_as_it_was_is_not_traced_again(scal
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "donate"),
-    [("auto", ()), ("explicit", (0,)), ("shared", (0,))],
-    ids=["auto-kept", "explicit-donated", "shared-donated"],
+    slow_first(("explicit", (0,)), ("auto", ()), ("shared", (0,))),
+    ids=["explicit-donated", "auto-kept", "shared-donated"],
 )
 def test_a_state_initialised_into_its_layout_trains_as_under_jax_jit(where, donate):
     mpmd_mesh = _mesh(where)

@@ -73,7 +73,7 @@ SCHEDULES = [scheduler.OneFOneB(4), scheduler.ZeroBubbleH1(4)]
 
 
 WAYS = [
-    pytest.param(AxisType.Auto, SCHEDULES[0], id="auto-OneFOneB", marks=pytest.mark.slow),
+    pytest.param(AxisType.Auto, SCHEDULES[0], id="auto-OneFOneB", marks=pytest.mark.exhaustive),
     pytest.param(AxisType.Explicit, SCHEDULES[1], id="explicit-ZeroBubbleH1"),
 ]
 

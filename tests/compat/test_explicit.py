@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs.layers import LAYERS, WIDTH, Where
 from programs.pipelines import make_mesh, make_schedule
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -67,8 +68,7 @@ def _assert_close(found, expected):
         np.testing.assert_allclose(np.asarray(x), y, 2e-5, 1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "axes"), _RUNS)
+@pytest.mark.parametrize(("schedule", "axes"), slow_first(*_RUNS))
 def test_layers_that_say_shardings_train_as_under_jit(schedule, axes):
     _check_layers(_QUICK, schedule, axes)
 
@@ -185,7 +185,7 @@ def _flax_step(names, schedule):
         # Flax constrains the kernel before it gives it that rank.
         pytest.param(("data", None, None), "ZeroBubbleH1", ("data",), AxisType.Auto, marks=pytest.mark.slow),
         ((None, "data"), "OneFOneB", (), AxisType.Explicit),
-        pytest.param((None, "data"), "OneFOneB", ("data",), AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param((None, "data"), "OneFOneB", ("data",), AxisType.Explicit, marks=pytest.mark.exhaustive),
     ],
 )
 def test_flax_partitioning_is_no_constraint_where_no_mesh_is_set(names, schedule, axes, kind):

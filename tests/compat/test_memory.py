@@ -46,9 +46,9 @@ def _two_stages(key):
 @pytest.mark.parametrize(
     ("policy", "schedule", "where"),
     [
-        pytest.param("nothing", *RUNS[0], marks=pytest.mark.slow),
+        pytest.param("nothing", *RUNS[0], marks=pytest.mark.exhaustive),
         pytest.param("names", *RUNS[1], marks=pytest.mark.slow),
-        pytest.param("offload_names", *RUNS[0], marks=pytest.mark.slow),
+        pytest.param("offload_names", *RUNS[0], marks=pytest.mark.exhaustive),
         pytest.param("offload_names", *RUNS[1], marks=pytest.mark.exhaustive),
         pytest.param("offload_dots", *RUNS[1], marks=pytest.mark.slow),
     ],
@@ -58,7 +58,7 @@ def test_a_checkpoint_policy_in_each_stage_equals_plain_jax(policy, schedule, wh
     assert_same_history(program.run(pipeline(program, schedule, where), 2), program.expected[:2], program.rtol)
 
 
-@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("schedule", "where"), [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.exhaustive)])
 def test_what_a_policy_offloads_waits_in_host_memory(schedule, where):
     program = Program("offload", _two_stages, regression_batch, _checkpointed("offload_names"), num_stages=2)
     compiled = pipeline(program, schedule, where).lower(program.state(), next(program.batches(1))).compile()

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from programs.operations import ALL, VALUES, Operation
 from programs.pipelines import make_mesh
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -108,8 +109,7 @@ def test_some_operations_give_what_jit_gives():
     _check(lambda _: _step(_SOME), "two_devices", "explicit")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "kind"), [("one_device", "auto"), ("two_devices", "explicit")])
+@pytest.mark.parametrize(("axes", "kind"), slow_first(("two_devices", "explicit"), ("one_device", "auto")))
 def test_all_operations_take_arguments_beside_computed_values(axes, kind):
     mesh = _mesh(axes, kind)
     mpmd.jit(_every_way, mpmd_mesh=mesh).trace(VALUES)

@@ -176,7 +176,7 @@ def _equations(jaxpr):
 
 
 @pytest.fixture(
-    params=[pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str, scope="module"
+    params=[pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive), AxisType.Explicit], ids=str, scope="module"
 )
 def mesh(request):
     return jax.make_mesh((2, 2), ("stage", "data"), axis_types=(request.param,) * 2, devices=jax.devices()[:4])

@@ -74,7 +74,7 @@ def _started(shape=(3, 1), axis_type=AxisType.Explicit, step=_step):
 @pytest.mark.parametrize(
     ("shape", "axis_type"),
     [
-        pytest.param((3, 1), AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param((3, 1), AxisType.Auto, marks=pytest.mark.exhaustive),
         ((3, 1), AxisType.Explicit),
         pytest.param((3, 2), AxisType.Auto, marks=pytest.mark.slow),
         pytest.param((3, 2), AxisType.Explicit, marks=pytest.mark.exhaustive),

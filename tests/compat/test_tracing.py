@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs.parts import regression_batch, residual, squared_error, stages_params
 from programs.pipelines import make_mesh
 from programs.program import assert_same, host
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -68,8 +69,7 @@ def test_equal_stages_are_loaded_by_jaxs_defaults_and_with_a_cache_folder_at_eve
     assert first == second == [loaded, values]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", slow_first(AxisType.Explicit, AxisType.Auto), ids=str)
 def test_the_same_step_on_other_devices_of_the_same_shape_is_not_traced_again(axis_type):
     traces = 0
 

@@ -22,6 +22,7 @@ from programs.parts import (
 )
 from programs.pipelines import in_turns, make_mesh, make_schedule, pipeline, shared_device
 from programs.program import Program, assert_same, assert_same_history, host, pipelined, plain_loop
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -117,8 +118,7 @@ def _arguments(seed=1):
 # --- prints and callbacks -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["OneFOneB", "ZeroBubbleH1"])
+@pytest.mark.parametrize("schedule", slow_first("ZeroBubbleH1", "OneFOneB"))
 def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd):
     def apply(p, x, stage):
         jax.debug.print("stage {s} sum {v:.6f}", s=stage, v=jnp.sum(x))
@@ -158,8 +158,7 @@ def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule)
         assert len(got) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
+@pytest.mark.parametrize(("schedule", "where"), slow_first(*RUNS[::-1]))
 def test_a_pure_callback_in_a_stage_runs_on_the_host(schedule, where):
     def apply(p, x, stage):
         table = jax.pure_callback(
@@ -171,7 +170,7 @@ def test_a_pure_callback_in_a_stage_runs_on_the_host(schedule, where):
     _check(program, schedule, where)
 
 
-@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.exhaustive)])
 def test_named_scopes_are_in_the_programs_that_run(schedule):
     def apply(p, x, stage):
         with jax.named_scope(f"my_stage_{stage}"):
@@ -289,8 +288,7 @@ def test_transforming_a_pipelined_step_is_refused(transform):
         pipelined_step(state, batch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)], ids=str)
+@pytest.mark.parametrize("schedule", slow_first(scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)), ids=str)
 def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
     def step(params, batch, scale, *, shift):
         def loss(p, m):
@@ -308,8 +306,9 @@ def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
 # --- the user's mesh ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("axis_type", "schedule"), [(AxisType.Auto, "OneFOneB"), (AxisType.Explicit, "ZeroBubbleH1")])
+@pytest.mark.parametrize(
+    ("axis_type", "schedule"), slow_first((AxisType.Explicit, "ZeroBubbleH1"), (AxisType.Auto, "OneFOneB"))
+)
 def test_model_code_that_names_the_users_whole_mesh_means_the_groups_own(axis_type, schedule):
     mesh = make_mesh(2, axis_type, ("data",))
     constrain = jax.reshard if axis_type == AxisType.Explicit else jax.lax.with_sharding_constraint

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from programs.pipelines import shared_device
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -151,9 +152,14 @@ def two_loops():
     return lowered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    ("copied", "schedule"),
+    slow_first(
+        *((False, "zb-v"), (True, "interleaved-1f1b")),
+        *((False, "1f1b"), (True, "1f1b"), (False, "interleaved-1f1b"), (True, "zb-v")),
+        num_slow=2,
+    ),
+)
 def test_loops_over_the_same_layers_have_one_cut_and_no_parameter_crosses(two_loops, schedule, copied):
     for embed in (8, 256):
         lowered, *_ = two_loops(embed, schedule, copied=copied)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from samples import slow_first
 
 import mpmd
 import scheduler
@@ -36,8 +37,7 @@ def make_step(optimizer, schedule):
     return step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", slow_first(AxisType.Auto, AxisType.Explicit))
 def test_rows_that_a_loop_slices_are_in_the_group_that_reads_them(axis_type):
     mesh = mpmd.MpmdMesh(jax.make_mesh((3,), ("stage",), (axis_type,), devices=jax.devices()[:3]), "stage")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -116,16 +116,18 @@ def sends(compiled):
 @pytest.mark.parametrize(
     ("make", "axis_type", "num_devices", "schedule", "most"),
     [
-        pytest.param(derived, AxisType.Auto, 2, scheduler.OneFOneB(4), 128, marks=pytest.mark.slow),
+        pytest.param(derived, AxisType.Auto, 2, scheduler.OneFOneB(4), 128, marks=pytest.mark.exhaustive),
         pytest.param(derived, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), 128, marks=pytest.mark.slow),
-        pytest.param(generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK, marks=pytest.mark.slow),
-        pytest.param(generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK, marks=pytest.mark.slow),
+        *slow_first(
+            (generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
+            (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        ),
         (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
         (generated_of_unstacked, AxisType.Auto, 1, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
-        pytest.param(reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
-        pytest.param(reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS, marks=pytest.mark.slow),
-        pytest.param(
-            reordered, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), STACKS_AND_ROWS, marks=pytest.mark.slow
+        *slow_first(
+            (reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS),
+            (reordered, AxisType.Auto, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS),
+            (reordered, AxisType.Explicit, 1, scheduler.ZeroBubbleH1(4), STACKS_AND_ROWS),
         ),
     ],
 )

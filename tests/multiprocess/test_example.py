@@ -1,4 +1,4 @@
-"""The example under the launcher: the losses of one process, also when it goes on with other processes."""
+"""The example under the launcher: what one process goes on with from its middle has the same losses."""
 
 import re
 import subprocess
@@ -30,11 +30,10 @@ def launched(processes, devices):
 
 
 def test_the_example_goes_on_in_other_processes_with_the_same_losses(tmp_path):
-    alone = losses()
-    assert len(alone) == 6
     folder = tmp_path / "run"
     saving = ("--checkpoint-dir", str(folder), "--save-every", "2", "--keep", "2")
-    assert losses(*saving, launcher=launched(2, 1)) == alone
+    together = losses(*saving, launcher=launched(2, 1))
+    assert len(together) == 6
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
     again = train_gpt(*saving)
     assert again.returncode == 1
@@ -43,4 +42,4 @@ def test_the_example_goes_on_in_other_processes_with_the_same_losses(tmp_path):
     )
     (folder / "6").rename(tmp_path / "6")
     rest = losses(*saving, "--resume")
-    assert rest == {step: alone[step] for step in ("5", "6")}
+    assert rest == {step: together[step] for step in ("5", "6")}

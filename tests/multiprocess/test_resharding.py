@@ -5,7 +5,7 @@ from jobs import Job
 from samples import slow_first
 
 # The ones of more devices or processes in slow tests.
-_JOBS = slow_first((2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3), num_slow=2)
+_JOBS = slow_first((2, 2, 0), (4, 1, 1), (2, 4, 2), (4, 2, 3))
 
 
 @pytest.mark.parametrize(("processes", "devices", "seed"), _JOBS)

@@ -10,9 +10,7 @@ from jobs import ROOT, results
 from samples import slow_first
 
 
-@pytest.mark.parametrize(
-    ("processes", "seed"), slow_first((4, 0), (2, 1), *itertools.product((2, 4), range(2, 20)), num_slow=2)
-)
+@pytest.mark.parametrize(("processes", "seed"), slow_first((4, 0), (2, 1), *itertools.product((2, 4), range(2, 20))))
 def test_roles_that_may_share_groups_compute_what_jit_computes(processes, seed):
     """Each process makes all calls; of a role that it has no part in, it says nothing."""
     assert results("roles.py", seed, 24, processes=processes, devices=4 // processes) == ["same"] * processes

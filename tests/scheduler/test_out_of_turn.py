@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from samples import slow_first
 
 import scheduler
 from scheduler import Adaptive, DualPipeV, EagerOneFOneB, GPipe, OneFOneB, TaskGraph, ZeroBubbleH1, ZeroBubbleV
@@ -78,10 +79,7 @@ def test_random_choices_never_deadlock_and_hold_no_more_than_planned(schedule, n
     ("schedule", "num"),
     [
         *CASES,
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(OneFOneB(4), 5), (GPipe(4), 5), (ZeroBubbleH1(4), 3), (ZeroBubbleV(2), 4), (DualPipeV(2), 5)]
-        ),
+        *slow_first((ZeroBubbleV(2), 4), (OneFOneB(4), 5), (GPipe(4), 5), (ZeroBubbleH1(4), 3), (DualPipeV(2), 5)),
     ],
     ids=str,
 )

@@ -105,6 +105,6 @@ def test_a_chosen_cut_is_not_slower_than_the_even_one_by_the_figure_of_plan():
     assert choice.layers != choice.even
 
 
-@pytest.mark.parametrize(("model", "target", "schedule"), slow_first(*CASES[::2], *CASES[1::2], num_slow=10))
+@pytest.mark.parametrize(("model", "target", "schedule"), slow_first(*CASES[::2], *CASES[1::2], num_slow=5))
 def test_twenty_models_on_targets_with_schedules_are_not_slower_than_their_even_cuts(model, target, schedule):
     check_no_slower_than_even(model, target, schedule)
