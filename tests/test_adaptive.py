@@ -90,14 +90,12 @@ def late(monkeypatch):
     return orders
 
 
-SCHEDULES = [
-    OneFOneB(4), GPipe(4), InterleavedOneFOneB(8, 4), ZeroBubbleH1(4), ZeroBubbleV(4), DualPipeV(4),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(s, marks=() if isinstance(s, ZeroBubbleV) else pytest.mark.slow) for s in SCHEDULES],
+    [
+        ZeroBubbleV(4),
+        *slow_first(InterleavedOneFOneB(8, 4), DualPipeV(4), OneFOneB(4), GPipe(4), ZeroBubbleH1(4), num_slow=2),
+    ],
     ids=str,
 )
 def test_tasks_out_of_turn_give_the_bits_of_the_plan_and_of_plain_jit(schedule, late):
@@ -111,7 +109,6 @@ def test_tasks_out_of_turn_give_the_bits_of_the_plan_and_of_plain_jit(schedule, 
     assert any(order != sorted(order) for order in late) and all(sorted(o) == list(range(len(o))) for o in late)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_first(AxisType.Auto, AxisType.Explicit), ids=str)
 def test_groups_of_several_devices_with_sums_once_a_step(kind, late):
     mesh = mpmd.MpmdMesh(

@@ -71,7 +71,7 @@ _SLOW = (
     [
         *_QUICK,
         *(pytest.param(n, marks=pytest.mark.slow) for n in _MORE),
-        *(pytest.param(n, marks=pytest.mark.exhaustive if k % 3 else pytest.mark.slow) for k, n in enumerate(_SLOW)),
+        *(pytest.param(n, marks=pytest.mark.exhaustive if k % 6 else pytest.mark.slow) for k, n in enumerate(_SLOW)),
     ],
 )
 def test_a_program_with_marks_and_an_ordinary_loop_equals_its_plain_loop(name):

@@ -118,14 +118,12 @@ def test_each_shape_is_traced_and_compiled_once_whatever_the_order(monkeypatch):
     assert len(compiled) - len(tasks) <= 6  # zeros and updates, which have no shape of a microbatch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "num_groups"),
-    [
-        (scheduler.ZeroBubbleH1(2), 2),
-        (scheduler.InterleavedOneFOneB(4, 2), 2),
-        (scheduler.DualPipeV(2), 2),
-    ],
+    slow_first(
+        *((scheduler.InterleavedOneFOneB(4, 2), 2), (scheduler.DualPipeV(2), 2), (scheduler.ZeroBubbleH1(2), 2)),
+        num_slow=2,
+    ),
     ids=lambda x: type(x).__name__,
 )
 def test_schedules(schedule, num_groups):
@@ -133,7 +131,6 @@ def test_schedules(schedule, num_groups):
     assert check(Step(schedule.num_stages, schedule), groups(num_groups), orders) == [3, 0, 1, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_first(AxisType.Explicit, AxisType.Auto), ids=str)
 def test_groups_of_several_devices(kind):
     assert check(Step(2, "1f1b"), sharded(kind), ORDERS) == ONCE_PER_SHAPE

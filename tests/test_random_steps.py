@@ -236,7 +236,7 @@ def test_any_step_around_a_loop_is_placed(case):
 
 @pytest.mark.parametrize("loops", [False, True], ids=["without a loop", "around a loop"])
 @pytest.mark.parametrize(
-    "num_steps", [pytest.param(10, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)]
+    "num_steps", [pytest.param(5, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)]
 )
 def test_any_step_computes_what_jit_computes(num_steps, loops):
     settings(max_examples=num_steps, **UNTIMED)(given(steps(loops=loops))(_check))()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from layouts import check_equal, mesh_of, nbytes, random_values, shardings_for
 from processes import run, run_stock
+from samples import slow_first
 
 from reshard.checkpoint import restore
 from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing
@@ -33,14 +34,13 @@ def test_a_state_of_several_groups_in_each_process_is_written_once_and_restored_
     check_that_it_is_written_once_and_restored_by_one(tmp_path / "state")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "v1"),
-    [
-        ("a group each", "a group over two", False),
-        ("a group over two", "a group each", True),
+    slow_first(
+        *(("a group each", "a group over two", False), ("a group over two", "a group each", True)),
         ("a group over two", "a group each", False),
-    ],
+        num_slow=2,
+    ),
 )
 def test_processes_of_another_layout_read_what_they_need_and_no_more(tmp_path, before, after, v1):
     num_processes, devices, groups = LAYOUTS[before]

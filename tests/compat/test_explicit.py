@@ -208,7 +208,9 @@ def test_flax_partitioning_is_a_constraint_where_the_user_has_set_the_mesh():
         mpmd.jit(general, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage")).trace(params, xs)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive), AxisType.Explicit], ids=str
+)
 def test_what_is_computed_while_a_step_is_traced_is_as_under_jit(kind):
     mesh = make_mesh(2, kind, ("data",))
     table = jax.device_put(np.ones(3, np.float32), NamedSharding(mesh, P()))

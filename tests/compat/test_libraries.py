@@ -23,6 +23,7 @@ from programs.parts import (
 )
 from programs.pipelines import in_turns, pipeline
 from programs.program import Program, assert_same_history
+from samples import slow_first
 
 import mpmd
 
@@ -396,8 +397,7 @@ def test_a_model_or_an_optimizer_of_a_library_is_trained_as_under_plain_jax(prog
     check(program, schedule, where)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "where"), RUNS)
+@pytest.mark.parametrize(("schedule", "where"), slow_first(*RUNS[::-1]))
 def test_an_update_that_is_not_finite_is_skipped_in_all_stages_alike(schedule, where):
     program = next(p for p in PROGRAMS if p.name == "apply_if_finite")
     step, plain = pipeline(program, schedule, where), jax.jit(program.build(_plain_tools()))

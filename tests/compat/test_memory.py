@@ -92,7 +92,7 @@ def _adam_state(key):
     ("schedule", "axis_type"),
     [
         ("OneFOneB", AxisType.Auto),
-        pytest.param("ZeroBubbleH1", AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param("ZeroBubbleH1", AxisType.Explicit, marks=pytest.mark.exhaustive),
     ],
 )
 def test_optimizer_state_is_kept_in_host_memory_from_step_to_step(schedule, axis_type):
@@ -228,7 +228,7 @@ _CASES = {
     ("case", "schedule"),
     [
         pytest.param("parameters", "OneFOneB", marks=pytest.mark.slow),
-        pytest.param("activations", "OneFOneB", marks=pytest.mark.slow),
+        pytest.param("activations", "OneFOneB", marks=pytest.mark.exhaustive),
         ("activations", "ZeroBubbleH1"),
         pytest.param("sharded", "GPipe", marks=pytest.mark.slow),
     ],

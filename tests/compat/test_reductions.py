@@ -95,7 +95,6 @@ def _put(x, spec):
     in_turns(
         [(_unreduced, AxisType.Explicit), (_per_device, AxisType.Explicit), (_per_device, AxisType.Auto)],
         [(scheduler.OneFOneB(2), mpmd.Add), (scheduler.ZeroBubbleH1(2), mpmd.Mean)],
-        others=pytest.mark.slow,
     ),
 )
 def test_gradients_are_reduced_once_a_step(step, axis_type, schedule, operation):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from samples import slow_first
 
 import reshard
 from mpmd.costs.collectives import collectives_of
@@ -121,7 +122,7 @@ def test_devices_that_share_parameters_gather_them_and_sum_no_activations(exampl
     assert memory["gradients"] < 1.1 * memory["parameters"]  # each device adds up its own part
 
 
-@pytest.mark.parametrize("rows", ["--microbatches 2", "--microbatches 2 --whole-rows"])
+@pytest.mark.parametrize("rows", slow_first("--microbatches 2", "--microbatches 2 --whole-rows"))
 def test_devices_that_divide_rows_send_keys_around_and_hold_no_row(example, rows):
     options = example.parse(f"--groups 1 --context 2 --batch 2 --length 480 {rows}".split())
     config = example.Config(width=64, hidden=96, layers=2, head_dim=16, dtype=jnp.float32)

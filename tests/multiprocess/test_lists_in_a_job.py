@@ -2,6 +2,7 @@
 
 import jobs
 import pytest
+from samples import slow_first
 
 
 @pytest.mark.slow
@@ -29,8 +30,7 @@ def test_a_rank_with_another_list_is_told(what, told):
             assert f"rank 1: {told} in step 6 (step)" in rank.err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("groups", "devices"), [("spread", 2), ("one", 1)])
+@pytest.mark.parametrize(("groups", "devices"), slow_first(("spread", 2), ("one", 1)))
 def test_groups_that_extend_over_two_processes_train_on_lists(groups, devices):
     with jobs.Job("lists.py", groups, processes=2, devices=devices, hang_timeout_s=60) as job:
         first, second = (rank.result for rank in job.wait(limit_s=240))

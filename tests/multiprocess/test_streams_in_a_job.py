@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jobs import PROGRAMS, VICTIM_STATUS, Job, results
 from ports import free_port
+from samples import slow_first
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_random_layouts_arrive_with_the_bytes_that_the_plan_says(processes, devi
     assert results("streams.py", "layouts", seed, trials, processes=processes, devices=devices) == ["same"] * processes
 
 
-@pytest.mark.parametrize(("senders", "processes"), [(2, 3), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("senders", "processes"), slow_first((2, 4), (2, 3)))
 @pytest.mark.slow
 def test_a_slow_receiver_gets_the_last_of_many_versions_whole(senders, processes):
     told = results("streams.py", "flow", senders, 60, processes=processes, devices=2)
