@@ -24,7 +24,6 @@ import numpy as np
 import training
 
 import mpmd
-import reshard.checkpoint
 from mpmd.job import joining
 from mpmd.resilience import copies, keepers
 from mpmd.resilience.keeper import TOKEN
@@ -158,6 +157,8 @@ def main() -> None:
         train, metrics = step(state["train"], batch_at(i))
         folder = os.environ.get("TEST_SAVES")
         if folder and i % 2 and not os.path.exists(path := os.path.join(folder, str(i))):
+            import reshard.checkpoint  # Orbax takes long to import, and few jobs save
+
             reshard.checkpoint.save(path, train)
         if mesh.local_groups:
             print("step", i, json.dumps(training.bits(metrics)), flush=True)
