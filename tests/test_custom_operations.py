@@ -107,18 +107,18 @@ def test_what_a_reduction_says_of_its_methods_does_not_hold_for_those_of_a_subcl
     class Known(Product):
         reads_index = reads_number = False
 
-    def one(ws, x):
-        tracings.append(x)
-        return (loss(ws, x)[0],) * 2
+    def step_of(operation):
+        def step(ws, xs):
+            def one(x):
+                tracings.append(x)
+                return (loss(ws, x)[0],) * 2
+
+            return mpmd.treduce(one, xs, schedule=scheduler.OneFOneB(2), operation=(mpmd.Add, operation))
+
+        return step
 
     for operation, num_tracings in ((Last, 2), (Known, 1)):
-        step = mpmd.jit(
-            lambda ws, xs, op=operation: mpmd.treduce(
-                lambda x: one(ws, x), xs, schedule=scheduler.OneFOneB(2), operation=(mpmd.Add, op)
-            ),
-            mpmd_mesh=mesh_of(),
-        )
-        found = []
+        step, found = mpmd.jit(step_of(operation), mpmd_mesh=mesh_of()), []
         for xs in (XS[:3], XS):
             tracings.clear()
             values = np.array([loss(weights(2), x)[0] for x in xs])

@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
       reads_index: whether `update` may read its `index`.
-      reads_number: whether `init` or `finish` may read `num_microbatches`. If not, a list of another length needs no trace.
+      reads_number: whether `init` or `finish` may read `num_microbatches`. If not, lists of any length share a trace.
       is_elementwise: whether each element of the result follows from the same element of the outputs.
 
     Examples:
