@@ -137,6 +137,11 @@ def jit(
         raise TypeError(f"mpmd.jit: fun is a {type(fun).__name__}. Pass the step, a function.")
     donated = named_positions(fun, donate_argnums, donate_argnames, "donate")
     static = named_positions(fun, static_argnums, static_argnames, "static")
+    if both := [*sorted(donated[0] & static[0]), *sorted(donated[1] & static[1])]:
+        raise ValueError(
+            f"mpmd.jit: argument {both[-1]!r} is static and donated. A static argument is part of the program, and has"
+            " no memory to take over."
+        )
     check_options(compiler_options, "mpmd.jit")
     table = checked_table(roles, mpmd_mesh.num_groups)
     check_audits(audit_every, mpmd_mesh)

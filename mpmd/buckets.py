@@ -90,13 +90,12 @@ class Bucketing:
     trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
 
     def traced(self, ones: Sequence[Any], known: Mapping[int, Hint] | None) -> Traced:
-        """The step for these microbatches, which are not donated.
+        """The step for these microbatches.
 
         Args:
           known: the layouts of other arguments.
         """
-        traced = self.trace(self.read(ones), known)
-        return dataclasses.replace(traced, _donated=traced._donated - self.positions(ones).keys())
+        return self.trace(self.read(ones), known)
 
     def for_lists(self, xs: Sequence["MicrobatchList"]) -> Traced:
         """The step for the largest microbatch of each list, which can tell what the others cost."""

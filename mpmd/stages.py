@@ -677,6 +677,15 @@ class Compiled:
             return leaves
         mesh, names = self._programs.mesh, self._split.whole.in_names
         xs = [leaves[i] for i in apart]
+        for i, x in zip(apart, xs, strict=True):
+            if x._is_split:
+                raise ValueError(
+                    f"mpmd: {names[i]} is {x!r}, and the step reads its rows elsewhere:\n"
+                    f"  {self._inputs.shardings[i]}\n"
+                    "  Give all loops over the same layers one cut: treduce(..., cuts=lowered.cuts), where `lowered` is"
+                    " the step that made it. To move it once: reshard.mpmd_to_mpmd_reshard(args,"
+                    " compiled.input_shardings[0])."
+                )
         key = tuple((i, x.mpmd_sharding) for i, x in zip(apart, xs, strict=True))
         if key not in self._movers:
             hints = tuple(hint_of(x.mpmd_sharding, x, mesh, names[i]) for i, x in zip(apart, xs, strict=True))

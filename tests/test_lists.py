@@ -429,13 +429,46 @@ def test_mistakes_are_told():
     )
     assert "axis is 1, and xs is a list, whose entries are whole microbatches" in fault(output, xs, axis=1)
     assert "weights is a list" in fault(output, xs, weights=[1, 2])
-    assert "weights returns" in fault(output, xs, operation=mpmd.Mean, weights=lambda x: x["x"])
+    for weight, told in (
+        (lambda x: x["x"], "float32[4,3,6]"), (lambda x: None, "None"), (lambda x: "one", "'one'"),
+        (lambda x: 1j, "complex64[]"), (lambda x: x["x"].size > 2, "bool[]"),
+    ):  # fmt: skip
+        assert fault(output, xs, operation=mpmd.Mean, weights=weight) == (
+            f"treduce: weights returns {told} for a microbatch. It must return a scalar, an integer or a float."
+        )
+    assert fault(lambda w, x: jnp.vdot(output(w, x), x["y"]), xs, weights=lambda x: x["x"].size) == (
+        "treduce: weights are for means, and operation is <class 'mpmd.ops.reductions.Add'>. Pass operation=mpmd.Mean,"
+        " or multiply by the weight inside of fun."
+    )
 
     def made(w, xs):
         return mpmd.treduce(lambda x: output(w, x).sum(), list(xs), "1f1b")
 
     with pytest.raises(StageError, match="xs is a list that the step has made"):
         mpmd.jit(made, mpmd_mesh=groups(2))(np.eye(WIDTH, dtype=np.float32), xs)
+
+
+def test_microbatches_may_hold_typed_keys():
+    """Nothing stands in for the keys of a microbatch where the step's own arguments are placed."""
+
+    def loss(w, x):
+        h = x["x"] * jax.random.bernoulli(x["key"], 0.7, x["x"].shape)
+        return jnp.vdot(jnp.tanh(mpmd.mark_stage_end(h @ w)) @ w, x["y"])
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, "1f1b")
+
+    xs = [{**x, "key": jax.random.key(i)} for i, x in enumerate(microbatches((2, 3, 2)))]
+    w = np.eye(WIDTH, dtype=np.float32)
+    np.testing.assert_allclose(mpmd.jit(step, mpmd_mesh=groups(2))(w, xs), jax.jit(step)(w, xs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_list_is_not_donated(recwarn):
+    step = Step(2, "1f1b")
+    xs = jax.tree.map(jnp.asarray, microbatches((2, 3)))
+    mpmd.jit(step, mpmd_mesh=groups(2), donate_argnums=(0, 1))(step.params(), xs)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(xs))
+    assert not [str(w.message) for w in recwarn if "donated" in str(w.message)]
 
 
 def test_a_list_of_arrays_with_a_microbatch_axis_is_told():

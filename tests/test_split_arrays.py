@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import mpmd
 import reshard
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
@@ -185,6 +186,16 @@ def test_every_dtype_can_be_split(mesh, dtype):
     x = put(value, MpmdSharding(mesh, {0, 1}, P("data"), split={1: ((0, 6),), 0: ((6, 8),)}))
     np.testing.assert_array_equal(np.asarray(x), value)
     assert x.dtype == (x + x if dtype is not bool else x | x).dtype == dtype
+
+
+def test_a_result_is_split_as_is_wished_whatever_the_split_of_the_argument_in_whose_place_it_comes(mesh):
+    x, wished = put(VALUE, MpmdSharding(mesh, range(4), P("stage"))), MpmdSharding(mesh, (0, 2), P(), split=UNEVEN)
+    for function in (lambda x: x, lambda x: 2 * x):
+        y = mpmd.jit(function, mpmd_mesh=mesh, out_shardings=wished)(x)
+        assert y.mpmd_sharding.ranges(8) == wished.ranges(8)
+        np.testing.assert_array_equal(y, function(VALUE))
+    unasked = mpmd.jit(lambda x: 2 * x, mpmd_mesh=mesh)(x)
+    assert unasked.mpmd_sharding.ranges(8) == x.mpmd_sharding.ranges(8)
 
 
 def test_typed_keys_can_be_split(mesh):

@@ -539,6 +539,59 @@ def test_wrong_marks_are_refused_before_anything_runs():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
+# --- arguments of the functions ---
+
+
+def test_what_is_no_function_is_refused():
+    xs = jnp.ones((2, 3))
+    for loop, told in (
+        (
+            lambda: mpmd.treduce(xs, xs, None),
+            "treduce: fun is a ArrayImpl. Pass a function of a microbatch first: treduce(fun, ...).",
+        ),
+        (
+            lambda: mpmd.treduce_i(2, 2, None),
+            "treduce_i: fun is a int. Pass a function of its index first: treduce_i(fun, ...).",
+        ),
+    ):
+        with pytest.raises(mpmd.StageError) as raised:
+            loop()
+        assert str(raised.value) == told
+    with pytest.raises(TypeError, match=r"role 'critic': fun is a int\. Pass a function of arrays."):
+        mpmd.role("critic")(3)
+
+
+def test_what_cannot_be_donated_or_static_is_refused():
+    jit = functools.partial(mpmd.jit, lambda x, n: x, mpmd_mesh=shared_device(2))
+    with pytest.raises(TypeError, match=r"donate_argnums has 'x'\. Pass positions; names go into donate_argnames\."):
+        jit(donate_argnums="x")
+    with pytest.raises(ValueError, match=r"argument 'n' is static and donated\. A static argument is part of"):
+        jit(static_argnames="n", donate_argnums=1)
+
+
+def test_a_loop_whose_function_returns_a_string_is_refused():
+    for operation in (mpmd.Add, mpmd.Mean):
+        for xs in (jnp.ones((2, 3)), [jnp.ones(3)]):
+            with pytest.raises(mpmd.StageError) as raised:
+                mpmd.treduce(lambda x: {"loss": x.sum(), "note": "done"}, xs, None, operation=operation)
+            assert str(raised.value) == (
+                "treduce: fun returns result['note'], a str, 'done', which is no array.\n"
+                "  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."
+            )
+
+
+def test_a_loop_that_is_batched_as_a_whole_is_refused_with_the_function_to_batch():
+    def step(w, xs):
+        def loss(w, x):
+            return jnp.sum(mpmd.mark_stage_end(x * w) * w)
+
+        return jax.vmap(lambda w: mpmd.treduce(lambda x: loss(w, x), xs, schedule="1f1b"))(w)
+
+    message = _refusal_of(step, jnp.ones((2, 3)), jnp.ones((2, 3)), mpmd_mesh=shared_device(2))
+    assert "treduce is batched by vmap as a whole" in message
+    assert message.endswith("  Batch inside of fun: treduce(lambda x: jax.vmap(loss, (0, None))(params, x), xs, ...).")
+
+
 # --- results and values ---
 
 

@@ -86,7 +86,8 @@ def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequenc
     spread.run(jaxpr.eqns, state)
     rewriter = Rewriter(spread)
     cut_ins = [spread.of(v) for v in jaxpr.invars]
-    cut_outs = [_wanted(spread, v, state, whole) for v, whole in zip(jaxpr.outvars, whole_results, strict=True)]
+    wishes = zip(jaxpr.outvars, out_rows, whole_results, strict=True)
+    cut_outs = [None if whole else rows or _as_state(spread, v, state) for v, rows, whole in wishes]
     done = rewriter.rewrite(jaxpr, cut_ins, cut_outs)
     consts = [p for c, r in zip(trace.consts, cut_ins, strict=False) for p in _cut_constant(c, r)]
     cut_ins = cut_ins[len(trace.consts) :]
@@ -122,10 +123,8 @@ def _has_pieces(jaxpr: compat.Jaxpr) -> bool:
     )
 
 
-def _wanted(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]], whole: bool) -> Rows | None:
-    """How a result is cut; state is cut like the argument whose place it takes."""
-    if whole:
-        return None
+def _as_state(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]]) -> Rows | None:
+    """How a result is cut of which the user says nothing; state is cut like the argument whose place it takes."""
     argument = next((a for a, out in state if out is v), v)
     return spread.of(argument)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd.errors import StageError
-from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation
+from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation, is_number_or_array, output_leaves
 
 
 class Means:
@@ -31,12 +31,17 @@ class Means:
 
     def sums(self, x: Any) -> list:
         """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
-        outs, self._tree = jax.tree.flatten(self._fun(x))
+        outs, self._tree = output_leaves(self._fun(x), "treduce")
         given = broadcast_operation(self._operation, self._tree, "treduce")
         self._is_mean = [type(op) is Mean for op in given]
         self.operations[:] = [Add(once=op.once) if type(op) is Mean else op for op in given]
         if self._weights is None:
             return [self._to_sum(out) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)]
+        if outs and not any(self._is_mean):
+            raise StageError(
+                f"treduce: weights are for means, and operation is {self._operation!r}. Pass operation=mpmd.Mean, or"
+                " multiply by the weight inside of fun."
+            )
         weight = self._weight_of(x)
         self.operations.append(Add())
         pairs = zip(outs, self._is_mean, strict=True)
@@ -47,10 +52,12 @@ class Means:
         return x.astype(np.int32) if x.dtype == np.bool_ else x
 
     def _weight_of(self, x: Any) -> jax.Array:
-        weight = jnp.asarray(self._weights(x))  # pyright: ignore[reportOptionalCall]
-        if weight.shape or not jnp.issubdtype(weight.dtype, jnp.number):
+        given = self._weights(x)  # pyright: ignore[reportOptionalCall]
+        weight = jnp.asarray(given) if is_number_or_array(given) else None
+        if weight is None or weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating) or weight.dtype == bool:
+            what = repr(given) if weight is None else jax.typeof(weight).str_short()
             raise StageError(
-                f"treduce: weights returns {jax.typeof(weight).str_short()} for a microbatch. It must return a scalar."
+                f"treduce: weights returns {what:.60} for a microbatch. It must return a scalar, an integer or a float."
             )
         return weight
 

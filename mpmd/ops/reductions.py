@@ -226,6 +226,27 @@ def _is_operation(x: Any) -> bool:
     return isinstance(x, (type, Operation))
 
 
+def is_number_or_array(x: Any) -> bool:
+    """Whether it is what JAX computes with."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
+def output_leaves(outs: Any, name: str) -> tuple[list, Any]:
+    """The leaves of what a loop's function returns, and their structure.
+
+    Raises:
+      StageError: one of them is no array.
+    """
+    found, tree = jax.tree_util.tree_flatten_with_path(outs)
+    for path, x in found:
+        if not is_number_or_array(x):
+            raise StageError(
+                f"{name}: fun returns result{jax.tree_util.keystr(path)}, a {type(x).__name__}, {x!r:.40}, which is no"
+                " array.\n  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."
+            )
+    return [x for _, x in found], tree
+
+
 def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, ...]:
     """The operation of each output, from a pytree prefix; each class becomes one instance."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))

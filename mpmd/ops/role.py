@@ -33,7 +33,7 @@ def role(name: str) -> Callable[[F], F]:
       A decorator for functions of arrays, such as `model.apply`. Their results must hold arrays.
 
     Raises:
-      TypeError: `name` is not a string; at the call: the function returns no array.
+      TypeError: `name` is not a string, or what is decorated no function; at the call: the function returns no array.
       StageError: when the step is traced, if `roles` has no such name.
 
     Examples:
@@ -53,6 +53,9 @@ def role(name: str) -> Callable[[F], F]:
         raise TypeError(f"role: name is {name!r:.80}. Pass a name: @mpmd.role('critic').")
 
     def decorator(fun: F) -> F:
+        if not callable(fun):
+            raise TypeError(f"role {name!r}: fun is a {type(fun).__name__}. Pass a function of arrays.")
+
         @functools.wraps(fun)
         def named(*args: Any, **kwargs: Any) -> Any:
             return end_of_role(fun(*args, **kwargs), name)

@@ -29,6 +29,7 @@ from mpmd.ops.reductions import (
     broadcast_operation,
     check_alike,
     check_operations,
+    output_leaves,
     result_types,
 )
 from mpmd.ops.stage_end import mark_p, without
@@ -120,6 +121,7 @@ def treduce(
       >>> w, xs = jnp.ones((3, 3)), jnp.ones((4, 2, 3))   # 4 microbatches of 2 rows
       >>> value, grad = mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule=None)
     """
+    _check_fun(fun, "treduce")
     if weights is not None and not callable(weights):
         raise StageError(
             f"treduce: weights is a {type(weights).__name__}. Pass a function from a microbatch to its weight, a"
@@ -258,6 +260,7 @@ def treduce_i(
       >>> int(mpmd.treduce_i(lambda i: i * i, 4, schedule=None))
       14
     """
+    _check_fun(fun, "treduce_i")
     if not isinstance(n, (int, np.integer)) or n < 1:
         raise StageError(f"treduce_i: n is {n!r}. Pass the number of microbatches, an int of at least 1.")
     return _treduce(fun, int(n), schedule, operation, cuts, "treduce_i")
@@ -292,7 +295,7 @@ def _treduce(
 
     def flat(index):
         nonlocal out_tree
-        leaves, out_tree = jax.tree.flatten(take(index))
+        leaves, out_tree = output_leaves(take(index), name)
         frozen.clear()  # float0 leaves (gradients of integers) hold nothing to reduce
         frozen.update((k, np.zeros(x.shape, x.dtype)) for k, x in enumerate(leaves) if _is_float0(x))
         return [x if is_plain(x) else jnp.asarray(x) for k, x in enumerate(leaves) if k not in frozen]
@@ -376,7 +379,7 @@ def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str
     operations: tuple = ()
     tree: Any = None
     for i in range(num_microbatches):
-        leaves, tree = jax.tree.flatten(take(jnp.int32(i)))
+        leaves, tree = output_leaves(take(jnp.int32(i)), name)
         leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
         if i == 0:
             operations = broadcast_operation(operation, tree, name)
@@ -392,6 +395,12 @@ def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str
         ]
     done = [a if _is_float0(a) else op.finish(a, num_microbatches) for op, a in zip(operations, accs, strict=True)]
     return jax.tree.unflatten(tree, done)
+
+
+def _check_fun(fun: Any, name: str) -> None:
+    if not callable(fun):
+        first = "a microbatch" if name == "treduce" else "its index"
+        raise StageError(f"{name}: fun is a {type(fun).__name__}. Pass a function of {first} first: {name}(fun, ...).")
 
 
 def _is_float0(x: Any) -> bool:

@@ -162,7 +162,8 @@ class Inputs:
                 if isinstance(piece, jax.Array):
                     _check_movable(piece, where)
                 else:
-                    piece = np.array(piece, aval.dtype)  # a copy: on CPU devices the array may stay where numpy has it
+                    # A copy: on CPU devices the array may stay where numpy has it. It may stand for an absent key.
+                    piece = np.array(piece, keys.data_dtype(aval.dtype))
                 if given is not None and not isinstance(x, MpmdArray):
                     given.append((i, piece))
                 placed: dict[int, jax.Array] = {}

@@ -19,6 +19,7 @@ from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
+from mpmd.ops.lists import Microbatches
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -251,10 +252,13 @@ def named_positions(
     """Call given by number (negative ones counted from the end of the signature) or name, by both.
 
     Raises:
+      TypeError: a number is none.
       ValueError: the step has no such argument.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    if wrong := [i for i in numbers if not isinstance(i, int)]:
+        raise TypeError(f"mpmd.jit: {what}_argnums has {wrong[0]!r}. Pass positions; names go into {what}_argnames.")
     parameters = _parameters(fun)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {i + len(plain) if i < 0 else i for i in numbers}
@@ -287,11 +291,13 @@ def check_static(fixed: Iterable[tuple[Any, type, Any]]) -> None:
 
 
 def donated_leaves(call: CallArguments, positions: Collection[int], names: Collection[str]) -> frozenset[int]:
-    """Flat positions of donated arguments, given by place or by name."""
+    """Flat positions of donated arguments, given by place or by name. Lists of microbatches are not donated."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     given = [i for i in range(call.num_args) if i not in call.static_positions]
     donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
-    return frozenset(jax.tree.leaves([donated, [arg for name, arg in kwargs.items() if name in names]]))
+    donated += [arg for name, arg in kwargs.items() if name in names]
+    leaves = jax.tree.leaves(donated, is_leaf=lambda x: isinstance(x, Microbatches))
+    return frozenset(i for i in leaves if isinstance(i, int))
 
 
 def short_type(x: Any) -> str:

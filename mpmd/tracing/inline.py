@@ -150,12 +150,16 @@ def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
 
 def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
     """Refuses what JAX's transformations leave of a whole `treduce`, if it holds marks."""
-    transformed = {"_treduce_jvp": "differentiated", "_treduce_batch": "batched by vmap"}
+    transformed = {
+        "_treduce_jvp": ("differentiated", "Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)"),
+        "_treduce_batch": ("batched by vmap", "Batch inside of fun: treduce(lambda x: jax.vmap(loss, (0, None))"),
+    }
     whats = [what for rule, what in transformed.items() if compat.called_from(eqn, rule)]
     if whats and any(contains(jaxpr, (mark_p,)) for jaxpr in compat.jaxprs_in(eqn.params)):
+        what, remedy = whats[0]
         raise StageError(
-            f"treduce is {whats[0]} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
-            "  Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, ...)."
+            f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
+            f"  {remedy}(params, x), xs, ...)."
         )
 
 

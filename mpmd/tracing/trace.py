@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
+from mpmd.ops.reductions import is_number_or_array
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.inline import inline
@@ -143,7 +144,7 @@ def _check_no_leaks(closed: compat.ClosedJaxpr) -> None:
 def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Everything that a step returns is an array or a number."""
     for name, x in zip(names, leaves, strict=True):
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+        if not is_number_or_array(x):
             step = inspect.unwrap(fun)
             code = getattr(step, "__code__", None)
             where = "" if code is None else f", defined at {code.co_filename}:{code.co_firstlineno},"

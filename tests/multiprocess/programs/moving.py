@@ -158,7 +158,7 @@ def read(mesh) -> int:
 
 
 def refuse(mesh) -> int:
-    """An array that spans processes in another layout is refused, with the name of what moves it."""
+    """An array that spans processes in another layout, or split elsewhere, is refused, with what moves it."""
     whole = Mesh(np.array(jax.devices()), ("all",))
     x = jax.make_array_from_callback((8,), NamedSharding(whole, PartitionSpec("all")), lambda i: np.arange(8.0)[i])
     step = mpmd.jit(lambda x: 2 * x, mpmd_mesh=mesh, in_shardings=mpmd.MpmdSharding(mesh, 0, PartitionSpec("data")))
@@ -170,6 +170,19 @@ def refuse(mesh) -> int:
             "  Bring it into the step's layout first:"
             " reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, compiled.input_shardings[0])."
         ).replace("float64", str(x.dtype)), str(e)
+    else:
+        raise AssertionError("it was taken")
+    made, read = (mpmd.MpmdSharding(mesh, (0, 1), PartitionSpec(), split={0: ((0, n),), 1: ((n, 8),)}) for n in (4, 6))
+    rows = mpmd.jit(lambda: jnp.arange(8.0), mpmd_mesh=mesh, out_shardings=made)()
+    try:
+        mpmd.jit(lambda rows: 2 * rows, mpmd_mesh=mesh, in_shardings=read)(rows)
+    except ValueError as e:
+        assert str(e) == (
+            f"mpmd: rows is {rows!r}, and the step reads its rows elsewhere:\n"
+            f"  {read}\n"
+            "  Give all loops over the same layers one cut: treduce(..., cuts=lowered.cuts), where `lowered` is the"
+            " step that made it. To move it once: reshard.mpmd_to_mpmd_reshard(args, compiled.input_shardings[0])."
+        ), str(e)
     else:
         raise AssertionError("it was taken")
     same = jax.make_array_from_callback((8,), NamedSharding(whole, PartitionSpec()), lambda i: np.arange(8.0)[i])
