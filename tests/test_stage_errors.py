@@ -580,6 +580,14 @@ def test_a_loop_whose_function_returns_a_string_is_refused():
             )
 
 
+def test_a_loop_inside_a_checkpoint_is_refused():
+    def step(w, xs):
+        return jax.checkpoint(lambda w: mpmd.treduce(lambda x: mpmd.mark_stage_end(x * w) * w, xs, "1f1b"))(w)
+
+    message = _refusal_of(step, jnp.ones(3), jnp.ones((2, 3)), mpmd_mesh=shared_device(2))
+    assert message.startswith("treduce inside checkpoint, at ")
+
+
 def test_a_loop_that_is_batched_as_a_whole_is_refused_with_the_function_to_batch():
     def step(w, xs):
         def loss(w, x):

@@ -175,7 +175,7 @@ def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND
       around: what may stand between its body and the marks; outside of loops no scan, which may be one over tokens.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
-        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
+        _check_nothing_placed_inside(_name_of(eqn), jaxpr)
         for inner in jaxpr.eqns:
             if inner.primitive.name in around:
                 _check_marks_in_scan(inner, around)
@@ -190,16 +190,19 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
       StageError: with the user's line and a remedy.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
-        _check_nothing_placed_inside(str(eqn.primitive.name), jaxpr)
+        _check_nothing_placed_inside(_name_of(eqn), jaxpr)
         if not contains(jaxpr, (mark_p,)):
             continue
         _check_is_no_rest_of_a_loop(eqn)
-        name = "checkpoint" if eqn.primitive.name == compat.CHECKPOINT else str(eqn.primitive.name)
-        mark = _first(jaxpr, mark_p)
+        name, mark = _name_of(eqn), _first(jaxpr, mark_p)
         raise StageError(
             f"{mark_name(mark.params)} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
             f" there.\n  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
         )
+
+
+def _name_of(eqn: compat.JaxprEqn) -> str:
+    return "checkpoint" if eqn.primitive.name == compat.CHECKPOINT else str(eqn.primitive.name)
 
 
 def _first(jaxpr: compat.Jaxpr, primitive: compat.Primitive, wanted: Callable = lambda eqn: True) -> Any:
