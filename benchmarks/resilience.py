@@ -108,7 +108,7 @@ def cost(args) -> None:
     xs = np.ones((2 * NUM_GROUPS, 1, width), np.float32)
     zeros = [np.zeros((width, width), np.float32)] * NUM_GROUPS
     state, _ = step({"w": zeros, "m": list(zeros)}, xs)
-    for _ in range(50 if args.only == "audit" else 0):  # each program is audited for the first time
+    for _ in range(100 if args.only == "audit" else 0):  # each program is audited for the first time
         state, _ = step(state, xs)
     executor = step.lower(state, xs).compile()._executor
     accounts, other = executor._accounts, args.only if args.only in ("ledger", "pace", "audit") else "resilient"
@@ -128,7 +128,7 @@ def cost(args) -> None:
         executor._accounts = accounts if way == other != "resilient" else None
         job.activity.has_pace = way == "pace"
         if other == "audit":
-            vars(executor)["_every"] = 1 if way == other else sys.maxsize
+            vars(executor)["_sampling"].every = 1 if way == other else sys.maxsize
         if way != "resilient":
             for i in range(args.steps):
                 state = body(i, state)

@@ -29,6 +29,7 @@ from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_microbatches
 from mpmd.report.gathered import facts_of
 from mpmd.report.profile import LoopFacts
+from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
 from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
@@ -213,8 +214,7 @@ class BucketedStep(Compiled):
     """A step for lists of microbatches, as `Compiled` is one for arrays: the first bucket, and those that come."""
 
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> None:
-        if self._audit_every:
-            raise ValueError("mpmd.jit: audit_every is not there yet for steps that take lists of microbatches.")
+        """There is one for each call (`_prepare`)."""
 
     def begin(self, paths: list[lists.Path], positions: Mapping[int, tuple[int, int]]) -> None:
         """What it is the first bucket of.
@@ -224,6 +224,7 @@ class BucketedStep(Compiled):
           positions: of the arguments that stand for a microbatch, each the array of some number of one of the lists.
         """
         self._positions = positions
+        self._sampling = AuditSampling(self._audit_every)
         self._first = self._inputs
         self._buckets = [(self._programs, self._inputs)]
         self._are_like_first = [True]
@@ -350,7 +351,8 @@ class BucketedStep(Compiled):
             found.append((programs, program))
         skip = len(self._programs.outline.trace.consts)
         absent = frozenset(skip + self._split.in_positions[i][0] for i in self._positions)
-        return BucketExecutor(found, self._split.whole, frozenset(self._argument_names.values()), absent, self._list_of)
+        of = found, self._split.whole, frozenset(self._argument_names.values()), absent, self._list_of
+        return AuditedBucketExecutor(*of, sampling=self._sampling) if self._audit_every else BucketExecutor(*of)
 
 
 def _rounded(counts: Counts) -> Counts:

@@ -46,7 +46,7 @@ from mpmd.report.repetition import repetition
 from mpmd.report.shares import ListFigures, MicrobatchFigures, Shares, figures_of
 from mpmd.report.task_costs import ordered_by_costs
 from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
-from mpmd.run.audits import AuditedExecutor
+from mpmd.run.audits import AuditedAdaptiveExecutor, AuditedExecutor, AuditSampling
 from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
@@ -395,10 +395,9 @@ class Compiled:
 
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> Executor | None:
         is_free = any(map(is_adaptive, programs.loops))
-        if self._audit_every and is_free:
-            raise ValueError("mpmd.jit: audit_every is not there yet for loops whose schedule is mpmd.Adaptive.")
         if self._audit_every:
-            return AuditedExecutor(programs, program, split.whole, self._audit_every)
+            kind = AuditedAdaptiveExecutor if is_free else AuditedExecutor
+            return kind(programs, program, split.whole, sampling=AuditSampling(self._audit_every))
         return (AdaptiveExecutor if is_free else Executor)(programs, program, split.whole)
 
     def _wait(self) -> None:

@@ -17,7 +17,8 @@ import mpmd
 import scheduler
 from mpmd.job import audits
 from mpmd.run.audits import audited_options
-from scheduler.programs.audits import MOST_DELAY, with_audit
+from scheduler.programs.audits import MOST_DELAY, AuditPlanner
+from scheduler.programs.fewer import with_fewer
 
 NUM_STAGES = 4
 NAMED = r"group 1 \(rank 0: \S+\) gets other bits than group \d( and group \d)? for"
@@ -47,15 +48,29 @@ def batch(i):
     return np.random.default_rng(i).normal(size=(6, 4, 8)).astype(np.float32)
 
 
+def several(i):
+    """Microbatches of several shapes."""
+    random = np.random.default_rng(i)
+    return [random.normal(size=(rows, 8)).astype(np.float32) for rows in random.choice((2, 4), size=2 + i % 3 * 2)]
+
+
 def mesh_of(num_groups=NUM_STAGES, data=1, kind=AxisType.Auto):
     devices = jax.make_mesh((num_groups, data), ("stage", "data"), axis_types=(kind, kind))
     return mpmd.MpmdMesh(devices, "stage")
 
 
-def trained(step, steps, params=None):
-    params, losses = params_of() if params is None else params, []
+@pytest.fixture
+def put_down(monkeypatch):
+    """The audits that are made."""
+    found, compare = [], audits.put_down
+    monkeypatch.setattr(audits, "put_down", lambda audit: found.append(audit) or compare(audit))
+    return found
+
+
+def trained(step, steps, data=batch):
+    params, losses = params_of(), []
     for i in range(steps):
-        params, loss = step(params, batch(i))
+        params, loss = step(params, data(i))
         losses.append(loss)
     audits.settle()
     return [np.asarray(mpmd.device_get(x)).tobytes() for x in (*params, *losses)]
@@ -63,23 +78,27 @@ def trained(step, steps, params=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule, data, kind",
+    "schedule, num_devices, kind, data",
     [
-        (scheduler.OneFOneB(4), 1, AxisType.Auto),
-        (scheduler.InterleavedOneFOneB(4, 2), 2, AxisType.Auto),
-        (scheduler.ZeroBubbleV(2), 2, AxisType.Explicit),
+        (scheduler.OneFOneB(4), 1, AxisType.Auto, batch),
+        (scheduler.OneFOneB(4), 1, AxisType.Auto, several),
+        (mpmd.Adaptive(scheduler.OneFOneB(4)), 1, AxisType.Auto, batch),
+        (scheduler.InterleavedOneFOneB(4, 2), 2, AxisType.Auto, batch),
+        (scheduler.ZeroBubbleV(2), 2, AxisType.Explicit, batch),
+        (scheduler.ZeroBubbleV(2), 2, AxisType.Explicit, several),
     ],
-    ids=["1f1b", "interleaved", "zb-v"],
+    ids=["1f1b", "1f1b-list", "adaptive", "interleaved", "zb-v", "zb-v-list"],
 )
-def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, data, kind):
-    mesh, results = mesh_of(len({*schedule.placement}), data, kind), []
-    xs = mpmd.MpmdSharding(mesh, 0, P(None, "data") if data > 1 else P())
+def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, num_devices, kind, data, put_down):
+    mesh, results = mesh_of(len({*schedule.placement}), num_devices, kind), []
+    xs = mpmd.MpmdSharding(mesh, 0, P(*[None] * (data is batch), "data") if num_devices > 1 else P())
     for every in (0, 1):
         step = mpmd.jit(
             step_with(schedule), mpmd_mesh=mesh, donate_argnums=0, audit_every=every, in_shardings=(None, xs)
         )
-        results.append(trained(step, 12))
+        results.append(trained(step, 12, data))
     assert results[0] == results[1]
+    assert len(put_down) >= 11
 
 
 @pytest.mark.exhaustive
@@ -103,22 +122,30 @@ def test_a_step_that_is_audited_seldom_is_the_plain_one_between():
 
 
 @pytest.mark.parametrize(
-    "words", ["_F$", *(pytest.param(words, marks=pytest.mark.slow) for words in ("_B$", "after_loop"))]
+    "words, data",
+    [
+        ("_F$", several),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("_F$", batch), *itertools.product(("_B$", "after_loop"), (batch, several))]
+        ),
+    ],
 )
-def test_a_device_that_computes_wrong_for_ever_is_named(words):
+def test_a_device_that_computes_wrong_for_ever_is_named(words, data):
     names = set()
     with flips.flipping(jax.devices()[1], lambda name: names.add(name) or bool(re.search(words, name))):
         step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), audit_every=1)
         params = params_of()
         with pytest.raises(mpmd.CorruptionError, match=NAMED):
             for i in range(200):
-                params, _ = step(params, batch(i))
+                params, _ = step(params, data(i))
             audits.settle()
     assert any(re.search(words, name) for name in names), names
 
 
 @pytest.mark.slow
-def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample():
+@pytest.mark.parametrize("data", [batch, lambda i: several(3 * i + 2)], ids=["array", "list"])
+def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample(data):
     """One program of a device in each call, always another one: one in as many as there are programs is found."""
     count, wrong = [0], [-1]
 
@@ -128,12 +155,12 @@ def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample():
 
     with flips.flipping(jax.devices()[1], is_now):
         step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), audit_every=1)
-        step(params_of(), batch(0))
+        step(params_of(), data(0))
         found = 0
         for i in range(200):
             count[0], wrong[0] = 0, 1 + i % 12
             try:
-                step(params_of(), batch(i))
+                step(params_of(), data(i))
                 audits.settle()
             except mpmd.CorruptionError as error:
                 assert re.search(NAMED, str(error))
@@ -185,29 +212,34 @@ def test_two_groups_cannot_say_which_is_right():
     ids=str,
 )
 def test_audits_fit_into_bubbles(schedule, num_microbatches):
-    """Of nine tasks in ten; only these are chosen. Each plan is proved by `with_audit`."""
+    """Of nine tasks in ten; only these are chosen. The whole plans are proved here, also without later microbatches."""
     program = scheduler.lower(scheduler.TaskGraph.chain(schedule.num_stages), schedule, num_microbatches)
-    runs = [(g, k) for g, own in enumerate(program.groups) for k, i in enumerate(own) if isinstance(i, scheduler.Run)]
+    fewer = {0: num_microbatches - 5}
+    planner, planner_of_fewer = AuditPlanner(program), AuditPlanner(program, fewer)
+    assert planner_of_fewer.makespan < planner.makespan
     found = []
-    for g, k in runs[::7]:
-        run = program.groups[g][k]
-        assert isinstance(run, scheduler.Run)
-        found.append(with_audit(program, g, k, run.reads, run.writes))
-    free = [plan for plan in found if plan.delay <= MOST_DELAY * plan.makespan]
+    for g, k in [(g, k) for g, own in enumerate(planner.work) for k in range(len(own))][::7]:
+        run = planner.work[g][k].instruction
+        found.append(planner.plan(g, k, run.reads, run.writes))
+        scheduler.check(found[-1].program)
+        if planner_of_fewer.work[g][k].stays:
+            scheduler.check(with_fewer(planner_of_fewer.plan(g, k, run.reads, run.writes).program, fewer))
+    free = [plan for plan in found if plan.delay <= MOST_DELAY * planner.makespan]
     assert len(free) >= 0.9 * len(found)
     assert sum(len(plan.auditors) == 2 for plan in free) >= 0.9 * len(free)
 
 
-def test_a_group_is_audited_by_groups_of_its_shape():
+@pytest.mark.parametrize("data", [batch, pytest.param(several, marks=pytest.mark.slow)])
+def test_a_group_is_audited_by_groups_of_its_shape(data):
     devices = jax.devices()
     groups = [devices[:2], devices[2:3], devices[3:4], devices[4:5]]
     mesh = mpmd.MpmdMesh.from_groups([jax.make_mesh((len(g),), ("data",), devices=g) for g in groups])
     results = []
     for every in (0, 1):
         step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, donate_argnums=0, audit_every=every)
-        results.append(trained(step, 8))
+        results.append(trained(step, 8, data))
     assert results[0] == results[1]
-    text = step.lower(params_of(), batch(0)).compile().explain()
+    text = step.lower(params_of(), data(0)).compile().explain()
     assert "those of group 0 never, for no other group has its shape" in text
 
 
@@ -228,9 +260,3 @@ def test_wrong_uses_say_what_to_do():
     one = mpmd.MpmdMesh.from_groups([jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])] * 4)
     with pytest.raises(ValueError, match=r"no two groups of .* have the same shape and devices of their own"):
         mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=one, audit_every=10)
-    adaptive = mpmd.jit(step_with(mpmd.Adaptive(scheduler.OneFOneB(4))), mpmd_mesh=mesh, audit_every=10)
-    with pytest.raises(ValueError, match=r"audit_every is not there yet for .* mpmd\.Adaptive"):
-        adaptive(params_of(), batch(0))
-    lists = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, audit_every=10)
-    with pytest.raises(ValueError, match=r"audit_every is not there yet for steps that take lists"):
-        lists(params_of(), [*batch(0)])

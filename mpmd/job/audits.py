@@ -20,7 +20,7 @@ from mpmd.errors import CorruptionError, HangError
 from mpmd.job.job import Job
 from mpmd.job.spares import UNFIT
 
-_POLL_S = 0.01
+_POLL_S, _MOST_POLL_S = 0.01, 0.1  # others are asked less and less often: they may have most of the step before them
 _KEPT = 64  # audits that stay readable for slower processes
 MEMORY = "memory"  # where a group's own arguments have changed while they lay there
 
@@ -131,13 +131,14 @@ class _Comparisons:
         self._published.append(f"{folder}{job.rank}")
         while len(self._published) > _KEPT:
             job.store.key_value_delete(self._published.popleft())
-        wanted = {rank for owners in audit.owners.values() for rank in owners}
+        wanted, poll_s = {rank for owners in audit.owners.values() for rank in owners}, _POLL_S
         while True:
             said = {int(key.rsplit("/", 1)[1]): text for key, text in job.store.key_value_dir_get(folder)}
             if wanted <= said.keys():
                 break
             job.check()
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _MOST_POLL_S)
         found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}
         for text in said.values():
             for group, sign in json.loads(text).items():

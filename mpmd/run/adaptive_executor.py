@@ -36,13 +36,14 @@ def is_adaptive(loop: LoopProgram) -> bool:
 class AdaptiveExecutor(Executor):
     """Runs this process's part of a checked program, and departs from its order where that is allowed and worth it."""
 
+    _is_free = False  # in the current step, to depart from the plan
     _begun_last = 0
     _num_short = 0
 
     @property
     def position(self) -> int:
         """The number of the instruction that was begun last."""
-        return self._begun_last
+        return self._begun_last if self._is_free else super().position
 
     @property
     def notes(self) -> list[str]:
@@ -67,6 +68,11 @@ class AdaptiveExecutor(Executor):
         if not self._kinds:
             return "running ahead does not make such a pipeline faster within the memory of its plan"
         return ""
+
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether all is done in the planned order."""
+        return bool(self._planned_because)
 
     def _look_at(self, seconds: float) -> None:
         """A step has taken so long: short tasks are left in their order from now on, unless the user has said which
@@ -110,7 +116,8 @@ class AdaptiveExecutor(Executor):
 
     def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions, each as soon as it may and is worth it."""
-        if self._planned_because:
+        self._is_free = not self._is_in_order
+        if not self._is_free:
             super()._walk(slots, instructions, base)
             return
         progress, order, start = PlanProgress(self._events, self._kinds), list[int](), time.perf_counter()

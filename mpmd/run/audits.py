@@ -1,23 +1,21 @@
 """Runs a step in which now and then other groups run one instruction again, to find devices that compute wrong.
 
-The program of such a call is `scheduler.programs.audits.with_audit` of the step's. Digests of all bits that an
-instruction reads and writes are made on each device; `mpmd.job.audits` compares them later.
+What such a call does more is planned by `scheduler.programs.audits`, and put among the instructions that are bound
+already. Digests of all bits that an instruction reads and writes are made on each device; `mpmd.job.audits` compares
+them later.
 """
 
 import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays import keys
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
@@ -25,21 +23,47 @@ from mpmd.job import audits, joining
 from mpmd.job.wires import NUMBER_BITS
 from mpmd.observe.flight import Flight
 from mpmd.run import device_put
-from mpmd.run.bindings import Bindings, HostCall, audited_bindings, values_of_instruction, variables_of
+from mpmd.run.adaptive_executor import AdaptiveExecutor
+from mpmd.run.bindings import Bindings, HostCall, values_of_instruction, variables_of, with_added
+from mpmd.run.bucket_executor import BucketExecutor
+from mpmd.run.digests import copies_with_digests, digests
 from mpmd.run.executor import Executor, Instruction
-from mpmd.tracing.trace import Trace
 from scheduler import Call, Program, Run, Value
+from scheduler.base.bounded import BoundedDict
 from scheduler.programs import audits as plans
 
 _MOST_TRIES = 8
+_NUM_PLANNERS = 16  # lists of other lengths have others
 
 
-@dataclasses.dataclass(frozen=True)
-class _Auditable:
-    """An instruction of a group."""
+class AuditSampling:
+    """Which calls of a step are audited: one in so many.
+
+    Attributes:
+      every: how many these are.
+      count: of the calls so far.
+    """
+
+    def __init__(self, every: int):
+        self.every, self.count = every, 0
+        self._epoch: int | None = None
+
+    def begin(self, epoch: int) -> None:
+        """In each epoch of the job the calls are counted anew, also by a process that has taken another's place."""
+        if epoch != self._epoch:
+            self._epoch, self.count = epoch, 0
+
+    def is_due(self) -> bool:
+        """Counts a call; whether it is audited."""
+        self.count += 1
+        return self.count % self.every == 0
+
+
+class _Auditable(NamedTuple):
+    """An instruction of a group: which one of its tasks and calls."""
 
     group: int
-    index: int
+    number: int
     instruction: Run | Call
 
     def __str__(self) -> str:
@@ -47,78 +71,125 @@ class _Auditable:
         return instruction.name if isinstance(instruction, Call) else "+".join(map(str, instruction.tasks))
 
 
+class _OwnStep(NamedTuple):
+    """The step in which an instruction is: of those for lists, that for the shape of its microbatch.
+
+    Attributes:
+      places: of all instructions of the call, positions in the order of `scheduler.merge` of the program.
+      dealt: names of the arguments of which each microbatch has its own.
+    """
+
+    programs: StepPrograms
+    program: Program
+    places: Sequence[int]
+    dealt: frozenset[str]
+
+
+class _Drawn(NamedTuple):
+    """An instruction that is audited.
+
+    Attributes:
+      reads: what it takes, in its order: values, and numbers that are constants. An argument of which each microbatch
+        has its own has the name that it has in the program.
+      alike: by such an argument of the group, if it is this process's, that of the microbatch.
+    """
+
+    what: _Auditable
+    own: _OwnStep
+    reads: list[Any]
+    alike: dict[tuple[int, Value], tuple[int, Value]]
+    plan: plans.PlannedAudit
+
+
 class AuditedExecutor(Executor):
     """Runs this process's part of a program, and of audits.
 
     Args:
-      every: one call in so many is audited.
+      of: what an `Executor` is made of.
+      sampling: which calls are audited.
     """
 
-    def __init__(self, programs: StepPrograms, program: Program, whole: Trace, every: int):
-        self._every, self._count = every, 0
-        super().__init__(programs, program, whole)
-        self._plain = self.bindings, self._instructions, self.flight
+    def __init__(self, *of: Any, sampling: AuditSampling):
+        self._sampling = sampling
+        self._is_audited = False
+        self._planners: BoundedDict[Any, plans.AuditPlanner] = BoundedDict(_NUM_PLANNERS)
+        self._listed: BoundedDict[Any, list[_Auditable]] = BoundedDict(_NUM_PLANNERS)
+        self._variables: dict[int, dict[tuple[str, bool], compat.Var]] = {}
+        super().__init__(*of)
 
     @functools.cached_property
-    def _candidates(self) -> list[_Auditable]:
-        """The instructions that can be run twice."""
-        return [
-            _Auditable(g, k, instruction)
-            for g, instructions in enumerate(self.program.groups)
-            if auditors_of(self._programs.mesh, g)
-            for k, instruction in enumerate(instructions)
-            if isinstance(instruction, (Run, Call)) and self._can_run_twice(instruction)
-        ]
+    def _auditors(self) -> list[list[int]]:
+        mesh = self._programs.mesh
+        return [auditors_of(mesh, group) for group in range(mesh.num_groups)]
 
-    def _can_run_twice(self, instruction: Run | Call) -> bool:
-        found = self._programs.executables_of(instruction)
-        return len(found) == 1 and not found[0].compiled.jaxpr.effects and bool(found[0].in_shardings)
+    def _planner(self, program: Program) -> plans.AuditPlanner:
+        key = id(program), *self._counts.items()
+        if key not in self._planners:
+            self._planners[key] = plans.AuditPlanner(program, self._counts)
+        return self._planners[key]
+
+    @property
+    def _candidates(self) -> list[_Auditable]:
+        """The instructions of the call that other groups can run."""
+        key = tuple(self._counts.items())
+        if key not in self._listed:
+            self._listed[key] = [
+                _Auditable(g, k, work.instruction)
+                for g, (own, auditors) in enumerate(zip(self._planner(self.program).work, self._auditors, strict=True))
+                for k, work in enumerate(own)
+                if auditors and work.stays and _can_run_twice(self._programs, work.instruction)
+            ]
+        return self._listed[key]
+
+    def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
+        """The step that it is in; None if not one program runs it."""
+        return _OwnStep(self._programs, self.program, self.bindings.places, frozenset())
 
     @property
     def notes(self) -> list[str]:
         """What `explain()` says of how it runs."""
-        bytes_of = [self._nbytes(candidate) for candidate in self._candidates]
+        bytes_of = list(filter(None, map(self._nbytes, self._candidates)))
         few, most = min(bytes_of, default=0), max(bytes_of, default=0)
-        text = f"audits: one call in {self._every} has one of {len(bytes_of)} programs run again by other groups"
-        mesh = self._programs.mesh
-        alone = [str(group) for group in range(mesh.num_groups) if not auditors_of(mesh, group)]
+        every = self._sampling.every
+        text = f"audits: one call in {every} has one of {len(bytes_of)} programs run again by other groups"
+        alone = [str(group) for group, auditors in enumerate(self._auditors) if not auditors]
         never = f"; those of group {', '.join(alone)} never, for no other group has its shape" if alone else ""
-        return [f"{text}, which get its arguments ({few:,} to {most:,} B each){never}"]
+        return [*super().notes, f"{text}, which get its arguments ({few:,} to {most:,} B each){never}"]
 
     def _nbytes(self, candidate: _Auditable) -> int:
-        reads, _, _ = self._values_of(candidate)
-        return sum(self.program.nbytes.get(v.name, 0) for v in reads if isinstance(v, Value))
+        if (own := self._own_step(candidate.instruction)) is None:
+            return 0
+        reads, _, _ = self._values_of(candidate, own)
+        return sum(own.program.nbytes.get(v.name, 0) for v in reads if isinstance(v, Value))
 
-    def _values_of(self, candidate: _Auditable) -> Any:
-        return values_of_instruction(self._programs, self._job, candidate.group, candidate.instruction)
+    def _values_of(self, candidate: _Auditable, own: _OwnStep) -> Any:
+        return values_of_instruction(own.programs, self._job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
-        self._count += 1
-        audited = self._count % self._every == 0 and self._is_finished and bool(self._candidates)
-        if not audited:
+        if not (self._sampling.is_due() and self._is_finished):
             return super().__call__(arguments)
         audits.settle(but=1)
         with joining.compiling():
-            taken, audit = self._audited()
+            found = self._audited()
+        if found is None:
+            return super().__call__(arguments)
+        taken, audit = found
+        plain = self.bindings, self._instructions, self.flight
         self._take(*taken)
+        self._is_audited = True
         try:
             results = super().__call__(arguments)
         finally:
-            self._take(*self._plain)
+            self._is_audited = False
+            self._take(*plain)
         if audit.found:
             audits.put_down(audit)
         return results
 
-    def finish(self) -> None:
-        """Waits for all programs, once."""
-        if not self._is_finished:
-            super().finish()
-            self._plain = self.bindings, self._instructions, self.flight
-
     def prepare(self) -> bool:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
         if is_first := super().prepare():
-            self._count = 0  # a process that has taken another's place counts from here too
+            self._sampling.begin(self._epoch)
         return is_first
 
     def _take(self, bindings: Bindings, instructions: list[Instruction], flight: Flight) -> None:
@@ -127,39 +198,79 @@ class AuditedExecutor(Executor):
         for name in ("_recorder", "_annotated"):
             vars(self).pop(name, None)
 
-    def _audited(self) -> tuple[tuple[Bindings, list[Instruction], Flight], audits.Audit]:
-        """The program of the next call, with an audit of one of its instructions, the same in every process."""
-        programs = self._programs
-        candidate, plan = self._drawn()
-        call = _AuditedCall(programs, candidate, self._values_of(candidate)[0], plan)
-        devices = {g: [*programs.mesh.groups[g].devices.flat] for g in call.groups}
+    def _audited(self) -> tuple[tuple[Bindings, list[Instruction], Flight], audits.Audit] | None:
+        """The next call with an audit, the same in every process; None if nothing of it can be audited."""
+        if (drawn := self._drawn()) is None:
+            return None
+        own, plan, count = drawn.own, drawn.plan, self._sampling.count
+        if (key := id(own.programs)) not in self._variables:
+            self._variables[key] = variables_of(own.programs)
+        call = _AuditedCall(drawn, self._variables[key])
+        devices = {g: [*own.programs.mesh.groups[g].devices.flat] for g in call.groups}
         audit = audits.Audit(
-            f"{self._epoch} {0 if self._next_piece is None else self._next_piece >> NUMBER_BITS} {self._count}",
-            f"{candidate} in call {self._count} of {programs.name}",
+            f"{self._epoch} {0 if self._next_piece is None else self._next_piece >> NUMBER_BITS} {count}",
+            f"{drawn.what} in call {count} of {own.programs.name}",
             {g: [d.process_index for d in of_group] for g, of_group in devices.items()},
             {g: [f"rank {d.process_index}: {d}" for d in of_group] for g, of_group in devices.items()},
             call.found,
             self._job,
         )
-        bindings = audited_bindings(call.programs, plan.program, self._job)
+        bindings = with_added(
+            self.bindings, own.places, plan.added, call.programs, plan.program, self._job, drawn.alike
+        )  # fmt: skip
         bound = [(b.code, b.act, b.reads, b.writes, b.frees, k) for k, b in enumerate(bindings.instructions)]
         return (bindings, bound, Flight(len(bound))), audit
 
-    def _drawn(self) -> tuple[_Auditable, plans.AuditedProgram]:
+    def _drawn(self) -> _Drawn | None:
         """One of the instructions, and the program with its audit; not one that makes the step longer, if possible."""
-        chosen = random.Random(f"{self._programs.name} {self._epoch} {self._count}")
-        for _ in range(_MOST_TRIES):
-            candidate, plan = self._planned(chosen.choice(self._candidates))
-            if isinstance(candidate.instruction, Call) or plan.delay <= plans.MOST_DELAY * plan.makespan:
-                return candidate, plan
-        return self._planned(chosen.choice(self._candidates))
+        planner, candidates = self._planner(self.program), self._candidates
+        chosen = random.Random(f"{self._programs.name} {self._epoch} {self._sampling.count}")
+        drawn = None
+        for _ in range(_MOST_TRIES if candidates else 0):
+            candidate = chosen.choice(candidates)
+            if (own := self._own_step(candidate.instruction)) is None:
+                continue
+            drawn = self._planned(candidate, own)
+            if isinstance(candidate.instruction, Call) or drawn.plan.delay <= plans.MOST_DELAY * planner.makespan:
+                break
+        return drawn
 
-    def _planned(self, candidate: _Auditable) -> tuple[_Auditable, plans.AuditedProgram]:
-        reads, writes, donates = self._values_of(candidate)
-        values = [v for v in reads if isinstance(v, Value)]
-        auditors = auditors_of(self._programs.mesh, candidate.group)
-        index, group = candidate.index, candidate.group
-        return candidate, plans.with_audit(self.program, group, index, values, writes, donates, auditors)
+    def _planned(self, candidate: _Auditable, own: _OwnStep) -> _Drawn:
+        reads, writes, donates = self._values_of(candidate, own)
+        group, number, _ = candidate
+        named = [Value(v.name) if isinstance(v, Value) and v.name in own.dealt else v for v in reads]
+        is_here = group in own.programs.mesh.local_groups
+        alike = {(group, name): (group, v) for name, v in zip(named, reads, strict=True) if is_here and name is not v}
+        values = [v for v in named if isinstance(v, Value)]
+        plan = self._planner(own.program).plan(group, number, values, writes, donates, self._auditors[group])
+        return _Drawn(candidate, own, named, alike, plan)
+
+
+class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
+    """Runs steps over lists, and audits; an instruction is in the step for the shape of its microbatch."""
+
+    def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
+        buckets = {0}
+        if isinstance(instruction, Run) and (xs := self._list_of.get(instruction.loop)) is not None:
+            buckets = {self._order[xs][task.microbatch] for task in instruction.tasks}
+        (bucket, *more) = buckets
+        if more or not _can_run_twice(self._buckets[bucket][0], instruction):
+            return None
+        places = self._bound_buckets.of[bucket].places
+        return _OwnStep(*self._buckets[bucket], [places[k] for k in self._kept_of_plan], self._dealt)
+
+
+class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):
+    """Runs steps whose groups may run tasks out of turn, and audits, of which all is done in the planned order."""
+
+    @property
+    def _is_in_order(self) -> bool:
+        return self._is_audited or super()._is_in_order
+
+
+def _can_run_twice(programs: StepPrograms, instruction: Run | Call) -> bool:
+    found = programs.executables_of(instruction)
+    return len(found) == 1 and not found[0].compiled.jaxpr.effects and bool(found[0].in_shardings)
 
 
 def check_audits(every: Any, mesh: MpmdMesh) -> None:
@@ -198,20 +309,14 @@ class _AuditedCall:
     """What the instructions of one audit do in this process.
 
     Attributes:
-      programs: those of the step, with the calls of the audit.
+      programs: the calls of the audit, and what they hand to each other.
       groups: that of the step first, then the auditors.
       found: per group of this process, waits for and returns what its devices found.
     """
 
-    def __init__(
-        self,
-        programs: StepPrograms,
-        candidate: _Auditable,
-        reads: Sequence[Any],
-        plan: plans.AuditedProgram,
-    ):
-        group = candidate.group
-        (executable,) = programs.executables_of(candidate.instruction)
+    def __init__(self, drawn: _Drawn, variables: Mapping[tuple[str, bool], compat.Var]):
+        group, plan, programs = drawn.what.group, drawn.plan, drawn.own.programs
+        (executable,) = programs.executables_of(drawn.what.instruction)
         self.groups = group, *plan.auditors
         local = programs.mesh.local_groups
         self._digests: dict[tuple[int, str], dict[Any, jax.Array]] = {}
@@ -221,31 +326,29 @@ class _AuditedCall:
         calls: dict[str, Any] = {name: HostCall(name, functools.partial(act, group)) for name, act in acts.items()}
         for g in plan.auditors:
             name = f"{plans.AGAIN}{g}"
-            calls[name] = HostCall(name, self._again(g, programs, executable, reads, plan) if g in local else None)
-        variables = variables_of(programs)
-        fresh = {v: compat.Var(variables[v.name, v.microbatch is not None].aval) for v in plan.copies}
-        layouts = {fresh[v]: programs.layout(variables[v.name, v.microbatch is not None]) for v in plan.copies}
-        names = {fresh[v]: copy.name for v, copy in plan.copies.items()}
-        outline = dataclasses.replace(programs.outline, names=programs.outline.names | names)
-        self.programs = dataclasses.replace(
-            programs, outline=outline, layouts=programs.layouts | layouts, segments=programs.segments | calls
-        )
+            again = self._again(g, programs, executable, drawn.reads, plan) if g in local else None
+            calls[name] = HostCall(name, again)
+        copied = {copy.name: variables[v.name, v.microbatch is not None] for v, copy in plan.copies.items()}
+        fresh = {name: compat.Var(v.aval) for name, v in copied.items()}
+        outline = dataclasses.replace(programs.outline, names={v: name for name, v in fresh.items()})
+        layouts = {v: programs.layout(copied[name]) for name, v in fresh.items()}
+        self.programs = dataclasses.replace(programs, outline=outline, layouts=layouts, segments=calls, loops=())
 
     def _before(self, group: int, *arrays: jax.Array) -> list[Any]:
-        self._digests[group, "before"] = {d: _digests(*xs) for d, xs in _by_device(arrays).items()}
+        self._digests[group, "before"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
         return []
 
     def _take(self, group: int, *arrays: jax.Array) -> list[jax.Array]:
         copies: dict[Any, Sequence[jax.Array]] = {}
         for device, xs in _by_device(arrays).items():
-            *copies[device], self._digests.setdefault((group, "reads"), {})[device] = _copies(*xs)
+            *copies[device], self._digests.setdefault((group, "reads"), {})[device] = copies_with_digests(*xs)
         return [
             jax.make_array_from_single_device_arrays(x.shape, x.sharding, [copies[d][k] for d in compat.shards(x)])
             for k, x in enumerate(arrays)
         ]
 
     def _result(self, group: int, *arrays: jax.Array) -> list[Any]:
-        self._digests[group, "writes"] = {d: _digests(*xs) for d, xs in _by_device(arrays).items()}
+        self._digests[group, "writes"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
         return []
 
     def _again(
@@ -263,7 +366,7 @@ class _AuditedCall:
         order = [(k, places.get(x)) for k, x in enumerate(reads)]
 
         def again(*arrays: jax.Array) -> list[Any]:
-            self._digests[group, "reads"] = {d: _digests(*xs) for d, xs in _by_device(arrays).items()}
+            self._digests[group, "reads"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
             self._result(group, *call(*(constants[k] if at is None else arrays[at] for k, at in order)))
             return []
 
@@ -291,41 +394,3 @@ def _by_device(arrays: Sequence[jax.Array]) -> dict[Any, list[jax.Array]]:
         for device, block in compat.shards(x).items():
             found.setdefault(device, []).append(block)
     return found
-
-
-@jax.jit
-def _digests(*arrays: jax.Array) -> jax.Array:
-    """Two numbers for each array, which any flipped bit changes."""
-    return jnp.stack([_digest(x) for x in arrays]) if arrays else jnp.zeros((0, 2), jnp.uint32)
-
-
-@jax.jit
-def _copies(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Copies of arrays, and their digests."""
-    return *(jnp.copy(x) for x in arrays), _digests(*arrays)
-
-
-def _digest(x: jax.Array) -> jax.Array:
-    """Sums of all bits of an array, in two mixtures; each word has an odd factor of its own, so none can be lost."""
-    words = _words_of(x)
-    odd = 2 * lax.iota(jnp.uint32, words.size) + 1
-    mixed = (words ^ (words >> 15) ^ (odd << 7)) * jnp.uint32(0x2C9277B5)
-    return jnp.stack([jnp.sum(words * odd, dtype=jnp.uint32), jnp.sum((mixed ^ (mixed >> 13)) * odd, dtype=jnp.uint32)])
-
-
-def _words_of(x: jax.Array) -> jax.Array:
-    """The bits of an array, as words of 32 bits."""
-    x = keys.to_data(x) if keys.is_key(x.dtype) else x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or _is_small(x.dtype):
-        x = x.astype(jnp.int8) if not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
-    width = x.dtype.itemsize
-    word = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
-    return lax.bitcast_convert_type(x, word).astype(jnp.uint32).ravel()
-
-
-def _is_small(dtype: Any) -> bool:
-    """Whether a value takes less than a byte."""
-    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    return info(dtype).bits < 8

@@ -3,8 +3,10 @@
 Worked out once, before the first step. A step's values stand in one list; each value of each group has a slot in it.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +103,7 @@ class Bindings:
       inputs, outputs: per flat argument (result) of the step, groups and slots.
       num_pieces: pieces that go between processes in a step, all processes' together.
       slots: the numbers of values.
+      places: of each instruction, its position in the order of `scheduler.merge`.
     """
 
     instructions: tuple[BoundInstruction, ...]
@@ -109,6 +112,7 @@ class Bindings:
     outputs: list[list[tuple[int, int]]]
     num_pieces: int
     slots: "Slots"
+    places: list[int]
 
     def finish(self) -> None:
         """Waits for all programs."""
@@ -142,23 +146,58 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     return _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()), _merged(programs, program))
 
 
-def audited_bindings(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
-    """Binds the program of one call that is audited (`mpmd.run.audits`). All programs are there already."""
-    slots, limits = Slots(programs.mesh, job), None if job is None else Limits.none(job, programs, program)
-    found = _bind(programs, program, job, limits, _Calls(programs, slots, frozenset()), _merged(programs, program))
-    found.finish()
-    return found
+def with_added(
+    plain: Bindings,
+    places: Sequence[int],
+    added: Iterable[tuple[int, Sequence[GroupInstruction]]],
+    programs: StepPrograms,
+    program: Program,
+    job: Job | None,
+    alike: Mapping[tuple[int, Value], tuple[int, Value]],
+) -> Bindings:
+    """The bindings of a step, all of whose programs are there, with more instructions among them (`mpmd.run.audits`).
+
+    Args:
+      places: of the instructions, positions in the order of `scheduler.merge`.
+      added: by such a position, in its order, what comes before the instruction there.
+      programs: what they call.
+      program: with all instructions.
+      alike: values of groups that stand for others of the step.
+    """
+    slots = plain.slots.extended(alike)
+    limits = None if job is None else Limits.none(job, programs, program)
+    transfers = _Transfers(programs, program, job, slots, limits, plain.num_pieces)
+    calls, found, at = _Calls(programs, slots, frozenset()), list[BoundInstruction](), 0
+    for place, instructions in added:
+        before, at = at, bisect_left(places, place)
+        found += plain.instructions[before:at]
+        new, _ = _bound(instructions, programs.mesh.local_groups, calls, transfers)
+        if found and new and new[0].code == RUN:  # it may read what nobody read so far
+            late = tuple(slot for slot in found[-1].frees if slot in new[0].reads)
+            found[-1] = dataclasses.replace(found[-1], frees=tuple(s for s in found[-1].frees if s not in late))
+            new[0].frees += late
+        found += new
+    found += plain.instructions[at:]
+    template = [*plain.template, *[None] * (len(slots) - len(plain.template))]
+    bindings = dataclasses.replace(
+        plain, instructions=tuple(found), template=template, num_pieces=transfers.num_pieces, slots=slots
+    )
+    bindings.finish()
+    return bindings
 
 
 def values_of_instruction(
-    programs: StepPrograms, job: Job | None, group: int, instruction: Run | Call
+    programs: StepPrograms, job: Job | None, group: int, instruction: Run | Call, dealt: Set[str] = frozenset()
 ) -> tuple[list[Value | np.generic], list[Value], list[Value]]:
     """What an instruction that calls one executable takes, in its order, what it gives, and what it takes over.
 
     What it takes are values, and numbers that are constants of the program.
+
+    Args:
+      dealt: names of the arguments of which each microbatch has its own.
     """
     slots = Slots(programs.mesh, job)
-    calls = _Calls(programs, slots, frozenset())
+    calls = _Calls(programs, slots, dealt)
     bound = calls.call(group, instruction) if isinstance(instruction, Call) else calls.run(group, instruction)[0]
     reads, writes, donates = (slots.values(of) for of in (bound.reads, bound.writes, bound.donates))
     return reads, writes, donates
@@ -231,14 +270,33 @@ def _bind(
     calls: "_Calls",
     merged: Sequence[GroupInstruction],
 ) -> Bindings:
-    outline, local, slots = programs.outline, programs.mesh.local_groups, calls.slots
+    outline, slots = programs.outline, calls.slots
     if limits is not None:
         limits.begin()
     transfers = _Transfers(programs, program, job, slots, limits)
     inputs = slots.of_all(zip(outline.trace.jaxpr.invars, outline.inputs, strict=True))
+    found, places = _bound(merged, programs.mesh.local_groups, calls, transfers)
+    if limits is not None:
+        limits.close(transfers.num_pieces)
+    runs = [b for b in found if b.code == RUN]
+    for executable in {b.act: None for b in runs}:
+        executable.start()
+    if limits is not None:
+        for b in runs:  # last of all, since it waits for compilations
+            b.act = limits.counted(b.group, b.act.call)
+    outputs = slots.of_all(outline.outputs)
+    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, slots, places)
+
+
+def _bound(
+    merged: Iterable[GroupInstruction], local: Collection[int], calls: "_Calls", transfers: "_Transfers"
+) -> tuple[list[BoundInstruction], list[int]]:
+    """The instructions of this process, and their places among all."""
+    slots = calls.slots
     found: list[BoundInstruction] = []
+    places: list[int] = []
     last: dict[int, BoundInstruction] = {}  # of each group
-    for group, instruction in merged:
+    for place, (group, instruction) in enumerate(merged):
         bound: list[BoundInstruction] = []
         if isinstance(instruction, Send):
             bound = transfers.send(group, instruction)
@@ -257,16 +315,8 @@ def _bind(
             if isinstance(instruction, Recv) and bound[-1].reads is not None:  # from another group of this process
                 last[instruction.from_group] = bound[-1]
         found += bound
-    if limits is not None:
-        limits.close(transfers.num_pieces)
-    runs = [b for b in found if b.code == RUN]
-    for executable in {b.act: None for b in runs}:
-        executable.start()
-    if limits is not None:
-        for b in runs:  # last of all, since it waits for compilations
-            b.act = limits.counted(b.group, b.act.call)
-    outputs = slots.of_all(outline.outputs)
-    return Bindings(tuple(found), slots.template(), inputs, outputs, transfers.num_pieces, slots)
+        places += [place] * len(bound)
+    return found, places
 
 
 class Slots:
@@ -282,6 +332,20 @@ class Slots:
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._constants: dict[int, tuple[np.generic, Any]] = {}
+
+    def extended(self, alike: Mapping[tuple[int, Value], tuple[int, Value]]) -> "Slots":
+        """These numbers, and others for new values.
+
+        Args:
+          alike: values of groups that have the numbers of others.
+        """
+        found = copy.copy(self)
+        found.names = self.names.copy()
+        found._numbers = self._numbers | {new: self._numbers[old] for new, old in alike.items()}
+        return found
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
     def of(self, group: int, value: Hashable) -> int:
         return self._numbers.setdefault((group, value), len(self._numbers))
@@ -326,7 +390,7 @@ class Slots:
 
     def template(self) -> list[Any]:
         """All slots before a step. The constants are put on devices at once."""
-        slots: list[Any] = [None] * len(self._numbers)
+        slots: list[Any] = [None] * len(self)
         if self._constants:
             values, targets = map(list, zip(*self._constants.values(), strict=True))
             placed = jax.device_put(values, targets) if self._is_alone else device_put.place_all(values, targets)
@@ -437,10 +501,17 @@ class _Way(NamedTuple):
 
 
 class _Transfers:
-    """Binds sends and receives, and counts what goes."""
+    """Binds sends and receives, and counts what goes.
 
-    def __init__(self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None):
-        self.num_pieces = 0
+    Args:
+      num_pieces: that have been counted before.
+    """
+
+    def __init__(
+        self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None,
+        num_pieces: int = 0,
+    ):  # fmt: skip
+        self.num_pieces = num_pieces
         self._programs, self._program = programs, program
         self._job, self._slots, self._limits = job, slots, limits
         self._vars = variables_of(programs)

@@ -59,12 +59,14 @@ class _Prepared(NamedTuple):
     Attributes:
       arguments: their names and types.
       number: of the order, the same in all processes.
+      kept: positions of the instructions among those of lists of the planned lengths.
     """
 
     bindings: Bindings
     instructions: list[Instruction]
     arguments: tuple[list[str], list[compat.Aval]]
     number: int
+    kept: Sequence[int]
 
 
 class BucketExecutor(Executor):
@@ -141,12 +143,13 @@ class BucketExecutor(Executor):
         if order not in self._kept:
             self._kept[order] = self._call_of(order, arrays)
         self._order = order
-        self.bindings, self._instructions, self._arguments, self._number = self._kept[order]
+        self.bindings, self._instructions, self._arguments, self._number, self._kept_of_plan = self._kept[order]
         for name in ("_recorder", "_annotated"):
             vars(self).pop(name, None)
 
     def _call_of(self, order: Order, arrays: Sequence[MicrobatchArray]) -> _Prepared:
-        bound = self._picked(order)
+        later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
+        bound = self._picked(order, later)
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
@@ -159,9 +162,10 @@ class BucketExecutor(Executor):
             [plan for _, plan in bound],
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
             zlib.crc32(repr(order).encode()),
+            [k for k in range(len(first.instructions)) if k not in later],
         )
 
-    def _picked(self, order: Order) -> list[_Bound]:
+    def _picked(self, order: Order, later: Set[int]) -> list[_Bound]:
         """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
         found = list(self._walked[0])
         for xs, own in self._own.items():
@@ -170,7 +174,6 @@ class BucketExecutor(Executor):
                     of_bucket = self._walked[bucket]
                     for k in own.get(microbatch, ()):
                         found[k] = of_bucket[k]
-        later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
         for k, places in self._twofold.items():
             if k not in later:
                 one, other = (order[xs][microbatch] for xs, microbatch in places)
@@ -179,8 +182,12 @@ class BucketExecutor(Executor):
         return _without(found, later, self._late) if later else found
 
     @property
+    def _counts(self) -> dict[int, int]:
+        return {loop: len(self._order[xs]) for loop, xs in self._list_of.items()}
+
+    @property
     def _program_of_call(self) -> Program:
-        return with_fewer(self.program, {loop: len(self._order[xs]) for loop, xs in self._list_of.items()})
+        return with_fewer(self.program, self._counts)
 
     def _plan(self) -> Announcement:
         sections = dict(super()._plan().sections)

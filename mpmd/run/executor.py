@@ -231,6 +231,11 @@ class Executor:
     def _program_of_call(self) -> Program:
         return self.program
 
+    @property
+    def _counts(self) -> dict[int, int]:
+        """Per loop whose number of microbatches belongs to the call, this number."""
+        return {}
+
     def text(self, position: int) -> str:
         """An instruction in words, for the watchdog."""
         instructions = self.bindings.instructions

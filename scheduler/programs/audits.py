@@ -2,23 +2,48 @@
 
 The instruction's arguments are copied before it runs, and sent to the groups that run it again: its *auditors*. Each of
 them does so where it idles long enough on the clock of :func:`merge`, or else after its last work.
+
+What an audit adds is put into the line of all instructions that :func:`merge` makes, where each Recv directly follows
+its Send. It stays such a line, and each group still does its own in its order; so sends and receives match, and nobody
+waits in a circle. Only that values are there when they are used has to be proved anew, for the groups that take part.
 """
 
 import dataclasses
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from scheduler.programs.check import check
-from scheduler.programs.instructions import WORK, Call, Free, Instruction, Program, Recv, Send, Value
-from scheduler.programs.merging import GroupInstruction, merged_with_times
+from scheduler.errors import ScheduleError
+from scheduler.ordering import raise_faults
+from scheduler.programs.fewer import later_values
+from scheduler.programs.instructions import WORK, Call, Free, Instruction, Program, Recv, Run, Send, Value
+from scheduler.programs.liveness import Liveness
+from scheduler.programs.merging import GroupInstruction, duration, merge
 
 # The calls that an audit adds. Those of auditors end with the number of their group.
 BEFORE, TAKE, RESULT, AGAIN = "audit.before", "audit.take", "audit.result", "audit.again."
 _RESULT = Value("audited results")
 # By so much of its time at most is a step longer for a vote.
 MOST_DELAY = 0.005
+
+
+class WorkTime(NamedTuple):
+    """A task or a call on the clock.
+
+    Attributes:
+        instruction: The task or the call.
+        start, end: When it runs; a forward task takes 1.
+        place: Its position in the order of :func:`merge`.
+        stays: Whether it is run: it may belong to a microbatch that the call does not have.
+    """
+
+    instruction: Run | Call
+    start: int
+    end: int
+    place: int
+    stays: bool
 
 
 class AuditSlot(NamedTuple):
@@ -38,84 +63,155 @@ class AuditSlot(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AuditedProgram:
-    """A program with an audit.
+class PlannedAudit:
+    """An audit of one instruction.
 
     Attributes:
-        program: The program, checked.
+        program: The program with the audit.
+        added: What the audit adds: by position in the order of :func:`merge`, what comes before the instruction there.
         auditors: The groups that run the instruction again.
         copies: By value, what its copy is called.
-        delay: How much longer it takes on the clock of :func:`merge`, where a forward task takes 1.
-        makespan: How long the program takes without the audit.
+        delay: How much longer the step takes on the clock, where a forward task takes 1.
     """
 
     program: Program
+    added: tuple[tuple[int, tuple[GroupInstruction, ...]], ...]
     auditors: tuple[int, ...]
     copies: Mapping[Value, Value]
     delay: int
-    makespan: int
 
 
-def with_audit(
-    program: Program,
-    group: int,
-    index: int,
-    reads: Sequence[Value],
-    writes: Sequence[Value],
-    donates: Collection[Value] = (),
-    candidates: Collection[int] | None = None,
-    num_auditors: int = 2,
-) -> AuditedProgram:
-    """The program, in which other groups run one instruction again.
+class AuditPlanner:
+    """Plans audits of the instructions of a program, one at a time.
 
     Args:
         program: A right program.
-        group, index: The instruction: a task, or a call.
-        reads: Everything that it takes from the memory of its group, also what its instruction does not name.
-        writes: Everything that it leaves there, also what it updates in place.
-        donates: Those of `reads` whose memory it takes over.
-        candidates: The groups that may run it again; all others by default.
-        num_auditors: How many groups do, if there are as many that do not delay the end of the step noticeably.
+        counts: By the number of a loop, how many of its microbatches are run (:func:`with_fewer`); else all are. A plan
+            holds without the later ones too, for an audit has to do with none of them.
 
-    Raises:
-        ScheduleError: The program is not right.
-        ValueError: There is no other group.
+    Attributes:
+        work: For each group, its tasks and calls on the clock.
+        makespan: How long the program takes there.
 
     Examples:
-        >>> from scheduler import OneFOneB, TaskGraph, Value, lower
+        >>> from scheduler import OneFOneB, TaskGraph, lower
         >>> plain = lower(TaskGraph.chain(4), OneFOneB(4), 8)
-        >>> index = next(k for k, i in enumerate(plain.groups[1]) if str(i).startswith("run 1B5"))
-        >>> run = plain.groups[1][index]
-        >>> found = with_audit(plain, 1, index, run.reads, run.writes)
-        >>> found.auditors, found.delay, found.makespan
+        >>> planner = AuditPlanner(plain)
+        >>> runs = [work.instruction for work in planner.work[1]]
+        >>> number = next(k for k, run in enumerate(runs) if str(run.task) == "1B5")
+        >>> found = planner.plan(1, number, runs[number].reads, runs[number].writes)
+        >>> found.auditors, found.delay, planner.makespan
         ((3, 2), 0, 33)
     """
-    audited = program.groups[group][index]
-    others = [h for h in (range(program.num_groups) if candidates is None else candidates) if h != group]
-    if not others:
-        raise ValueError(f"with_audit: no other group can run {audited} again.")
-    steps = merged_with_times(program)
-    place = [at for at, (_, _, g, _) in enumerate(steps) if g == group][index]
-    makespan = max(end for _, end, _, _ in steps)
-    best, *more = sorted(_slot(steps, h, place, makespan) for h in others)[:num_auditors]
-    slots = [best, *(slot for slot in more if slot.delay <= MOST_DELAY * makespan)]
-    copies = {v: Value(f"audited {v}") for v in dict.fromkeys(reads)}
-    added: dict[int, list[GroupInstruction]] = defaultdict(list)
-    if held := tuple(v for v in copies if v in program.inputs_of(group)):
-        added[0].append((group, Call(BEFORE, held)))
-    added[place] += _taking(group, copies, [slot.group for slot in slots])
-    added[place + 1].append((group, Call(RESULT, tuple(writes))))
-    for slot in slots:
-        added[slot.place] += _again(slot.group, copies, donates)
-    groups: list[list[Instruction]] = [[] for _ in program.groups]
-    for position, step in enumerate([*(step[2:] for step in steps), None]):
-        for g, instruction in (*added[position], *filter(None, (step,))):
-            groups[g].append(instruction)
-    nbytes = {**program.nbytes, **{copy.name: program.nbytes.get(v.name, 0) for v, copy in copies.items()}}
-    nbytes[_RESULT.name] = sum(program.nbytes.get(v.name, 0) for v in writes)
-    found = dataclasses.replace(program, groups=tuple(map(tuple, groups)), nbytes=nbytes)
-    check(found)
-    return AuditedProgram(found, tuple(s.group for s in slots), copies, max(s.delay for s in slots), makespan)
+
+    def __init__(self, program: Program, counts: Mapping[int, int] | None = None) -> None:
+        self._program = program
+        steps = merge(program)
+        self._num_steps = len(steps)
+        self._places: list[list[int]] = [[] for _ in program.groups]
+        for place, (group, _) in enumerate(steps):
+            self._places[group].append(place)
+        self.work = _on_clock(program, steps, counts or {})
+        self.makespan = max((work.end for own in self.work for work in own), default=0)
+
+    def plan(
+        self,
+        group: int,
+        number: int,
+        reads: Sequence[Value],
+        writes: Sequence[Value],
+        donates: Collection[Value] = (),
+        candidates: Collection[int] | None = None,
+        num_auditors: int = 2,
+    ) -> PlannedAudit:
+        """The program, in which other groups run one instruction again.
+
+        Args:
+            group, number: The instruction: which one of the group's tasks and calls.
+            reads: Everything that it takes from the memory of its group, also what its instruction does not name.
+            writes: Everything that it leaves there, also what it updates in place.
+            donates: Those of `reads` whose memory it takes over.
+            candidates: The groups that may run it again; all others by default.
+            num_auditors: How many groups do, if there are as many that do not delay the end of the step noticeably
+                more than one.
+
+        Raises:
+            ScheduleError: Something is read that is not there, or not written.
+            ValueError: There is no other group.
+        """
+        others = [h for h in (range(self._program.num_groups) if candidates is None else candidates) if h != group]
+        if not others:
+            raise ValueError(f"AuditPlanner: no other group can run what group {group} runs.")
+        audited = self.work[group][number]
+        best, *more = sorted(self._slot(h, audited) for h in others)[:num_auditors]
+        slots = [best, *(slot for slot in more if slot.delay <= max(best.delay, MOST_DELAY * self.makespan))]
+        copies = {v: Value(f"audited {v}") for v in dict.fromkeys(reads)}
+        added: dict[int, list[GroupInstruction]] = defaultdict(list)
+        if held := tuple(v for v in copies if v in self._program.inputs_of(group)):
+            added[0].append((group, Call(BEFORE, held)))
+        added[audited.place] += _taking(group, copies, [slot.group for slot in slots])
+        added[audited.place + 1].append((group, Call(RESULT, tuple(writes))))
+        for slot in slots:
+            added[slot.place] += _again(slot.group, copies, donates)
+        found = self._with(added, copies, writes)
+        faults = [fault for g in (group, *(s.group for s in slots)) for fault in Liveness(found, g).run()]
+        raise_faults(ScheduleError, "AuditPlanner: the program with an audit", faults)
+        return PlannedAudit(
+            found,
+            tuple((place, tuple(instructions)) for place, instructions in sorted(added.items())),
+            tuple(s.group for s in slots),
+            copies,
+            max(s.delay for s in slots),
+        )
+
+    def _slot(self, group: int, audited: WorkTime) -> AuditSlot:
+        """The first time after the audited instruction in which a group idles long enough to run it again."""
+        free, needed = audited.end, audited.end - audited.start
+        for work in self.work[group]:
+            if work.stays:
+                if work.place > audited.place and work.start - free >= needed:
+                    return AuditSlot(0, free, group, work.place)
+                free = max(free, work.end)
+        return AuditSlot(max(0, free + needed - self.makespan), free, group, self._num_steps)
+
+    def _with(
+        self, added: Mapping[int, Sequence[GroupInstruction]], copies: Mapping[Value, Value], writes: Sequence[Value]
+    ) -> Program:
+        own: dict[int, list[Instruction]] = {}
+        for place, instructions in sorted(added.items(), reverse=True):  # so that earlier places stay where they are
+            for group, instruction in reversed(instructions):
+                instructions_of = own.setdefault(group, [*self._program.groups[group]])
+                instructions_of.insert(bisect_left(self._places[group], place), instruction)
+        nbytes = self._program.nbytes
+        new = {copy.name: nbytes.get(v.name, 0) for v, copy in copies.items()}
+        new[_RESULT.name] = sum(nbytes.get(v.name, 0) for v in writes)
+        groups = [tuple(own.get(g, instructions)) for g, instructions in enumerate(self._program.groups)]
+        return dataclasses.replace(self._program, groups=tuple(groups), nbytes={**nbytes, **new})
+
+
+def _on_clock(program: Program, steps: Sequence[GroupInstruction], counts: Mapping[int, int]) -> list[list[WorkTime]]:
+    """For each group, its tasks and calls on the clock of :func:`merge`, in the order that this has made."""
+    is_later = later_values(program, counts)
+    free_at, issued = [0] * program.num_groups, [0] * program.num_groups
+    work: list[list[WorkTime]] = [[] for _ in program.groups]
+    sent_at = 0
+    for place, (group, instruction) in enumerate(steps):
+        if isinstance(instruction, WORK):
+            start = free_at[group]
+            stays = isinstance(instruction, Call) or _stays(instruction, counts)
+            if stays:
+                issued[group], free_at[group] = start, start + duration(instruction)
+            work[group].append(WorkTime(instruction, start, free_at[group], place, stays))
+        elif isinstance(instruction, Send) and not is_later(instruction.value):
+            sent_at = max(free_at[group], issued[instruction.to_group])
+            free_at[group] = issued[group] = sent_at
+        elif isinstance(instruction, Recv) and not is_later(instruction.value):
+            free_at[group], issued[group] = max(free_at[group], sent_at), sent_at
+    return work
+
+
+def _stays(run: Run, counts: Mapping[int, int]) -> bool:
+    return any(task.microbatch < counts.get(run.loop, task.microbatch + 1) for task in run.tasks)
 
 
 def _taking(group: int, copies: Mapping[Value, Value], auditors: Sequence[int]) -> list[GroupInstruction]:
@@ -132,15 +228,3 @@ def _again(group: int, copies: Mapping[Value, Value], donates: Collection[Value]
     again = Call(f"{AGAIN}{group}", tuple(copies.values()), (_RESULT,), taken)
     left = [_RESULT, *(copy for copy in copies.values() if copy not in taken)]
     return [(group, again), *((group, Free(value)) for value in left)]
-
-
-def _slot(steps: Sequence[tuple[int, int, int, Instruction]], group: int, place: int, makespan: int) -> AuditSlot:
-    """The first time after the audited instruction in which a group idles long enough to run it again."""
-    begun, done, *_ = steps[place]
-    free = done
-    for at, (start, end, g, instruction) in enumerate(steps):
-        if g == group and isinstance(instruction, WORK):
-            if at > place and start - free >= done - begun:
-                return AuditSlot(0, free, group, at)
-            free = max(free, end)
-    return AuditSlot(max(0, free + done - begun - makespan), free, group, len(steps))

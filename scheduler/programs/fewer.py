@@ -7,7 +7,7 @@ deadlock (:func:`scheduler.lower`). Hence the proof of a program is one of its p
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from scheduler.ordering import LoopTasks
 from scheduler.programs.instructions import WORK, Instruction, Program, Run, Value
@@ -38,13 +38,8 @@ def begins_with(schedule: Schedule, orders: Orders, num_microbatches: int, fewer
     return not divided and schedule.fused(fewer) == staying
 
 
-def with_fewer(program: Program, counts: Mapping[int, int]) -> Program:
-    """A program without the later microbatches of some of its loops.
-
-    Args:
-        program: A right one, in which the first run of each task is that of microbatch 0.
-        counts: By the number of a loop, how many microbatches stay.
-    """
+def later_values(program: Program, counts: Mapping[int, int]) -> Callable[[Value], bool]:
+    """Whether a value belongs to a later microbatch than so many of its loop, whose number `counts` have."""
     loop_of = {
         value.name: run.loop
         for instructions in program.groups
@@ -54,18 +49,31 @@ def with_fewer(program: Program, counts: Mapping[int, int]) -> Program:
         if value.microbatch is not None
     }
 
-    def goes(loop: int | None, microbatch: int | None) -> bool:
-        return microbatch is not None and loop is not None and microbatch >= counts.get(loop, microbatch + 1)
+    def is_later(value: Value) -> bool:
+        most = counts.get(loop_of.get(value.name, -1))
+        return value.microbatch is not None and most is not None and value.microbatch >= most
+
+    return is_later
+
+
+def with_fewer(program: Program, counts: Mapping[int, int]) -> Program:
+    """A program without the later microbatches of some of its loops.
+
+    Args:
+        program: A right one, in which the first run of each task is that of microbatch 0.
+        counts: By the number of a loop, how many microbatches stay.
+    """
+    is_later = later_values(program, counts)
 
     def values(of: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(v for v in of if not goes(loop_of.get(v.name), v.microbatch))
+        return tuple(v for v in of if not is_later(v))
 
     def kept(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for i in instructions:
             if not isinstance(i, Run):
-                if isinstance(i, WORK) or not goes(loop_of.get(i.value.name), i.value.microbatch):
+                if isinstance(i, WORK) or not is_later(i.value):
                     yield i
-            elif tasks := [task for task in i.tasks if not goes(i.loop, task.microbatch)]:
+            elif tasks := [task for task in i.tasks if task.microbatch < counts.get(i.loop, task.microbatch + 1)]:
                 reads, writes, donates = map(values, (i.reads, i.writes, i.donates))
                 yield Run(tasks[0], reads, writes, donates, tuple(tasks[1:]), i.loop)
 

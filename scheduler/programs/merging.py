@@ -27,23 +27,12 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
     Raises:
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
     """
-    wanted = set(range(program.num_groups) if groups is None else groups)
-    return tuple(_merged(program, wanted).steps)
-
-
-def merged_with_times(program: Program) -> list[tuple[int, int, int, Instruction]]:
-    """The order of :func:`merge` for all groups: for each instruction its start, its end, its group and itself."""
-    walk = _merged(program, range(program.num_groups))
-    return [(start, end, *step) for (start, end), step in zip(walk.times, walk.steps, strict=True)]
-
-
-def _merged(program: Program, wanted: Collection[int]) -> "_Merge":
-    walk = _Merge(program, wanted)
+    walk = _Merge(program, set(range(program.num_groups) if groups is None else groups))
     with without_collection():
         walk.run()
     if blocked(walk.position, program.groups):
         raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-    return walk
+    return tuple(walk.steps)
 
 
 def positions(program: Program) -> list[int]:
@@ -62,7 +51,6 @@ class _Merge:
     Attributes:
         wanted: The groups whose instructions are kept.
         steps: Those that have happened, each with its group.
-        times: The start and the end of each of them.
         position: For each group, its next instruction.
         issued: When the group started its last instruction.
         free_at: When the group's devices are done with it.
@@ -76,7 +64,6 @@ class _Merge:
         self.groups = program.groups
         self.wanted = wanted
         self.steps: list[GroupInstruction] = []
-        self.times: list[tuple[int, int]] = []
         self.position = [0] * program.num_groups
         self.issued = [0] * program.num_groups
         self.free_at = [0] * program.num_groups
@@ -95,7 +82,7 @@ class _Merge:
             if isinstance(instruction, TRANSFERS):
                 self._meet(group, instruction, time)
             else:
-                self._happen(group, time, _duration(instruction))
+                self._happen(group, time, duration(instruction))
                 self._queue(group)
 
     def _queue(self, group: int) -> None:
@@ -104,7 +91,6 @@ class _Merge:
         while at < len(instructions) and type(instructions[at]) is Free:
             if group in self.wanted:
                 self.steps.append((group, instructions[at]))
-                self.times.append((self.free_at[group], self.free_at[group]))
             at += 1
         self.position[group] = at
         if at == len(instructions):
@@ -133,17 +119,17 @@ class _Merge:
         for side in (source, target):
             self._queue(side)
 
-    def _happen(self, group: int, time: int, duration: int = 0) -> None:
+    def _happen(self, group: int, time: int, takes: int = 0) -> None:
         if group in self.wanted:
             self.steps.append((group, self.groups[group][self.position[group]]))
-            self.times.append((time, time + duration))
         self.position[group] += 1
         self.issued[group] = time
-        if time + duration > self.free_at[group]:
-            self.free_at[group] = time + duration
+        if time + takes > self.free_at[group]:
+            self.free_at[group] = time + takes
 
 
-def _duration(instruction: Instruction) -> int:
+def duration(instruction: Instruction) -> int:
+    """Of a task or a call, on the clock of :func:`merge`."""
     if isinstance(instruction, Run):
         if instruction.also:
             return sum(DURATION.get(task.kind, 1) for task in instruction.tasks)

@@ -9,6 +9,7 @@ import numpy as np
 
 import mpmd
 import scheduler
+from mpmd.job import audits
 
 ORDERS = [(2, 3, 2, 4), (4, 2, 3, 3), (3, 2), (2, 2, 5, 3), (5, 2, 4), (4, 2, 5)]
 WIDTH = 6
@@ -54,12 +55,20 @@ def groups(what):
     return mpmd.MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data")), "stage")
 
 
+def audited():
+    """What is audited from now on."""
+    found, compare = [], audits.put_down
+    audits.put_down = lambda audit: found.append(audit.what) or compare(audit)
+    return found
+
+
 def main(what):
     mpmd.initialize()
     mesh = groups(what)
     rows = jax.P("data") if what in ("spread", "one") else None  # of each microbatch
     schedule = scheduler.InterleavedOneFOneB(2, 1) if what == "one" else "1f1b"
-    train = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, rows, None), static_argnums=2)
+    found, every = audited(), int(what in ("same", "spread") and jax.process_count() > 1)
+    train = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, rows, None), static_argnums=2, audit_every=every)
     params = [np.eye(WIDTH, dtype=np.float32)] * 2
     losses = []
     for seed, rows in enumerate(ORDERS):
@@ -67,6 +76,8 @@ def main(what):
             rows = {"other": rows[::-1], "shorter": rows[:-1]}.get(what, rows)
         params, told = train(params, batch(rows, seed), schedule)
         losses.append([float(x) for x in mpmd.device_get(told)])
+    audits.settle()
+    assert len(found) == every * len(ORDERS), found
     profile = (
         train.lower(params, batch(ORDERS[3], 3), schedule).compile().profile((params, batch(ORDERS[4], 4)), steps=2)
     )

@@ -1,0 +1,47 @@
+"""Digests of arrays on their devices: a few numbers that any flipped bit changes, to compare what devices have."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpmd.arrays import keys
+
+
+@jax.jit
+def digests(*arrays: jax.Array) -> jax.Array:
+    """Two numbers for each array, which any flipped bit changes."""
+    return jnp.stack([_digest(x) for x in arrays]) if arrays else jnp.zeros((0, 2), jnp.uint32)
+
+
+@jax.jit
+def copies_with_digests(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Copies of arrays, and their digests."""
+    return *(jnp.copy(x) for x in arrays), digests(*arrays)
+
+
+def _digest(x: jax.Array) -> jax.Array:
+    """Sums of all bits of an array, in two mixtures; each word has an odd factor of its own, so none can be lost."""
+    words = _words_of(x)
+    odd = 2 * lax.iota(jnp.uint32, words.size) + 1
+    mixed = (words ^ (words >> 15) ^ (odd << 7)) * jnp.uint32(0x2C9277B5)
+    return jnp.stack([jnp.sum(words * odd, dtype=jnp.uint32), jnp.sum((mixed ^ (mixed >> 13)) * odd, dtype=jnp.uint32)])
+
+
+def _words_of(x: jax.Array) -> jax.Array:
+    """The bits of an array, as words of 32 bits."""
+    x = keys.to_data(x) if keys.is_key(x.dtype) else x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or _is_small(x.dtype):
+        x = x.astype(jnp.int8) if not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+    width = x.dtype.itemsize
+    word = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
+    return lax.bitcast_convert_type(x, word).astype(jnp.uint32).ravel()
+
+
+def _is_small(dtype: Any) -> bool:
+    """Whether a value takes less than a byte."""
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return info(dtype).bits < 8
