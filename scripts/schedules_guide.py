@@ -93,8 +93,8 @@ benchmarks](benchmarks.md#orders-that-adapt) have the numbers. Against jitter an
 
 A group keeps its planned order where the runtime needs it: where groups share devices; in a job whose processes
 exchange values by cross-host `device_put` (GPUs), or whose groups have several devices; in loops that go only
-forward; for lists of microbatches; and where tasks take less than 1 ms. The host goes along with the step, so a call
-returns near its end.
+forward; for lists of microbatches; in calls that are audited; and where tasks take less than 1 ms. The host goes along
+with the step, so a call returns near its end.
 
 ## Other packages
 

@@ -96,9 +96,9 @@ def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, nu
         step = mpmd.jit(
             step_with(schedule), mpmd_mesh=mesh, donate_argnums=0, audit_every=every, in_shardings=(None, xs)
         )
-        results.append(trained(step, 12, data))
+        results.append(trained(step, 8, data))
     assert results[0] == results[1]
-    assert len(put_down) >= 11
+    assert len(put_down) >= 7
 
 
 @pytest.mark.exhaustive
@@ -157,7 +157,7 @@ def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample(data):
         step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), audit_every=1)
         step(params_of(), data(0))
         found = 0
-        for i in range(200):
+        for i in range(100):
             count[0], wrong[0] = 0, 1 + i % 12
             try:
                 step(params_of(), data(i))
@@ -165,7 +165,7 @@ def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample(data):
             except mpmd.CorruptionError as error:
                 assert re.search(NAMED, str(error))
                 found += 1
-    assert 1 <= found <= 15
+    assert 1 <= found <= 8, found
 
 
 def test_a_bit_that_changes_in_memory_is_found():
@@ -237,7 +237,7 @@ def test_a_group_is_audited_by_groups_of_its_shape(data):
     results = []
     for every in (0, 1):
         step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh, donate_argnums=0, audit_every=every)
-        results.append(trained(step, 8, data))
+        results.append(trained(step, 5, data))
     assert results[0] == results[1]
     text = step.lower(params_of(), data(0)).compile().explain()
     assert "those of group 0 never, for no other group has its shape" in text
