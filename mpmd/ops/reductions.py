@@ -239,7 +239,7 @@ def output_leaves(outs: Any, name: str) -> tuple[list, Any]:
     """
     found, tree = jax.tree_util.tree_flatten_with_path(outs)
     for path, x in found:
-        if not is_number_or_array(x):
+        if not is_number_or_array(x) and not hasattr(x, "__jax_array__"):
             raise StageError(
                 f"{name}: fun returns result{jax.tree_util.keystr(path)}, a {type(x).__name__}, {x!r:.40}, which is no"
                 " array.\n  Return arrays, numbers and None in dicts, lists, tuples or registered dataclasses."

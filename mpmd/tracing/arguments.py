@@ -257,7 +257,7 @@ def named_positions(
     """
     numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-    if wrong := [i for i in numbers if not isinstance(i, int)]:
+    if wrong := [i for i in numbers if not isinstance(i, (int, np.integer))]:
         raise TypeError(f"mpmd.jit: {what}_argnums has {wrong[0]!r}. Pass positions; names go into {what}_argnames.")
     parameters = _parameters(fun)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
