@@ -221,7 +221,7 @@ def _join(
 def _keep_programs(environment: Mapping[str, str]) -> None:
     """Has JAX keep compiled programs in the folder of this host's keeper, unless the user has named another one."""
     folder = environment.get("MPMD_KEEPER", "").split(":", 2)[2:]
-    if folder and os.path.isdir(folder[0]) and jax.config.jax_compilation_cache_dir is None:
+    if folder and os.path.isdir(folder[0]) and compat.setting("jax_compilation_cache_dir") is None:
         jax.config.update("jax_compilation_cache_dir", folder[0])
 
 
