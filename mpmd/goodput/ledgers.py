@@ -73,6 +73,7 @@ class JobLedger:
     Attributes:
       seconds: by part, of all processes together; with the time in which a rank had no process.
       begun, end: of the first and the last process, in seconds since 1970.
+      num_spares: of all that have waited, also one after the other.
       events: what happened, and when.
     """
 
