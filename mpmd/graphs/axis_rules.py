@@ -6,7 +6,7 @@ taken as they are. Where the result has no such axis either, it is the sum (maxi
 
 For axes, the table is the only one: the cut of arrays (`cutting/spread.py`), the shardings inside of a group
 (`sharded_axes.py`) and the sums over its devices (`partition/local_sums.py`) all ask `factors`. Which primitives are
-linear is said where gradients are summed (`partition/partial_sums.py`, `partition/accumulators.py`).
+linear is in `linearity.py`.
 """
 
 import math

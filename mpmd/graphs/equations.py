@@ -3,6 +3,8 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+
 from mpmd import _jax_compat as compat
 from mpmd.tracing.new_equations import Atom
 
@@ -47,6 +49,11 @@ def nbytes(aval: compat.Aval) -> int:
 def variables(atoms: Iterable[Atom]) -> list[compat.Var]:
     """The variables among `atoms`, each once, in order."""
     return list({v: None for v in atoms if not isinstance(v, compat.Literal)})
+
+
+def is_zero(atom: Atom) -> bool:
+    """Whether it is a literal of zeros."""
+    return isinstance(atom, compat.Literal) and not np.any(atom.val)
 
 
 def free_variables(eqns: Sequence[compat.JaxprEqn], results: Iterable[Atom] = ()) -> list[compat.Var]:

@@ -8,17 +8,19 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node, Place
+from mpmd.graphs.linearity import linear_in
 from mpmd.graphs.scheduled_loop import ScheduledLoop
-from mpmd.ops.reductions import Add, Concat, Mean, Operation, result_types
+from mpmd.ops.reductions import Add, Concat, Mean, Operation, explicit_sharding, result_types
 from mpmd.partition.joint_outputs import Joins
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation
@@ -162,15 +164,16 @@ class _Outputs:
             return []
         parts: list[_Summand] = []
         for v, place, chain in sorted(leaves, key=lambda leaf: leaf.place.stage):
-            first = next((i for i, step in enumerate(chain) if step.waits), len(chain))
-            commute = all(step.commutes or not step.operands for step in chain[first:])
-            for step in [*chain[:first], *(s for s in chain[first:] if s.commutes and commute)]:
-                v = self._append(place, step.apply, v)
-            later = tuple(s for s in chain[first:] if not (s.commutes and commute))
-            if parts and parts[-1].place == place and parts[-1].steps == later:
-                parts[-1] = _Summand(self._append(place, operator.add, parts[-1].value, v), place, later)
+            later: list[_Linear] = []
+            for step in chain:
+                if (step.commutes and not any(s.operands or not s.waits for s in later)) or not (later or step.waits):
+                    v = self._append(place, step.apply, v)
+                else:
+                    later.append(step)
+            if parts and parts[-1].place == place and parts[-1].steps == tuple(later):
+                parts[-1] = parts[-1]._replace(value=self._append(place, operator.add, parts[-1].value, v))
             else:
-                parts.append(_Summand(v, place, later))
+                parts.append(_Summand(v, place, tuple(later)))
         return parts
 
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
@@ -182,7 +185,9 @@ class _Outputs:
         return self._appended[key]
 
 
-_Steps = dict[Node, tuple[Atom, _Linear] | None]
+# A gradient that an equation reads, and the step from there to the result; None: it is a summand as it is.
+_Step = tuple[Atom, _Linear | None]
+_Steps = dict[tuple[Node, int], list[_Step] | None]
 
 
 def _leaves(
@@ -213,44 +218,28 @@ def _leaves(
         is_shared = len(readers[v]) > 1 and not first
         if node is None or not node.place or (is_shared and not only_in_steps(v)):
             add(v, chain, node and node.place and (place or node.place))
-        elif _is_sum(node):
-            for x in node.eqn.invars:
-                walk(x, chain, False, arrived(node, x))
-        elif node.eqn.primitive.name == "stack" or (node.eqn.primitive.name == "concatenate" and not of_a_list):
-            for x, step in zip(node.eqn.invars, _joining(node.eqn), strict=True):
-                walk(x, (step, *chain), False, arrived(node, x))
-        elif takes_part(node.eqn):
-            walk(node.eqn.invars[0], (_split_off(node.eqn, node.eqn.outvars.index(v)), *chain), False, None)
-        elif (found := step_of(node)) is not None:
-            operand, step = found
-            reduces = operand.aval.size > node.eqn.outvars[0].aval.size
-            walk(operand, (step, *chain), False, node.place if reduces else None)
+        elif (found := steps_of(node, node.eqn.outvars.index(v))) is not None:
+            for x, step in found:
+                if len(found) > 1 or step is None:
+                    nearer = arrived(node, x)
+                else:
+                    reduces = x.aval.size > v.aval.size and not node.eqn.primitive.multiple_results
+                    nearer = node.place if reduces else None
+                walk(x, chain if step is None else (step, *chain), False, nearer)
         else:
             add(v, chain, place or node.place)
 
-    def step_of(node: Node) -> tuple[Atom, _Linear] | None:
-        if node not in steps:
-            step = _linear_step(body, node.eqn, of_a_list)
-            operands = node.eqn.invars[node.eqn.primitive.name == "dynamic_update_slice" :]
-            operand = next((v for v in operands if isinstance(v, compat.Var)), None)
-            found = (operand, step) if step and operand else None
-            if of_a_list:
-                steps[node] = found if _is_of_any_shape(node.eqn) else None
-            else:
-                steps[node] = found or _product(body, node.eqn)
-        return steps[node]
+    def steps_of(node: Node, result: int) -> list[_Step] | None:
+        if (node, result) not in steps:
+            steps[node, result] = _linear_steps(body, node.eqn, result, of_a_list)
+        return steps[node, result]
 
     def waits(reader: Node | None, v: Atom) -> bool | None:
         """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
-        if reader is None:
+        found = steps_of(reader, 0) if reader else None
+        if found is None:
             return None
-        if takes_part(reader.eqn) or _is_sum(reader):
-            return not _is_sum(reader)
-        step = step_of(reader)
-        return step[1].waits if step and step[0] is v else None
-
-    def takes_part(eqn: compat.JaxprEqn) -> bool:
-        return eqn.primitive.name == "unstack" or (eqn.primitive.name == "split" and not of_a_list)
+        return any(step is not None and step.waits for operand, step in found if operand is v)
 
     def only_in_steps(v: Atom) -> bool:
         found = [waits(reader, v) for reader in readers[v]]
@@ -261,122 +250,81 @@ def _leaves(
     return found if len(found) == len(leaves) else None
 
 
-def _is_of_any_shape(eqn: compat.JaxprEqn) -> bool:
-    """Whether a linear equation between a summand and a gradient is the same for all shapes of a microbatch: what it
-    takes, or puts among zeros, is one element of an axis, as a layer of a stack is.
-    """
-    if eqn.primitive.name not in ("pad", "dynamic_update_slice", *_ROWS):
-        return True
-    operand = eqn.invars[eqn.primitive.name == "dynamic_update_slice"].aval.shape
-    return all(1 in (a, b) or a == b for a, b in zip(operand, eqn.outvars[0].aval.shape, strict=True))
-
-
-def _is_sum(node: Node) -> bool:
-    return node.backward and node.eqn.primitive.name in ("add_any", "add")
-
-
-_COMMUTES_WITH_PAD = {"convert_element_type", "neg"}
-_ROWS = {"rev", "slice"}  # they move or take rows: with them goes what was padded before
-_SHAPES = {
-    "reshape", "transpose", "squeeze", "broadcast_in_dim", "reshard", "sharding_constraint", "copy", "reduce_sum",
-    "expand_dims",
+# They run on a summand inside of the loop, if they read nothing besides.
+_WITHIN = {
+    "reshape", "transpose", "squeeze", "broadcast_in_dim", "reshard", "sharding_constraint", "copy", "copy_p",
+    "reduce_sum", "neg", "convert_element_type", "mul", "div", "sub", "dynamic_slice", "gather",
+    "complex", "real", "imag", "conj",
 }  # fmt: skip
 
 
-def _linear_step(body: Body, eqn: compat.JaxprEqn, of_a_list: bool) -> _Linear | None:
-    """The equation as a step, or None if it is not linear in one operand. A factor may be the tokens of a microbatch of
-    a list; then it belongs in the loop.
+def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool) -> list[_Step] | None:
+    """The gradients of which a result of an equation is the sum, each with the step from it; None if it is no sum.
+
+    An activation is no gradient, though the equation multiplies it by one that no microbatch changes. A factor may be
+    the tokens of a microbatch of a list: there, it belongs in the loop.
     """
     name = eqn.primitive.name
-    if name == "dynamic_update_slice":
-        starts: list = [integer_of(v) for v in eqn.invars[2:]]
-        if not _is_zeros(body, eqn.invars[0]) or any(s is None for s in starts):
-            return None
-        room = [n - m for n, m in zip(eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)]
-        config = [(min(max(s, 0), r), r - min(max(s, 0), r), 0) for s, r in zip(starts, room, strict=True)]
-        return _Linear(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), config), waits=True)
-    if name == "pad":
-        if not _is_zeros(body, eqn.invars[1]):
-            return None
-        return _Linear(lambda x: eqn.primitive.bind(x, np.zeros((), x.dtype), **eqn.params), waits=True)
-    if name == "mul" and isinstance(eqn.invars[0], compat.Literal):
-        factor = eqn.invars[0].val
-        return _Linear(lambda x: eqn.primitive.bind(factor, x, **eqn.params), commutes=of_a_list)
-    if name in ("mul", "div"):
-        if not isinstance(eqn.invars[1], compat.Literal) or isinstance(eqn.invars[0], compat.Literal):
-            return None
-    elif name == "convert_element_type":
-        if not all(jax.dtypes.issubdtype(v.aval.dtype, np.floating) for v in (eqn.invars[0], eqn.outvars[0])):
-            return None
-    elif name in _ROWS:
-        return _Linear(lambda x: eqn.primitive.bind(x, **eqn.params), waits=True)
-    elif name != "neg" and name not in _SHAPES:
-        return None
-    rest = [v.val for v in eqn.invars[1:]]
-    commutes = name in _COMMUTES_WITH_PAD or (of_a_list and name in ("mul", "div"))
-    return _Linear(lambda x: eqn.primitive.bind(x, *rest, **eqn.params), commutes=commutes)
-
-
-def _split_off(eqn: compat.JaxprEqn, position: int) -> _Linear:
-    """What `split` or `unstack` gives at a position."""
-    return _Linear(lambda x: eqn.primitive.bind(x, **eqn.params)[position], waits=True)
-
-
-def _product(body: Body, eqn: compat.JaxprEqn) -> tuple[Atom, _Linear] | None:
-    """A product of a gradient and a value (or a mask) that no microbatch changes: the gradient, and the step on it."""
     moving = [i for i, v in enumerate(eqn.invars) if v is body.index or body.source_in_loop(v) is not None]
-    name = eqn.primitive.name
-    if len(moving) != 1:
+    sources = [body.source_in_loop(eqn.invars[i]) for i in moving]
+    if not moving or not all(source and source.backward for source in sources):
         return None
-    (position,) = moving
-    gradient = body.source_in_loop(eqn.invars[position])
-    if gradient is None or not gradient.backward:  # an activation, under a gradient that no microbatch changes
+    summands = linear_in(eqn, moving[0])
+    if not set(moving) <= set(summands) or not all(i in moving or _is_zeros(body, eqn.invars[i]) for i in summands):
         return None
-    if name == "select_n" and len(eqn.invars) == 3 and position:
-        other, mask = eqn.invars[3 - position], eqn.invars[0]
-        if not _is_zeros(body, other) or isinstance(mask, compat.Literal):
+    if name in ("add", "add_any"):
+        return [(eqn.invars[i], None) for i in moving]
+    operands = tuple(equations.variables(v for i, v in enumerate(eqn.invars) if i not in summands))
+    if name == "cumsum" or (operands and name in ("dynamic_slice", "gather")):
+        return None  # behind the loop, the first rounds otherwise, and the others take from something larger
+    waits = bool(operands) or name not in _WITHIN
+    if of_a_list and waits and not _is_of_any_shape(eqn):
+        return None
+
+    def apply(position: int, x: jax.Array, *given: jax.Array) -> jax.Array:
+        if (around := _room(eqn, position)) is not None:  # a pad runs where it is read: what is sent is smaller
+            x = lax.expand_dims(x, [eqn.params["axis"]]) if name == "stack" else x
+            return lax.pad(x, np.zeros((), x.dtype), [(low, high, 0) for low, high in around])
+        values = dict(zip(operands, given, strict=True))
+
+        def value(i: int, v: Atom) -> Any:
+            if i in summands:
+                return x if i == position else lax.full(v.aval.shape, 0, x.dtype, sharding=explicit_sharding(v.aval))
+            return v.val if isinstance(v, compat.Literal) else values[v]
+
+        out = eqn.primitive.bind(*(value(i, v) for i, v in enumerate(eqn.invars)), **eqn.params)
+        return out[result] if eqn.primitive.multiple_results else out
+
+    commutes = name in ("convert_element_type", "neg") or (of_a_list and name in ("mul", "div"))
+    return [(eqn.invars[i], _Linear(functools.partial(apply, i), waits, commutes, operands)) for i in moving]
+
+
+def _room(eqn: compat.JaxprEqn, position: int) -> list[tuple[int, int]] | None:
+    """How many elements stand before and behind an operand, along each axis of the result that it is a piece of."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name == "dynamic_update_slice":
+        starts = [integer_of(v) for v in eqn.invars[2:]]
+        if position != 1 or None in starts:
             return None
-
-        def apply(x, y):
-            zeros = jax.numpy.zeros_like(x)
-            return eqn.primitive.bind(y, *((x, zeros) if position == 1 else (zeros, x)))
-
-        return eqn.invars[position], _Linear(apply, waits=True, operands=(mask,))
-    zeros = body.source(eqn.invars[0])
-    if name == "scatter-add" and position == 2 and zeros is not None and _is_zeros(body, eqn.invars[0]):
-        indices = eqn.invars[1]
-
-        def scatter(x, *given):
-            whole = zeros.eqn.primitive.bind(zeros.eqn.invars[0].val, **zeros.eqn.params)
-            return eqn.primitive.bind(whole, given[0] if given else indices.val, x, **eqn.params)
-
-        return eqn.invars[2], _Linear(scatter, waits=True, operands=tuple(equations.variables([indices])))
-    if name not in ("mul", "div", "dot_general") or (name == "div" and position):
+        room = [n - m for n, m in zip(shape, eqn.invars[1].aval.shape, strict=True)]
+        return [(start := min(max(s or 0, 0), r), r - start) for s, r in zip(starts, room, strict=True)]
+    if name not in ("concatenate", "stack"):
         return None
-    other = eqn.invars[1 - position]
-    if isinstance(other, compat.Literal):
-        return None
-
-    def apply(x, y):
-        return eqn.primitive.bind(*((x, y) if position == 0 else (y, x)), **eqn.params)
-
-    return eqn.invars[position], _Linear(apply, waits=True, operands=(other,))
+    axis = eqn.params["axis" if name == "stack" else "dimension"]
+    sizes = [1 if name == "stack" else v.aval.shape[axis] for v in eqn.invars]
+    around = [(0, 0)] * len(shape)
+    around[axis] = sum(sizes[:position]), sum(sizes[position + 1 :])
+    return around
 
 
-def _joining(eqn: compat.JaxprEqn) -> Iterator[_Linear]:
-    """What a concatenation or a stack does to each of its operands: it stands among zeros."""
-    is_stack, shape = eqn.primitive.name == "stack", eqn.outvars[0].aval.shape
-    axis, offset = eqn.params["axis" if is_stack else "dimension"], 0
-
-    def pad(offset, x):
-        x = jax.lax.expand_dims(x, (axis,)) if is_stack else x
-        config = [(0, 0, 0)] * x.ndim
-        config[axis] = (offset, shape[axis] - offset - x.shape[axis], 0)
-        return jax.lax.pad(x, np.zeros((), x.dtype), config)
-
-    for x in eqn.invars:
-        yield _Linear(functools.partial(pad, offset), waits=True)
-        offset += 1 if is_stack else x.aval.shape[axis]
+def _is_of_any_shape(eqn: compat.JaxprEqn) -> bool:
+    """Whether a step behind a loop over a list is the same for all shapes of a microbatch: what it takes, or puts among
+    zeros, is one element of an axis, as a layer of a stack is.
+    """
+    if eqn.primitive.name not in ("pad", "dynamic_update_slice", "rev", "slice"):
+        return eqn.primitive.name in ("stack", "unstack")
+    operand = eqn.invars[eqn.primitive.name == "dynamic_update_slice"].aval.shape
+    return all(1 in (a, b) or a == b for a, b in zip(operand, eqn.outvars[0].aval.shape, strict=True))
 
 
 def _is_zeros(body: Body, atom: Atom) -> bool:
@@ -384,7 +332,7 @@ def _is_zeros(body: Body, atom: Atom) -> bool:
     source = body.source(atom)
     if source is not None and source.eqn.primitive.name == "broadcast_in_dim":
         atom = source.eqn.invars[0]
-    return isinstance(atom, compat.Literal) and not np.any(atom.val)
+    return equations.is_zero(atom)
 
 
 def _combine(

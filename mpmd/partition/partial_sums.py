@@ -30,6 +30,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import names_of
 from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node
+from mpmd.graphs.linearity import is_linear_in, linear_in
 from mpmd.graphs.sharded_axes import Axes, ShardedAxes, inner_jaxpr
 from mpmd.ops.reductions import Add, Mean, result_types
 from mpmd.partition.accumulators import Accumulator
@@ -137,7 +138,7 @@ def _summable(
     found: dict[Atom, frozenset[str]] = {}
     for v in (*(v for eqn in reversed(eqns) for v in eqn.outvars), *inputs):
         enough = v not in whole and (v in wanted or readers[v])
-        if enough and all(_is_linear(e, v) and found.keys() >= {*e.outvars} and near(v, e) for e in readers[v]):
+        if enough and all(is_linear_in(e, v) and found.keys() >= {*e.outvars} and near(v, e) for e in readers[v]):
             found[v] = wanted.get(v, frozenset()).union(*(found[out] for e in readers[v] for out in e.outvars))
     return found
 
@@ -233,7 +234,8 @@ class _Sums:
 
     def _linear(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
         """The equation on the parts of its operands; what is no sum is added in the first part alone."""
-        added = _ADDED.get(eqn.primitive.name, ())
+        first = next(i for i, v in enumerate(eqn.invars) if not isinstance(v, compat.Literal) and v in self.partials)
+        added = linear_in(eqn, first)
         axes = next(self.partials[v].axes for v in equations.variables(eqn.invars) if v in self.partials)
         asked = [x.spec for x in eqn.params.values() if isinstance(x, NamedSharding)]
         if set(axes).intersection(n for spec in asked for n in names_of(spec)):
@@ -241,6 +243,7 @@ class _Sums:
         before: list[compat.JaxprEqn] = []
         operands: list[Atom] = []
         mapped: list[int | None] = []
+        once: list[bool] = []  # what is added in the first part alone
         for i, v in enumerate(eqn.invars):
             partial = None if isinstance(v, compat.Literal) else self.partials.get(v)
             # A product of parts is not the parts of a product: all operands but one are summed before.
@@ -249,12 +252,11 @@ class _Sums:
                 before, partial = [*before, *eqns], None
             operands.append(v if partial is None else partial.parts)
             mapped.append(None if partial is None else 0)
+            once.append(partial is None and i in added and not equations.is_zero(v))
 
         def part(number, *operands):
-            if added:
-                pairs = enumerate(zip(operands, mapped, strict=True))
-                operands = [_first_only(x, number) if m is None and i in added else x for i, (x, m) in pairs]
-            return eqn.primitive.bind(*operands, **eqn.params)
+            pairs = zip(operands, once, strict=True)
+            return eqn.primitive.bind(*(_first_only(x, number) if o else x for x, o in pairs), **eqn.params)
 
         def parts(*operands):
             if eqn.primitive.name in ("reshard", "sharding_constraint"):  # `vmap` would ask for replicated parts
@@ -428,42 +430,3 @@ def _total(parts: jax.Array) -> jax.Array:
 def _first_only(x: jax.Array, number: jax.Array) -> jax.Array:
     """A value in the first part, zeros in the others."""
     return jnp.where(number == 0, x, jnp.zeros_like(x))
-
-
-# --- linear equations -----------------------------------------------------------------------------
-
-# The operands that are added up, so to say: the equation is linear in all of them together. 1 << 16: in any number.
-_ADDED: dict[str, Sequence[int]] = {
-    "add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "dynamic_update_slice": (0, 1), "scatter-add": (0, 2),
-    "concatenate": range(1 << 16), "stack": range(1 << 16), "select_n": range(1, 1 << 16),
-}  # fmt: skip
-# Linear in the operand that is given, the others as they are.
-_LINEAR: dict[str, Sequence[int]] = {
-    **dict.fromkeys(
-        (
-            "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "dynamic_slice",
-            "gather", "copy", "copy_p", "rev", "cumsum", "split", "unstack", "sharding_constraint", "reshard", "div",
-            "convert_element_type", "pad",
-        ),
-        (0,),
-    ),
-    **dict.fromkeys(("mul", "dot_general"), (0, 1)),
-}  # fmt: skip
-
-
-def _is_linear(eqn: compat.JaxprEqn, v: Atom) -> bool:
-    """Whether an equation is linear in one of its operands, and can run on parts of it."""
-    name = eqn.primitive.name
-    at = [i for i, x in enumerate(eqn.invars) if x is v]
-    if name in _ADDED:
-        return all(i in _ADDED[name] for i in at) and v.aval.dtype != np.bool_
-    if len(at) != 1 or at[0] not in _LINEAR.get(name, ()):
-        return False
-    dtype, result = v.aval.dtype, eqn.outvars[0].aval.dtype
-    if name == "convert_element_type":
-        return jax.dtypes.issubdtype(result, np.inexact) and dtype != np.bool_
-    if name == "div":
-        return jax.dtypes.issubdtype(dtype, np.inexact)
-    if name == "pad":
-        return isinstance(eqn.invars[1], compat.Literal) and not np.any(eqn.invars[1].val)  # with zeros
-    return True

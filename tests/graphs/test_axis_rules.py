@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-def _equations(fun, operands):
+def equations_of(fun, operands):
     """The equations of a function with their operands' and results' values, calls of `jit` inlined."""
     found = []
 
@@ -137,7 +137,7 @@ def _on_pieces(eqn, operands, factor, rows):
 @pytest.mark.parametrize("name", CASES)
 def test_an_equation_on_pieces_gives_the_pieces_of_its_result(name):
     fun, *operands = CASES[name]
-    equations = _equations(fun, operands)
+    equations = equations_of(fun, operands)
     cuts = [(i, f, _rows(*equations[i], f)) for i, (eqn, *_) in enumerate(equations) for f in factors(eqn)]
     assert cuts
     cuts = [cut for cut in cuts if cut[2] is not None]
@@ -153,7 +153,7 @@ def test_an_equation_on_pieces_gives_the_pieces_of_its_result(name):
 
 @pytest.mark.slow
 def test_every_rule_is_of_a_primitive_that_a_case_has_or_that_is_elementwise():
-    seen = {eqn.primitive.name for fun, *operands in CASES.values() for eqn, _, _ in _equations(fun, operands)}
+    seen = {eqn.primitive.name for fun, *operands in CASES.values() for eqn, _, _ in equations_of(fun, operands)}
     alike = {"cumprod", "cummin", "cumlogsumexp", "reduce_xor", "argmin", "lu", "svd", "schur", "eig", "geqrf"}
     alike |= {"householder_product", *axis_rules._ELEMENTWISE}
     # Of cuDNN, which tests/planning/test_cudnn_attention.py needs.
@@ -166,5 +166,5 @@ def test_every_rule_is_of_a_primitive_that_a_case_has_or_that_is_elementwise():
     [(lambda x: jnp.cumsum(x, 0), X[:, 0, 0]), (jnp.ravel, X[:, 0].T[:1]), (lambda x: x[::-1], X[:, 0, 0])],
 )
 def test_an_axis_along_which_rows_depend_on_each_other_has_no_factor(fun, operand):
-    eqn = _equations(fun, [operand])[-1][0]
+    eqn = equations_of(fun, [operand])[-1][0]
     assert not any(0 in f.ins and operand.shape[0] > 1 for f in factors(eqn))
