@@ -283,7 +283,7 @@ handle() { # an event, or a command of the launcher
       ;;
     failed) note_failure "$@" ;;
     spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
-    take) printf '%s %s\n' "$1" "$2" >>"$work/status/taken" ;;
+    take) printf '%s %s\n' "$@" >>"$work/status/taken" ;;
     again) start_again "$@" ;;
     signal)
       tell signal "$1"
@@ -894,7 +894,7 @@ set_agent_command() { # host, what it shall be (default: agent)
     agent_command=(bash -c "$bootstrap" "$what")
   else
     read -ra words <<<"$ssh"
-    agent_command=("${words[@]}" -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5
+    agent_command=("${words[@]}" -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3
       -o ServerAliveCountMax=3 "$name" "exec bash -c '$bootstrap' $what")
   fi
 }
@@ -1019,7 +1019,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() joined=() num_numbers=$num_processes
+  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=()
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1101,7 +1101,9 @@ on_ready() { # host, agent, its host name, port, service
   if [[ $transport == slurm ]]; then
     host_of[$2]=$3
   else
-    for ((rank = first_ranks[$1]; rank < first_ranks[$1] + host_counts[$1]; rank++)); do host_of[rank]=$3; done
+    for ((rank = first_ranks[$1]; rank < first_ranks[$1] + host_counts[$1]; rank++)); do
+      host_of[rank]=$3 runs_on[rank]=$1
+    done
   fi
   agent_host[$1]=$3 transport_text[$1]= # text up to here (from the start of the shell there) does not explain a later end
   if (($2 == 0)); then
@@ -1115,7 +1117,8 @@ on_ready() { # host, agent, its host name, port, service
 }
 
 on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
-  local rank=${is_rank[$1]:-$1}
+  local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-}
+  unset "runs_on[$1]"
   if ((rank >= num_ranks)); then
     [[ $phase == stopping || $phase == quitting ]] || say "spare $1: $(ended_text "$2")"
     for rank in "${!spares[@]}"; do [[ ${spares[rank]} != "$1" ]] || unset "spares[rank]"; done
@@ -1125,7 +1128,7 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
   fi
   # Status 143 is that of a rank which has finished its step after SIGTERM.
   if (($2 > 128 && $2 != 143 && ${#spares[@]} > 0)) && [[ $phase == running && $4 == yes ]]; then
-    replace "$rank" "$1" "$2"
+    replace "$rank" "$1" "$2" "$host"
     return 0
   fi
   statuses[rank]=$2 rank_pids[rank]=$3
@@ -1145,7 +1148,7 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
 }
 
 # A spare takes the place of a rank, and a new one waits where the process of the rank was, unless the devices there are unfit.
-replace() { # rank, its process, status
+replace() { # rank, its process, status, the index of its host
   local spare=${spares[0]}
   is_rank[spare]=$1
   say "rank $1: $(ended_text "$3"); spare $spare takes its place"
@@ -1153,10 +1156,35 @@ replace() { # rank, its process, status
   if (($3 != unfit_status)); then
     spares+=("$num_numbers")
     joined[num_numbers]=${joined[$2]:-$2} host_of[num_numbers]=${host_of[$2]:-}
+    [[ -z $4 ]] || runs_on[num_numbers]=$4
     command_all "again $2 $num_numbers ${joined[num_numbers]}"
     num_numbers=$((num_numbers + 1))
   fi
   command_all "take $1 $spare"
+  command_all "spares ${spares[*]}"
+}
+
+# Spares on other hosts take the places of all ranks of a lost host. False where there are too few, or the coordination service
+# was there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
+replace_host() { # index of the host, why it is lost
+  local process spare text
+  local -a ranks=() places=()
+  (($1 != 0)) || return 1
+  for process in "${!runs_on[@]}"; do
+    ((runs_on[process] == $1)) || continue
+    unset "runs_on[process]"
+    ((${is_rank[process]:-$process} >= num_ranks)) || { ranks+=("${is_rank[process]:-$process}") && continue; }
+    for spare in "${!spares[@]}"; do [[ ${spares[spare]} != "$process" ]] || unset "spares[spare]"; done
+  done
+  spares=("${spares[@]}")
+  ((${#spares[@]} >= ${#ranks[@]})) || return 1
+  for process in "${ranks[@]}"; do
+    spare=${spares[0]} spares=("${spares[@]:1}")
+    is_rank[spare]=$process places+=("$process" "$spare") text+="; spare $spare takes the place of rank $process"
+  done
+  say "host ${host_names[$1]} was lost: $2$text"
+  kill -KILL "${keeper_pids[${host_names[$1]}]:-}" 2>/dev/null
+  ((${#ranks[@]} == 0)) || command_all "take ${places[*]}"
   command_all "spares ${spares[*]}"
 }
 
@@ -1216,7 +1244,9 @@ on_closed() { # host, status of ssh, srun or the local agent
   [[ $phase != quitting ]] || return 0
   why=${transport_text[h]:-}
   [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
-  if [[ $phase == connecting && -z $job_error ]]; then
+  if [[ $phase == running ]] && replace_host "$h" "$why"; then
+    return 0
+  elif [[ $phase == connecting && -z $job_error ]]; then
     error_status=69 job_error="$(place "$h")$why"
   elif [[ $phase == running || $phase == grace ]] && [[ -z $lost ]]; then
     lost="$h $why"

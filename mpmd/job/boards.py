@@ -6,16 +6,18 @@ import json
 import pathlib
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 from mpmd.job import processes, signs
 from mpmd.job.activity import Activity
+from mpmd.job.spares import Taken
 from mpmd.job.verdict import HELD_S, LEFT_S, Board, View
 
 # So often a rank publishes its board.
 PUBLISH_S = 0.25
 _FOLDER = "mpmd/board/"
-_VERDICT = "verdict"
+_VERDICT = "verdict-"
 
 
 class Boards:
@@ -23,14 +25,27 @@ class Boards:
 
     Attributes:
       rank: this one.
+      number: that of its process: of a spare that has taken a place another one. It publishes under this number.
+      num_lost: how many ranks have been lost and replaced; a verdict counts for those that know of the same losses.
+      newer: the number of the process that has taken the place of this one, which was cut off; None if none has.
       period_s: so often boards are published and read.
       store: the key-value store of `jax.distributed`.
       status: the launcher's file about this rank.
       verdict: the verdict that some rank has published, if any: the guilty rank and what it did.
     """
 
-    def __init__(self, rank: int, num_ranks: int, activity: Activity, store: Any, status_dir: str | None):
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        activity: Activity,
+        store: Any,
+        status_dir: str | None,
+        number: int,
+        taken: Collection[Taken],
+    ):
+        self.rank, self.number, self.num_lost = rank, number, len(taken)
+        self.newer: int | None = None
         self.period_s = PUBLISH_S * max(1.0, num_ranks / 64)  # reading all boards is work that grows with the ranks
         self.store = store
         self.status = StatusFile(None if status_dir is None else pathlib.Path(status_dir, f"rank-{rank}.json"))
@@ -39,7 +54,7 @@ class Boards:
         self._beats = itertools.count()
         self._seen: dict[int, tuple[str, float, Board]] = {}  # with the text, and when it was new
         self._gone: dict[int, float] = {}
-        self._forgotten: dict[int, str] = {}  # the last text of a rank that was lost and replaced
+        self._numbers = {rank: rank for rank in range(num_ranks)} | dict(taken)  # of the process that is a rank
         self._knocks: dict[int, signs.Knock] = {}
         self._held_s = max(HELD_S, 3 * self.period_s)
         self._lock = threading.Lock()
@@ -59,28 +74,41 @@ class Boards:
         board, beat = self.own(), next(self._beats)
         self.status.write(board)
         text = json.dumps({"beat": beat, "board": board.to_json()})
-        self.store.key_value_set(f"{_FOLDER}{self.rank}", text, allow_overwrite=True)
+        self.store.key_value_set(f"{_FOLDER}{self.number}", text, allow_overwrite=True)
 
     def read(self) -> None:
         """Reads what all ranks say."""
         now = time.monotonic()
         for key, text in self.store.key_value_dir_get(_FOLDER):
             name = key.rsplit("/", 1)[1]
-            if name == _VERDICT:
+            if name == f"{_VERDICT}{self.num_lost}":
                 self.verdict = _verdict_of(text)
-            elif name.isdigit() and text not in (self._seen.get(int(name), ("",))[0], self._forgotten.get(int(name))):
-                self._seen[int(name)] = (text, now, Board.from_json(json.loads(text)["board"]))
+            elif name.isdigit():
+                self._note(int(name), text, now)
         self._read_at = time.monotonic()
 
-    def forget(self, rank: int) -> None:
-        """What a rank has said does not count any more: another process is this rank from now on."""
+    def _note(self, number: int, text: str, now: float) -> None:
+        """What a process says; of those that are a rank, one after the other, the last one counts."""
+        board = Board.from_json(json.loads(text)["board"])
+        if board.rank == self.rank and number > self.number:
+            self.newer = number
         with self._lock:
-            with contextlib.suppress(Exception):  # it has said nothing yet
-                self._forgotten[rank] = self.store.key_value_try_get(f"{_FOLDER}{rank}")
+            if number >= self._numbers[board.rank] and text != self._seen.get(board.rank, ("",))[0]:
+                self._numbers[board.rank] = number
+                self._seen[board.rank] = (text, now, board)
+
+    def forget(self, rank: int, number: int) -> None:
+        """What a rank has said does not count any more: the process of this number is this rank from now on."""
+        with self._lock:
+            old, self._numbers[rank] = self._numbers[rank], number
+            self.num_lost += 1
             self._seen.pop(rank, None)
             self._gone.pop(rank, None)
             if (knock := self._knocks.pop(rank, None)) is not None:
                 knock.close()
+        if old != number:  # nobody reads it any more
+            with contextlib.suppress(Exception):
+                self.store.key_value_delete(f"{_FOLDER}{old}")
 
     def views(self) -> dict[int, View]:
         """Every rank as this one sees it now."""
@@ -127,14 +155,15 @@ class Boards:
           The guilty rank, what it did, and whether no other rank has said so.
         """
         found: list[tuple[int, str, bool]] = []
+        key = f"{_FOLDER}{_VERDICT}{self.num_lost}"
 
         def ask() -> None:
             is_first = False
             with contextlib.suppress(Exception):
                 with contextlib.suppress(Exception):
-                    self.store.key_value_set(_FOLDER + _VERDICT, json.dumps([rank, what]))
+                    self.store.key_value_set(key, json.dumps([rank, what]))
                     is_first = True
-                found.append((*_verdict_of(self.store.key_value_try_get(_FOLDER + _VERDICT)), is_first))
+                found.append((*_verdict_of(self.store.key_value_try_get(key)), is_first))
 
         if self.unread_s < LEFT_S:  # else there is nobody to ask
             run_briefly(ask, 2.0)

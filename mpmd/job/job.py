@@ -61,13 +61,15 @@ class Job:
         serves = self.rank == 0 and environment.get("MPMD_SERVICE") != "external"
         door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
         self.activity = Activity(self.rank, door.address, offer_stacks())
-        boards = Boards(self.rank, self.num_ranks, self.activity, store, environment.get("MPMD_STATUS_DIR"))
-        judge = Judge(boards, hang_timeout_s, serves, slow_factor)
-        self._slow_factor = slow_factor
-        black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
         self._register = Register(environment)
         is_spare = SPARE in environment
         self._taken = self._register.read() if is_spare else []
+        number = int(environment[SPARE]) if is_spare else self.rank
+        status_dir = environment.get("MPMD_STATUS_DIR")
+        boards = Boards(self.rank, self.num_ranks, self.activity, store, status_dir, number, self._taken)
+        judge = Judge(boards, hang_timeout_s, serves, slow_factor)
+        self._slow_factor = slow_factor
+        black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
         self.epoch = -1 if is_spare else 0
         self._is_going_on = False
         self.end_process: Callable[[Board, int], None] | None = None
@@ -254,8 +256,8 @@ class Job:
             return new[0].rank, "was lost while others were not in mpmd.resilient"
         if new and compat.has_cross_host_put():
             return new[0].rank, "was lost, and transfers between GPUs cannot be broken off"
-        for rank, _ in new:
-            self.watchdog.boards.forget(rank)
+        for rank, number in new:
+            self.watchdog.boards.forget(rank, number)
         self._taken = taken
         if self.lost and (wire := self._wire) is not None:  # each time: a connection may just have been made
             wire.sever()

@@ -25,7 +25,7 @@ from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
 from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.signs import Door
-from mpmd.job.verdict import SECONDHAND_S, SILENT_S, Board, View
+from mpmd.job.verdict import HELD_S, SECONDHAND_S, SILENT_S, Board, View
 from mpmd.observe import ledger
 
 # A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
@@ -94,6 +94,10 @@ class Watchdog:
                 self._door.clear()
                 self.boards.publish()
                 self.boards.read()
+            if (newer := self.boards.newer) is not None:
+                text = f"was cut off, and spare {newer} has its place: this process ends"
+                print(f"jax-mpmd: rank {self.boards.rank}: {text}", file=sys.stderr, flush=True)
+                self._leave(VICTIM_STATUS)
             time.sleep(self.boards.period_s)
 
     def _judge_loop(self) -> None:
@@ -118,7 +122,7 @@ class Watchdog:
         assert self._losses is not None and self._make_way is not None
         if (why := self._losses()) is not None:
             return why
-        if found is None:
+        if found is None or any(map(_may_be_cut_off, views.values())):
             self._found_at = 0.0
             return None
         if not self._found_at:
@@ -274,3 +278,8 @@ class Watchdog:
     def _all_have_finished(self) -> bool:
         views = self.boards.views().values()
         return sum(v.board.phase == "finished" for v in views) == self._num_ranks
+
+
+def _may_be_cut_off(view: View) -> bool:
+    """Whether the launcher may be about to find that a rank's host is lost, which is why others wait in vain."""
+    return view.process == "unknown" and view.board.phase not in verdict.OVER and HELD_S < view.silent_s < SILENT_S

@@ -196,8 +196,11 @@ def _say_lost(job: Job) -> None:
         account.event(f"lost: {', '.join(texts)}", is_recovering=True)
     lost = [taken.rank for taken in job.lost]
     if job.rank == min(set(range(job.num_ranks)).difference(lost), default=-1):
-        text = f"rank {lost[0]} was" if len(lost) == 1 else f"the ranks {', '.join(map(str, lost))} were"
-        say(f"{text} lost; all others wait for the spare that takes the place")
+        if len(lost) == 1:
+            say(f"rank {lost[0]} was lost; all others wait for the spare that takes the place")
+        else:
+            ranks = ", ".join(map(str, sorted(lost)))
+            say(f"the ranks {ranks} were lost; all others wait for the spares that take the places")
 
 
 def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:

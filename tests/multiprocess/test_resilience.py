@@ -403,6 +403,37 @@ def test_a_process_that_stops_on_another_host_is_replaced(environment, unbroken,
 
 @pytest.mark.slow
 @needs_hosts
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_spares_take_the_places_of_all_ranks_of_a_host_whose_cable_is_cut(
+    environment, unbroken, hosts, tmp_path, comes_back
+):
+    """The ranks there end by themselves; where the cable is mended before they have, since others have their places."""
+    faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
+    options = f"--spares 2 -n 2 --cpu-devices 1 --restarts 1 --log-dir {tmp_path}".split()
+    options += ["--ssh", hosts.ssh, "-H", "hosta,hostb,localhost:0"]
+    try:
+        with started(environment, *options, prefix=hosts.here.prefix, faults=faults) as job:
+            job.wait_for_line(r"^\[3\] waits")
+            hosts.cable("down")
+            until(lambda: "takes the place" in job.err or job.process.poll() is not None, "a spare")
+            if comes_back:
+                hosts.cable("up")
+            assert job.process.wait(LIMIT_S) == 0, job.out + job.err
+            left = [command(pid) for pid in hosts.there.pids()]
+            until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
+    finally:
+        hosts.cable("up")
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    text = "^jax-mpmd: host hostb was lost: .*; spare 4 takes the place of rank 2; spare 5 takes the place of rank 3$"
+    assert re.search(text, job.err, re.MULTILINE) and "starts over" not in job.err
+    lost, went_on = said(job)
+    assert lost == "the ranks 2, 3 were lost; all others wait for the spares that take the places"
+    assert re.fullmatch("goes on after step [123], from memory", went_on)
+    assert comes_back == ("and spare 5 has its place: this process ends" in (tmp_path / "rank-3.log").read_text())
+
+
+@pytest.mark.slow
+@needs_hosts
 def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts):
     """On half of the devices: two of the four groups are on another device, and there are fewer processes."""
     faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
