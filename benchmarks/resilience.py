@@ -3,6 +3,7 @@
     python benchmarks/resilience.py                 # both, in four processes on this machine
     python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
     python benchmarks/resilience.py --only kill --spares 1
+    python benchmarks/resilience.py --only cut --spares 2         # from a cut cable, between network namespaces (root)
     python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
     python benchmarks/resilience.py --only pace --task-ms 2       # and what one measured step in four costs it
     python benchmarks/resilience.py --only audit                  # and what an audit costs the step that it is in
@@ -14,6 +15,8 @@ job, so that what else the machine does meets both. Processor time is that of th
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
 attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
+
+Cut: the same, with two of the processes on a host whose cable is cut. Spares wait on the other one.
 """
 
 import argparse
@@ -37,25 +40,28 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("cost", "kill", "ledger", "pace", "audit"), help="measure only this")
-    parser.add_argument("--spares", type=int, default=0, help="for `kill` (default: %(default)s: all start over)")
+    parser.add_argument("--only", choices=("cost", "kill", "cut", "ledger", "pace", "audit"), help="measure only this")
+    parser.add_argument("--spares", type=int, default=0, help="for `kill` and `cut` (default: %(default)s: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=4, help="of each way (default: %(default)s)")
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
-        kill() if args.only == "kill" else cost(args)
+        kill(args.only == "kill") if args.only in ("kill", "cut") else cost(args)
         return 0
     for what in (args.only,) if args.only else ("cost", "kill"):
         launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
-        launcher += ["--spares", args.spares if what == "kill" else int(what == "pace")]
+        launcher += ["--spares", args.spares if what in ("kill", "cut") else int(what == "pace")]
         launcher += ["--replace-slow", 1000] if what == "pace" else []
         words = [*launcher, "--", sys.executable, __file__, *sys.argv[1:], "--only", what]
         with tempfile.TemporaryDirectory() as cache:
             more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
             more |= {"MPMD_LEDGER_DIR": cache} if what == "ledger" else {}
             environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"} | more
+            if what == "cut":
+                print_kill(cut(list(map(str, words)), environment, args.spares))
+                continue
             done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True)
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n")
@@ -148,8 +154,37 @@ def cost(args) -> None:
     print(f"{other} / plain: {medians[other] / medians['plain']:.4f}")
 
 
-def kill() -> None:
-    """Trains the small GPT; in the first attempt process 1 kills itself while a step runs."""
+def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
+    """What the processes print on two hosts, the cable between which is cut after 20 steps; with the time of that."""
+    sys.path.append(str(ROOT / "tests" / "launcher"))
+    import hosts as network
+
+    places = "hosta,hostb" + (",localhost:0" if spares else "")  # the launcher runs on hosta, so that both are there
+    with tempfile.TemporaryDirectory() as folder, network.two_hosts(Path(folder)) as hosts:
+        words[1:1] = ["--ssh", hosts.ssh, "-H", places, "--min-hosts", "1"]
+        words[words.index("-n") + 1] = str(NUM_GROUPS // 2)
+        words[:0] = hosts.here.prefix
+        lines: list[str] = []
+        with subprocess.Popen(
+            words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job:
+            assert job.stdout is not None
+            for line in job.stdout:
+                lines.append(line)
+                if sum(text.endswith("1: a step is finished\n") for text in lines) == NUM_GROUPS // 2:
+                    job.terminate()
+                if line.endswith("0: 20 steps\n"):
+                    hosts.cable("down")
+                    lines.append(f"at {time.time():.3f} 0: kill\n")
+                if "takes the place" in line or "starts over" in line:
+                    lines.append(f"at {time.time():.3f} 1: the launcher has found that the host is lost\n")
+    if not any(line.endswith("1: a step is finished\n") for line in lines):
+        raise SystemExit("".join(lines))
+    return "".join(lines)
+
+
+def kill(itself: bool) -> None:
+    """Trains the small GPT; in the first attempt process 1 kills itself while a step runs, or is cut off."""
     note("Python has begun")
     sys.path.remove(str(ROOT / "benchmarks"))  # a file there is called reshard
     import jax
@@ -175,7 +210,9 @@ def kill() -> None:
             if not seen:
                 note("a step is finished")
             seen.append(i)
-            if len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and NUMBER == 1:
+            if not itself and len(seen) == 20 and NUMBER == 0:
+                note("20 steps")
+            if itself and len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and NUMBER == 1:
                 threading.Timer(0.05, lambda: (note("kill"), os.kill(os.getpid(), signal.SIGKILL))).start()
             return state
 
@@ -183,7 +220,7 @@ def kill() -> None:
         return resilient(noted, state, num_steps, **more)
 
     mpmd.initialize, mpmd.resilient = noted_initialize, noted_resilient
-    sys.exit(train_gpt.main(["--steps", "40"]))
+    sys.exit(train_gpt.main(["--steps", "40" if itself else "4000"]))
 
 
 def note(what: str) -> None:

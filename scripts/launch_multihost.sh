@@ -538,7 +538,7 @@ keep() {
 # Starts a keeper on each host that has none, and waits until it listens. Sets keepers (its port and name, by host), and
 # unreachable (hosts that do not answer).
 start_keepers() {
-  local name h end port socket
+  local name h end port socket answer_s
   local -A answers=()
   unreachable=()
   ((restarts > 0)) || return 0
@@ -548,7 +548,10 @@ start_keepers() {
     [[ " ${unreachable[*]} " != *" $name "* ]] || continue
     [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || kill -KILL "${keeper_pids[$name]:-}" 2>/dev/null
     [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
-    [[ -z ${keepers[$name]:-} ]] || say "starts a new keeper on $name: what lay in the memory of the last one is lost"
+    answer_s=10
+    [[ -z ${keepers[$name]:-} ]] || { # its host was there, and need not be waited for so long
+      answer_s=5 && say "starts a new keeper on $name: what lay in the memory of the last one is lost"
+    }
     unset "keepers[$name]"
     start_keeper "$h"
     answers[$name]=$answer
@@ -668,6 +671,26 @@ leave_out_unreachable() {
     fi
   done
   host_names=("${names[@]}") host_counts=("${counts[@]}")
+  number_ranks
+}
+
+# Leaves out devices that are slow or compute wrong, as long as there are others for all ranks.
+leave_out_unfit() {
+  local h i name
+  for h in "${!host_names[@]}"; do
+    name=${host_names[h]}
+    for i in ${unfit[$name]:-}; do
+      if ((num_processes > num_ranks)); then
+        say "goes on without the devices of process $i on $name, which are unfit"
+        host_counts[h]=$((host_counts[h] - 1)) num_processes=$((num_processes - 1))
+        left_out[$name]+=" $i" unfit[$name]=${unfit[$name]/" $i"/}
+      else
+        say "uses the devices of process $i on $name again, which are unfit: no others are left"
+      fi
+    done
+  done
+  for h in "${!host_names[@]}"; do ((host_counts[h] > 0)) || unset "host_names[h]" "host_counts[h]"; done
+  host_names=("${host_names[@]}") host_counts=("${host_counts[@]}")
   number_ranks
 }
 
@@ -831,12 +854,14 @@ add_spares() {
 # Numbers the processes host by host. Those from num_ranks on are spares; with fewer hosts there are fewer of them, and then
 # fewer ranks. Sets connections too, the hosts that have an agent of their own: under Slurm one stands for the whole step.
 number_ranks() {
-  local count
-  first_ranks=() num_processes=0 connections=("${!host_names[@]}")
+  local h i
+  first_ranks=() num_processes=0 connections=("${!host_names[@]}") local_of=()
   [[ $transport != slurm ]] || connections=(0)
-  for count in "${host_counts[@]}"; do
+  for h in "${!host_names[@]}"; do
     first_ranks+=("$num_processes")
-    num_processes=$((num_processes + count))
+    for ((i = 0; num_processes < first_ranks[h] + host_counts[h]; i++)); do
+      [[ " ${left_out[${host_names[h]}]:-} " == *" $i "* ]] || { local_of[num_processes]=$i && num_processes=$((num_processes + 1)); }
+    done
   done
   ((num_ranks <= num_processes)) || num_ranks=$num_processes
   ((${#host_names[@]} > 1)) && local_only=no || local_only=yes
@@ -851,7 +876,7 @@ agent_program() { # host
   local -a ranks=() local_ids=() environment=("${own_words[@]}")
   local keeper=${keepers[${host_names[h]}]:-}
   [[ $transport == slurm ]] || for ((i = 0; i < host_counts[h]; i++)); do
-    ranks+=("$((first_ranks[h] + i))") local_ids+=("$i")
+    ranks+=("$((first_ranks[h] + i))") local_ids+=("${local_of[first_ranks[h] + i]}")
   done
   if [[ $transport == ssh ]]; then
     local transport=ssh name
@@ -894,7 +919,7 @@ set_agent_command() { # host, what it shall be (default: agent)
     agent_command=(bash -c "$bootstrap" "$what")
   else
     read -ra words <<<"$ssh"
-    agent_command=("${words[@]}" -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3
+    agent_command=("${words[@]}" -T -o BatchMode=yes -o "ConnectTimeout=${answer_s:-10}" -o ServerAliveInterval=3
       -o ServerAliveCountMax=3 "$name" "exec bash -c '$bootstrap' $what")
   fi
 }
@@ -931,7 +956,7 @@ print_dry_run() {
   for h in "${!host_names[@]}"; do
     for ((i = 0; i < host_counts[h]; i++)); do
       rank=$((first_ranks[h] + i)) name=${host_names[h]}
-      set_rank_environment "$rank" "$i" "$address" "$serve" DIR
+      set_rank_environment "$rank" "${local_of[rank]}" "$address" "$serve" DIR
       printf '[%s] %s: %s&& %s\n' "$rank" "$name" "$(command_line cd "$folder")" \
         "$(command_line "${added[@]}" "${rank_environment[@]}" "${command[@]}")"
     done
@@ -1019,7 +1044,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=()
+  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1117,12 +1142,20 @@ on_ready() { # host, agent, its host name, port, service
 }
 
 on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
-  local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-}
+  local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
   unset "runs_on[$1]"
+  (($2 != unfit_status)) || [[ -z $host ]] || unfit[${host_names[host]}]+=" ${local_of[$1]}"
   if ((rank >= num_ranks)); then
-    [[ $phase == stopping || $phase == quitting ]] || say "spare $1: $(ended_text "$2")"
+    text="spare $1: $(ended_text "$2")"
     for rank in "${!spares[@]}"; do [[ ${spares[rank]} != "$1" ]] || unset "spares[rank]"; done
     spares=("${spares[@]}")
+    # One that dies soon may do so each time: the third of them has no successor.
+    ((SECONDS - ${born[$1]:-$started} < 60)) && num_brief=$((num_brief + 1)) || num_brief=0
+    if (($2 > 128 && $2 != 143 && num_brief < most_alike)) && [[ $phase == running ]]; then
+      text+="; spare $num_numbers waits in its place"
+      start_spare "$1" "$2" "$host"
+    fi
+    [[ $phase == stopping || $phase == quitting ]] || say "$text"
     command_all "spares ${spares[*]}"
     return 0
   fi
@@ -1147,21 +1180,26 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
-# A spare takes the place of a rank, and a new one waits where the process of the rank was, unless the devices there are unfit.
+# A spare takes the place of a rank, and a new one waits where the process of the rank was.
 replace() { # rank, its process, status, the index of its host
   local spare=${spares[0]}
   is_rank[spare]=$1
   say "rank $1: $(ended_text "$3"); spare $spare takes its place"
   spares=("${spares[@]:1}")
-  if (($3 != unfit_status)); then
-    spares+=("$num_numbers")
-    joined[num_numbers]=${joined[$2]:-$2} host_of[num_numbers]=${host_of[$2]:-}
-    [[ -z $4 ]] || runs_on[num_numbers]=$4
-    command_all "again $2 $num_numbers ${joined[num_numbers]}"
-    num_numbers=$((num_numbers + 1))
-  fi
+  start_spare "$2" "$3" "$4"
   command_all "take $1 $spare"
   command_all "spares ${spares[*]}"
+}
+
+# Starts a spare where a process was killed, unless its devices are unfit.
+start_spare() { # the process, its status, the index of its host
+  local new=$num_numbers
+  (($2 != unfit_status)) || return 0
+  num_numbers=$((new + 1))
+  spares+=("$new")
+  joined[new]=${joined[$1]:-$1} host_of[new]=${host_of[$1]:-} local_of[new]=${local_of[$1]:-} born[new]=$SECONDS
+  [[ -z $3 ]] || runs_on[new]=$3
+  command_all "again $1 $new ${joined[new]}"
 }
 
 # Spares on other hosts take the places of all ranks of a lost host. False where there are too few, or the coordination service
@@ -1348,10 +1386,10 @@ print_table() {
 main() {
   ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die 69 "bash 4.4 or later is needed; this is $BASH_VERSION"
   eval "$set_aside"
+  declare -gA keepers=() keeper_pids=() keeper_fds=() unfit=() left_out=() # by host
   parse "$@"
   plan
   folder=$PWD attempt=0 interrupted='' events=2 keeper='' host_of=()
-  declare -gA keepers=() keeper_pids=() keeper_fds=() # by host
   keeper_token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   script_text=$(<"${BASH_SOURCE[0]}")
   line_width=3900 # a pipe takes up to 4096 bytes in one piece
@@ -1366,7 +1404,7 @@ main() {
     order=()
     local started=$SECONDS
     start_keepers
-    ((attempt == 0)) || leave_out_unreachable
+    ((attempt == 0)) || { leave_out_unreachable && leave_out_unfit; }
     run_job
     ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled && -z $job_error ]] || break
     note_failures $((SECONDS - started))

@@ -30,6 +30,7 @@ from mpmd.resilience.layout import NUMBER, StateLayout
 from mpmd.resilience.ranks import Ranks
 
 _POLL_S = 0.005
+_BREAK_S = 0.5  # for a copy to end that need not be finished
 _CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
 _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
 _SLICE_S = 0.5
@@ -101,8 +102,10 @@ class Copies:
           at_once: a copy that is on its way need not be finished.
         """
         self._is_closing = at_once
-        self._idle.wait(_CLOSING_S)
+        self._idle.wait(_BREAK_S if at_once else _CLOSING_S)
         self._is_closing = True
+        for connection in list(self._keepers.values()) if at_once else ():
+            connection.break_off()
         self._due.put(None)
         self._thread.join(_CLOSING_S)
         for connection in self._keepers.values() if not self._thread.is_alive() else ():
@@ -160,7 +163,7 @@ class Copies:
 
     def _without(self, address: Address, error: OSError) -> None:
         self._keepers.pop(address).close()
-        if self._speaks:
+        if self._speaks and not self._is_closing:
             say(f"the keeper on {address.host} cannot be used any more ({error}): copies go on without it")
 
     def _wait_for_others(self, step: int) -> None:

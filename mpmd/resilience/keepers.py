@@ -1,5 +1,6 @@
 """What a rank says to keepers: connections to that of its host, which shares memory, and to those of others."""
 
+import contextlib
 import mmap
 import os
 import socket
@@ -102,6 +103,12 @@ class Connection:
     def end(self, pid: int, started: int, number: int) -> None:
         """Sends a signal to a process of the keeper's host, which was started then (in the kernel's ticks)."""
         keeper.ask(self._socket, "end", pid=pid, started=started, number=int(number))
+
+    def break_off(self) -> None:
+        """Another thread that waits for a keeper on another host, which may be cut off, gets an OSError at once."""
+        if not self.shares_memory:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

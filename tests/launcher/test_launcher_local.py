@@ -464,6 +464,49 @@ def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     assert said[-1] == "jax-mpmd: gives up after restart 2 of 9999: exit status 6, 3 times in a row"
 
 
+def test_a_restart_leaves_out_devices_that_were_unfit_where_others_are_left():
+    """Processes 1 and 2 end as those whose devices are unfit; there is one spare, so that the second one is used again."""
+    program = shell("""
+        echo "try $MPMD_ATTEMPT on $MPMD_LOCAL_ID"
+        [[ $MPMD_ATTEMPT == 0 ]] || exit 0
+        echo '{}' >"$MPMD_STATUS_DIR/rank-$MPMD_PROCESS_ID.json"
+        [[ $MPMD_PROCESS_ID != 2 ]] || until [[ -e $MPMD_STATUS_DIR/taken ]]; do sleep 0.1; done
+        [[ $MPMD_PROCESS_ID == 0 ]] && sleep 600 || kill -64 $$
+    """)
+    status, job = run("-n", 2, "--spares", 1, "--restarts", 1, *program)
+    assert status == 0
+    said = [line for line in job.err.splitlines() if line.startswith("jax-mpmd: ")]
+    assert said == [
+        "jax-mpmd: rank 1: killed, because its devices are unfit; spare 2 takes its place",
+        "jax-mpmd: rank 1: killed, because its devices are unfit",
+        "jax-mpmd: starts over in 1 s (restart 1 of 1)",
+        "jax-mpmd: goes on without the devices of process 1 on localhost, which are unfit",
+        "jax-mpmd: uses the devices of process 2 on localhost again, which are unfit: no others are left",
+    ]
+    assert sorted(re.findall(r"try 1 on (\d)", job.out)) == ["0", "2"]
+
+
+def test_a_spare_that_is_killed_has_a_successor_unless_three_in_a_row_are_killed_soon(tmp_path):
+    program = shell(f"""
+        died={tmp_path}/died
+        if [[ $MPMD_PROCESS_ID == 0 ]]; then
+          until [[ -e $died && $(wc -l <$died) == 3 ]]; do sleep 0.1; done
+          sleep 2 # so that another one would come
+        else
+          echo "$MPMD_PROCESS_ID joins as ${{MPMD_JOIN_AS:-itself}} on $MPMD_LOCAL_ID" | tee -a $died
+          kill -9 $$
+        fi
+    """)
+    status, job = run("--spares", 1, "--restarts", 1, *program)
+    assert status == 0
+    lines = [re.sub(r"^\[\d\] ", "", line) for line in job.out.splitlines()]
+    assert lines == ["1 joins as itself on 1", "2 joins as 1 on 1", "3 joins as 1 on 1"]
+    assert [line for line in job.err.splitlines() if "spare" in line] == [
+        f"jax-mpmd: spare {n}: killed by SIGKILL{more}"
+        for n, more in ((1, "; spare 2 waits in its place"), (2, "; spare 3 waits in its place"), (3, ""))
+    ]
+
+
 @pytest.mark.slow
 def test_a_failure_at_another_step_is_another_one():
     program = WATCHED.replace('"step": 7', '"step": 7 + int(os.environ["MPMD_ATTEMPT"]) // 2') + "status(); sys.exit(3)"
