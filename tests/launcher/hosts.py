@@ -110,9 +110,10 @@ class Hosts:
             log = self.folder / f"sshd-{host.name}.log"
             until(lambda log=log: "Server listening" in log.read_text(), f"sshd on {host.name}", 30)
 
-    def cable(self, state: str) -> None:
-        """Plugs the cable in (`up`) or out (`down`)."""
-        self._do("ip", "-n", self.here.namespace, "link", "set", f"{self._link}a", state)
+    def cable(self, state: str, end: str = "a") -> None:
+        """Plugs the cable in (`up`) or out (`down`). Out at `hosta` (`a`), that host knows; at `b`, packets get lost."""
+        host = self.here if end == "a" else self.there
+        self._do("ip", "-n", host.namespace, "link", "set", f"{self._link}{end}", state)
 
     def stop(self) -> None:
         for host in self.both:

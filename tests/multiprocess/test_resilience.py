@@ -249,6 +249,27 @@ def test_one_spare_after_the_other_takes_the_places_of_rank_0_and_of_a_spare(env
 
 
 @pytest.mark.slow
+def test_a_spare_that_is_killed_while_it_waits_has_a_successor_that_takes_a_place(environment, unbroken):
+    faults = [{"attempt": 0, "rank": 1, "step": 4, "what": "wait"}]
+    with started(environment, *"-n 2 --cpu-devices 2 --restarts 1 --spares 1".split(), case="pairs", faults=faults) as job:
+        job.wait_for_line(r"^\[1\] waits")
+
+        def kill_number(number):
+            mark = f"MPMD_PROCESS_ID={number}".encode()
+            for pid in job.left():
+                with contextlib.suppress(OSError):
+                    if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                        os.kill(pid, signal.SIGKILL)
+
+        kill_number(2)
+        until(lambda: "jax-mpmd: spare 2: killed by SIGKILL; spare 3 waits in its place\n" in job.err, "a successor")
+        kill_number(1)
+        assert job.finish(LIMIT_S) == 0, job.out + job.err
+    assert (steps(job), end(job)) == unbroken("pairs", 4)
+    assert taken(job) == ["1: killed by SIGKILL; spare 3"] and "starts over" not in job.err
+
+
+@pytest.mark.slow
 def test_spares_take_the_places_of_processes_that_stop_or_do_not_come_to_the_next_step(environment, unbroken):
     faults = [kill(0, 1, 3, signal.SIGSTOP, 0.01), {"attempt": 0, "rank": 2, "step": 6, "what": "wait"}]
     options = "-n 4 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 8".split()
@@ -407,37 +428,52 @@ def test_a_process_that_stops_on_another_host_is_replaced(environment, unbroken,
 def test_spares_take_the_places_of_all_ranks_of_a_host_whose_cable_is_cut(
     environment, unbroken, hosts, tmp_path, comes_back
 ):
-    """The ranks there end by themselves; where the cable is mended before they have, since others have their places."""
+    """The ranks there end by themselves; where the cable is mended before they have, since others have their places.
+
+    Their agent would end them then too, but it is held up.
+    """
     faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
     options = f"--spares 2 -n 2 --cpu-devices 1 --restarts 1 --log-dir {tmp_path}".split()
     options += ["--ssh", hosts.ssh, "-H", "hosta,hostb,localhost:0"]
     try:
         with started(environment, *options, prefix=hosts.here.prefix, faults=faults) as job:
             job.wait_for_line(r"^\[3\] waits")
-            hosts.cable("down")
+            hosts.cable("down", "a" if comes_back else "b")
             until(lambda: "takes the place" in job.err or job.process.poll() is not None, "a spare")
+            agents = [pid for pid in hosts.there.pids() if comes_back and "jax-mpmd-agent" in command(pid)]
+            for pid in agents:
+                os.kill(pid, signal.SIGSTOP)
             if comes_back:
                 hosts.cable("up")
+                text = r"was cut off, and spare [45] has its place: this process ends\n"
+                logs = [tmp_path / f"rank-{rank}.log" for rank in (2, 3)]
+                until(lambda: all(re.search(text, log.read_text()) for log in logs), "the end of the ranks")
+            for pid in agents:
+                os.kill(pid, signal.SIGCONT)
             assert job.process.wait(LIMIT_S) == 0, job.out + job.err
             left = [command(pid) for pid in hosts.there.pids()]
             until(lambda: not [pid for pid in hosts.there.pids() if "sshd" not in command(pid)], str(left), 90)
     finally:
         hosts.cable("up")
+        hosts.cable("up", "b")
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
     text = "^jax-mpmd: host hostb was lost: .*; spare 4 takes the place of rank 2; spare 5 takes the place of rank 3$"
     assert re.search(text, job.err, re.MULTILINE) and "starts over" not in job.err
     lost, went_on = said(job)
     assert lost == "the ranks 2, 3 were lost; all others wait for the spares that take the places"
     assert re.fullmatch("goes on after step [123], from memory", went_on)
-    assert comes_back == ("and spare 5 has its place: this process ends" in (tmp_path / "rank-3.log").read_text())
 
 
 @pytest.mark.slow
 @needs_hosts
-def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts):
-    """On half of the devices: two of the four groups are on another device, and there are fewer processes."""
+@pytest.mark.parametrize("spares", [0, 1])
+def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts, spares):
+    """On half of the devices: two of the four groups are on another device, and there are fewer processes.
+
+    A spare on the lost host is lost too.
+    """
     faults = [{"attempt": 0, "rank": 3, "step": 4, "what": "wait"}]
-    options = "-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1 --hang-timeout 5".split()
+    options = f"-n 2 --cpu-devices 1 --restarts 1 --min-hosts 1 --hang-timeout 5 --spares {spares}".split()
     try:
         with over(environment, hosts, *options, case="shared", faults=faults) as job:
             job.wait_for_line(r"^\[3\] waits")
