@@ -174,7 +174,7 @@ def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
                 if sum(text.endswith("1: a step is finished\n") for text in lines) == NUM_GROUPS // 2:
                     job.terminate()
                 if line.endswith("0: 20 steps\n"):
-                    hosts.cable("down")
+                    hosts.cable("down", "b")
                     lines.append(f"at {time.time():.3f} 0: kill\n")
                 if "takes the place" in line or "starts over" in line:
                     lines.append(f"at {time.time():.3f} 1: the launcher has found that the host is lost\n")

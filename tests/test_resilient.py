@@ -351,6 +351,11 @@ def test_buddies_are_other_hosts_and_all_hosts_keep_equally_much(num_hosts, copi
     assert set(counts) == {min(copies, num_hosts - 1)}
 
 
+def test_no_buddy_is_the_same_machine_under_another_name():
+    hosts = [Address(host, i, str(i)) for i, host in enumerate(["10.0.0.1", "10.0.0.1", "10.0.0.2"])]
+    assert [[buddy.name for buddy in versions.buddies(hosts, host, 2)] for host in hosts] == [["2"], ["2"], ["0", "1"]]
+
+
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
 def test_each_element_is_kept_once_and_by_a_process_that_has_it(arrays):
     load: dict[int, int] = {}

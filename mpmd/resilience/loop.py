@@ -328,8 +328,9 @@ class _Meeting:
             )
         assert self._own is not None and self._connection is not None
         mine = self._keeper_of[self._ranks.rank]
-        if copies > len(self._hosts) - 1 > 0:
-            self._say(f"copies={copies}, and there are {len(self._hosts) - 1} other hosts to keep one")
+        num_others = len(versions.buddies(self._hosts, mine, len(self._hosts)))
+        if copies > num_others > 0:
+            self._say(f"copies={copies}, and there are {num_others} other hosts to keep one")
         connections = {mine: self._connection}
         speaks = self._ranks.rank == min(rank for rank, address in self._keeper_of.items() if address == mine)
         for buddy in versions.buddies(self._hosts, mine, copies):

@@ -74,6 +74,9 @@ def lost_text(records: Iterable[Stored], call: int) -> str:
 
 
 def buddies(hosts: Sequence[Address], own: Address, copies: int) -> list[Address]:
-    """The keepers of the hosts that keep another copy of what `own` keeps: those that follow it in a ring."""
+    """The keepers of the hosts that keep another copy of what `own` keeps: those that follow it in a ring.
+
+    A machine that the launcher was given under two names has two keepers, and is lost with both.
+    """
     first = hosts.index(own)
-    return [hosts[(first + i) % len(hosts)] for i in range(1, min(copies, len(hosts) - 1) + 1)]
+    return [host for host in (*hosts[first + 1 :], *hosts[:first]) if host.host != own.host][:copies]
