@@ -58,7 +58,8 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --min-hosts M         when starting over, go on without hosts that do not answer, as long as M are left (default: all)
       --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
                             named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
-                            nothing starts over, and another one waits from then on where the killed one was.
+                            nothing starts over, and another one waits from then on where the killed one was. They also take
+                            the places of all ranks of a host that is lost (not the first one), if they are on other hosts.
                             When starting over without a host, spares compute. Needs --restarts
       --replace-slow K      replaces a process by a spare if its devices take K times as long for a step as they usually do,
                             and those of the others do not (K above 1; default: never). Needs --spares
@@ -546,7 +547,7 @@ start_keepers() {
   for h in "${!host_names[@]}"; do
     name=${host_names[h]}
     [[ " ${unreachable[*]} " != *" $name "* ]] || continue
-    [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || kill -KILL "${keeper_pids[$name]:-}" 2>/dev/null
+    [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || end_keeper "$name"
     [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
     answer_s=10
     [[ -z ${keepers[$name]:-} ]] || { # its host was there, and need not be waited for so long
@@ -564,8 +565,7 @@ start_keepers() {
     done
     exec {answer}<&-
     [[ -z ${keepers[$name]:-} ]] || continue
-    kill -KILL "${keeper_pids[$name]}" 2>/dev/null
-    wait "${keeper_pids[$name]}" 2>/dev/null
+    end_keeper "$name"
     case $transport:$? in
       ssh:255) is_here "$name" || unreachable+=("$name") ;;
       slurm:69) ;; # no mpmd there
@@ -576,6 +576,11 @@ start_keepers() {
 }
 
 keeper_lives() { kill -0 "${keeper_pids[$1]}" 2>/dev/null; } # host
+
+end_keeper() { # host; returns how it ended
+  kill -KILL "${keeper_pids[$1]:-}"
+  wait "${keeper_pids[$1]:-}" # else it may seem to live for a moment
+} 2>/dev/null # what bash says of a killed process
 
 # Starts a keeper. Sets answer, the file descriptor of what it prints.
 start_keeper() { # host
@@ -620,10 +625,8 @@ find_unreachable_nodes() {
   for name in "${!probes[@]}"; do
     ! wait "${probes[$name]}" || continue
     unreachable+=("$name")
-    [[ -n ${keeper_pids[$name]:-} ]] || continue
-    kill -KILL "${keeper_pids[$name]}"
-    wait "${keeper_pids[$name]}"
-  done 2>/dev/null # what bash says of a killed process
+    [[ -z ${keeper_pids[$name]:-} ]] || end_keeper "$name"
+  done
 }
 
 # Writes a keeper's program and then signs of life, until the launcher is gone.
@@ -1220,8 +1223,8 @@ replace_host() { # index of the host, why it is lost
     spare=${spares[0]} spares=("${spares[@]:1}")
     is_rank[spare]=$process places+=("$process" "$spare") text+="; spare $spare takes the place of rank $process"
   done
-  say "host ${host_names[$1]} was lost: $2$text"
-  kill -KILL "${keeper_pids[${host_names[$1]}]:-}" 2>/dev/null
+  say "host ${host_names[$1]} was lost (${2%.})$text"
+  end_keeper "${host_names[$1]}"
   ((${#ranks[@]} == 0)) || command_all "take ${places[*]}"
   command_all "spares ${spares[*]}"
 }

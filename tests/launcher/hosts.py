@@ -111,7 +111,7 @@ class Hosts:
             until(lambda log=log: "Server listening" in log.read_text(), f"sshd on {host.name}", 30)
 
     def cable(self, state: str, end: str = "a") -> None:
-        """Plugs the cable in (`up`) or out (`down`). Out at `hosta` (`a`), that host knows; at `b`, packets get lost."""
+        """Plugs the cable in (`up`) or out (`down`). At `hosta` (`a`), that host knows; at `b`, packets get lost."""
         host = self.here if end == "a" else self.there
         self._do("ip", "-n", host.namespace, "link", "set", f"{self._link}{end}", state)
 

@@ -465,7 +465,7 @@ def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
 
 
 def test_a_restart_leaves_out_devices_that_were_unfit_where_others_are_left():
-    """Processes 1 and 2 end as those whose devices are unfit; there is one spare, so that the second one is used again."""
+    """Processes 1 and 2 end as those whose devices are unfit; there is one spare, so that 2 is used again."""
     program = shell("""
         echo "try $MPMD_ATTEMPT on $MPMD_LOCAL_ID"
         [[ $MPMD_ATTEMPT == 0 ]] || exit 0

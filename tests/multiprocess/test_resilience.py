@@ -251,7 +251,8 @@ def test_one_spare_after_the_other_takes_the_places_of_rank_0_and_of_a_spare(env
 @pytest.mark.slow
 def test_a_spare_that_is_killed_while_it_waits_has_a_successor_that_takes_a_place(environment, unbroken):
     faults = [{"attempt": 0, "rank": 1, "step": 4, "what": "wait"}]
-    with started(environment, *"-n 2 --cpu-devices 2 --restarts 1 --spares 1".split(), case="pairs", faults=faults) as job:
+    options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
+    with started(environment, *options, case="pairs", faults=faults) as job:
         job.wait_for_line(r"^\[1\] waits")
 
         def kill_number(number):
@@ -457,11 +458,29 @@ def test_spares_take_the_places_of_all_ranks_of_a_host_whose_cable_is_cut(
         hosts.cable("up")
         hosts.cable("up", "b")
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
-    text = "^jax-mpmd: host hostb was lost: .*; spare 4 takes the place of rank 2; spare 5 takes the place of rank 3$"
-    assert re.search(text, job.err, re.MULTILINE) and "starts over" not in job.err
+    places = "; spare 4 takes the place of rank 2; spare 5 takes the place of rank 3"
+    assert re.search(rf"^jax-mpmd: host hostb was lost \(.*\){places}$", job.err, re.MULTILINE)
+    assert "Killed" not in job.err and "starts over" not in job.err
     lost, went_on = said(job)
     assert lost == "the ranks 2, 3 were lost; all others wait for the spares that take the places"
     assert re.fullmatch("goes on after step [123], from memory", went_on)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_cable_that_is_mended_soon_is_no_loss(environment, unbroken, hosts):
+    options = "-n 2 --cpu-devices 1 --restarts 1 --spares 1".split()
+    try:
+        with over(environment, hosts, *options, num_steps=40) as job:
+            job.wait_for_line(r"^\[3\] step 3 ")
+            hosts.cable("down", "b")
+            time.sleep(5)
+            hosts.cable("up", "b")
+            assert job.finish(LIMIT_S) == 0, job.out + job.err
+    finally:
+        hosts.cable("up", "b")
+    assert (steps(job), end(job)) == unbroken("1f1b", 4, num_steps=40)
+    assert "lost" not in job.err and not said(job)
 
 
 @pytest.mark.slow
