@@ -41,7 +41,7 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("cost", "kill", "cut", "ledger", "pace", "audit"), help="measure only this")
-    parser.add_argument("--spares", type=int, default=0, help="for `kill`, `cut` (default: %(default)s: all start over)")
+    parser.add_argument("--spares", type=int, default=0, help="for `kill` and `cut` (default: 0: all start over)")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
