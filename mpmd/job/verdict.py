@@ -183,6 +183,9 @@ def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | Non
         limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
         if (what := _held_up(guilty, waiting, lost, limit)) is not None:
             return guilty.board.rank, what
+    for rank, v in sorted(views.items()):  # in a save, say, others wait for it and do not say so
+        if v.process == "stopped" and v.board.phase not in OVER and v.silent_s >= hang_timeout_s:
+            return rank, _what(v)
     return None
 
 

@@ -122,6 +122,12 @@ STUCK = {
         [waiting(0, "F0", (1,), 11), waiting(1, "F1", (0,), 1, silent_s=11, process="stopped")],
         (1, "process 101 on host1 is stopped for 11 s (between steps); rank 0 waits for F0"),
     ),
+    "stopped, and nobody says that it waits": (
+        [rank(0), rank(1, silent_s=11, process="stopped", step=3)],
+        (1, "process 101 on host1 is stopped for 11 s (after step 3)"),
+    ),
+    "stopped at the end of its program": ([rank(0), rank(1, silent_s=11, process="stopped", phase="finished")], None),
+    "stopped for a while": ([rank(0), rank(1, silent_s=9, process="stopped")], None),
     "stopped when it compiled": (
         [waiting(0, "F0", (1,), 11), rank(1, silent_s=11, process="stopped", phase="compiling", doing="compiling")],
         (1, "process 101 on host1 is stopped for 11 s (compiling); rank 0 waits for F0"),
