@@ -1,11 +1,16 @@
 """`mpmd.resilient` in one process, with a keeper beside it; which copies make up a whole state, and who keeps what."""
 
+import atexit
 import contextlib
+import json
 import os
 import re
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +22,20 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpmd
+from mpmd import _jax_compat as compat
 from mpmd.arrays.boxes import Box, held_cells
+from mpmd.errors import RankLostError
+from mpmd.job import joining, processes
+from mpmd.job.job import Job
+from mpmd.job.verdict import Board
+from mpmd.job.watchdog import Watchdog
 from mpmd.resilience import keepers, layout, loop, versions
+from mpmd.resilience.copies import Copies
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address
+from mpmd.resilience.ranks import OnlyRank
 from mpmd.resilience.versions import Stored
+from reshard.checkpoint import meeting
 
 PAGE = Path(__file__).parents[1] / "docs" / "resilience.md"
 KEEPER = Path(loop.__file__).with_name("keeper.py")
@@ -294,6 +308,26 @@ def test_memory_is_used_again_and_a_second_loop_replaces_the_first(keeper, monke
     assert len(maps) == 2
 
 
+def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keeper):
+    class Ranks(OnlyRank):
+        num_ranks = 2
+
+        def published(self):
+            return {0: "0 0", 1: "0 0"}
+
+        def check(self):
+            raise RankLostError("rank 1 was lost")
+
+    about = {"attempt": 0, "call": 0, "owner": 0, "num_ranks": 2}
+    own = keepers.own(os.environ, "127.0.0.1")
+    connection = keepers.Connection(own, "secret", shares_memory=True)
+    copies = Copies(Ranks(), {own: connection}, about, False, None)
+    for step in range(2):
+        copies.keep(step, jnp.arange(3.0) + step)
+    copies.close(at_once=True)
+    assert [record["step"] for record in keeper.records()] == [0, 1]
+
+
 def test_a_connection_without_the_token_is_refused(keeper):
     own = keepers.own(os.environ, "127.0.0.1")
     assert own is not None
@@ -406,6 +440,66 @@ def test_a_loop_over_lists_of_microbatches_comes_back_with_the_same_bits(keeper,
     found = again(monkeypatch, body, start(), 4)
     assert "goes on after step 1, from memory" in capfd.readouterr().err
     same(mpmd.device_get(found), mpmd.device_get(expected))
+
+
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: ValueError("a body's own"), lambda e: OSError(5, str(e))])
+def test_an_error_of_a_save_may_come_of_a_loss_that_is_heard_of_later(wrap):
+    try:
+        try:
+            raise RankLostError("rank 1 was lost")
+        except RankLostError as error:
+            raise wrap(error) from error
+    except Exception as error:
+        found = error
+    heard = iter([[], [], ["rank 1"], ["rank 1"]])
+
+    class Late:
+        _register = types.SimpleNamespace(num_spares=1)
+        lost = property(lambda self: next(heard))
+
+    assert Job.has_lost(Late(), found)
+
+
+def test_what_a_lost_process_has_said_last_does_not_count_for_a_spare_that_comes_after_it(monkeypatch, tmp_path):
+    """Two losses in quick succession: rank 1 is gone, and its spare has said nothing yet."""
+
+    class Store(dict):
+        key_value_try_get = dict.__getitem__
+
+        def key_value_dir_get(self, folder):
+            return [(key, self[key]) for key in self if key.startswith(folder)]
+
+        def key_value_set(self, key, text, allow_overwrite=False):
+            self[key] = text
+
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    monkeypatch.setattr(atexit, "register", lambda *arguments: None)
+    monkeypatch.setattr(compat, "forget_collectives", lambda: None)
+    (tmp_path / "taken").write_text("0 2\n1 3\n")
+    gone = Board(1, machine=processes.machine(), pid=2**22, started=1, phase="step")
+    store = Store({"mpmd/board/1": json.dumps({"beat": 7, "board": gone.to_json()})})
+    job = Job(store, None, {"MPMD_NUM_SPARES": "1", "MPMD_SPARE": "2", "MPMD_STATUS_DIR": str(tmp_path)})
+    job.watchdog.boards.read()
+    assert set(job.watchdog.boards.views()) == {0}
+    store["mpmd/board/3"] = json.dumps({"beat": 0, "board": gone.to_json()})  # the next process says something
+    job.watchdog.boards.read()
+    assert set(job.watchdog.boards.views()) == {0, 1}
+    job.calls.stop(5)
+
+
+def test_nobody_waits_for_the_end_of_a_save_whose_process_was_lost(monkeypatch):
+    monkeypatch.setattr(meeting, "_get", lambda key, wait_ms: None)
+    with pytest.raises(TimeoutError, match=r"^save: another process has not said KEY after 0 s$"):
+        meeting.meetings.find("KEY", 0)
+    monkeypatch.setattr(joining, "_job", Mock(check=Mock(side_effect=RankLostError)))
+    with pytest.raises(RankLostError):
+        meeting.meetings.find("KEY", 60)
+
+
+def test_an_error_of_the_body_is_no_loss():
+    begun = time.monotonic()
+    assert not Job.has_lost(types.SimpleNamespace(_register=types.SimpleNamespace(num_spares=1), lost=[]), ValueError())
+    assert time.monotonic() - begun < 1
 
 
 def test_a_rank_that_is_lost_again_and_again_has_all_start_over_unless_the_loop_gets_further():

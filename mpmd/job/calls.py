@@ -149,10 +149,15 @@ class Calls:
       store: the key-value store of the job.
       activity: what this process is at.
       end: ends all processes with a verdict: a rank, and what it did.
+      check_ranks: raises where a rank was lost, so that nobody waits for what it has called.
     """
 
-    def __init__(self, rank: int, num_ranks: int, store: Any, activity: Activity, end: Callable[[int, str], None]):
+    def __init__(
+        self, rank: int, num_ranks: int, store: Any, activity: Activity, end: Callable[[int, str], None],
+        check_ranks: Callable[[], None],
+    ):  # fmt: skip
         self._rank, self._store, self._activity, self._end = rank, store, activity, end
+        self._check_ranks = check_ranks
         ranks = tuple(range(num_ranks))
         self._streams = {ranks: SharedCalls(ranks, rank, store)}
         self._all, self._epoch = ranks, 0
@@ -203,6 +208,7 @@ class Calls:
 
         Raises:
           ScheduleError: some differ.
+          RankLostError: one of the ranks was lost.
         """
         self.check()
         self._wait([s for s in self._streams.values() if ranks in (None, s.ranks)], 0)
@@ -250,6 +256,7 @@ class Calls:
         with self._activity.during("agreeing", "comparing calls", others), self._waiting():
             while any(len(s.notes) > most for s in behind) and self._found is None:
                 self._turned.wait(PUBLISH_S)
+                self._check_ranks()
         self.check()
 
     @contextlib.contextmanager

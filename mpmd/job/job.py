@@ -78,7 +78,7 @@ class Job:
         self.watchdog = Watchdog(
             self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses, make_way
         )
-        self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end)
+        self.calls = Calls(self.rank, self.num_ranks, store, self.activity, self.watchdog.end, self.check)
         if self.is_apart:
             compat.forget_collectives()
         self.calls.is_apart = self.is_apart
@@ -187,10 +187,14 @@ class Job:
         if self.epoch >= 0 and len(self._taken) > self.epoch:
             raise RankLostError(f"mpmd: rank {self._taken[-1].rank} was lost, and a spare takes its place")
 
-    def has_lost(self, error: Exception) -> bool:
+    def has_lost(self, error: BaseException) -> bool:
         """Whether an error came of the loss of a rank whose place is taken; waits until that may be known."""
-        may_be = self._register.num_spares and isinstance(error, (jax.errors.JaxRuntimeError, HangError))
-        end = time.monotonic() + (_HEARD_S if may_be else 0.0)
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+            causes.append(cause)
+        # An OSError is what a save makes of a loss, and what it tells the other processes of it.
+        may_be = any(isinstance(e, (jax.errors.JaxRuntimeError, HangError, OSError)) for e in causes)
+        end = time.monotonic() + (_HEARD_S if may_be and self._register.num_spares else 0.0)
         while not self.lost and time.monotonic() < end:
             time.sleep(0.02)
         return bool(self.lost)

@@ -135,7 +135,7 @@ class Copies:
     def _copy(self, step: int, layout: StateLayout, taken: Started) -> None:
         if self._step > self.whole:
             self._wait_for_others(self._step)
-        if self._has_ended or self._is_closing:
+        if self._has_ended or self._step > self.whole:
             return
         audits.settle(known=self._num_found)  # what a faulty device has computed must not count
         about = dict(self._about, step=step)
@@ -167,10 +167,12 @@ class Copies:
             say(f"the keeper on {address.host} cannot be used any more ({error}): copies go on without it")
 
     def _wait_for_others(self, step: int) -> None:
-        """Returns when all ranks have kept the version of a step, or one of them can keep nothing any more."""
+        """Returns when all ranks have kept the version of a step, or one of them can keep nothing any more.
+
+        Where a rank was lost after that, the next version is kept all the same: it may be the last that is whole.
+        """
         wanted = self._about["call"], step
-        while not self._is_closing:
-            self._ranks.check()
+        while True:
             said = self._ranks.published()
             gone = [rank for rank, text in said.items() if text == GONE]
             late = [r for r in range(self._ranks.num_ranks) if r not in gone and kept(said, r) < wanted]
@@ -179,6 +181,9 @@ class Copies:
                 return
             if gone:
                 self._end(gone[0])
+                return
+            self._ranks.check()
+            if self._is_closing:
                 return
             time.sleep(_POLL_S)
 

@@ -59,6 +59,8 @@ class Working(UnfinishedFolder):
         Raises:
             FileExistsError: something has come to the target meanwhile. What was written is removed.
             OSError: the folder cannot be renamed.
+            TimeoutError: the first process does not say in time whether it was.
+            RankLostError: a process was lost, perhaps the first one.
         """
         if not self._is_renamed:
             return
@@ -68,7 +70,7 @@ class Working(UnfinishedFolder):
             if self._is_shared:
                 _store().key_value_set(f"{self._key}/outcome", str(code))
         else:
-            code = int(_store().blocking_key_value_get(f"{self._key}/outcome", timeout_s * 1000))
+            code = int(meetings.find(f"{self._key}/outcome", timeout_s))
         if code == errno.EEXIST:
             raise FileExistsError(
                 code,

@@ -192,6 +192,20 @@ class Meetings:
                     return
                 raise
 
+    def find(self, key: str, timeout_s: int) -> str:
+        """What another process says once under a key of the store.
+
+        Raises:
+            RankLostError: a process was lost, perhaps that one.
+            TimeoutError: it does not say it in time.
+        """
+        end = time.monotonic() + timeout_s
+        while (said := _get(key, _SLICE_MS)) is None:
+            joining.check()
+            if time.monotonic() > end:
+                raise TimeoutError(f"save: another process has not said {key} after {timeout_s} s")
+        return said
+
     def tell(self, error: BaseException) -> None:
         """Makes the others raise this error, where they wait in this call; nothing if they know of one."""
         if self.call is not None and heard(error) is None:

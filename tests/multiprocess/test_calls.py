@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpmd
 from mpmd import _jax_compat as compat
-from mpmd.errors import ScheduleError
+from mpmd.errors import RankLostError, ScheduleError
 from mpmd.job.activity import Activity
 from mpmd.job.calls import MAX_AHEAD, Calls, SharedCalls
 from mpmd.job.disagreement import disagreement
@@ -332,13 +332,24 @@ class BrokenStore(Store):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_the_thread_that_compares_ends_all_waiting_at_once(rank):
     ended = []
-    calls = Calls(rank, 2, BrokenStore(), Activity(rank), lambda *verdict: ended.append(verdict))
+    calls = Calls(rank, 2, BrokenStore(), Activity(rank), lambda *verdict: ended.append(verdict), lambda: None)
     calls.note((0, 1), Note("called train"))
     start = time.monotonic()
     for wait in (calls.settle, lambda: calls.note((0, 1), Note("called train"))):
         with pytest.raises(ScheduleError, match=f"^rank {rank} could not compare its calls .*: KeyError: 'mpmd/calls/"):
             wait()
     assert time.monotonic() - start < 5 and not ended
+    calls.stop(5)
+
+
+def test_nobody_waits_for_what_a_lost_rank_has_called():
+    def check_ranks():
+        raise RankLostError("rank 1 was lost")
+
+    calls = Calls(0, 2, Store(), Activity(0), lambda *verdict: None, check_ranks)
+    calls.note((0, 1), Note("called train"))
+    with pytest.raises(RankLostError):
+        calls.settle()
     calls.stop(5)
 
 
