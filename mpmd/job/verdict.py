@@ -25,6 +25,8 @@ SECONDHAND_S = 3.0
 SECONDHAND = "Error while transferring"
 # Ranks may compile for unequal times before a step's first run; so many times the limit is allowed for that.
 COMPILING_FACTOR = 10
+# A process that takes the place of a lost one, and has said nothing yet, has so long to start, whatever the limit is.
+STARTING_S = 60.0
 _MAX_CELL = 60
 # Phases in which a rank runs no more.
 OVER = ("finished", "failed")
@@ -181,6 +183,9 @@ def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | Non
         guilty, waiting = views[chain[-1]], views[chain[-2]] if len(chain) > 1 else v
         compiles = guilty.board.phase == "compiling" and guilty.process != "stopped"
         limit = hang_timeout_s * (COMPILING_FACTOR if compiles else 1)
+        awaited = {r for member in chain if (wait := views[member].wait) is not None for r in wait.ranks}
+        if guilty.waits_for_others and not awaited <= views.keys():
+            limit = max(limit, STARTING_S)
         if (what := _held_up(guilty, waiting, lost, limit)) is not None:
             return guilty.board.rank, what
     for rank, v in sorted(views.items()):  # in a save, say, others wait for it and do not say so

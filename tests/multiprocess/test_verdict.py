@@ -4,7 +4,19 @@ import json
 
 import pytest
 
-from mpmd.job.verdict import COMPILING_FACTOR, HELD_S, LEFT_S, SILENT_S, Board, View, Wait, diagnose, suspect, table
+from mpmd.job.verdict import (
+    COMPILING_FACTOR,
+    HELD_S,
+    LEFT_S,
+    SILENT_S,
+    STARTING_S,
+    Board,
+    View,
+    Wait,
+    diagnose,
+    suspect,
+    table,
+)
 
 LIMIT_S = 10
 
@@ -182,6 +194,11 @@ STUCK = {
     "a circle": (
         [waiting(0, "A", (1,), 11, step=3), waiting(1, "B", (0,), 12, step=2)],
         (1, "waits in a circle for B for 12 s (after step 2)"),
+    ),
+    "a process that starts": ([waiting(0, "A", (1, 2), 11), waiting(1, "A", (0, 2), 11)], None),
+    "a process that does not start": (
+        [waiting(r, "A", (2,), STARTING_S + 1, phase="agreeing", doing="a call") for r in range(2)],
+        (0, "is at a point where others do not come: a call, for 61 s"),
     ),
     "another program": (
         [
