@@ -484,6 +484,9 @@ def test_what_a_lost_process_has_said_last_does_not_count_for_a_spare_that_comes
     store["mpmd/board/3"] = json.dumps({"beat": 0, "board": gone.to_json()})  # the next process says something
     job.watchdog.boards.read()
     assert set(job.watchdog.boards.views()) == {0, 1}
+    job.end_process = ended = Mock()  # of a process that stops while all meet again
+    job.go_on()
+    assert job.epoch == 2 and job.end_process is ended
     job.calls.stop(5)
 
 

@@ -204,7 +204,6 @@ class Job:
         if not self._register.num_spares:
             return
         self.epoch = len(self._taken)
-        self.end_process = None
         self._wire, self._counts = None, {}
         self.activity.expected.forget()
         self.activity.say("idle")
