@@ -328,6 +328,25 @@ def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keepe
     assert [record["step"] for record in keeper.records()] == [0, 1]
 
 
+def test_a_host_whose_keeper_was_lost_goes_on_keeping_with_another_one(keeper, capfd):
+    own = keepers.own(os.environ, "127.0.0.1")
+
+    class Ranks(OnlyRank):
+        num_ranks = 2
+
+        def exchange(self, what, text):
+            return {0: text, 1: json.dumps({**json.loads(text), "keeper": own, "records": []})}
+
+    meeting = loop._Meeting(Ranks(), Address("127.0.0.1", 1, "lost"), 0, (4, 1, 1, 0), False)
+    copies = meeting.copies(1, None)
+    copies.keep(0, jnp.arange(3.0))
+    copies.close()
+    assert [(record["step"], record["owner"]) for record in keeper.records()] == [(0, 0)]
+    assert "rank 0: the keeper of its host cannot be reached" in capfd.readouterr().err
+    with pytest.raises(OSError, match=r"^there is none any more$"):
+        meeting._end(Board(0), 9)
+
+
 def test_a_connection_without_the_token_is_refused(keeper):
     own = keepers.own(os.environ, "127.0.0.1")
     assert own is not None

@@ -50,7 +50,7 @@ class Copies:
 
     Args:
       ranks: the processes of the job.
-      keepers: connections to those that keep what this process has; that of its own host first.
+      keepers: connections to those that keep what this process has; that of its own host first, if there is one.
       about: what all records of this process say of themselves but the step.
       speaks: this process says what happens to keepers; of a host one does.
       last: the version that lies whole with the keepers, None if none does.

@@ -265,13 +265,14 @@ class _Meeting:
         self._token = os.environ.get(TOKEN, "")
         self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
-        mine: dict[str, Any] = {"numbers": numbers, "call": call}
+        mine: dict[str, Any] = {"numbers": numbers, "call": call, "had_keeper": own is not None}
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
         _check_alike({rank: one["numbers"] for rank, one in said.items()})
         if len({one["call"] for one in said.values()}) > 1:
             raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")
+        self._without = [rank for rank, one in said.items() if not one["had_keeper"]]
         self._keeper_of = {rank: Address(*one["keeper"]) for rank, one in said.items() if "keeper" in one}
         by_name = {address.name: address for address in reversed(self._keeper_of.values())}
         self._hosts = sorted(by_name.values(), key=lambda host: [*self._keeper_of.values()].index(host))
@@ -315,9 +316,8 @@ class _Meeting:
 
     def copies(self, copies: int, last: int | None) -> Copies | None:
         """What keeps the states of this process from here on; None where there is no keeper."""
-        if len(self._keeper_of) < self._ranks.num_ranks:
-            without = next(rank for rank in range(self._ranks.num_ranks) if rank not in self._keeper_of)
-            where = "" if not self._keeper_of else f" on the host of rank {without}"
+        if self._without or not self._keeper_of:
+            where = "" if not self._keeper_of else f" on the host of rank {self._without[0]}"
             self._say(f"keeps no copies: no keeper runs{where} (launch_multihost.sh --restarts R starts them)")
             return None
         on_gpus = jax.local_devices()[0].platform == "gpu"
@@ -326,22 +326,23 @@ class _Meeting:
                 "on GPUs, sums may round otherwise each time; for the same bits after a loss put"
                 f" --{audits.SAME_BITS}=true in XLA_FLAGS, or {audits.SAME_BITS} in compiler_options of mpmd.jit"
             )
-        assert self._own is not None and self._connection is not None
-        mine = self._keeper_of[self._ranks.rank]
-        num_others = len(versions.buddies(self._hosts, mine, len(self._hosts)))
-        if copies > num_others > 0:
-            self._say(f"copies={copies}, and there are {num_others} other hosts to keep one")
-        connections = {mine: self._connection}
-        speaks = self._ranks.rank == min(rank for rank, address in self._keeper_of.items() if address == mine)
-        for buddy in versions.buddies(self._hosts, mine, copies):
+        rank = self._ranks.rank
+        mine = self._keeper_of.get(rank)
+        speaks = rank == min(other for other in range(self._ranks.num_ranks) if self._keeper_of.get(other) == mine)
+        if mine is None or self._connection is None:  # that of its host was lost: another one has all that it keeps
+            connections, buddies = {}, [self._hosts[rank % len(self._hosts)]]
+        else:
+            connections, others = {mine: self._connection}, versions.buddies(self._hosts, mine, len(self._hosts))
+            if copies > len(others) > 0:
+                self._say(f"copies={copies}, and there are {len(others)} other hosts to keep one")
+            buddies = others[:copies]
+        for buddy in buddies:
             try:
                 connections[buddy] = self._connect(buddy)
             except OSError as error:
                 if speaks:
                     say(f"the keeper on {buddy.host} cannot be reached ({error}): copies go on without it")
-        about = {
-            "attempt": self._attempt, "call": self._call, "owner": self._ranks.rank, "num_ranks": self._ranks.num_ranks
-        }  # fmt: skip
+        about = {"attempt": self._attempt, "call": self._call, "owner": rank, "num_ranks": self._ranks.num_ranks}
         return Copies(self._ranks, connections, about, speaks, last)
 
     def _connected(self, own: Address) -> tuple[Connection | None, list[Any]]:
@@ -359,7 +360,9 @@ class _Meeting:
 
     def _end(self, board: Board, number: int) -> None:
         """Has the keeper of its host kill the process of a rank, by this signal."""
-        connection = self._connect(self._keeper_of[board.rank])
+        if (address := self._keeper_of.get(board.rank)) is None:
+            raise OSError("there is none any more")
+        connection = self._connect(address)
         connection.end(board.pid, board.started, number)
         connection.close()
 
