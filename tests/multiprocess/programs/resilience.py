@@ -20,6 +20,7 @@ import time
 import flips
 import jax
 import jax.numpy as jnp
+import moments
 import numpy as np
 import training
 
@@ -86,11 +87,17 @@ def prepare(fault: dict) -> None:
             return plain(layout, taken, into)
 
         copies.written = written
+    if fault["what"] == "moment":
+        moments.prepare(fault)
 
 
 def begin(fault: dict) -> None:
     """The step begins in which it goes wrong."""
     match fault["what"]:
+        case "moment":
+            fault["is_due"] = fault["phase"] != "recovery" or fault.get("is_due")
+        case "soon":
+            moments.later(fault)
         case "signal":  # somewhere in the step
             os_kill = functools.partial(os.kill, os.getpid(), fault["signal"])
             threading.Timer(fault.get("after_s", 0.0), os_kill).start()
@@ -119,6 +126,9 @@ def begin(fault: dict) -> None:
 def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
+    for fault in faults:
+        if fault["step"] < -1 and (fault["attempt"], fault["rank"]) == (ATTEMPT, NUMBER):  # a spare may wait then
+            moments.later(fault)
     mpmd.initialize()
     if folder := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         print("finds", sum(name.endswith("-mpmd") for name in os.listdir(folder)), "programs", flush=True)
@@ -132,7 +142,7 @@ def main() -> None:
     for fault in faults:
         prepare(fault)
     for fault in faults:
-        if fault["step"] < 0:  # before the loop
+        if fault["step"] == -1:  # before the loop
             begin(fault)
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
@@ -151,6 +161,8 @@ def main() -> None:
     }  # fmt: skip
 
     def body(i, state):
+        job = joining.current()
+        print("begins", i, ATTEMPT, job.epoch if job else 0, flush=True)
         for fault in faults:
             if fault["step"] == i:
                 begin(fault)
@@ -173,6 +185,7 @@ def main() -> None:
         }, metrics
 
     state = mpmd.resilient(body, state, num_steps)
+    sys.setprofile(None)  # of a moment that has not come
     found = jax.tree.map(np.asarray, mpmd.device_get({**state, "key": jax.random.key_data(state["key"])}))
     if jax.process_index() == 0:
         assert found["rows"].tolist() == list(range(mesh.num_groups)), found["rows"]
