@@ -48,7 +48,7 @@ def shards(x) -> list[tuple[tuple[slice, ...], np.ndarray]]:
         for key, part in parts.items():
             inner = np.zeros(part.shape, x.dtype)
             for shard in x._arrays[key].addressable_shards:
-                inner[shard.index] = shard.data
+                inner[shard.index] = np.asarray(shard.data)
                 index = tuple(
                     slice(o + s.indices(n)[0], o + s.indices(n)[1])
                     for s, o, n in zip(shard.index, part.offset or (0,) * x.ndim, part.shape, strict=True)
