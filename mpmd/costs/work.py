@@ -26,6 +26,7 @@ class Work:
       float8: the part of `products` whose operands both have eight bits.
       recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
       attention: the part of `products` that cuDNN's attention does, between whose products there is other work.
+      between: the part of `nbytes` that is neither of products nor of kernels. XLA's text tells more (`traffic_of`).
     """
 
     products: float = 0.0
@@ -35,6 +36,7 @@ class Work:
     recomputed: float = 0.0
     float8: float = 0.0
     attention: float = 0.0
+    between: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -61,7 +63,7 @@ def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Atom]) -> 
     """
     moved = {v for eqn in eqns if _is_moving(eqn) for v in (*equations.variables(eqn.invars), *eqn.outvars)}
     nbytes = sum(equations.nbytes(v.aval) for v in equations.variables(edges) if v not in moved)
-    return [*works(eqns), Work(nbytes=nbytes)]
+    return [*works(eqns), Work(nbytes=nbytes, between=nbytes)]
 
 
 def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None) -> list[Work]:
@@ -151,7 +153,8 @@ def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
     made = sum(equations.size(v.aval) for v in eqn.outvars)
     if is_reduction:
         made = max(made, sum(equations.size(v.aval) for v in eqn.invars))
-    return Work(other=made, nbytes=moved if _is_moving(eqn) else 0.0)
+    nbytes = moved if _is_moving(eqn) else 0.0
+    return Work(other=made, nbytes=nbytes, between=nbytes)
 
 
 def _is_moving(eqn: compat.JaxprEqn) -> bool:

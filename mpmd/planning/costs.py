@@ -10,6 +10,7 @@ from mpmd.compile.executable import DistinctProgram, Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective, collectives_of
 from mpmd.costs.machine import Machine
+from mpmd.costs.traffic import traffic_of
 from mpmd.costs.work import Work, works_of_program
 from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
@@ -76,12 +77,19 @@ class StepCosts:
         if distinct not in self._of_program:
             jaxpr = distinct.jaxpr
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
-            text = (distinct.on(mesh).as_text() or "") if mesh.size > 1 else ""
-            collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near))
-            compute_s = self.machine.compute_s(works, mesh.size)
+            text = distinct.on(mesh).as_text() or ""
+            collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near)) if mesh.size > 1 else ()
+            compute_s = self._compute_s(works, text, mesh.size)
             waiting_s = self.machine.waiting_s(collectives, compute_s)
             self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, compute_s + waiting_s, waiting_s)
         return self._of_program[distinct]
+
+    def _compute_s(self, works: Sequence[Work], text: str, num_devices: int) -> float:
+        """Seconds of a program without its collectives. What is between products is in XLA's text, if there is one."""
+        if not text:
+            return self.machine.compute_s(works, num_devices)
+        products = [dataclasses.replace(work, nbytes=work.nbytes - work.between) for work in works]
+        return self.machine.compute_s(products, num_devices) + self.machine.memory_s(traffic_of(text))
 
     def duration(self, group: int, instruction: Run | Call) -> float:
         """Seconds of an instruction of a group."""

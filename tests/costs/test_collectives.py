@@ -83,6 +83,18 @@ def test_devices_that_exchange_are_counted_in_their_hosts(groups):
     assert collectives_of(hlo, 16, 8) == [Collective("all-reduce", 32, devices, hosts)]
 
 
+@pytest.mark.parametrize("groups", [g for g in GROUPS if g != "replica_groups={}"])
+def test_another_number_of_devices_than_the_programs_is_refused(groups):
+    hlo = f"ENTRY %main () -> f32[8] {{\n  %r = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
+    with pytest.raises(ValueError) as error:
+        collectives_of(hlo, 3)
+    count = 9 if "{{" in groups else 16  # of lists, what is seen first
+    assert str(error.value) == (
+        f"collectives_of: num_devices is 3, but a collective of the program is among {count} devices.\n"
+        "  Pass the number of devices that it was compiled for: `size` of its group's mesh."
+    )
+
+
 def test_a_permutation_is_as_far_as_its_farthest_pair():
     near = "ENTRY %main () -> f32[8] {\n  %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{8,9}}\n}\n"
     assert [c.num_hosts for c in collectives_of(near, 16, 8)] == [1]
