@@ -180,6 +180,7 @@ class Jitted:
         self._wished: dict[Any, list[Any]] = {}
         self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
         self._bucketed: _Made[Buckets] = _Made()
+        self._asked: _Made[Traced] = _Made()
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any):
@@ -226,7 +227,9 @@ class Jitted:
         if xs := self._lists_in(args, kwargs):
             _, bucketing, call = self._buckets_for(args, kwargs, xs)
             act = functools.partial(self._for_call, call.fixed)
-            return dataclasses.replace(bucketing.for_lists(xs), _for_call=functools.partial(self._finding_lists, act))
+            for_call = functools.partial(self._finding_lists, act)
+            bucketing.asked[:] = [dataclasses.replace(bucketing.for_lists(xs), _for_call=for_call)]
+            return bucketing.asked[0]
         return self._trace(self._read(args, kwargs))
 
     def _for_call(
@@ -275,12 +278,13 @@ class Jitted:
 
         call = read([None] * len(xs))
         key = call.key, tuple((x.path, x.tree) for x in xs)
-        return self._bucketed[key], Bucketing(read, self._trace), call
+        return self._bucketed[key], Bucketing(read, self._trace, self._asked[key]), call
 
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as that of a function of `jax.jit` does."""
         self._cache.clear()
         self._bucketed.clear()
+        self._asked.clear()
         self._traced.clear()
         _traces_of(self._fun).clear()
 

@@ -85,10 +85,21 @@ class MicrobatchList:
 
 @dataclasses.dataclass(frozen=True)
 class Bucketing:
-    """Makes the step for one microbatch of each list."""
+    """Makes the step for one microbatch of each list.
+
+    Attributes:
+      asked: the step for lists that was traced last, to be asked.
+    """
 
     read: Callable[[Sequence[Any]], CallArguments]
     trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
+    asked: list[Traced]
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """What was compiled of `asked`: programs for the largest microbatches."""
+        lowered = [vars(traced).get("_lowered") for traced in self.asked]
+        return next((vars(one).get("_compiled") for one in lowered if one is not None), None)
 
     def traced(self, ones: Sequence[Any], known: Mapping[int, Hint] | None) -> Traced:
         """The step for these microbatches.
@@ -203,7 +214,7 @@ class Buckets:
         self._hints, self._positions = traced._hints, self._bucketing.positions(ones)
         lowered = traced._lowered
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
-        step = lowered._begin_to_compile(kind=BucketedStep)
+        step = lowered._begin_to_compile(kind=BucketedStep, others=self._bucketing.compiled)
         assert isinstance(step, BucketedStep)
         step.begin(self._paths, self._positions)
         self._step = step

@@ -33,7 +33,7 @@ from mpmd.observe.records import RecordedTimes
 from mpmd.ops import lists
 from mpmd.partition.outline import Loop, Outline
 from mpmd.partition.place_segments import outline_step
-from mpmd.report.estimate import draft_of
+from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
 from mpmd.report.gathered import facts_of, profile_of
@@ -149,7 +149,20 @@ class Traced:
             for i, (made, hint) in enumerate(zip(made_for, hints, strict=True))
         )
 
-    def _lower(self, mesh: MpmdMesh) -> "Lowered":
+    def _lowered_within(self, limit: float) -> "Lowered":
+        """The step for devices of which it may use `limit` bytes: if it needs them, nothing is computed again ahead."""
+        lowered = self._lowered
+        outline, ins, donated = lowered._outline, lowered._ins, lowered._donated
+        if not _recomputes_too_much_ahead(outline, self._mesh, ins, donated, limit):
+            return lowered
+        return self._lower(self._mesh, limit)
+
+    def _lower(self, mesh: MpmdMesh, limit: float | None = None) -> "Lowered":
+        """The step, cut for the devices of a mesh.
+
+        Args:
+          limit: bytes that it may use on each of them; None: all that they have, where that is known.
+        """
         trace = self._trace
         wish = broadcast(self._out_shardings, trace.out_tree, "out_shardings")
         outs = [
@@ -176,7 +189,8 @@ class Traced:
         if (single := in_one_group(ins, split, outline.inputs)) != ins:
             ins = single
             outline = outlined()
-        if _recomputes_too_much_ahead(outline, mesh, ins, donated):
+        limit = memory_limit(mesh, machine_of(mesh)) if limit is None else limit
+        if _recomputes_too_much_ahead(outline, mesh, ins, donated, limit):
             outline = outlined(ahead=False)
         return Lowered(
             outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes, self._audit_every,
@@ -192,12 +206,11 @@ class Traced:
         return f"Traced({self._name}: {len(self._trace.jaxpr.eqns)} equations; {shown})"
 
 
-def _recomputes_too_much_ahead(outline: Outline, mesh: MpmdMesh, ins: Sequence[Hint], donated: frozenset[int]) -> bool:
+def _recomputes_too_much_ahead(
+    outline: Outline, mesh: MpmdMesh, ins: Sequence[Hint], donated: frozenset[int], limit: float | None
+) -> bool:
     """Whether stages compute something again before they have their gradient, for which devices lack the memory."""
-    if not any(t.place.kind == "R" for loop in outline.loops for t in loop.partition.tasks):
-        return False
-    limit = memory_limit(mesh, machine_of(mesh))
-    if limit is None:
+    if limit is None or not any(t.place.kind == "R" for loop in outline.loops for t in loop.partition.tasks):
         return False
     memory = draft_of(outline, mesh, [h.layout for h in ins], donated).memory()
     return max(of_group["peak"] for of_group in memory.values()) > limit
@@ -270,9 +283,12 @@ class Lowered:
         return (self._of_list(found, machine) or self._figures(found, machine)).costs
 
     def _figures(self, loop: Loop, machine: Machine) -> MicrobatchFigures:
-        layouts = [h.layout for h in self._ins]
-        sizes = draft_of(self._outline, self._mesh, layouts, self._donated).sizes
-        return figures_of(loop, self._outline, self._mesh, machine, sizes)
+        return figures_of(loop, self._outline, self._mesh, machine, self._draft.sizes)
+
+    @functools.cached_property
+    def _draft(self) -> Draft:
+        """The step, and what it needs, before it is compiled."""
+        return draft_of(self._outline, self._mesh, [h.layout for h in self._ins], self._donated)
 
     def _of_list(self, loop: Loop, machine: Machine) -> ListFigures | None:
         """Of a loop over a list."""
@@ -300,8 +316,7 @@ class Lowered:
     @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:
         """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
-        layouts = [h.layout for h in self._ins]
-        return draft_of(self._outline, self._mesh, layouts, self._donated).memory()
+        return self._draft.memory()
 
     @compat.api_boundary
     def compile(self, compiler_options: Mapping[Any, Any] | None = None) -> "Compiled":
@@ -328,12 +343,16 @@ class Lowered:
         return self._begin_to_compile()
 
     def _begin_to_compile(
-        self, compiler_options: Mapping[Any, Any] | None = None, kind: "type[_C] | None" = None
+        self,
+        compiler_options: Mapping[Any, Any] | None = None,
+        kind: "type[_C] | None" = None,
+        others: "Compiled | None" = None,
     ) -> "_C | Compiled":
         """As `compile`, but a first call may begin while later programs are compiled.
 
         Args:
           kind: what to make; None: a `Compiled`.
+          others: a step that was compiled with the same options, whose programs are used too.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
         options: dict[Any, Any] = {**described, **self._options, **(compiler_options or {})}
@@ -341,8 +360,9 @@ class Lowered:
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(
-                self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks
-            )
+                self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks,
+                None if others is None else others._programs.compiler,
+            )  # fmt: skip
             try:
                 if jax.process_index() == 0:
                     for text in self._warnings(programs):

@@ -118,6 +118,18 @@ def test_each_shape_is_traced_and_compiled_once_whatever_the_order(monkeypatch):
     assert len(compiled) - len(tasks) <= 6  # zeros and updates, which have no shape of a microbatch
 
 
+def test_what_was_compiled_to_be_asked_is_not_compiled_again_for_a_call():
+    step, xs = Step(2, "1f1b", mpmd.Mean), microbatches((5, 2))
+    jitted = mpmd.jit(step, mpmd_mesh=groups(2))
+    asked = jitted.lower(step.params(), xs).compile()
+    placed = jax.device_put(step.params(), jax.tree.map(lambda s: s.sharding, asked.input_shardings[0][0]))
+    jitted(placed, xs)
+    ((buckets,),) = jitted._bucketed.values()
+    longest, shorter = (programs.compiler.num_programs for programs, _ in buckets._step._buckets)
+    assert asked._programs.compiler.num_programs > 4
+    assert (longest, shorter) == (0, 4)  # F and B of two unlike stages
+
+
 @pytest.mark.parametrize(
     ("schedule", "num_groups"),
     slow_first(

@@ -128,6 +128,7 @@ def compile_step(
     name: str,
     options: Mapping[Any, Any] | None = None,
     alike: Iterable[Sequence[compat.Var]] = (),
+    others: Compiler | None = None,
 ) -> StepPrograms:
     """Compiles every segment and task of `outline`, in threads that go on until the result's `compiler` is closed.
 
@@ -137,10 +138,11 @@ def compile_step(
       name: of the step, with which those of its programs begin.
       options: for XLA.
       alike: variables that are pieces of one array, which have one layout.
+      others: of a step on the same groups with the same options, whose programs are used too.
     """
     donated = donations(outline, mesh, donated_args)
     first_of = {v: pieces[0] for pieces in alike for v in pieces}
-    step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts, first_of), name, options)
+    step = _StepCompiler(outline, mesh, _Layouts(outline, in_layouts, out_layouts, first_of), name, options, others)
     segments: dict[str, Executable] = {}
     loops: list[LoopProgram] = []
     try:

@@ -14,7 +14,7 @@ from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop, Outline, Segment
 from mpmd.planning.advice import recomputed_peak
 from mpmd.planning.costs import StepCosts
-from mpmd.report.estimate import Draft, draft_of
+from mpmd.report.estimate import Draft
 from mpmd.report.roles import Roles
 from mpmd.report.shares import Shares
 from mpmd.report.task_costs import task_seconds, task_works
@@ -52,8 +52,7 @@ class Predictor:
         self.outline: Outline = lowered._outline
         self.mesh: MpmdMesh = lowered._mesh
         self.machine = machine
-        layouts = [hint.layout for hint in lowered._ins]
-        self.draft: Draft = draft_of(self.outline, self.mesh, layouts, lowered._donated)
+        self.draft: Draft = lowered._draft
         self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
         self.memory: dict[int, float] = dict(self._estimate)
         """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""

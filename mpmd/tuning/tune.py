@@ -50,8 +50,10 @@ def tune(
         schedule gets the cut that suits it.
       schedules: schedules or their names. None: ten of the catalogue, by their names.
       num_microbatches: a number, or several to try. None: 8, 16 and 32.
-      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known. What is
-        judged by it is the step that will run; its cut, and what it recomputes ahead, follow the devices' own memory.
+      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known. Where a
+        step needs more, split backwards compute nothing again ahead of their gradients. A step that runs follows the
+        devices' own memory in this, so give them as little then (on GPUs by `XLA_PYTHON_CLIENT_MEM_FRACTION`). The cut
+        follows the devices' own memory here, too.
 
     Returns:
       All configurations, the best first. Those that take more data in a step are compared by the time for the data.
@@ -152,7 +154,7 @@ class _Search:
         if traced is None:
             return new
         try:
-            new.lowered = traced.lower()
+            new.lowered = traced.lower() if self.limit is None else traced._lowered_within(self.limit)
             if self.machine is None:
                 self.machine = machine_of(new.lowered._mesh)
             if self.limit is None:

@@ -11,6 +11,7 @@ import mpmd
 import scheduler
 from mpmd.__main__ import main
 from mpmd.costs.devices import machine_of
+from mpmd.report.estimate import draft_of
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
 
@@ -154,6 +155,16 @@ def test_the_estimate_of_recomputation_is_near_to_what_a_checkpoint_saves():
     plain, checkpointed = lowered(lambda f: f), lowered(jax.checkpoint)
     estimated = plain.predict(recomputed=frozenset([1])).memory[1]
     assert estimated == pytest.approx(checkpointed.memory[1], rel=0.25)
+
+
+def test_a_lowered_step_is_drafted_once(build, monkeypatch):
+    drafted = []
+    monkeypatch.setattr("mpmd.stages.draft_of", lambda *args: drafted.append(args) or draft_of(*args))
+    step, arguments = build("1f1b", 8)
+    lowered = step.lower(*arguments)
+    assert lowered.costs().forward and lowered.estimate() == lowered.estimate()
+    assert Predictor(lowered, machine_of(lowered._mesh)).memory[0] == lowered.estimate()[0]["peak"]
+    assert len(drafted) == 1
 
 
 def test_nothing_fits_and_says_so(build):
