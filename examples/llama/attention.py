@@ -1,8 +1,9 @@
-"""Causal attention that never holds a square of the length: by cuDNN's kernel, or a chunk of queries at a time.
+"""Causal attention that never holds a square of the length: by a kernel, or a chunk of queries at a time.
 
 cuDNN's kernel needs NVIDIA GPUs, bfloat16 or float16, and rows that are one document each. `kernel_fault` says whether
-it can be had. Everything else (documents packed in a row, capped scores, other devices) is done in chunks, whose
-scores are (rows, heads, CHUNK, length) in float32.
+it can be had. Documents packed in a row can have JAX's kernel in Triton, if they are asked to (`packed_fault`).
+Everything else (capped scores, windows over packed documents, other devices) is done in chunks, whose scores are
+(rows, heads, CHUNK, length) in float32.
 """
 
 import functools
@@ -10,11 +11,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import mpmd
 
 CHUNK = 512  # queries for which scores exist at a time
+BLOCK = 128  # of whose multiples Triton's kernel takes rows, if they are longer
 TENSOR_AXES = ("tensor", "model")  # what meshes call the axis that divides heads
 
 
@@ -28,15 +31,37 @@ def kernel_fault(mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, dtype: DType
         return "the devices are no NVIDIA GPUs"
     if any(kind == AxisType.Explicit for kind in group.axis_types):
         return "JAX knows no sharding of its results on Explicit axes"
-    parts = [group.shape[name] for name in TENSOR_AXES if name in group.shape]
-    if any(kv_heads % size for size in parts):
-        return f"{kv_heads} heads of keys are not divided by {parts[0]} devices, as the heads of queries are"
+    if fault := _undivided(mesh, kv_heads):
+        return fault
     x = jax.ShapeDtypeStruct((1, CHUNK, kv_heads, head_dim), dtype)
     try:
         jax.eval_shape(functools.partial(_by_kernel, window=0, scale=1.0), x, x, x)
     except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
         install = " Install it: pip install nvidia-cudnn-cu12" if "cuDNN" in str(error) else ""
         return f"JAX says: {error}{install}"
+    return None
+
+
+def _undivided(mesh: mpmd.MpmdMesh, kv_heads: int) -> str | None:
+    group = mesh.lowering_mesh()
+    parts = [group.shape[name] for name in TENSOR_AXES if name in group.shape]
+    if any(kv_heads % size for size in parts):
+        return f"{kv_heads} heads of keys are not divided by {parts[0]} devices, as the heads of queries are"
+    return None
+
+
+def packed_fault(
+    mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, windows: tuple[int, ...], length: int
+) -> str | None:
+    """Why JAX's kernel in Triton cannot do attention over documents that are packed in rows; None where it can."""
+    if fault := _undivided(mesh, kv_heads):
+        return fault
+    if any(windows):
+        return "JAX's kernel for packed documents has no windows"
+    if length > BLOCK and length % BLOCK:
+        return f"rows of {length} tokens are no multiple of {BLOCK}"
+    if head_dim & (head_dim - 1):
+        return f"heads of {head_dim} are no power of 2"
     return None
 
 
@@ -51,6 +76,7 @@ def attend(
     segments: jax.Array | None = None,
     cap: float | None = None,
     kernel: bool = False,
+    packed: str = "",
 ) -> jax.Array:
     """What each query sees of the values before it, as q.
 
@@ -63,7 +89,11 @@ def attend(
       segments: which document each position is of, (rows, length); documents do not see each other.
       cap: scores s become cap · tanh(s / cap).
       kernel: whether cuDNN's may be used (`kernel_fault`). Segments and capped scores are done in chunks all the same.
+      packed: whether segments are left to JAX's kernel in Triton (`packed_fault`): "compiled" on NVIDIA GPUs,
+        "interpreted" anywhere and slowly, "" for chunks.
     """
+    if packed and segments is not None:
+        return _by_packed_kernel(q, k, v, segments, scale, packed == "interpreted")
     if not kernel or segments is not None or cap:
         return _in_chunks(q, k, v, scale, window, segments, cap)
     kernels = [functools.partial(_by_kernel, window=size, scale=scale) for size in windows]
@@ -77,6 +107,25 @@ def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: flo
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=before, implementation="cudnn"
     )
+
+
+def _by_packed_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, interpret: bool
+) -> jax.Array:
+    """Each device has its rows and its heads. The kernel knows no shared heads of keys: each query gets its own."""
+    from jax.experimental.pallas.ops.gpu import attention as triton  # experimental, and only this needs it
+
+    def of_device(q, k, v, segments):
+        k, v = (jnp.repeat(x.astype(q.dtype), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return triton.mha(q, k, v, segments, sm_scale=scale, causal=True, interpret=interpret)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return of_device(q, k, v, segments)
+    rows = tuple(name for name in mesh.axis_names if name not in TENSOR_AXES)
+    heads = P(rows, None, tuple(name for name in mesh.axis_names if name in TENSOR_AXES))
+    specs = heads, heads, heads, P(rows)
+    return jax.shard_map(of_device, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, segments)
 
 
 def _in_chunks(

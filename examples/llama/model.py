@@ -75,6 +75,7 @@ class Config:
     dtype: Any = jnp.bfloat16
     lora_rank: int = 0
     kernel: bool = False  # attention by cuDNN, where it can
+    packed: str = ""  # as of `attend`: how attention over packed documents is done
 
     @classmethod
     def of_folder(cls, folder: str | Path, **changes: Any) -> "Config":
@@ -247,7 +248,7 @@ class Attention(nnx.Module):
             q, k = norm(c, self.query_norm, q), norm(c, self.key_norm, k)
         q, k = rotate(c, q, positions), rotate(c, k, positions)
         windows = tuple(sorted({*c.all_windows}))
-        on_device = functools.partial(attend, windows=windows, kernel=c.kernel)
+        on_device = functools.partial(attend, windows=windows, kernel=c.kernel, packed=c.packed)
         attended = (attend_in_ring if num_parts() > 1 else on_device)(
             q, k, v, scale=c.query_scale or c.head_dim**-0.5, window=window, segments=segments, cap=c.attention_cap
         )

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 import optax.contrib
 from attention import CHUNK as QUERIES
-from attention import kernel_fault
+from attention import kernel_fault, packed_fault
 from balance import rows_of
 from buckets import BatchesByLength
 from checkpoints import Checkpoints
@@ -443,19 +443,23 @@ def batches_of(options: argparse.Namespace, config: Config, tokenizer: Tokenizer
 
 
 def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh) -> Config:
-    """The configuration with attention by cuDNN, where that can be. On GPUs, says why where it cannot."""
+    """The configuration with attention by a kernel, where that can be. On GPUs, says why where it cannot."""
     if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
         return config
-    fault = kernel_fault(mesh, config.kv_heads, config.head_dim, config.dtype)
+    fault, packed = kernel_fault(mesh, config.kv_heads, config.head_dim, config.dtype), ""
     if config.attention_cap:
         fault = "cuDNN does not cap scores"
     elif options.context > 1:
         fault = "keys and values go around a ring (--context)"
+    elif options.packed_kernel and not options.whole_rows:
+        fault = packed_fault(mesh, config.kv_heads, config.head_dim, config.all_windows, options.length)
+        packed = "" if fault else "compiled"
     elif not options.whole_rows:
-        fault = "cuDNN does not keep packed documents apart (--whole-rows takes a row as one document)"
+        fault = "cuDNN does not keep packed documents apart (--whole-rows takes a row as one document, --packed-kernel"
+        fault += " has JAX's kernel)"
     if fault:
         say(f"attention in chunks of {QUERIES} queries, without a kernel: {fault}")
-    return dataclasses.replace(config, kernel=fault is None)
+    return dataclasses.replace(config, kernel=fault is None and not packed, packed=packed)
 
 
 def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
@@ -536,6 +540,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--whole-rows", action="store_true", help="documents packed in a row see each other; GPUs use cuDNN's attention"
+    )
+    add(
+        "--packed-kernel",
+        action="store_true",
+        help="on GPUs, JAX's kernel in Triton for documents packed in a row, which was compiled for them and not run",
     )
     add("--steps", type=int, default=200, help="steps (default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")

@@ -16,6 +16,7 @@ from plugins import needs_plugin
 
 import mpmd
 from mpmd.costs.machine import Machine
+from mpmd.costs.traffic import traffic_of
 from mpmd.costs.work import work_of
 from mpmd.graphs.axis_rules import factors
 from mpmd.planning.plan import plan_step
@@ -59,6 +60,7 @@ def texts(compiled):
 LENGTH = 1536  # which no other axis of the programs has
 LLAMA_8B = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
 PAIRS = 32 * 8192 * 8192  # of a query and a key, in all heads of a row
+SCORE = 4 + 4 + 4 + 4 + 2 + 2  # bytes: written, read for the maximum, the sum and the weight, which is written and read
 
 
 # --- which programs -------------------------------------------------------------------------------
@@ -133,6 +135,57 @@ def test_where_there_is_no_kernel_the_reason_is_said(examples, types, kv_heads, 
     assert found is None if fault is None else fault in found
 
 
+@needs_plugin
+def test_packed_documents_have_a_kernel_on_gpus_if_asked_for(examples):
+    attend = examples[1].attend
+    mesh = mesh_of(1).groups[0]
+    rows = NamedSharding(mesh, P("data"))
+    q, k = (jax.ShapeDtypeStruct((8, LENGTH, heads, 64), jnp.bfloat16, sharding=rows) for heads in (4, 2))
+    documents = jax.ShapeDtypeStruct((8, LENGTH), jnp.int32, sharding=rows)
+
+    def value(q, k, v, documents):
+        return jnp.sum(attend(q, k, v, scale=0.1, segments=documents, packed="compiled").astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        made = jax.jit(jax.grad(value, (0, 1, 2)), compiler_options={"xla_gpu_autotune_level": 0})
+        text = made.lower(q, k, k, documents).compile().as_text()
+    assert (
+        len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", text)) == 3
+    )  # forward, and two of the backward
+    assert not has_square(text, LENGTH)
+
+
+def test_the_kernel_for_packed_documents_has_the_numbers_of_chunks(examples):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 64, heads, 16)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    documents = jnp.array([[0] * 20 + [1] * 44, [0] * 50 + [1] * 14])
+
+    def values(packed):
+        def one(*x):
+            return examples[1].attend(*x, scale=0.25, segments=documents, packed=packed)
+
+        out, back = jax.vjp(one, q, k, v)
+        return out, *back(jnp.cos(out))
+
+    for got, want in zip(values("interpreted"), values(""), strict=True):
+        assert jnp.max(jnp.abs(got - want)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "windows", "length", "fault"),
+    [
+        (8, 128, (0,), 8192, None),
+        (8, 128, (0,), 96, None),
+        (8, 128, (0, 512), 8192, "JAX's kernel for packed documents has no windows"),
+        (8, 96, (0,), 8192, "heads of 96 are no power of 2"),
+        (8, 128, (0,), 8200, "rows of 8200 tokens are no multiple of 128"),
+    ],
+)
+def test_where_packed_documents_have_no_kernel_the_reason_is_said(examples, kv_heads, size, windows, length, fault):
+    mesh = mpmd.MpmdMesh(jax.make_mesh((1, 1), ("stage", "data"), devices=jax.devices()[:1]), "stage")
+    assert examples[1].packed_fault(mesh, kv_heads, size, windows, length) == fault
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 
@@ -158,8 +211,8 @@ def test_the_kernels_work_is_two_and_five_products_over_the_pairs_that_see_each_
 @needs_cudnn
 @pytest.mark.slow
 def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says(examples, monkeypatch):
-    """At 8k on 64 H100s. In chunks, each score is written in float32, read for the maximum and for the sum, and its
-    weight is read once more; the kernel holds no scores, and does the products of half of them.
+    """At 8k on 64 H100s. In chunks, each score is written in float32, read for the maximum, for the sum and for its
+    weight, which is written and read in bfloat16; the kernel holds no scores, and does the products of half of them.
     """
     plan_llama, machine = examples[0], Machine(mpmd.Target.named("h100"))
 
@@ -175,9 +228,22 @@ def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says
     for plan in (kernel, chunks):
         assert plan.loops[0].cuts[2] == 4  # layers of stage 2
     found = chunks.groups[2].tasks["F2"].seconds - kernel.groups[2].tasks["F2"].seconds
-    traffic = machine.memory_s(4 * PAIRS * (4 + 4 + 4 + 2))
+    traffic = machine.memory_s(4 * PAIRS * SCORE)
     products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.attention_fraction)
     assert found == pytest.approx(traffic - products, rel=0.05)
+
+
+@needs_plugin
+def test_the_traffic_of_scores_in_chunks_is_what_a_person_counts_or_what_xla_writes_beside_it(examples):
+    rows = NamedSharding(mesh_of(1).groups[0], P("data"))
+    q, k = (jax.ShapeDtypeStruct((8, 2048, heads, 64), jnp.bfloat16, sharding=rows) for heads in (8, 2))
+    made = jax.jit(
+        lambda q, k, v: examples[1].attend(q, k, v, scale=0.1), compiler_options={"xla_gpu_autotune_level": 0}
+    )
+    scores = 8 * 2048 * 2048  # of a row, of which each device has one
+    counted = SCORE - (4 + 2)  # products write scores, and read weights
+    found = traffic_of(made.lower(q, k, k).compile().as_text()) / scores
+    assert counted < found < counted + 4 + 4 + 3  # masked scores may be written and read once more
 
 
 # --- what it holds --------------------------------------------------------------------------------
