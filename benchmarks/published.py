@@ -7,7 +7,7 @@ constants that `mpmd plan` has by default. No constant is fitted to a run. Print
 miss their bound (time 20 %, memory 10 %, ratios 5 %) are bold. A run takes one to five minutes of one core.
 
 The step of a run: a decoder with float32 parameters and moments that are divided over all devices which have the same
-part of the model, bfloat16 products, causal attention in plain JAX. Tensor parallelism is Megatron's, with activations
+part of the model, bfloat16 products, causal attention by cuDNN. Tensor parallelism is Megatron's, with activations
 divided by position between layers. Gradients are summed once a step. With context parallelism, positions are
 divided; in attention, heads of queries are, and all keys are gathered.
 """
@@ -49,8 +49,8 @@ from mpmd.costs.machine import Machine
 from mpmd.planning.costs import StepCosts
 from mpmd.planning.plan import Plan, plan_step
 
+BLOCK = 1024  # queries of which scores exist at once, without a kernel
 TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from what was measured
-BLOCK = 1024  # queries of which scores exist at once
 AXES = ("data", "context", "model")
 H100 = Target.named("h100")
 PRODUCTS = "q k v attended middle gate up"  # kept, they leave only norms, activations and scores to compute again
@@ -89,8 +89,8 @@ class Run:
       groups, virtual: stages of the pipeline on different devices, and on each of them.
       data, context, model: devices of a group, by what is divided over them; `fsdp` divides parameters over `data`.
       rows, microbatches: of a replica: rows of a microbatch, and microbatches of a step.
-      kept: of a layer for its backward pass, beside its input: what these names in `Step.layer` stand for. All else is
-        computed again.
+      kept: of a layer for its backward pass, beside its input: what these names in `Step.layer` stand for, and with
+        `attended` what the kernel of attention gives. All else is computed again.
       float8: whether products with parameters of layers are in float8.
       seconds, rate: of a step, or tokens a second of a device: what was measured.
       memory: bytes of a device, as measured; None if nobody says.
@@ -243,25 +243,6 @@ def rotated(x, start):
     return jnp.concatenate([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
 
-def attention(q, k, v):
-    """Causal attention: q [rows, length, kv_heads, group, size]; k, v [rows, length, kv_heads, size].
-
-    A block of queries at a time, with the keys that it sees. Scores are computed again in the backward pass.
-    """
-
-    @functools.partial(jax.checkpoint, static_argnums=3)
-    def of_block(q, k, v, start):
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / q.shape[-1] ** 0.5
-        seen = start + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
-        weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
-
-    block = min(BLOCK, q.shape[1])
-    starts = range(0, q.shape[1], block)
-    done = [of_block(q[:, s : s + block], k[:, : s + block], v[:, : s + block], s) for s in starts]
-    return jnp.concatenate(done, 1)
-
-
 @jax.custom_vjp
 def float8_product(x, w):
     """`x @ w` in float8, with the gradients' products in float8 too."""
@@ -283,6 +264,39 @@ def _float8_backward(kept, g):
 float8_product.defvjp(_float8_forward, _float8_backward)
 
 
+def attention(q, k, v):
+    """Causal attention: q [rows, length, heads, size]; k, v [rows, length, kv_heads, size]. By cuDNN, as far as JAX
+    asks it: for heads of more than 128, a block of queries at a time, with the keys that it sees.
+    """
+    if q.shape[-1] <= 128:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def of_block(q, k, v, start):
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / q.shape[-1] ** 0.5
+        seen = start + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
+        weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+    whole, block = q.shape, min(BLOCK, q.shape[1])
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    starts = range(0, q.shape[1], block)
+    done = [of_block(q[:, s : s + block], k[:, : s + block], v[:, : s + block], s) for s in starts]
+    return jnp.concatenate(done, 1).reshape(whole)
+
+
+def on_first_axis(x):
+    """[rows, length, heads, size], and the axis that `jax.vmap` hides goes first, where JAX asks cuDNN for batches: a
+    reshape puts it there, and that of a gradient too.
+    """
+    return x.reshape(*x.shape[:2], -1).reshape(x.shape)
+
+
+def is_attention(primitive, *_, **__) -> bool:
+    """As a policy of `jax.checkpoint`: what cuDNN's forward kernel gives is kept, so it does not run again."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 class Step:
     """The step of a run on a mesh, and its abstract arguments.
 
@@ -295,7 +309,13 @@ class Step:
         self.rows_axis = "data" if run.fsdp else None
         layers, stages = run.step.layers, run.groups * run.virtual
         self.layers_of_stage = [layers // stages + (i < layers % stages) for i in range(stages)]
-        policy = jax.checkpoint_policies.save_only_these_names(*run.kept.split())
+        policies = jax.checkpoint_policies
+        names = run.kept.split()
+        if "attended" in names and run.step.width // run.step.heads <= 128:
+            names.remove("attended")
+            policy = policies.save_from_both_policies(policies.save_only_these_names(*names), is_attention)
+        else:
+            policy = policies.save_only_these_names(*names)
         self.kept = jax.jit(jax.checkpoint(self.layer, policy=policy))  # traced once for all layers
 
     def on(self, x, *spec):
@@ -314,7 +334,7 @@ class Step:
 
     def layer(self, p, x):
         s = self.shape
-        size, group = s.width // s.heads, s.heads // s.kv_heads
+        size = s.width // s.heads
         h = self.whole(norm(p["attention_norm"], x))
         q, k, v = (
             checkpoint_name(self.product(h, p[name]), name).reshape(*x.shape[:2], count, size)
@@ -322,14 +342,16 @@ class Step:
         )
         start = jax.lax.axis_index("context") * x.shape[1] if self.run.context > 1 else 0
         q, k, v = (self.on(y, self.rows_axis, None, "model", None) for y in (rotated(q, start), rotated(k, start), v))
-        q = q.reshape(*x.shape[:2], s.kv_heads, group, size)
         if self.run.context > 1:  # each device attends from all positions, for a part of the heads
-            q = jax.lax.all_to_all(q, "context", 3, 1, tiled=True)
+            q = jax.lax.all_to_all(q, "context", 2, 1, tiled=True)
             k, v = (jax.lax.all_gather(y, "context", axis=1, tiled=True) for y in (k, v))
-            q, k, v = (self.on(y, None, None, "model") for y in (q, k, v))
+            own = jax.lax.axis_index("context") * 0  # JAX's batches for cuDNN are those of queries and of keys alike
+            k, v = (y + own.astype(y.dtype) for y in (k, v))
+            q, k, v = (on_first_axis(self.on(y, None, None, "model")) for y in (q, k, v))
         out = attention(q, k, v)
         if self.run.context > 1:
-            out = jax.lax.all_to_all(out, "context", 1, 3, tiled=True)
+            out = on_first_axis(out)
+            out = jax.lax.all_to_all(out, "context", 1, 2, tiled=True)
         out = out.reshape(x.shape)
         out = checkpoint_name(self.on(out, self.rows_axis, None, "model"), "attended")
         x = checkpoint_name(self.between(x + self.between(self.product(out, p["o"]))), "middle")
