@@ -62,6 +62,13 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
                 " its own gradient gave (MAML) marks in the last call only: give it the function that marks as an"
                 " argument, mark=mpmd.mark_stage_end there and mark=lambda x: x elsewhere."
             )
+        if kind == "tangent" and early and min(early) <= number[node]:
+            raise StageError(
+                f"{mark_name(node.eqn.params)} at {compat.source_line(node.eqn)}: a gradient of a gradient goes through"
+                " the stages forward and backward twice, and a schedule has tasks for once.\n"
+                "  Differentiate twice inside of a stage, or in two loops: the first one gives the inner gradients out"
+                " (operation=mpmd.Concat), and the second one takes jax.jvp of jax.grad along them."
+            )
         if kind == "backward":
             early.append(number[node])
         if early:
@@ -69,17 +76,17 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
 
 
 def check_marks_are_used(body: Body) -> Body:
-    """Drops what nothing needs; a forward mark among it is a mistake, but that of a role such as the loss itself, of
-    which `jax.grad` needs the gradient alone.
+    """Drops what nothing needs; a forward mark among it is a mistake, unless the gradient alone is needed: of a role
+    such as the loss itself, or where what follows the mark is linear.
 
     Raises:
       StageError: nobody uses a mark, or it stands in a function with a custom derivative.
     """
-    roles = [n for n in body.nodes if n.is_mark and n.eqn.params["role"] and n.eqn.params["kind"] == "forward"]
-    live = body.live([*body.outvars, *(v for n in roles for v in n.eqn.outvars)])
-    for node in body.nodes:
-        if not node.is_mark or node.eqn.params["kind"] != "forward":
-            continue
+    marks = [n for n in body.nodes if n.is_mark and n.eqn.params["kind"] == "forward"]
+    differentiated = {n.eqn.params["id"] for n in body.live(body.outvars) if n.is_mark}
+    kept = [n for n in marks if n.eqn.params["role"] or n.eqn.params["id"] in differentiated]
+    live = body.live([*body.outvars, *(v for n in kept for v in n.eqn.outvars)])
+    for node in marks:
         if node not in live:
             raise StageError(
                 f"{mark_name(node.eqn.params)} at {compat.source_line(node.eqn)}: nobody uses its result, so no stage"

@@ -4,7 +4,7 @@ So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds the
 """
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -136,7 +136,7 @@ def _mark_jvp(primals: Any, tangents: Any, *, kind: Any, **params: Any):
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
     tangents_out = [compat.ad.Zero(jax.typeof(t)) if type(t) is not compat.ad.Zero else t for t in tangents]
     if moving:
-        marked = mark_p.bind(*(tangents[i] for i in moving), kind="tangent", **params)
+        marked = mark_p.bind(*(tangents[i] for i in moving), kind="tangent" if kind == "forward" else kind, **params)
         for i, t in zip(moving, marked, strict=True):
             tangents_out[i] = t
     return outs, tangents_out
@@ -157,18 +157,20 @@ def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
     """For each mark, by its parameters and in the order of the text, the number of the forward mark that it belongs to.
 
     Marks from a cached inner jaxpr share an id: backward ones then pair with forward ones from the last to the first,
-    which is the order of a backward pass.
+    which is the order of a backward pass. Of a derivative of derivatives each boundary has several of a kind, in a row.
     """
     by_id: dict[object, list[int]] = defaultdict(list)
     forward = [mark["id"] for mark in marks if mark["kind"] == "forward"]
     for number, mark in enumerate(forward):
         by_id[mark].append(number)
-    steps = {"forward": 1, "backward": -1, "tangent": 1}
-    queues = {kind: {mark: numbers[::step] for mark, numbers in by_id.items()} for kind, step in steps.items()}
+    alike = Counter((mark["kind"], mark["id"]) for mark in marks)
+    seen: Counter[tuple[str, object]] = Counter()
     found = []
     for mark in marks:
-        queue = queues[mark["kind"]][mark["id"]]
-        found.append(queue.pop(0) if len(queue) > 1 else queue[0])
+        kind, numbers = (mark["kind"], mark["id"]), by_id[mark["id"]]
+        at = min(seen[kind] // max(1, alike[kind] // len(numbers)), len(numbers) - 1)
+        found.append(numbers[-1 - at if mark["kind"] == "backward" else at])
+        seen[kind] += 1
     return found
 
 

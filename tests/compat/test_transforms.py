@@ -106,6 +106,30 @@ def test_a_transformation_in_a_stage_equals_plain_jax(program, schedule, where):
     _check(program, schedule, where)
 
 
+@jax.jit
+def _jitted_stage(p, x):
+    """Its marks share an id wherever it is called."""
+    return mpmd.mark_stage_end(residual(p, x))
+
+
+def _summed(params, x):
+    for p in params:
+        x = _jitted_stage(p, x)
+    return jnp.sum(x)  # linear: the gradient reads nothing of the last mark
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_hessian_vector_products_through_the_stages_equal_plain_jax(schedule):
+    def step(params, xs):
+        def products(x):
+            return jax.jvp(lambda p: jax.grad(_summed)(p, x), (params,), (params,))
+
+        return mpmd.treduce(products, xs, schedule=schedule)
+
+    params, xs = stages_params(jax.random.key(0), 3), regression_batch(jax.random.key(1))["x"]
+    assert_same(host(mpmd.jit(step, mpmd_mesh=shared_device(3))(params, xs)), host(jax.jit(step)(params, xs)), 2e-5)
+
+
 def _pipelined_step(apply, schedule="OneFOneB", mesh=None):
     step = _stages(apply)(pipelined(make_schedule(schedule, 2)))
     return mpmd.jit(step, mpmd_mesh=mesh or shared_device(2))
