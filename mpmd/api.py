@@ -29,6 +29,7 @@ from mpmd.tracing.arguments import (
     Hint,
     argument_names,
     broadcast,
+    check_is_outside,
     check_leaves,
     check_static,
     donated_leaves,
@@ -198,7 +199,9 @@ class Jitted:
             if compiled._fits(call.leaves):
                 return compiled._run(call.leaves)
         with joining.compiling(), without_collection():
-            compiled = self._trace(call)._lowered._compiled
+            traced = self._trace(call)
+            check_is_outside()
+            compiled = traced._lowered._compiled
         self._cache[call.key].append(compiled)
         return compiled._run(call.leaves)
 
@@ -209,6 +212,7 @@ class Jitted:
         steps, ordinary, call = self._buckets_for(args, kwargs, xs)
         step = next((step for step in steps if step.fits(call.leaves)), None)
         if step is None:
+            check_is_outside()
             steps.append(step := Buckets(ordinary))
         return step.prepared(call.leaves, xs)
 
@@ -226,26 +230,33 @@ class Jitted:
     def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         if xs := self._lists_in(args, kwargs):
             _, bucketing, call = self._buckets_for(args, kwargs, xs)
-            act = functools.partial(self._for_call, call.fixed)
+            act = functools.partial(self._for_call, call.fixed, [x.tree for x in xs])
             for_call = functools.partial(self._finding_lists, act)
             bucketing.asked[:] = [dataclasses.replace(bucketing.for_lists(xs), _for_call=for_call)]
             return bucketing.asked[0]
         return self._trace(self._read(args, kwargs))
 
     def _for_call(
-        self, fixed: Sequence[tuple[Any, ...]], dynamic: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fixed: Sequence[tuple[Any, ...]], trees: Sequence[Any], dynamic: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BucketedStep, list[Any]]:
         """The step that runs a call with lists of microbatches, and its arguments.
 
         Args:
           fixed: the static arguments.
+          trees: the structure of a microbatch of each list.
 
         Raises:
-          TypeError: there are no lists where the step takes them.
+          TypeError: there are no such lists where the step takes them.
         """
         args, kwargs = _with_static(dynamic, kwargs, fixed)
         if len(xs := self._lists_in(args, kwargs)) != len(self._lists):
             raise TypeError("mpmd: this step was compiled for lists of microbatches; give it lists in the same places.")
+        for x, tree in zip(xs, trees, strict=False):
+            if x.tree != tree:
+                raise TypeError(
+                    "mpmd: the compiled step was called with microbatches of another structure; call the jitted step to"
+                    f" compile again.\n  got {x.tree}, expected {tree}"
+                )
         return self._bucketed_step(args, kwargs, xs)
 
     def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -483,6 +483,19 @@ def test_a_list_is_not_donated(recwarn):
     assert not [str(w.message) for w in recwarn if "donated" in str(w.message)]
 
 
+def test_a_compiled_step_is_told_of_microbatches_of_another_structure():
+    step, xs = Step(2, "1f1b"), microbatches((2, 3))
+    compiled = mpmd.jit(step, mpmd_mesh=groups(2)).lower(step.params(), xs).compile()
+    with pytest.raises(TypeError, match="microbatches of another structure"):
+        compiled(step.params(), [{**x, "more": np.ones(2)} for x in xs])
+
+
+def test_a_list_has_one_entry_in_shardings():
+    step, xs = Step(2, "1f1b"), microbatches((2, 3))
+    with pytest.raises(ValueError, match=r"(?s)tree_map tree\[1\].*has one entry, for all arrays in it"):
+        mpmd.jit(step, mpmd_mesh=groups(2), in_shardings=(None, [P(), P()])).lower(step.params(), xs)
+
+
 def test_a_list_of_arrays_with_a_microbatch_axis_is_told():
     with pytest.raises(TypeError) as error:
         mpmd.treduce(lambda xy: (lambda x, y: x @ y)(*xy), [jnp.ones((4, 2, 3)), jnp.ones((4, 3))], None)

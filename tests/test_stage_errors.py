@@ -417,6 +417,11 @@ def test_uneven_numbers_of_microbatches_are_refused(schedule):
     )
 
 
+def test_a_tuple_of_microbatches_is_told_of_lists():
+    with pytest.raises(mpmd.StageError, match="If each entry of xs is a microbatch, pass a list of them"):
+        mpmd.treduce(lambda x: x, (jnp.zeros((3, 2)), jnp.zeros((5, 2))), schedule=None)
+
+
 def test_uneven_numbers_of_microbatches_on_another_axis_are_refused():
     xs = (jnp.zeros((2, 3)), jnp.zeros((2, 4)))
     with pytest.raises(mpmd.StageError) as raised:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jax._src import traceback_util
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.core import trace_state_clean
 from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.traceback_util import api_boundary  # errors come with the user's frames alone
 from jax.core import Tracer

@@ -36,8 +36,10 @@ def check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int
     sizes = [x.shape[axis] for x in leaves]
     for name, size in zip(names, sizes, strict=True):
         if size != sizes[0]:
+            is_tuple = axis == 0 and names[0].startswith("xs[0]")
             raise StageError(f"treduce: {names[0]} has {sizes[0]} rows on axis {axis} but {name} has {size}.\n"
-                             f"  All leaves of xs need the same number of microbatches on axis {axis}.")  # fmt: skip
+                             f"  All leaves of xs need the same number of microbatches on axis {axis}."
+                             + " If each entry of xs is a microbatch, pass a list of them." * is_tuple)  # fmt: skip
     if sizes[0] == 0:
         raise StageError(f"treduce: {names[0]} has 0 rows on axis {axis}. At least one microbatch is needed.")
     for name, x in zip(names, leaves, strict=True):

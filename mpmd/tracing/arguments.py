@@ -19,8 +19,9 @@ from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
-from mpmd.ops.lists import Microbatches
+from mpmd.ops import lists
 
+_NO_FUNCTION = "A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -148,7 +149,10 @@ def _wished(wish: Any, mesh: MpmdMesh, name: str) -> Hint:
     if isinstance(wish, (NamedSharding, PartitionSpec)):
         kind = memory_kind(wish) if isinstance(wish, NamedSharding) else None
         spec = wish.spec if isinstance(wish, NamedSharding) else wish
-        return Hint(None, (MpmdSharding(mesh, 0, without_axis(spec, mesh.mpmd_axis_name)).spec, kind))
+        try:
+            return Hint(None, (MpmdSharding(mesh, 0, without_axis(spec, mesh.mpmd_axis_name)).spec, kind))
+        except ValueError as e:
+            raise ValueError(f"mpmd.jit: the sharding of {name} is {spec}.\n  {e}") from None
     raise TypeError(
         f"mpmd.jit: the sharding of {name} is {wish!r}. Pass an MpmdSharding, NamedSharding, PartitionSpec or None."
     )
@@ -176,14 +180,18 @@ def broadcast(shardings: Any, tree: Any, what: str, skip: Collection[int] = (), 
 
     def fill(wish, part):
         for i in jax.tree.leaves(part):
-            flat[i] = wish
+            flat[i] = None if wish is unsaid else wish
 
+    unsaid = object()  # where JAX says what differs, None is no leaf
+    shardings = jax.tree.map(lambda x: unsaid if x is None else x, shardings, is_leaf=is_leaf)
     try:
         jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
     except ValueError as e:
+        has_list = lists.numbers(tree)
         raise ValueError(
             f"mpmd.jit: {what} is not a prefix of the step's"
             f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
+            + ("\n  A list of microbatches has one entry, for all arrays in it." if has_list else "")
         ) from None
     return flat
 
@@ -221,13 +229,26 @@ def _parameters(fun: Callable) -> list[inspect.Parameter]:
         return []
 
 
+def check_is_outside() -> None:
+    """Where other functions are traced, a step cannot be compiled.
+
+    Raises:
+      StageError: one is.
+    """
+    if not compat.trace_state_clean():
+        raise StageError(
+            "mpmd.jit: the step was called inside jax.jit, jax.lax.scan or another function that JAX traces.\n"
+            f"  {_NO_FUNCTION}"
+        )
+
+
 def check_leaves(leaves: Iterable[Any], names: Iterable[str]) -> None:
     """Every argument is an array (or a number), and none is being traced."""
     for x, name in zip(leaves, names, strict=True):
         if isinstance(x, compat.Tracer):
             raise StageError(
                 f"mpmd.jit: {name} is being traced, so the step was called inside jax.jit, jax.grad or jax.vmap.\n"
-                "  A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
+                f"  {_NO_FUNCTION}"
             )
         _check_is_array(name, x)
 
@@ -296,7 +317,7 @@ def donated_leaves(call: CallArguments, positions: Collection[int], names: Colle
     given = [i for i in range(call.num_args) if i not in call.static_positions]
     donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
     donated += [arg for name, arg in kwargs.items() if name in names]
-    leaves = jax.tree.leaves(donated, is_leaf=lambda x: isinstance(x, Microbatches))
+    leaves = jax.tree.leaves(donated, is_leaf=lambda x: isinstance(x, lists.Microbatches))
     return frozenset(i for i in leaves if isinstance(i, int))
 
 

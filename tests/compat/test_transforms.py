@@ -312,6 +312,12 @@ def test_transforming_a_pipelined_step_is_refused(transform):
         pipelined_step(state, batch)
 
 
+def test_a_step_of_constants_in_a_traced_function_is_refused():
+    step = mpmd.jit(lambda x: 2 * x, mpmd_mesh=shared_device(2))
+    with pytest.raises(mpmd.StageError, match=r"called inside jax.jit, .*\n  A pipelined step is not a JAX function"):
+        jax.jit(lambda: step(np.ones(3)))()
+
+
 @pytest.mark.parametrize("schedule", slow_first(scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2)), ids=str)
 def test_static_arguments_and_keywords_are_those_of_jax_jit(schedule):
     def step(params, batch, scale, *, shift):
