@@ -23,8 +23,13 @@ class LoopTasks(Set[Task]):
 
     num_stages: int
     num_microbatches: int
-    kinds: tuple[Kind, ...] = ("F", "I", "W")
+    forward_only: bool = False
     recomputed: frozenset[int] = frozenset()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those that every stage has."""
+        return ("F",) if self.forward_only else ("F", "I", "W")
 
     @property
     def slots(self) -> list[tuple[int, str]]:
@@ -56,13 +61,6 @@ class LoopTasks(Set[Task]):
     @classmethod
     def _from_iterable(cls, it: Iterable[Task]) -> Set[Task]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return frozenset(it)
-
-
-def expected_tasks(
-    num_stages: int, num_microbatches: int, forward_only: bool = False, recomputed: frozenset[int] = frozenset()
-) -> LoopTasks:
-    """Every task of a loop, in kinds F, R (of some stages), I and W."""
-    return LoopTasks(num_stages, num_microbatches, ("F",) if forward_only else ("F", "I", "W"), recomputed)
 
 
 class Numbers:
@@ -262,7 +260,7 @@ def order_faults(
 ) -> list[str]:
     """Every fault of the orders of a pipeline: missing, repeated or misplaced tasks, and deadlock."""
     runs = [(group, task) for group, order in enumerate(orders) for task in order]
-    faults = coverage_faults(runs, placement, expected_tasks(len(placement), num_microbatches, forward_only))
+    faults = coverage_faults(runs, placement, LoopTasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}
     if len(present) == len(runs):
         waits_for = graph_needs(reads, len(placement))

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked
 from scheduler.errors import ScheduleError
-from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Value
+from scheduler.programs.instructions import TRANSFERS, Free, Instruction, Program, Recv, Run, Send, Transfer
 from scheduler.programs.task_units import DURATION
 
 GroupInstruction = tuple[int, Instruction]
@@ -55,8 +55,7 @@ class _Merge:
         issued: When the group started its last instruction.
         free_at: When the group's devices are done with it.
         received_at: When the group received last.
-        waiting: For each group that has come to a transfer whose other side has not, the transfer:
-            its value, source and target.
+        waiting: For each group that has come to a transfer whose other side has not, the transfer.
         heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
 
@@ -68,7 +67,7 @@ class _Merge:
         self.issued = [0] * program.num_groups
         self.free_at = [0] * program.num_groups
         self.received_at = [-1] * program.num_groups
-        self.waiting: dict[int, tuple[Value, int, int]] = {}
+        self.waiting: dict[int, Transfer] = {}
         self.heap: list[tuple[int, int, int]] = []
 
     def run(self) -> None:
@@ -106,9 +105,9 @@ class _Merge:
 
     def _meet(self, group: int, mine: Send | Recv, time: int) -> None:
         """One side of a transfer has come: it waits for the other, or both happen."""
-        source, target = (group, mine.to_group) if isinstance(mine, Send) else (mine.from_group, group)
+        transfer = Transfer.of(group, mine)
+        _, source, target = transfer
         other = target if source == group else source
-        transfer = (mine.value, source, target)
         if self.waiting.get(other) != transfer:
             self.waiting[group] = transfer
             return

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from scheduler.engine import run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.ordering import Numbers, coverage_faults, deadlock, expected_tasks, paired, raise_faults
+from scheduler.ordering import LoopTasks, Numbers, coverage_faults, deadlock, paired, raise_faults
 from scheduler.programs.instructions import TaskGraph
 from scheduler.task import Orders, Schedule, Task
 
@@ -57,9 +57,8 @@ class TaskUnits:
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.graph = task_graph
-        self.tasks = expected_tasks(
-            schedule.num_stages, num_microbatches, task_graph.forward_only, task_graph.recomputed
-        )
+        forward_only, recomputed = task_graph.forward_only, task_graph.recomputed
+        self.tasks = LoopTasks(schedule.num_stages, num_microbatches, forward_only, recomputed)
         self.units: list[tuple[Task, ...]] = []
         self.first, second = [0], dict(pairs)
         for order in orders:

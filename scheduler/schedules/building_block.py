@@ -16,6 +16,7 @@ from scheduler.task import Kind, Orders, Task
 
 PERIOD = 6
 Slots = list[dict[int, Task]]
+_KINDS: tuple[Kind, ...] = ("F", "F", "I", "I")  # of a block's ways
 _HELD = {"F": 1, "I": 0, "W": -1}  # what a task adds to the activations that its group holds
 
 
@@ -88,7 +89,7 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
         down, up = group, 2 * p - 1 - group
         fixed = {
             first[group] + PERIOD * microbatch: Task(stage, kind, microbatch)
-            for first, kind, stage in _parts(block, down, up)
+            for first, kind, stage in zip(block, _KINDS, (down, up, up, down), strict=True)
             for microbatch in range(num_microbatches)
         }
         slots.append(_with_weights(fixed))
@@ -109,15 +110,6 @@ def _with_weights(fixed: dict[int, Task]) -> dict[int, Task]:
             row[slot] = waiting.popleft()
         slot += 1
     return row
-
-
-def _parts(block: BuildingBlock, down: int, up: int) -> tuple[tuple[tuple[int, ...], Kind, int], ...]:
-    return (
-        (block.forward_down, "F", down),
-        (block.forward_up, "F", up),
-        (block.input_grad_up, "I", up),
-        (block.input_grad_down, "I", down),
-    )
 
 
 def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: int) -> Slots:

@@ -1,7 +1,7 @@
 """Orders on a clock: when each task of a pipeline starts and ends."""
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.base.collector import without_collection
@@ -36,7 +36,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         self.happened = array("d", [-1.0]) * (2 * self.size)
-        self._readers = readers_of(self.reads or chain(len(self.placement)))
+        self._waits = self._what_tasks_wait_for()
 
     @property
     def size(self) -> int:
@@ -57,9 +57,7 @@ class Clock:
         ends: Times = tuple(array("d") for _ in orders)
 
         def advance(group: int, happened: Callable[[int], None]) -> int | None:
-            if second or self.reads is not None:
-                return self._advance_units(orders[group], second, starts[group], ends[group], happened)
-            return self._advance(orders[group], starts[group], ends[group], happened)
+            return self._advance(orders[group], second, starts[group], ends[group], happened)
 
         with without_collection():
             run_until_blocked(len(orders), advance)
@@ -68,46 +66,24 @@ class Clock:
             raise ScheduleError(f"simulate: the orders deadlock: {cycle}.")
         return starts, ends
 
-    def _advance(self, order: Sequence[Task], starts: array, ends: array, happens: Callable[[int], None]) -> int | None:
-        """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in."""
-        m, last, size = self.num_microbatches, len(self.placement) - 1, self.size
-        happened, over, seconds = self.happened, self.over, self.seconds
-        now = ends[-1] if ends else 0.0
-        add_start, add_end = starts.append, ends.append
-        for index in range(len(ends), len(order)):
-            stage, kind, microbatch = order[index]
-            at = stage * m + microbatch
-            if kind == "F":
-                if stage:
-                    arrival = happened[at - m]
-                    if arrival < 0:
-                        return at - m
-                    arrival += over[at - m]
-                    if arrival > now:
-                        now = arrival
-            elif kind == "W":
-                if happened[size + at] < 0:
-                    return size + at
-            else:
-                if happened[at] < 0:
-                    return at
-                if stage < last and kind != "R":
-                    arrival = happened[size + at + m]
-                    if arrival < 0:
-                        return size + at + m
-                    arrival += over[at]
-                    if arrival > now:
-                        now = arrival
-            add_start(now)
-            now += seconds[kind][at]
-            add_end(now)
-            if kind != "W" and kind != "R":
-                event = at if kind == "F" else size + at
-                happened[event] = now
-                happens(event)
-        return None
+    def _what_tasks_wait_for(self) -> dict[tuple[int, Kind], list[tuple[int, int]]]:
+        """For each stage and kind, the events that its task waits for, and where in ``over`` their time on the way is.
 
-    def _advance_units(
+        Both for microbatch 0; the latter is -1 within a group. A skip over stages takes the time over its sender's own
+        boundary.
+        """
+        m, size, placement = self.num_microbatches, self.size, self.placement
+        reads = chain(len(placement)) if self.reads is None else self.reads
+        found: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
+        for stage, readers in enumerate(readers_of(reads)):
+            own, home = (stage * m, -1), placement[stage]
+            later = [(size + s * m, -1 if placement[s] == home else stage * m) for s in readers]
+            found[stage, "F"] = [(s * m, -1 if placement[s] == home else s * m) for s in reads[stage]]
+            found[stage, "B"] = found[stage, "I"] = [own, *later]
+            found[stage, "R"], found[stage, "W"] = [own], [(size + stage * m, -1)]
+        return found
+
+    def _advance(
         self,
         order: Sequence[Task],
         second: Mapping[Task, Task],
@@ -115,51 +91,39 @@ class Clock:
         ends: array,
         happens: Callable[[int], None],
     ) -> int | None:
-        """The same for any graph and for fused pairs, which start when both tasks could, and hand on all at the end."""
-        while len(ends) < len(order):
-            task = order[len(ends)]
-            unit = (task, second[task]) if task in second else (task,)
-            start = ends[-1] if ends else 0.0
-            own = set(map(self._event_of, unit))
-            for one in unit:
-                for event, late in self._events(one):
-                    if event in own:
-                        continue
-                    end = self.happened[event]
-                    if end < 0:
-                        return event
-                    start = max(start, end + late)
-            for one in unit:
-                starts.append(start)
-                start += self.seconds[one.kind][one.stage * self.num_microbatches + one.microbatch]
-                ends.append(start)
-            for one in unit:
-                if one.kind not in "WR":  # no other group waits for these
-                    event = self._event_of(one)
-                    self.happened[event] = start
+        """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in.
+
+        A fused pair starts when both tasks could, and hands on all at its end.
+        """
+        m, size, waits = self.num_microbatches, self.size, self._waits
+        happened, over, seconds = self.happened, self.over, self.seconds
+        now = ends[-1] if ends else 0.0
+        index, num_tasks = len(ends), len(order)
+        while index < num_tasks:
+            task = order[index]
+            unit = (task, second[task]) if second and task in second else (task,)
+            for stage, kind, microbatch in unit:
+                for event, late in waits[stage, kind]:
+                    arrival = happened[event + microbatch]
+                    if arrival < 0:
+                        if len(unit) > 1 and event + microbatch in map(self._event_of, unit):
+                            continue
+                        return event + microbatch
+                    if late >= 0:
+                        arrival += over[late + microbatch]
+                    if arrival > now:
+                        now = arrival
+            for stage, kind, microbatch in unit:
+                starts.append(now)
+                now += seconds[kind][stage * m + microbatch]
+                ends.append(now)
+            for stage, kind, microbatch in unit:
+                if kind != "W" and kind != "R":  # no other group waits for these
+                    event = stage * m + microbatch + (0 if kind == "F" else size)
+                    happened[event] = now
                     happens(event)
+            index += len(unit)
         return None
-
-    def _events(self, task: Task) -> Iterator[tuple[int, float]]:
-        """The events that a task waits for, each with the seconds until the group can read its result."""
-        m, size = self.num_microbatches, self.size
-        at = task.stage * m + task.microbatch
-        if task.kind == "F":
-            for stage in (task.stage - 1,) if self.reads is None else self.reads[task.stage]:
-                if stage >= 0:
-                    yield at + (stage - task.stage) * m, self._late(stage, task)
-        elif task.kind == "W":
-            yield size + at, 0.0
-        else:
-            yield at, 0.0
-            for stage in self._readers[task.stage] if task.kind != "R" else ():
-                yield size + at + (stage - task.stage) * m, self._late(task.stage, task._replace(stage=stage))
-
-    def _late(self, sender: int, reader: Task) -> float:
-        """The time between a stage and one that reads it; a skip over others takes the time over its own boundary."""
-        if self.placement[sender] == self.placement[reader.stage]:
-            return 0.0
-        return self.over[sender * self.num_microbatches + reader.microbatch]
 
     def _event_of(self, task: Task) -> int:
         """The event of a task's end. That of W and R is no event: no other group waits for them."""

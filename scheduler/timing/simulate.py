@@ -112,11 +112,6 @@ def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *ar
     return [x for column in zip(*(known[id(one)] for one in every), strict=True) for x in column]
 
 
-def _memory(costs: Costs, num_stages: int, kind: Kind) -> list[float]:
-    """What each stage's task of a kind adds to the memory that is held."""
-    return costs.memory(num_stages)[kind]
-
-
 def peaks(
     orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -124,7 +119,7 @@ def peaks(
     every = costs.of_microbatches(num_microbatches)
     added: dict[Kind, list[float]] = {}
     for kind in ("F", "I", "W"):
-        added[kind] = _flat(every, _memory, num_stages, kind)
+        added[kind] = _flat(every, lambda one, kind=kind: one.memory(num_stages)[kind])
     added["B"] = [-nbytes for nbytes in added["F"]]
     added["R"] = [0.0] * len(added["F"])
     counts, nbytes = [], []
