@@ -24,7 +24,7 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.moving.execute import execute
-from reshard.moving.plan import describe, plan_leaves, raise_faults, sharding_of
+from reshard.moving.plan import describe, place_of, plan_leaves, raise_faults
 from reshard.moving.progress import Progress, ProgressCallback, Stats, how_far
 from reshard.moving.remote import agree
 from reshard.moving.sources import delete
@@ -184,7 +184,7 @@ def _reshard(
     ]
     raise_faults([f"{path or 'the array'}: {fault}" for path, fault in zip(paths, faults, strict=True) if fault])
     places = [
-        EveryHost(job.num_ranks) if job is not None and _is_everywhere(source) else sharding_of(source)
+        EveryHost(job.num_ranks) if job is not None and _is_everywhere(source) else place_of(source)
         for source in sources
     ]
     leaves = describe(paths, sources, places, targets)

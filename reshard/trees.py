@@ -17,6 +17,11 @@ def is_sharding(x: Any) -> bool:
     return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
 
 
+def sharding_of(leaf: Any) -> Any:
+    """Where an array is; None if it says nothing."""
+    return leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else getattr(leaf, "sharding", None)
+
+
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """The names of all leaves, as one writes them after the tree's own name, the leaves, and the structure."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))

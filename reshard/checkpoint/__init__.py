@@ -18,13 +18,13 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.observe import ledger
 from reshard.checkpoint import leaf_handler
-from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.alike import about_save, compared_restore
 from reshard.checkpoint.commit import Working
 from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
 from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
+from reshard.checkpoint.requests import abstract
 from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads

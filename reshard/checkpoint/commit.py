@@ -10,13 +10,11 @@ import shutil
 import uuid
 import zlib
 from pathlib import Path as File
-from typing import Any
 
 import jax
 
-from mpmd import _jax_compat as compat
 from mpmd.job.processes import machine
-from reshard.checkpoint.meeting import meetings
+from reshard.checkpoint.meeting import meetings, store
 from reshard.storage.stored import UNFINISHED
 from reshard.storage.unfinished import UnfinishedFolder
 
@@ -44,10 +42,10 @@ class Working(UnfinishedFolder):
                 suffix = f"{UNFINISHED}-{_machine():08x}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
                 self._remove_left()
             if self._is_shared:
-                _store().key_value_set(self._key, suffix)
+                store().key_value_set(self._key, suffix)
         self.wait_for_all("come", timeout_s)
         if jax.process_index():
-            suffix = _store().blocking_key_value_get(self._key, timeout_s * 1000)
+            suffix = store().blocking_key_value_get(self._key, timeout_s * 1000)
         if not suffix:
             what = "save: there is something already; give another path, or delete it first"
             raise FileExistsError(errno.EEXIST, what, str(target))
@@ -68,7 +66,7 @@ class Working(UnfinishedFolder):
         if jax.process_index() == 0:
             code = self.rename()
             if self._is_shared:
-                _store().key_value_set(f"{self._key}/outcome", str(code))
+                store().key_value_set(f"{self._key}/outcome", str(code))
         else:
             code = int(meetings.find(f"{self._key}/outcome", timeout_s))
         if code == errno.EEXIST:
@@ -107,10 +105,6 @@ class Working(UnfinishedFolder):
             )
             if found and int(found[1], 16) == _machine() and not os.path.exists(f"/proc/{found[2]}"):
                 shutil.rmtree(str(left), ignore_errors=True)
-
-
-def _store() -> Any:
-    return compat.distributed_client()
 
 
 def _machine() -> int:

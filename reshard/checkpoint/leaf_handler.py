@@ -36,13 +36,12 @@ from reshard._orbax_compat import (
     write_slices,
 )
 from reshard.checkpoint import orbax_calls
-from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.alike import about_arrays
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.matching import check_names, tree_path
 from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_requests
-from reshard.checkpoint.requests import Request
+from reshard.checkpoint.requests import Request, abstract
 from reshard.checkpoint.write_plan import HostCopy, Writing, WrittenLeaf, plan_writing, start_copies
 from reshard.storage import checksums, event_loops, stored
 from reshard.storage.arrays import Reads
@@ -186,7 +185,7 @@ def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing)
     slices = []
     for piece in pieces:
         data = np.asarray(piece.data)
-        for chunk in plan.chunks(piece.box):
+        for chunk in piece.box.grid(plan.chunk_shape):
             view = np.asarray(data[chunk.relative_to(piece.held).slices])
             slices.append(replica_slices.ReplicaSlice(chunk.slices, view, None))
     return replica_slices.ReplicaSlices(

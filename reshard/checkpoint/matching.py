@@ -11,9 +11,8 @@ import orbax.checkpoint as ocp
 
 from mpmd.arrays import keys
 from mpmd.errors import ReshardError
-from reshard.checkpoint.abstract import abstract
 from reshard.checkpoint.reading import key_dtype
-from reshard.checkpoint.requests import Request
+from reshard.checkpoint.requests import Request, abstract
 from reshard.storage.stored import Checkpoint, Leaf, value_types
 from reshard.trees import broadcast, fault_of_sharding
 from scheduler.base.texts import a, type_text

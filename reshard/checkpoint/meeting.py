@@ -75,7 +75,7 @@ class SharedCall:
         """Says what this process's call is about."""
         if self.about != self._compared:
             place = f"{self.folder}/about/{jax.process_index()}"
-            _store().key_value_set(place, json.dumps([self.about, self.place_read]), allow_overwrite=True)
+            store().key_value_set(place, json.dumps([self.about, self.place_read]), allow_overwrite=True)
 
     def compare(self) -> None:
         """Compares it with what the others have said.
@@ -86,7 +86,7 @@ class SharedCall:
         mine = dict(self.about)
         if mine == self._compared:
             return
-        read = _store().key_value_dir_get(f"{self.folder}/about/")
+        read = store().key_value_dir_get(f"{self.folder}/about/")
         said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in read}
         names = set(mine).intersection(*(about for about, _ in said.values()))
         if found := other_ways(
@@ -166,11 +166,11 @@ class Meetings:
         call, num = self.call, len(_in_order(ranks))
         if call is None or call.ranks != _in_order(ranks):
             call = _outside.setdefault((joining.epoch(), _in_order(ranks)), SharedCall("barrier", _in_order(ranks)))
-        place, store, end = call.place(key), _store(), time.monotonic() + timeout_ms / 1000
+        place, end = call.place(key), time.monotonic() + timeout_ms / 1000
         self._raise_if_told(call)
         call.publish()
-        if store.key_value_increment(f"{place}/come", 1) == num:
-            store.key_value_set(f"{place}/all", "")
+        if store().key_value_increment(f"{place}/come", 1) == num:
+            store().key_value_set(f"{place}/all", "")
             call.compare()
             return
         while True:
@@ -225,15 +225,16 @@ def _in_order(ranks: set[int] | None) -> tuple[int, ...]:
     return tuple(sorted(ranks or range(jax.process_count())))
 
 
-def _store() -> Any:
-    store = compat.distributed_client()
-    assert store is not None
-    return store
+def store() -> Any:
+    """The key-value store of `jax.distributed`."""
+    found = compat.distributed_client()
+    assert found is not None
+    return found
 
 
 def _get(key: str, wait_ms: int = 0) -> str | None:
     try:
-        return _store().blocking_key_value_get(key, wait_ms) if wait_ms else _store().key_value_try_get(key)
+        return store().blocking_key_value_get(key, wait_ms) if wait_ms else store().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error) or "DEADLINE" in str(error):
             return None
@@ -242,7 +243,7 @@ def _get(key: str, wait_ms: int = 0) -> str | None:
 
 def _set(key: str, text: str) -> None:
     try:
-        _store().key_value_set(key, text)
+        store().key_value_set(key, text)
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):  # else another has failed before, which is told then
             raise

@@ -1,10 +1,11 @@
-"""Parts of stored arrays that are asked for, and how they become arrays on devices. No file is touched here."""
+"""Descriptions of arrays that are asked for, and how parts of stored arrays become them. No file is touched here."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -14,10 +15,41 @@ from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import is_local
+from reshard.trees import broadcast, sharding_of
 from scheduler.base.texts import a, type_text
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
+
+
+def abstract(tree: Any, shardings: Any = None) -> Any:
+    """The tree of descriptions that says what a checkpoint is to be restored into.
+
+    It is what Orbax's own `StandardRestore(...)` and `checkpoint_utils.construct_restore_args(...)` take.
+
+    Args:
+        tree: arrays of any kind, or descriptions of them (`jax.eval_shape(init, key)`).
+        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it; None takes those of the leaves.
+
+    Returns:
+        The same tree of `jax.ShapeDtypeStruct`, each with its sharding; leaves that are no arrays as they are.
+
+    Raises:
+        ReshardError: `shardings` is no prefix of the tree.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [None] * len(leaves) if shardings is None else broadcast(shardings, tree, "shardings")
+    return jax.tree.unflatten(treedef, [_describe(leaf, s) for leaf, s in zip(leaves, places, strict=True)])
+
+
+def _describe(leaf: Any, sharding: Any) -> Any:
+    sharding = sharding_of(leaf) if sharding is None else sharding
+    if sharding is None:
+        return leaf
+    shape, dtype = jnp.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise ReshardError(f"abstract: {sharding!r} is a {type(sharding).__name__}, not a sharding.")
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def in_storage(box: Box, index: Index) -> Box:

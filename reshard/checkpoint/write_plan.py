@@ -43,10 +43,6 @@ class Writing:
     chunk_shape: Shape
     boxes: dict[int, tuple[Box, ...]]
 
-    def chunks(self, box: Box) -> Iterator[Box]:
-        """The chunks of one of the boxes."""
-        return box.grid(self.chunk_shape)
-
 
 def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Shape:
     """The chunks for an array whose shards are made of cells of this shape: an even part of the cell on each axis.

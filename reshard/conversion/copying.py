@@ -9,11 +9,10 @@ cut out of it, and what checking a cast takes), and decoded source chunks that a
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
@@ -22,7 +21,7 @@ from reshard.edits.entries import Entry
 from reshard.storage import checksums
 from reshard.storage.arrays import ByteLimit, Reads
 from reshard.storage.paths import dotted, show
-from reshard.storage.stored import Checkpoint, Leaf, all_of, open_array, read_array, reading_context
+from reshard.storage.stored import Checkpoint, Leaf, all_of, reading_context
 from scheduler.base.texts import bar, human
 
 _WRITING = 4
@@ -106,7 +105,15 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     chunks = [(e, box) for e in entries if e.is_array for box in Box.whole(e.shape).grid(e.chunk)]
     if not chunks:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
-    chunks.sort(key=_source_order({id(e.origins[0].leaf): i for i, e in enumerate(entries)}))
+    order = {id(e.origins[0].leaf): i for i, e in enumerate(entries)}
+
+    def source_order(chunk: TargetChunk) -> Any:
+        entry, box = chunk
+        first = next(entry.parts(box))
+        leaf = first.leaf
+        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, box.start
+
+    chunks.sort(key=source_order)
     largest, box = max(chunks, key=lambda chunk: _nbytes([chunk]))
     largest_nbytes, most_elements = _nbytes([(largest, box)]), max(box.size for _, box in chunks)
 
@@ -136,16 +143,6 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
 
 def _nbytes(chunks: Iterable[TargetChunk]) -> int:
     return sum(box.nbytes(entry.itemsize) for entry, box in chunks)
-
-
-def _source_order(order: Mapping[int, int]) -> Callable[[TargetChunk], Any]:
-    def key(chunk: TargetChunk) -> Any:
-        entry, box = chunk
-        first = next(entry.parts(box))
-        leaf = first.leaf
-        return order.get(id(leaf), 0), id(leaf), leaf.cells(first.source).start, box.start
-
-    return key
 
 
 def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
@@ -207,12 +204,11 @@ class Copier:
         sums = await checksums.read(self.source.folder)
         leaves = {id(p.leaf): p.leaf for entry, _ in self.plan.chunks for p in entry.origins}.values()
         boxes = [(leaf, *one) for leaf in leaves for one in sums.get(dotted(leaf.path), ())]
-        context = self._context()
+        source = self._reader(self.source)
         for leaf, box, expected in self._steps("checking", boxes, lambda one: one[1].nbytes(one[0].itemsize)):
-            array = await open_array(self.source, leaf.path, context)
             found = 0
             for part in _in_order(box, leaf, self._slab_nbytes):
-                found = checksums.checksum(await read_array(self.source, leaf.path, array, part), found)
+                found = checksums.checksum(await source.read(leaf.path, part), found)
             if found != expected:
                 raise ReshardError(
                     f"{self.source.folder}: {show(leaf.path)}{list(box.start)} to {list(box.stop)} is damaged:"
@@ -225,14 +221,11 @@ class Copier:
         Raises:
             ReshardError: they differ; says where.
         """
-        context = self._context()
-        arrays = {}
+        target = self._reader(written)
 
         async def batch(read: list[Written]) -> None:
             for entry, box, expected in read:
-                if entry.path not in arrays:
-                    arrays[entry.path] = await open_array(written, entry.path, context)
-                found = await read_array(written, entry.path, arrays[entry.path], box)
+                found = await target.read(entry.path, box)
                 if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
                     raise ReshardError(
                         f"{written.folder}: {show(entry.path)}{list(box.start)} to {list(box.stop)} "
@@ -243,7 +236,8 @@ class Copier:
 
     async def _run(self, doing: str, batch: Callable[[list[Written]], Awaitable[None]]) -> None:
         limit, reads, plan = ByteLimit(self.plan.reading_nbytes), Reads(), self.plan
-        sources = SourceReader(self.source, self._context(), reads, self._slab_nbytes, limit, _READING)
+        context = reading_context(plan.cache_nbytes)
+        sources = SourceReader(self.source, context, reads, self._slab_nbytes, limit, _READING)
         for chunks in self._steps(doing, list(plan.batches()), _nbytes):
             data = await all_of([EditedArray(entry, sources).read(box) for entry, box in chunks])
             await batch([(*chunk, one) for chunk, one in zip(chunks, data, strict=True)])
@@ -269,8 +263,8 @@ class Copier:
     def _slab_nbytes(self) -> int:
         return self.plan.reading_nbytes // _READING
 
-    def _context(self) -> ts.Context:
-        return reading_context(self.plan.cache_nbytes)
+    def _reader(self, checkpoint: Checkpoint) -> SourceReader:
+        return SourceReader(checkpoint, reading_context(self.plan.cache_nbytes), Reads())
 
 
 def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:

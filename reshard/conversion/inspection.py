@@ -16,7 +16,9 @@ def to_text(checkpoint: Checkpoint) -> str:
     arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
     in_files = any(leaf.files for leaf in arrays)
     rows = [("path", "dtype", "shape", "bytes", "files" if in_files else "chunks"), *map(_row, checkpoint.leaves)]
-    lines = [f"{_title(checkpoint)}: {checkpoint.driver}", *table(rows, "<<<><")]
+    step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
+    item = f", item {checkpoint.item}" if checkpoint.item is not None else ""
+    lines = [f"{checkpoint.folder}{step}{item}: {checkpoint.driver}", *table(rows, "<<<><")]
     others = len(checkpoint.leaves) - len(arrays)
     chunks = "" if in_files else " in " + counted(sum(leaf.num_chunks for leaf in arrays), "chunk")
     lines.append(
@@ -32,12 +34,6 @@ def to_text(checkpoint: Checkpoint) -> str:
     if any(leaf.num_chunks > 1 and not leaf.files for leaf in arrays):
         lines.append(_CHUNKS)
     return "\n".join(lines)
-
-
-def _title(checkpoint: Checkpoint) -> str:
-    step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
-    item = f", item {checkpoint.item}" if checkpoint.item is not None else ""
-    return f"{checkpoint.folder}{step}{item}"
 
 
 def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:

@@ -17,20 +17,18 @@ from reshard.places import aligned_empty
 from reshard.storage.arrays import ByteLimit, Reads, StoredArray
 from reshard.storage.huggingface import natural
 from reshard.storage.paths import Path, show
-from reshard.storage.stored import Checkpoint, open_array, read_array
+from reshard.storage.stored import Checkpoint, open_array, said
 
 _SLAB_NBYTES = 2 << 20
 
 
 def edited(checkpoint: Checkpoint, change: Change) -> "Edited":
     """The checkpoint as a change makes it; its leaves are read through it."""
-    entries = change([Entry.of(leaf) for leaf in checkpoint.leaves])
-    return Edited.of(checkpoint, sorted(map(_with_files, entries), key=lambda e: natural(e.path)))
-
-
-def _with_files(entry: Entry) -> Entry:
-    files = {file for origin in entry.origins for file in origin.leaf.files}
-    return dataclasses.replace(entry, files=tuple(sorted(files)))
+    entries = []
+    for entry in change([Entry.of(leaf) for leaf in checkpoint.leaves]):
+        files = {file for origin in entry.origins for file in origin.leaf.files}
+        entries.append(dataclasses.replace(entry, files=tuple(sorted(files))))
+    return Edited.of(checkpoint, sorted(entries, key=lambda e: natural(e.path)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Edited(Checkpoint):
 
 
 class SourceReader:
-    """The arrays of a checkpoint that others are made of; each is opened once.
+    """The arrays of a checkpoint, such as others are made of; each is opened once.
 
     Args:
         checkpoint, context, reads: as for `open_array`.
@@ -94,13 +92,26 @@ class SourceReader:
         self._limit = limit or ByteLimit()
         self._opened: dict[Path, StoredArray] = {}
 
+    async def read(self, path: Path, box: Box) -> np.ndarray:
+        """A box of an array.
+
+        Raises:
+            ReshardError: it cannot be opened or read.
+        """
+        if path not in self._opened:
+            self._opened[path] = await open_array(self._checkpoint, path, self._context, self._reads)
+        try:
+            return await self._opened[path].read(box)
+        except (ValueError, OSError) as error:
+            raise ReshardError(
+                f"{self._checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
+                f"the data is damaged or missing: {said(error)}"
+            ) from None
+
     async def copy(self, piece: Origin, view: np.ndarray, name: str) -> None:
         """Reads what a piece takes of its array into the place where it belongs."""
-        leaf = piece.leaf
-        async with self._limit.held(self._copies * leaf.cells_nbytes(piece.source)):
-            if leaf.path not in self._opened:
-                self._opened[leaf.path] = await open_array(self._checkpoint, leaf.path, self._context, self._reads)
-            found = await read_array(self._checkpoint, leaf.path, self._opened[leaf.path], piece.source)
+        async with self._limit.held(self._copies * piece.leaf.cells_nbytes(piece.source)):
+            found = await self.read(piece.leaf.path, piece.source)
             await asyncio.to_thread(copy_cast, piece.arranged(found), view, name)
             del found
 

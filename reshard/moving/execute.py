@@ -108,8 +108,9 @@ class _Execution:
     def _sink(self, array: MovingArray, t: int) -> Sink:
         if t not in array.sinks:
             target, leaf = array.planned.route.target, array.planned.leaf
+            shape = target.boxes[t].scaled(array.planned.scale).shape
             kind = getattr(leaf.target, "memory_kind", None)
-            array.sinks[t] = open_sink(target.devices[t], array.scaled(target.boxes[t]).shape, leaf.dtype, kind)
+            array.sinks[t] = open_sink(target.devices[t], shape, leaf.dtype, kind)
         return array.sinks[t]
 
     def _carry(self, array: MovingArray, way: Movement, working: dict[Place, int]) -> None:

@@ -22,7 +22,7 @@ from reshard.moving.route import Places, Route, build
 from reshard.moving.shards import Layout, cuts, layout, unit_shape
 from reshard.places import HostMemory, Place, Placement
 from reshard.sizes import threshold_nbytes
-from reshard.trees import broadcast, fault_of_sharding, flatten
+from reshard.trees import broadcast, fault_of_sharding, flatten, sharding_of
 from scheduler.base.texts import counted, human, table, type_text
 
 Described = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -183,19 +183,16 @@ def plan(
     """
     paths, avals, _ = flatten(arrays_or_avals)
     if from_shardings is None:
-        sources = [sharding_of(aval) for aval in avals]
+        sources = [place_of(aval) for aval in avals]
     else:
         sources = broadcast(from_shardings, arrays_or_avals, "from_shardings")
     targets = broadcast(to_shardings, arrays_or_avals, "to_shardings")
     return plan_leaves(describe(paths, avals, sources, targets), threshold_nbytes(threshold))
 
 
-def sharding_of(x: Described) -> Placement:
-    """Where an array says it is."""
-    sharding = getattr(x, "mpmd_sharding", None)
-    if sharding is None:
-        sharding = HostMemory(jax.process_index()) if isinstance(x, (np.ndarray, np.generic)) else x.sharding
-    return sharding
+def place_of(x: Described) -> Placement:
+    """Where an array says it is; a numpy array is on this host."""
+    return HostMemory(jax.process_index()) if isinstance(x, (np.ndarray, np.generic)) else sharding_of(x)
 
 
 def describe(

@@ -105,7 +105,7 @@ def _device(place: Place, rank: int) -> Device:
 def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
     """A box of a shard as an array of its own, on `device`, or the shard itself, and the bytes that it took."""
     whole = box.shape == tuple(source.shape)
-    if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == _default_kind(source):
+    if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == device.default_memory().kind:
         return source, 0
     nbytes = box.nbytes(source.dtype.itemsize)
     if isinstance(source, np.ndarray) or is_host_memory(device):
@@ -113,10 +113,6 @@ def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
         data[...] = np.asarray(source)[box.slices]
         return jax.device_put(data, device, may_alias=True), nbytes
     return jax.device_put(cut(source, box), device), nbytes
-
-
-def _default_kind(x: jax.Array) -> str:
-    return next(iter(x.sharding.device_set)).default_memory().kind
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

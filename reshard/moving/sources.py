@@ -85,10 +85,6 @@ class MovingArray:
     def name(self) -> str:
         return self.planned.leaf.path or "the array"
 
-    def scaled(self, box: Box) -> Box:
-        """A box of the route's lattice, in elements of the array."""
-        return box.scaled(self.planned.scale)
-
     def pieces(self, batch: Batch) -> np.ndarray:
         """The number of the piece of each part of a batch."""
         if batch.chunks:

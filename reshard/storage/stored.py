@@ -287,21 +287,6 @@ async def open_array(
         raise ReshardError(f"{checkpoint.folder}: the array {show(path)} cannot be opened: {said(error)}.") from None
 
 
-async def read_array(checkpoint: Checkpoint, path: Path, array: StoredArray, box: Box) -> np.ndarray:
-    """A box of an array that `open_array` gave.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    try:
-        return await array.read(box)
-    except (ValueError, OSError) as error:
-        raise ReshardError(
-            f"{checkpoint.folder}: {show(path)}{list(box.start)} to {list(box.stop)} cannot be read; "
-            f"the data is damaged or missing: {said(error)}"
-        ) from None
-
-
 async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
     """The leaves; arrays with what their headers say, and what Orbax keeps beside them."""
     context, beside = reading_context(0), extras(checkpoint.folder)

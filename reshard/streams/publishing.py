@@ -15,10 +15,10 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.streams.receiving import Subscription
-from reshard.streams.sending import Sender, sharding_of
+from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.stream import ranks_of_shardings
-from reshard.trees import broadcast
+from reshard.trees import broadcast, sharding_of
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")
 

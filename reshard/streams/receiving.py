@@ -68,7 +68,7 @@ class _ReceivePlan:
         if any(t["leaves"] != told[0]["leaves"] for t in told):
             raise ReshardError("the senders do not have the same tensors: the trees that they send differ.")
         made = renaming.identity(leaves) if names is None else renaming.renamed(leaves, names)
-        self._treedef, self._placed, targets = _matched(made, leaves, told[0]["tree"], places, names is None)
+        self._treedef, self._placed, targets = _matched(made, told[0]["tree"], places, names is None)
         self._given: dict[int, list[tuple[int, Box]]] = {}
         for sender, t in enumerate(told):
             for leaf, start, stop in t["given"]:
@@ -128,7 +128,7 @@ class _ReceivePlan:
 
 
 def _matched(
-    made: Mapping[str, tuple[KeptLeaf, Origins]], leaves: Sequence[KeptLeaf], tree: str | None, places: Any, same: bool
+    made: Mapping[str, tuple[KeptLeaf, Origins]], tree: str | None, places: Any, same: bool
 ) -> tuple[Any, list[Any], list[tuple[KeptLeaf, Origins]]]:
     """The structure of the received tree, and for each of its leaves the sharding and what it is made of."""
     found, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)

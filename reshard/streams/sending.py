@@ -21,7 +21,7 @@ from mpmd.job.notes import Note
 from mpmd.resilience import copies, layout
 from mpmd.resilience.layout import SHARED, KeptLeaf, KeptPiece, StateLayout
 from reshard.streams.shelf import Shelf, Shelved
-from reshard.trees import broadcast, fault_of_sharding, flatten
+from reshard.trees import broadcast, fault_of_sharding, flatten, sharding_of
 
 _POLL_S = 0.005
 _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
@@ -147,11 +147,6 @@ class Sender:
             if len(told) == len(self._ranks) and min(told) >= version:
                 return
             time.sleep(_POLL_S)
-
-
-def sharding_of(leaf: Any) -> Any:
-    """Where an array is; None if it says nothing."""
-    return leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else getattr(leaf, "sharding", None)
 
 
 def _fits(leaf: Any, sharding: Any) -> bool:

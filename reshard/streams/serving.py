@@ -90,7 +90,7 @@ class ShelfServer:
                 threading.Thread(target=self._serve, args=(connection,), name="mpmd-stream", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        with connection, contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
             connection.settimeout(_LIMIT_S)
             nonce = secrets.token_bytes(32)
             connection.sendall(nonce)
@@ -101,7 +101,7 @@ class ShelfServer:
             keeper.send(connection, {"format": _FORMAT, "run": self._run, "names": sorted(self._shelves)})
             shelf, peers = self._shelves[keeper.receive(connection)["name"]]
             keeper.send(connection, {"peers": peers})
-            shelved: Shelved | None = None
+            near = at_end.enter_context(contextlib.closing(NearShelf(shelf)))
             while True:
                 connection.settimeout(None)  # a receiver may rest
                 message = keeper.receive(connection)
@@ -111,15 +111,11 @@ class ShelfServer:
                     wait_s = min(float(message["wait_s"]), _LIMIT_S / 2)
                     keeper.send(connection, {"versions": shelf.versions(message["after"], wait_s)})
                 elif ask == "hold":
-                    shelved = shelf.hold(message["version"])
-                    held.close()  # after that: it may be the same version
-                    if shelved is not None:
-                        held.callback(shelf.release, shelved.version)
-                    keeper.send(connection, {"description": None if shelved is None else shelved.description})
-                elif ask == "read" and shelved is not None:
-                    about = _digest(shelved.description, shelved.version)
+                    keeper.send(connection, {"description": near.hold(message["version"])})
+                elif ask == "read" and near.held is not None:
+                    about = _digest(near.held.description, near.held.version)
                     for part in message["parts"]:
-                        self._send(connection, shelved, about, *part)
+                        self._send(connection, near.held, about, *part)
                 else:
                     return
 
@@ -159,34 +155,38 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 class NearShelf:
-    """A shelf of this process, as a receiver sees it."""
+    """A shelf of this process, as a receiver sees it.
+
+    Attributes:
+        held: the version that it holds.
+    """
 
     run, bytes_received = "", 0
 
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
-        self._held: Shelved | None = None
+        self.held: Shelved | None = None
 
     def versions(self, after: int, wait_s: float) -> list[int]:
         return self._shelf.versions(after, wait_s)
 
     def hold(self, version: int | None) -> str | None:
         shelved = self._shelf.hold(version)
-        if self._held is not None:  # after that: it may be the same version
-            self._shelf.release(self._held.version)
-        self._held = shelved
+        if self.held is not None:  # after that: it may be the same version
+            self._shelf.release(self.held.version)
+        self.held = shelved
         return None if shelved is None else shelved.description
 
     @property
     def boxes(self) -> dict[int, list[Box]]:
         """For each tensor, what lies here."""
-        assert self._held is not None
-        return {leaf: [box for box, _ in values] for leaf, values in self._held.values.items()}
+        assert self.held is not None
+        return {leaf: [box for box, _ in values] for leaf, values in self.held.values.items()}
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
-        assert self._held is not None
+        assert self.held is not None
         for part, view in parts:
-            part.put(self._held.read(part.leaf, part.box, part.dtype), view)
+            part.put(self.held.read(part.leaf, part.box, part.dtype), view)
 
     def close(self) -> None:
         self.hold(None)

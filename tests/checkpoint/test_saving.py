@@ -140,7 +140,7 @@ def test_every_chunk_is_written_once_by_a_process_that_holds_it(data):
         for process, boxes in plan.boxes.items():
             for box in boxes:
                 assert any(box in shard for shard in held[process])
-                for chunk in plan.chunks(box):
+                for chunk in box.grid(plan.chunk_shape):
                     assert chunk in box
                     assert chunk.shape == plan.chunk_shape
                     assert all(start % n == 0 for start, n in zip(chunk.start, plan.chunk_shape, strict=True))
