@@ -157,7 +157,7 @@ def cost(args) -> None:
 def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
     """What the processes print on two hosts, the cable between which is cut after 20 steps; with the time of that."""
     sys.path.append(str(ROOT / "tests" / "launcher"))
-    import hosts as network
+    import hosts as network  # pyright: ignore[reportMissingImports]
 
     places = "hosta,hostb" + (",localhost:0" if spares else "")  # the launcher runs on hosta, so that both are there
     with tempfile.TemporaryDirectory() as folder, network.two_hosts(Path(folder)) as hosts:

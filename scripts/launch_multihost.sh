@@ -679,18 +679,20 @@ leave_out_unreachable() {
 
 # Leaves out devices that are slow or compute wrong, as long as there are others for all ranks.
 leave_out_unfit() {
-  local h i name
+  local h i name again
   for h in "${!host_names[@]}"; do
-    name=${host_names[h]}
+    name=${host_names[h]} again=
     for i in ${unfit[$name]:-}; do
       if ((num_processes > num_ranks)); then
         say "goes on without the devices of process $i on $name, which are unfit"
         host_counts[h]=$((host_counts[h] - 1)) num_processes=$((num_processes - 1))
-        left_out[$name]+=" $i" unfit[$name]=${unfit[$name]/" $i"/}
+        left_out[$name]+=" $i"
       else
+        again+=" $i"
         say "uses the devices of process $i on $name again, which are unfit: no others are left"
       fi
     done
+    unfit[$name]=$again
   done
   for h in "${!host_names[@]}"; do ((host_counts[h] > 0)) || unset "host_names[h]" "host_counts[h]"; done
   host_names=("${host_names[@]}") host_counts=("${host_counts[@]}")
