@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from mpmd.compile.step import StepPrograms
@@ -14,7 +15,6 @@ from mpmd.report.conclusion import conclusion
 from mpmd.report.explain import StepTraffic, sent_by
 from mpmd.report.flops import cost_per_step, flops_of
 from mpmd.report.memory import KINDS, measured, over_time
-from mpmd.report.page_frame import TOOLS, page
 from mpmd.report.profile import Profile, loop_parts, shape_table, stragglers, task_seconds
 from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
@@ -25,6 +25,11 @@ from scheduler.timing.colours import colour
 
 # A picture of more bars than this would make a browser slow.
 _MOST_BARS = 20000
+_TOOLS = (
+    '<div class="tools"><button data-k="-" aria-label="zoom out">−</button><button data-k="+" aria-label="zoom in">+'
+    '</button><button data-k="0">all</button><span class="soft">keys: + − 0 to zoom, ← → from one to the next; or ctrl'
+    " and the wheel</span></div>"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,17 @@ def report_page(facts: Facts) -> str:
     parts.append(f"<dl>{''.join(f'<dt>{what}</dt><dd>{text}</dd>' for what, text in made.items())}</dl>")
     text = f"<pre>{escape(facts.explanation)}</pre>"
     parts.append(f"<details><summary>The text of <code>compiled.explain()</code></summary>{text}</details>")
-    return page(f"{name}: report", "\n".join(parts))
+    return _page(f"{name}: report", "\n".join(parts))
+
+
+def _page(title: str, body: str) -> str:
+    """With its style (`page.css`) and its little script (`page.js`), so that it needs no other file."""
+    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+        f' content="width=device-width,initial-scale=1"><title>{title}</title><style>\n{style}</style></head>\n'
+        f"<body>{body}<script>\n{script}</script></body></html>\n"
+    )
 
 
 def _verdict(facts: Facts) -> Iterator[str]:
@@ -122,7 +137,7 @@ def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | 
     """Lanes with a clock of so many seconds below, if the time is measured."""
     rows = "".join(f'<div class="lane"><span class="name">{name}</span>{"".join(bars)}</div>' for name, bars in lanes)
     return (
-        f'<div class="zoomed">{TOOLS}<div class="chart" tabindex="0" role="group" aria-label="{escape(label)}">'
+        f'<div class="zoomed">{_TOOLS}<div class="chart" tabindex="0" role="group" aria-label="{escape(label)}">'
         f'<div class="inner">{rows}{"" if seconds is None else _clock(seconds)}</div></div>'
         '<div class="said soft" aria-live="polite"></div></div>'
     )
@@ -354,13 +369,10 @@ def _areas(history: Sequence[Mapping[str, int]], most: float) -> str:
     for kind in KINDS:
         above = [b + now.get(kind, 0) for b, now in zip(below, history, strict=True)]
         if above != below:
-            top = [f"{x},{_down(v, most)} {x + 1},{_down(v, most)}" for x, v in enumerate(above)]
-            under = [f"{x + 1},{_down(v, most)} {x},{_down(v, most)}" for x, v in enumerate(below)]
+            upper, lower = ([f"{100 - 100 * v / most:.2f}" for v in edge] for edge in (above, below))
+            top = [f"{x},{y} {x + 1},{y}" for x, y in enumerate(upper)]
+            under = [f"{x + 1},{y} {x},{y}" for x, y in enumerate(lower)]
             points = " ".join([*top, *reversed(under)])
             shapes.append(f'<polygon points="{points}" fill="var(--{kind})"><title>{kind}</title></polygon>')
         below = above
     return "".join(shapes)
-
-
-def _down(nbytes: float, most: float) -> str:
-    return f"{100 - 100 * nbytes / most:.2f}"

@@ -73,7 +73,7 @@ class Accounts:
         try:
             is_due = count >= self._measured_at[0] + every and begin >= self._measured_at[1] + pause_s
             is_due = (is_due or count in _FIRST) and self._has_room(bindings)
-            yield self._measured(bindings) if is_due else _as_they_are
+            yield self._measured(bindings) if is_due else lambda instructions: instructions
         except BaseException:
             self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
             raise
@@ -130,10 +130,6 @@ class Accounts:
             return found
 
         return wrapped
-
-
-def _as_they_are(instructions: Sequence[tuple]) -> Sequence[tuple]:
-    return instructions
 
 
 def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -> list[int]:

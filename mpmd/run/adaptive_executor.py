@@ -59,9 +59,9 @@ class AdaptiveExecutor(Executor):
         mesh = self._programs.mesh
         if mesh.groups_share_devices:
             return "groups share devices, which are busy anyway"
-        if self._job is not None and wires.wire_class(self._job).is_ordered:
+        if self.job is not None and wires.wire_class(self.job).is_ordered:
             return "both ends of a transfer between processes must come to it in one order"
-        if self._job is not None and any(m.size > 1 for m in mesh.groups):
+        if self.job is not None and any(m.size > 1 for m in mesh.groups):
             return "in a job its groups have several devices"
         if any(hasattr(b.act, "give_up") for b in self.bindings.instructions):
             return "a loop that goes only forward is held back by its receivers, in order"

@@ -163,7 +163,7 @@ class AuditedExecutor(Executor):
         return sum(own.program.nbytes.get(v.name, 0) for v in reads if isinstance(v, Value))
 
     def _values_of(self, candidate: _Auditable, own: _OwnStep) -> Any:
-        return values_of_instruction(own.programs, self._job, candidate.group, candidate.instruction, own.dealt)
+        return values_of_instruction(own.programs, self.job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
         if not (self._sampling.is_due() and self._is_finished):
@@ -213,10 +213,10 @@ class AuditedExecutor(Executor):
             {g: [d.process_index for d in of_group] for g, of_group in devices.items()},
             {g: [f"rank {d.process_index}: {d}" for d in of_group] for g, of_group in devices.items()},
             call.found,
-            self._job,
+            self.job,
         )
         bindings = with_added(
-            self.bindings, own.places, plan.added, call.programs, plan.program, self._job, drawn.alike
+            self.bindings, own.places, plan.added, call.programs, plan.program, self.job, drawn.alike
         )  # fmt: skip
         bound = [(b.code, b.act, b.reads, b.writes, b.frees, k) for k, b in enumerate(bindings.instructions)]
         return (bindings, bound, Flight(len(bound))), audit

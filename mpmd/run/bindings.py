@@ -474,20 +474,17 @@ class _Calls:
         if key not in self._values:
             loop, body = program.loop, program.tasks[place].body
             constants = program.tasks[place].constants
+            operands = [(self.slots.names[v], v) for v in body.operands]
             results = [loop.partition.accumulators[k].result for k in body.accumulates]
             self._values[key] = _TaskValues(
                 [self.slots.of_constant(group, c) for c in constants],
                 body.uses_index,
-                [self._operand(group, v) for v in body.operands],
+                [name if name in self._dealt else self.slots.around(group, v) for name, v in operands],
                 [edge_name(loop, v) for v in body.reads],
                 [edge_name(loop, v) for v in body.writes],
                 [self.slots.around(group, v) for v in results],
             )
         return self._values[key]
-
-    def _operand(self, group: int, v: compat.Var) -> int | str:
-        name = self.slots.names[v]
-        return name if name in self._dealt else self.slots.around(group, v)
 
 
 class _Way(NamedTuple):

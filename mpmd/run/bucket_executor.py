@@ -99,7 +99,7 @@ class BucketExecutor(Executor):
         self.finish()
 
     def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
-        self._bound_buckets = BoundBuckets(self._buckets, self._job, self._dealt)
+        self._bound_buckets = BoundBuckets(self._buckets, self.job, self._dealt)
         first, *others = self._bound_buckets.of
         for other, (_, its_program) in zip(others, self._buckets[1:], strict=True):
             if its_program is not program:

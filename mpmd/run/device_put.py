@@ -17,7 +17,6 @@ from mpmd.arrays import keys
 from mpmd.arrays.boxes import device_boxes
 from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import is_local
-from mpmd.run.pieces import shards_of
 
 
 def mover(source: NamedSharding, target: NamedSharding, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
@@ -58,7 +57,7 @@ def place_all(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list
     for i, (x, sharding) in enumerate(zip(values, shardings, strict=True)):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             if _is_there(x, sharding):
-                shards = shards_of(x)
+                shards = compat.shards(x)
                 mine = [shards[d] for d in device_boxes(sharding, x.shape) if d in shards]
                 placed[i] = jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
                 continue

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.profiler import TraceAnnotation
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
 from mpmd.errors import HangError
 from mpmd.job import joining, wires
 from mpmd.job.alone import alone
-from mpmd.job.job import Job
 from mpmd.job.notes import Note
 from mpmd.observe import ledger
 from mpmd.observe.flight import Flight
@@ -28,12 +28,11 @@ from mpmd.run import nans
 from mpmd.run.accounts import Accounts, Measured
 from mpmd.run.agreement import Announcement, agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, Bindings, bind
-from mpmd.run.profiling import annotated
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
-from scheduler import Program
+from scheduler import Program, Task
 
 # A code, what to call, slots that are read, written and freed, and its number: see `BoundInstruction`.
 Instruction = tuple[int, Any, Any, Any, tuple[int, ...], int]
@@ -47,6 +46,7 @@ class Executor:
 
     Attributes:
       bindings: what it runs.
+      job: the processes that the step runs in; None where all groups are of this one.
       ranks: the processes of all groups.
       program: of all groups.
       flight: when it began each of its last instructions.
@@ -55,7 +55,7 @@ class Executor:
     def __init__(self, programs: StepPrograms, program: Program, whole: Trace):
         self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
         job = joining.current() if len(self.ranks) > 1 else None
-        self._job = job if job is not None and job.rank in self.ranks else None
+        self.job = job if job is not None and job.rank in self.ranks else None
         if jax.process_index() not in self.ranks and not programs.mesh.is_part:
             warnings.warn(
                 f"mpmd: process {jax.process_index()} has none of the mesh's devices, which are those of"
@@ -64,7 +64,7 @@ class Executor:
                 stacklevel=users_frame(),
             )
         self._alone = alone() if job is None and joining.current() is None else None
-        watched = self._alone if self._job is None else self._job
+        watched = self._alone if self.job is None else self.job
         self._activity = None if watched is None else watched.activity
         self.bindings = self._bind(programs, program)
         self.program = program
@@ -89,7 +89,7 @@ class Executor:
             self.finish()
 
     def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
-        return bind(programs, program, self._job)
+        return bind(programs, program, self.job)
 
     def finish(self) -> None:
         """Waits for all programs, once."""
@@ -148,13 +148,13 @@ class Executor:
 
     def prepare(self) -> bool:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
-        if self._job is None or (self._next_piece is not None and self._epoch == self._job.epoch):
+        if self.job is None or (self._next_piece is not None and self._epoch == self.job.epoch):
             return False
-        if self._job.epoch and any(len(processes) > 1 for processes in self._programs.mesh.processes):
+        if self.job.epoch and any(len(processes) > 1 for processes in self._programs.mesh.processes):
             raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
-        plan, self._epoch = self._plan(), self._job.epoch
-        self._next_piece = agree(self._job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
-        warm_up(self._job, self._programs.mesh, self.ranks)
+        plan, self._epoch = self._plan(), self.job.epoch
+        self._next_piece = agree(self.job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
+        warm_up(self.job, self._programs.mesh, self.ranks)
         return True
 
     def _plan(self) -> Announcement:
@@ -162,8 +162,8 @@ class Executor:
 
     def _note(self, number: int, values: Sequence[tuple[int, Any]] = (), makers: Sequence[int] = ()) -> Note:
         """Of the next call; `number` is 0 before the processes have agreed on the program."""
-        assert self._job is not None
-        step = self._job.activity.step + 1
+        assert self.job is not None
+        step = self.job.activity.step + 1
         return Note(f"called {self._programs.name}", number, step, *self._arguments, values, makers, *self._ways)
 
     def compare(self, given: Sequence[tuple[int, Any]], makers: Sequence[int], is_first: bool) -> None:
@@ -177,15 +177,15 @@ class Executor:
         Raises:
           ScheduleError: this call or an earlier one differs.
         """
-        if self._job is None or self._next_piece is None:
+        if self.job is None or self._next_piece is None:
             return
         number = self._next_piece >> wires.NUMBER_BITS
         values = values_to_compare(given, is_first)
-        if self._num_steps == 1 and self._job.rank == self.ranks[0]:
+        if self._num_steps == 1 and self.job.rank == self.ranks[0]:
             self._tell_of_uncompared([i for i, x in values if x is None])
-        self.call_number = self._job.calls.note(self.ranks, self._note(number, values, makers))
+        self.call_number = self.job.calls.note(self.ranks, self._note(number, values, makers))
         if is_first:
-            self._job.calls.settle(self.ranks)
+            self.job.calls.settle(self.ranks)
 
     def _tell_of_uncompared(self, positions: Sequence[int]) -> None:
         """In the second call: which arguments only the first call has compared. State is an `MpmdArray` by now."""
@@ -196,11 +196,6 @@ class Executor:
                 " compared in every call.",
                 stacklevel=users_frame(),
             )
-
-    @property
-    def job(self) -> Job | None:
-        """The job that the step runs in; None where all groups are this process's."""
-        return self._job
 
     @property
     def position(self) -> int:
@@ -215,9 +210,9 @@ class Executor:
     @property
     def transport(self) -> str:
         """How values go between groups, for `explain()`."""
-        if self._job is None:
+        if self.job is None:
             return "by jax.device_put"
-        return f"by jax.device_put in this process, between processes by {wires.wire_class(self._job).name}"
+        return f"by jax.device_put in this process, between processes by {wires.wire_class(self.job).name}"
 
     def recorded(self) -> dict[str, Any]:
         """What the flight recorder writes of this step's program."""
@@ -244,10 +239,10 @@ class Executor:
     def peers(self, position: int) -> tuple[int, ...]:
         """The other ranks whose part in an instruction it may wait for."""
         instructions = self.bindings.instructions
-        if self._job is None or position >= len(instructions) or instructions[position].code != RUN:
+        if self.job is None or position >= len(instructions) or instructions[position].code != RUN:
             return ()
         ranks = self._programs.mesh.processes[instructions[position].group]
-        return tuple(r for r in ranks if r != self._job.rank)
+        return tuple(r for r in ranks if r != self.job.rank)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
@@ -259,12 +254,12 @@ class Executor:
             self.flight.end()
             return
         base = 0
-        if self._job is not None:
+        if self.job is not None:
             self.prepare()
             base = self._first_piece()
         self._activity.enter_step(self)
         try:
-            with contextlib.nullcontext() if self._job is None else self._job.as_a_whole():
+            with contextlib.nullcontext() if self.job is None else self.job.as_a_whole():
                 yield base
         finally:
             self._activity.leave_step()
@@ -344,7 +339,7 @@ class Executor:
     @functools.cached_property
     def _annotated(self) -> list[Instruction]:
         return [
-            (b.code, b.act and annotated(b.act, b.name, b.group, b.tasks), b.reads, b.writes, b.frees, number)
+            (b.code, b.act and _annotated(b.act, b.name, b.group, b.tasks), b.reads, b.writes, b.frees, number)
             for number, b in enumerate(self.bindings.instructions)
         ]
 
@@ -357,3 +352,22 @@ class Executor:
 
     def _collect(self, slots: list[Any]) -> list[dict[int, jax.Array]]:
         return [{group: slots[slot] for group, slot in where} for where in self.bindings.outputs]
+
+
+def _annotated(fun: Callable, name: str, group: int, tasks: Sequence[Task]) -> Callable:
+    """`fun`, which shows in profiles as `name`, with the group and the tasks that it runs.
+
+    Of a task, the span's name ends with the microbatch (`gpt_stage2_F microbatch 3`), and its arguments are the group,
+    the stage, the kind and the microbatch.
+    """
+    details: dict[str, Any] = {"group": group}
+    if tasks:
+        for key in ("stage", "kind", "microbatch"):
+            details[key] = ",".join(str(getattr(t, key)) for t in tasks)
+        name = f"{name} microbatch {details['microbatch']}"
+
+    def spanned(*args):
+        with TraceAnnotation(name, **details):
+            return fun(*args)
+
+    return spanned

@@ -39,10 +39,9 @@ def pieces(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: 
         for held, devices in holders.items():
             part = held & wanted
             if part.size:
-                near = [d for d in devices if d == device] or [
-                    d for d in devices if d.process_index == device.process_index
-                ]
-                chosen = (near or devices)[turn % len(near or devices)]
+                of_process = [d for d in devices if d.process_index == device.process_index]
+                near = [device] if device in devices else of_process or devices
+                chosen = near[turn % len(near)]
                 found.append(Piece(len(found), chosen, device, part))
     return tuple(found)
 
@@ -84,11 +83,3 @@ def share(source: jax.sharding.Sharding, target: NamedSharding, shape: tuple[int
     is_whole = len(mine) == 1 and not is_local(mine[0].source) and mine[0].box == targets.get(mine[0].target)
     only = mine[0] if is_whole and target.mesh.size == 1 and memory_kind(target) is None else None
     return Share(len(found), mine, device_boxes(source, shape), targets, starts, only)
-
-
-def shards_of(x: jax.Array) -> dict[Device, jax.Array]:
-    """The shards of an array that this process has."""
-    devices = x.devices()
-    if len(devices) == 1 and x.is_fully_addressable:
-        return {next(iter(devices)): x}
-    return {s.device: s.data for s in x.addressable_shards}

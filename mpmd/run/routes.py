@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import Device, is_local
 from mpmd.job.job import Job
 from mpmd.job.wires import receive_piece
-from mpmd.run.pieces import Piece, shards_of, share
+from mpmd.run.pieces import Piece, share
 
 
 class ValueRoute:
@@ -57,7 +58,7 @@ class ValueRoute:
         """
         if self.share.only is not None:
             return self._receive(self.share.only, base)
-        shards = {} if x is None else shards_of(x)
+        shards = {} if x is None else compat.shards(x)
         parts: dict[Device, list[jax.Array]] = {d: [] for d in self.share.targets}
         for piece in self.share.mine:
             if not is_local(piece.source):

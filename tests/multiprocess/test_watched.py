@@ -47,7 +47,7 @@ def compiled_step(on_host):
         return mpmd.treduce(loss, xs, schedule=scheduler.GPipe(NUM_GROUPS))
 
     compiled = step.lower(jnp.ones((MICROBATCHES, 2))).compile()
-    compiled._executor._job = job = Alone()
+    compiled._executor.job = job = Alone()
     compiled._executor._activity = job.activity
     return compiled, job
 
