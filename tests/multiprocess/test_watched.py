@@ -2,6 +2,7 @@
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +48,8 @@ def compiled_step(on_host):
         return mpmd.treduce(loss, xs, schedule=scheduler.GPipe(NUM_GROUPS))
 
     compiled = step.lower(jnp.ones((MICROBATCHES, 2))).compile()
-    compiled._executor.job = job = Alone()
-    compiled._executor._activity = job.activity
+    job: Any = Alone()
+    compiled._executor.job, compiled._executor._activity = job, job.activity
     return compiled, job
 
 
