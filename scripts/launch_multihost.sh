@@ -653,6 +653,8 @@ stop_keepers() {
     while keeper_lives "$name" && ((SECONDS < end)); do sleep 0.05; done
     kill -KILL "${keeper_pids[$name]}" 2>/dev/null
   done
+  # A keeper of this host that was killed has left its folder of compiled programs.
+  rm -rf "${TMPDIR:-/tmp}/jax-mpmd.$(printf %s "$keeper_token" | sha256sum | cut -c 1-16)"
   [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
 }
 

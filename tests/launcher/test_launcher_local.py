@@ -456,6 +456,19 @@ def test_restarts_begin_anew_with_another_port_and_say_so(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("rank-0*")) == names
 
 
+def test_a_keeper_that_was_killed_leaves_no_folder():
+    program = python(
+        "import os, socket, struct\n"
+        "connection = socket.socket(socket.AF_UNIX)\n"
+        "connection.connect('\\0' + os.environ['MPMD_KEEPER'].split(':')[1])\n"
+        "pid, *_ = struct.unpack('iII', connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))\n"
+        "os.kill(pid, 9)\n"
+        "print('killed', os.path.isdir(os.environ['MPMD_KEEPER'].split(':')[2]))"
+    )
+    status, job = run("--restarts", 1, *program)
+    assert status == 0 and job.out == "[0] killed True\n"
+
+
 def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     status, job = run("-n", 2, "--restarts", 9999, *shell("exit 6"))
     assert status == 6
