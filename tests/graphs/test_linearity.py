@@ -52,7 +52,12 @@ def is_additive(eqn, operands, positions):
     return all(np.allclose(np.asarray(x + y, z.dtype), z, atol=1e-4) for x, y, z in sums)
 
 
-@pytest.mark.parametrize("name", [*CASES, *MORE])
+def _mark(name):
+    is_listed = name in MORE or name.split()[0] in {*linearity._TOGETHER, *linearity._EACH}
+    return name if is_listed else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(_mark, [*CASES, *MORE]))
 def test_an_equation_is_linear_in_what_the_table_says_and_in_nothing_else(name):
     fun, *operands = (CASES | MORE)[name]
     for eqn, values, _ in equations_of(fun, operands):

@@ -477,6 +477,7 @@ def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     assert said[-1] == "jax-mpmd: gives up after restart 2 of 9999: exit status 6, 3 times in a row"
 
 
+@pytest.mark.slow
 def test_a_restart_leaves_out_devices_that_were_unfit_where_others_are_left():
     """Processes 1 and 2 end as those whose devices are unfit; there is one spare, so that 2 is used again."""
     program = shell("""
@@ -499,6 +500,7 @@ def test_a_restart_leaves_out_devices_that_were_unfit_where_others_are_left():
     assert sorted(re.findall(r"try 1 on (\d)", job.out)) == ["0", "2"]
 
 
+@pytest.mark.slow
 def test_a_spare_that_is_killed_has_a_successor_unless_three_in_a_row_are_killed_soon(tmp_path):
     program = shell(f"""
         died={tmp_path}/died
