@@ -95,7 +95,7 @@ def compiled(step, arguments):
         (clipped, "zb-h1", "576 B", "div reads it"),
         (finite, "1f1b", "576 B", "select_n reads it"),
         pytest.param(per_example, "1f1b", "1.15 KB", "dot_general reads it", marks=pytest.mark.slow),
-        pytest.param(projected, "1f1b", "1.15 KB", "mul reads it", marks=pytest.mark.slow),
+        pytest.param(projected, "1f1b", "576 B", "mul reads it", marks=pytest.mark.slow),
     ],
 )
 def test_whole_gradients_that_go_to_one_stage_in_each_microbatch_are_warned_of(arguments, fun, schedule, nbytes, line):
