@@ -39,16 +39,16 @@ def linear_in(eqn: compat.JaxprEqn, position: int) -> list[int]:
 
     Where one of them is no part of a sum that is moved, it has to be zeros, or be added once.
     """
-    name, operand, result = eqn.primitive.name, eqn.invars[position].aval, eqn.outvars[0].aval
+    name = eqn.primitive.name
     if position in (together := _TOGETHER.get(name, ())):
         found = [i for i in together if i < len(eqn.invars)]
     elif position in _EACH.get(name, ()):
         # A division of integers rounds, and so does a conversion to them.
-        rounds = name in ("div", "convert_element_type") and not jax.dtypes.issubdtype(result.dtype, np.inexact)
-        found = [] if rounds else [position]
+        rounds = name in ("div", "convert_element_type")
+        found = [] if rounds and not jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact) else [position]
     else:
         return []
-    return found if operand.dtype != np.bool_ else []
+    return found if eqn.invars[position].aval.dtype != np.bool_ else []
 
 
 def is_linear_in(eqn: compat.JaxprEqn, v: compat.Var) -> bool:

@@ -162,6 +162,19 @@ def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd
     np.testing.assert_allclose(numbers(printed), numbers(sorted(capfd.readouterr().out.splitlines())), rtol=1e-4)
 
 
+def test_a_gradient_may_be_printed_on_its_way_to_its_sum():
+    def step(w, xs):
+        def descent(x):
+            grad = jax.grad(lambda w: jnp.sum(mpmd.mark_stage_end(jnp.tanh(x @ w)) @ w))(w)
+            jax.debug.print("{}", grad)
+            return -grad
+
+        return mpmd.treduce(descent, xs, schedule="1f1b")
+
+    w, xs = jax.random.normal(jax.random.key(0), (4, 4)), jnp.ones((3, 2, 4))
+    assert_same(host(mpmd.jit(step, mpmd_mesh=shared_device(2))(w, xs)), host(jax.jit(step)(w, xs)), 1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["OneFOneB", pytest.param("ZeroBubbleH1", marks=pytest.mark.slow)])
 def test_a_tagged_callback_sees_the_microbatches_of_its_stage_in_order(schedule):
     seen = []
