@@ -51,7 +51,7 @@ from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
-from mpmd.tracing.arguments import Hint, broadcast, hint_of
+from mpmd.tracing.arguments import Hint, broadcast, check_is_outside, hint_of
 from mpmd.tracing.trace import Trace, trace_step
 from mpmd.users_frame import users_frame
 from scheduler import Costs, Program, Timeline
@@ -655,15 +655,16 @@ class Compiled:
         found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
         return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
 
-    @compat.no_mesh()
     def _run(self, leaves: Sequence[Any]) -> Any:
-        leaves = apart(leaves, self._consumed) if self._consumed else leaves
-        if self.timing:
-            result, rows = self._timed_run(leaves, 1)
-            self._timed = self._profile_of([rows()], None)
-            return result
-        placed = self._placed(leaves)
-        return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
+        check_is_outside()
+        with compat.no_mesh():
+            leaves = apart(leaves, self._consumed) if self._consumed else leaves
+            if self.timing:
+                result, rows = self._timed_run(leaves, 1)
+                self._timed = self._profile_of([rows()], None)
+                return result
+            placed = self._placed(leaves)
+            return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
     def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
         """A call, and when everything of this process ran."""
