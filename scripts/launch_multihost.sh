@@ -97,7 +97,7 @@ option_error() { die 2 "$1 (see --help)"; }
 # runs the coordination service, status folder, and of a spare that is started later the number under which it joins.
 set_rank_environment() {
   rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_ranks" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
-  if ((num_processes > num_ranks)); then
+  if ((num_processes > num_ranks)) || is_recoverable "$4"; then
     rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
     [[ -z $replace_slow ]] || rank_environment+=("MPMD_REPLACE_SLOW=$replace_slow")
     [[ -z ${6:-} ]] || rank_environment+=("MPMD_JOIN_AS=$6")
@@ -116,6 +116,9 @@ set_rank_environment() {
     rank_environment+=("CUDA_VISIBLE_DEVICES=$(gpus_of "$2")")
   fi
 }
+
+# Whether others may take the places of killed processes: the launcher starts them, and its coordination service takes them.
+is_recoverable() { ((restarts > 0)) && [[ $1 == yes ]]; } # "yes" if it runs the service
 
 # The GPUs of the process with this index on its host: a slice of CUDA_VISIBLE_DEVICES, or of 0, 1, 2, ...
 gpus_of() {
@@ -273,7 +276,7 @@ handle() { # an event, or a command of the launcher
     start) start_ranks "$@" ;;
     started) rank_pid[$1]=$2 pumps+=("$3" "$4") ;;
     exited)
-      tell exited "$1" "$2" "${rank_pid[$1]}" "$(have_status && echo yes || echo no)" "$(blamed_by "$1")"
+      tell exited "$1" "$2" "${rank_pid[$1]}" "$(have_status && echo yes || echo no)" "$(goes_on)" "$(blamed_by "$1")"
       num_running=$((num_running - 1))
       ;;
     flushed) num_open=$((num_open - 1)) ;;
@@ -284,6 +287,7 @@ handle() { # an event, or a command of the launcher
       ;;
     failed) note_failure "$@" ;;
     spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
+    asks) ! have_status || tell goes_on "$(goes_on)" ;;
     take) printf '%s %s\n' "$@" >>"$work/status/taken" ;;
     again) start_again "$@" ;;
     signal)
@@ -304,6 +308,10 @@ handle() { # an event, or a command of the launcher
 }
 
 have_status() { compgen -G "$work/status/rank-*.json" >/dev/null; }
+
+goes_on() { # "yes" if ranks of this host are in mpmd.resilient, and can go on there when one is lost
+  (set +f && grep -qs '"goes_on": true' "$work"/status/rank-*.json) && echo yes || echo no
+}
 
 blamed_by() { # the rank that this rank's verdict blames, if this rank's watchdog ended the job
   local file=$work/status/rank-$1.json
@@ -329,8 +337,8 @@ start_rank() { # rank, index on this host, and the number under which it joins, 
   run_rank "$1" "$2" "$service_address" "$served" "${3:-}" &
 }
 
-# Starts a process where a killed one was, with the same devices.
-start_again() { # the killed one, the new one, the number under which it joins
+# Starts a process where another one is or was, with the same devices.
+start_again() { # the other one, the new one, the number under which it joins
   local i
   [[ -z $stopping ]] || return 0
   for i in "${!ranks[@]}"; do
@@ -493,7 +501,7 @@ print(next(p for p in places if os.path.exists(os.path.join(p, "coordinator.py")
 start_service() { # port
   local options=(--bind '[::]')
   [[ $local_only != yes ]] || options=(--bind 127.0.0.1)
-  ((num_processes == num_ranks)) || options+=(--recoverable)
+  ((restarts == 0)) || options+=(--recoverable)
   mkfifo "$work/service.in" && exec {service_life}<>"$work/service.in"
   {
     trap '' TERM HUP INT
@@ -897,7 +905,7 @@ agent_program() { # host
     fi
   fi
   printf '%s\n' "$set_aside"
-  declare -p command environment added ranks local_ids num_processes num_ranks cpu_devices gpus_per_process hang_timeout_s \
+  declare -p command environment added ranks local_ids num_processes num_ranks restarts cpu_devices gpus_per_process hang_timeout_s \
     replace_slow wanted_port local_only transport agent_index job attempt serve folder line_width log_dir keeper keepers \
     keeper_token
   printf '%s' "$script_text"
@@ -951,7 +959,7 @@ print_dry_run() {
   local h rank i name address
   local recoverable=''
   local -a rank_environment agent_command
-  ((num_processes == num_ranks)) || recoverable=' --recoverable'
+  ((restarts == 0)) || recoverable=' --recoverable'
   address=$(first_address "$(hostname)"):${wanted_port:-PORT}
   if [[ $transport == slurm ]]; then
     [[ $local_only == yes ]] || address=${host_names[0]}:${wanted_port:-PORT}
@@ -1051,7 +1059,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0
+  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=()
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1105,6 +1113,7 @@ on_message() { # host, kind, text
       interrupted=$1
       begin_stop
       ;;
+    goes_on) on_answer "$1" ;;
     doing) doing[$1]=${text#* } ;;
     verdict) verdicts[$1]=${text#* } ;;
     left) left+=("$(connection_name "$h"): $*") ;;
@@ -1148,7 +1157,7 @@ on_ready() { # host, agent, its host name, port, service
   command_all "spares ${spares[*]}"
 }
 
-on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
+on_exit() { # process, status, pid, whether a watchdog runs, whether the others go on, whom it blames
   local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
   unset "runs_on[$1]"
   (($2 != unfit_status)) || [[ -z $host ]] || unfit[${host_names[host]}]+=" ${local_of[$1]}"
@@ -1160,15 +1169,13 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
     ((SECONDS - ${born[$1]:-$started} < 60)) && num_brief=$((num_brief + 1)) || num_brief=0
     if (($2 > 128 && $2 != 143 && num_brief < most_alike)) && [[ $phase == running ]]; then
       text+="; spare $num_numbers waits in its place"
-      start_spare "$1" "$2" "$host"
+      start_spare "$1" "$host"
     fi
     [[ $phase == stopping || $phase == quitting ]] || say "$text"
     command_all "spares ${spares[*]}"
     return 0
   fi
-  # Status 143 is that of a rank which has finished its step after SIGTERM.
-  if (($2 > 128 && $2 != 143 && ${#spares[@]} > 0)) && [[ $phase == running && $4 == yes ]]; then
-    replace "$rank" "$1" "$2" "$host"
+  if (($2 > 128)) && [[ $phase == running && $5 == yes ]] && replace "$rank" "$1" "$2" "$host"; then
     return 0
   fi
   statuses[rank]=$2 rank_pids[rank]=$3
@@ -1180,56 +1187,67 @@ on_exit() { # process, status, pid, whether a watchdog runs, whom it blames
     command_all "failed $rank $2 $(ended_text "$2")"
     begin_grace "$4"
   fi
-  blamed=${5:-$blamed}
+  blamed=${6:-$blamed}
   ((num_exited < num_ranks)) || begin_stop
   # All ranks have ended but the one that they blame. It hangs, or is about to end by itself with its own status.
   [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_ranks - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
-# A spare takes the place of a rank, and a new one waits where the process of the rank was.
+# A spare takes the place of a rank, and a new one is started where the process of the rank was. Where none waits, that one
+# takes the place. False if its devices are unfit.
 replace() { # rank, its process, status, the index of its host
-  local spare=${spares[0]}
+  local spare text='takes its place'
+  ((${#spares[@]} > 0)) || text='is started in its place'
+  (($3 == unfit_status)) || start_spare "$2" "$4"
+  ((${#spares[@]} > 0)) || return 1
+  spare=${spares[0]} spares=("${spares[@]:1}")
   is_rank[spare]=$1
-  say "rank $1: $(ended_text "$3"); spare $spare takes its place"
-  spares=("${spares[@]:1}")
-  start_spare "$2" "$3" "$4"
+  say "rank $1: $(ended_text "$3"); spare $spare $text"
   command_all "take $1 $spare"
   command_all "spares ${spares[*]}"
 }
 
-# Starts a spare where a process was killed, unless its devices are unfit.
-start_spare() { # the process, its status, the index of its host
+# Starts a spare where another process is or was, with its devices.
+start_spare() { # the process, the index of its host, under whose number it joins (default: that of the process)
   local new=$num_numbers
-  (($2 != unfit_status)) || return 0
   num_numbers=$((new + 1))
   spares+=("$new")
-  joined[new]=${joined[$1]:-$1} host_of[new]=${host_of[$1]:-} local_of[new]=${local_of[$1]:-} born[new]=$SECONDS
-  [[ -z $3 ]] || runs_on[new]=$3
+  set -- "$1" "$2" "${3:-$1}"
+  joined[new]=${joined[$3]:-$3} host_of[new]=${host_of[$1]:-} local_of[new]=${local_of[$1]:-} born[new]=$SECONDS
+  [[ -z $2 ]] || runs_on[new]=$2
   command_all "again $1 $new ${joined[new]}"
 }
 
-# Spares on other hosts take the places of all ranks of a lost host. False where there are too few, or the coordination service
-# was there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
+# Spares on other hosts take the places of all ranks of a lost host, and where there are too few, processes that are started
+# beside those of the other hosts, unless fewer than --min-hosts are left. False if that cannot be, or the coordination service was
+# there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
 replace_host() { # index of the host, why it is lost
-  local process spare text
-  local -a ranks=() places=()
-  (($1 != 0)) || return 1
+  local process spare text i=0
+  local -a lost_processes=() places=() beside=()
   for process in "${!runs_on[@]}"; do
-    ((runs_on[process] == $1)) || continue
+    ((runs_on[process] == $1)) || { beside+=("$process") && continue; }
     unset "runs_on[process]"
-    ((${is_rank[process]:-$process} >= num_ranks)) || { ranks+=("${is_rank[process]:-$process}") && continue; }
+    ((${is_rank[process]:-$process} >= num_ranks)) || { lost_processes+=("$process") && continue; }
     for spare in "${!spares[@]}"; do [[ ${spares[spare]} != "$process" ]] || unset "spares[spare]"; done
   done
   spares=("${spares[@]}")
-  ((${#spares[@]} >= ${#ranks[@]})) || return 1
-  for process in "${ranks[@]}"; do
+  if ((${#spares[@]} < ${#lost_processes[@]})); then
+    ((${#command_fds[@]} >= min_hosts && ${#beside[@]} > 0)) || return 1
+    say "starts $((${#lost_processes[@]} - ${#spares[@]})) processes on the other hosts"
+  fi
+  for process in "${lost_processes[@]}"; do
+    ((${#spares[@]} > 0)) || {
+      start_spare "${beside[i % ${#beside[@]}]}" "${runs_on[${beside[i % ${#beside[@]}]}]}" "$process"
+      i=$((i + 1))
+    }
     spare=${spares[0]} spares=("${spares[@]:1}")
-    is_rank[spare]=$process places+=("$process" "$spare") text+="; spare $spare takes the place of rank $process"
+    is_rank[spare]=${is_rank[$process]:-$process} text+="; spare $spare takes the place of rank ${is_rank[spare]}"
+    places+=("${is_rank[spare]}" "$spare")
   done
   say "host ${host_names[$1]} was lost (${2%.})$text"
   end_keeper "${host_names[$1]}"
-  ((${#ranks[@]} == 0)) || command_all "take ${places[*]}"
+  ((${#places[@]} == 0)) || command_all "take ${places[*]}"
   command_all "spares ${spares[*]}"
 }
 
@@ -1289,9 +1307,28 @@ on_closed() { # host, status of ssh, srun or the local agent
   [[ $phase != quitting ]] || return 0
   why=${transport_text[h]:-}
   [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
-  if [[ $phase == running ]] && replace_host "$h" "$why"; then
+  if [[ $phase == running ]] && ((h > 0)); then # where the coordination service is not
+    unanswered[h]=$why
+    command_all asks
     return 0
-  elif [[ $phase == connecting && -z $job_error ]]; then
+  fi
+  end_without "$h" "$why"
+}
+
+# A host has said whether its ranks can go on without those of hosts that were lost.
+on_answer() { # yes or no
+  local h why
+  for h in "${!unanswered[@]}"; do
+    why=${unanswered[h]}
+    unset "unanswered[h]"
+    [[ $1 == yes && $phase == running ]] && replace_host "$h" "$why" || end_without "$h" "$why"
+  done
+}
+
+# A host has no agent any more, and the job does not go on without it.
+end_without() { # index of the host, why
+  local h=$1 why=$2
+  if [[ $phase == connecting && -z $job_error ]]; then
     error_status=69 job_error="$(place "$h")$why"
   elif [[ $phase == running || $phase == grace ]] && [[ -z $lost ]]; then
     lost="$h $why"

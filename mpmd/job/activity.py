@@ -61,6 +61,7 @@ class Activity:
       callbacks: the user's functions that run on the host.
       cursors: the executors that have run a step, while they live.
       samples: what it was at lately.
+      goes_on: in `mpmd.resilient`, where this process goes on when others are lost and replaced.
       has_pace: calls are measured for `pace`.
       pace: how fast its devices are; None if that is not known.
     """
@@ -81,6 +82,7 @@ class Activity:
         self.callbacks = Callbacks()
         self.cursors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.samples = Samples()
+        self.goes_on = False
         self.has_pace = False
         self.pace: Pace | None = None
 
@@ -163,7 +165,7 @@ class Activity:
             wait=None if wait is None else Wait(*wait, max(0.0, now - self._times.waits_since), number),
             sent=self._sent_in_vain(others),
             callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,
-            line=self._user_line(now) if still_s > STILL_S else "", pace=self.pace,
+            line=self._user_line(now) if still_s > STILL_S else "", goes_on=self.goes_on, pace=self.pace,
         )  # fmt: skip
 
     def _user_line(self, now: float) -> str:

@@ -202,7 +202,9 @@ class StatusFile:
         if self._path is None:
             return
         wait, now = board.wait, time.time()
-        data: dict[str, Any] = {k: getattr(board, k) for k in ("rank", "host", "pid", "phase", "step", "doing")}
+        data: dict[str, Any] = {
+            k: getattr(board, k) for k in ("rank", "host", "pid", "phase", "step", "doing", "goes_on")
+        }
         data["since"] = now - board.still_s
         data["waiting_for"] = wait and {"value": wait.what, "ranks": list(wait.ranks), "since": now - wait.for_s}
         data["verdict"] = verdict

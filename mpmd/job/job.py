@@ -28,7 +28,7 @@ from mpmd.job.watchdog import Watchdog
 
 # An agreement is asked for in slices of this length, so that the main thread stays interruptible.
 _SLICE_MS = 1000
-# In a job with spares: so that the loss of a process is heard of soon.
+# Where others take the places of lost ranks: so that the loss of a process is heard of soon.
 _SHORT_SLICE_MS = 100
 # So long after an error that may come of a loss, the launcher has said that a process was lost.
 _HEARD_S = 5.0
@@ -71,10 +71,10 @@ class Job:
         self._slow_factor = slow_factor
         black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
         self.epoch = -1 if is_spare else 0
-        self._is_going_on = False
+        self._is_bound = False
         self.end_process: Callable[[Board, int], None] | None = None
         self.wait_until_kept: Callable[[], bool] | None = None
-        losses, make_way = (self._hear_of_losses, self._make_way) if self._register.num_spares else (None, None)
+        losses, make_way = (self._hear_of_losses, self._make_way) if self._register.replaces else (None, None)
         self.watchdog = Watchdog(
             self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses, make_way
         )
@@ -137,7 +137,7 @@ class Job:
 
     def _answer(self, key: str, what: str) -> str | None:
         """What stands under a key of the store; None if it does not come soon. Any other error is the end."""
-        slice_ms = _SHORT_SLICE_MS if self._register.num_spares else _SLICE_MS
+        slice_ms = _SHORT_SLICE_MS if self._register.replaces else _SLICE_MS
         try:
             return self.store.blocking_key_value_get(key, slice_ms)
         except jax.errors.JaxRuntimeError as e:
@@ -161,7 +161,7 @@ class Job:
             self._wire = wires.NoWire(self) if self.is_apart else wires.wire_class(self)(self)
         return self._wire
 
-    # --- the loss of ranks, in a job with spares ----------------------------------------------------
+    # --- the loss of ranks, where others take their places ----------------------------------------------------
 
     @property
     def is_apart(self) -> bool:
@@ -194,14 +194,14 @@ class Job:
             causes.append(cause)
         # An OSError is what a save makes of a loss, and what it tells the other processes of it.
         may_be = any(isinstance(e, (jax.errors.JaxRuntimeError, HangError, OSError)) for e in causes)
-        end = time.monotonic() + (_HEARD_S if may_be and self._register.num_spares else 0.0)
+        end = time.monotonic() + (_HEARD_S if may_be and self._register.replaces else 0.0)
         while not self.lost and time.monotonic() < end:
             time.sleep(0.02)
         return bool(self.lost)
 
     def go_on(self) -> None:
         """Begins again with those that have taken places: agreements and connections are made anew."""
-        if not self._register.num_spares:
+        if not self._register.replaces:
             return
         self.epoch = len(self._taken)
         self._wire, self._counts = None, {}
@@ -214,18 +214,28 @@ class Job:
         """Around what can go on after a loss."""
         if self.is_apart:
             self.go_on()
-        self._is_going_on = True
+        self.activity.goes_on = self._register.replaces and not (self._is_bound or compat.has_cross_host_put())
         self.activity.has_pace = self._slow_factor is not None
         try:
             yield
         finally:
-            self._is_going_on = self.activity.has_pace = False
+            self.activity.goes_on = self.activity.has_pace = False
             self.activity.pace = None
+
+    def bind(self) -> None:
+        """Called before a group of several processes computes: from then on, none of them can go on without another.
+
+        Raises:
+          HangError: one was lost already.
+        """
+        if self.epoch:
+            raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
+        self._is_bound, self.activity.goes_on = True, False
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether a spare can take the place of this process, and the others go on."""
-        return self._is_going_on and self._register.num_left > 0 and not compat.has_cross_host_put()
+        """Whether a spare with other devices can take the place of this process, and the others go on."""
+        return self.activity.goes_on and self._register.num_left > 0
 
     def _make_way(self, board: Board, what: str, is_slow: bool) -> bool:
         """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one.
@@ -236,11 +246,10 @@ class Job:
           False if it is to be tried again.
         """
         text, end, wait = f"jax-mpmd: rank {board.rank}: {what}", self.end_process, self.wait_until_kept
-        if end is None or wait is None or not self._is_going_on:
+        if end is None or wait is None or not self.activity.goes_on:
             return False
-        if not self.may_be_replaced:
-            if is_slow:
-                print(f"{text}; no spare can take its place", file=sys.stderr, flush=True)
+        if is_slow and not self.may_be_replaced:
+            print(f"{text}; no spare can take its place", file=sys.stderr, flush=True)
             return True
         if is_slow and not wait():
             return False
@@ -255,10 +264,8 @@ class Job:
         """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""
         taken = self._register.read()
         new = taken[len(self._taken) :]
-        if new and not (self._is_going_on or self.is_apart):
+        if new and not (self.activity.goes_on or self.is_apart):
             return new[0].rank, "was lost while others were not in mpmd.resilient"
-        if new and compat.has_cross_host_put():
-            return new[0].rank, "was lost, and transfers between GPUs cannot be broken off"
         for rank, number in new:
             self.watchdog.boards.forget(rank, number)
         self._taken = taken

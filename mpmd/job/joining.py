@@ -200,13 +200,12 @@ def _join(
     jax.config.update("jax_enable_preemption_service", False)
     _keep_programs(environment)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
-    num_spares = int(environment.get(spares.NUM_SPARES, "0"))
-    num_in_all = None if count is None else count + num_spares
+    num_in_all = None if count is None else count + int(environment.get(spares.NUM_SPARES, "0"))
     number = int(environment[spares.JOIN_AS]) if spares.JOIN_AS in environment else rank
     jax.distributed.initialize(
         address, num_in_all, number, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat
     )
-    if num_spares:
+    if spares.NUM_SPARES in environment:
         assert count is not None and rank is not None
         if rank >= count:
             with ledger.during(ledger.IDLE):

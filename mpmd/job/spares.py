@@ -3,7 +3,8 @@
 The launcher starts more processes than there are ranks (`--spares`). A spare joins JAX's coordination service under a
 number of its own, and makes its devices when it knows whose they shall be: so every process keeps the devices and the
 meshes that it had. The launcher says who takes whose place, in a file that the processes of each host read. It then
-starts another spare where the lost process was, which joins the service under the number of that process.
+starts another spare where the lost process was, which joins the service under the number of that process. Where no
+spare waits, that one takes the place as soon as it has started.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 
-NUM_SPARES = "MPMD_NUM_SPARES"
+NUM_SPARES = "MPMD_NUM_SPARES"  # set where the launcher has others take the places of lost ranks; 0 if none wait
 SPARE = "MPMD_SPARE"  # of a process that has taken a place: its number
 JOIN_AS = "MPMD_JOIN_AS"  # the number of the lost process under which a spare joins JAX's service
 # Ends a process whose devices are slow or wrong. The launcher starts no other one with these devices.
@@ -39,11 +40,11 @@ class Register:
       environment: that of the process.
 
     Attributes:
-      num_spares: how many spares the job began with.
+      replaces: whether others take the places of lost ranks.
     """
 
     def __init__(self, environment: Mapping[str, str]):
-        self.num_spares = int(environment.get(NUM_SPARES, "0"))
+        self.replaces = NUM_SPARES in environment
         self._folder = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""))
 
     def read(self) -> list[Taken]:
@@ -57,7 +58,7 @@ class Register:
         return len(self._text("spares").split())
 
     def _text(self, name: str) -> str:
-        if self.num_spares:
+        if self.replaces:
             with contextlib.suppress(OSError):
                 return (self._folder / name).read_text()
         return ""

@@ -67,7 +67,8 @@ class Board:
       line: where the main thread has been in the user's code for a while: `train.py:62 in load`.
       door: where the kernel answers other machines for this process.
       stacks: the number of the file for its stacks.
-      pace: in `mpmd.resilient`, how fast its devices are, where slow processes are replaced.
+      goes_on: in `mpmd.resilient`, where it goes on when others are lost and replaced.
+      pace: there, how fast its devices are, where slow processes are replaced.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class Board:
     line: str = ""
     door: str = ""
     stacks: int = -1
+    goes_on: bool = False
     pace: Pace | None = None
 
     def to_json(self) -> dict[str, Any]:

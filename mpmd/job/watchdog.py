@@ -30,7 +30,7 @@ from mpmd.observe import ledger
 
 # A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
 _PAUSED_S = 2.0
-# In a job with spares, the launcher has so long to say that one takes the place of a lost rank.
+# The launcher has so long to say that another process takes the place of a lost rank.
 _LAUNCHER_S = 3.0
 # How a rank ends that was not to blame; the launcher tells victims from the guilty one by it.
 VICTIM_STATUS = 75
@@ -47,8 +47,8 @@ class Watchdog:
       black_box: the flight record of this rank.
       door: where the kernel answers others for this process.
       serves: this process serves the key-value store, so it leaves last.
-      losses: in a job with spares, takes note of ranks that were lost; a verdict where this process cannot go on.
-      make_way: in a job with spares, ends the process of a rank that holds up the others, or is slow; whether it did.
+      losses: where others take the places of lost ranks, notes who was lost; a verdict if this process cannot go on.
+      make_way: there, ends the process of a rank that holds up the others, or is slow; whether it did.
     """
 
     def __init__(
@@ -118,10 +118,12 @@ class Watchdog:
                 self._end(views, *found)
 
     def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A verdict, once the launcher had time to say that a spare takes the place of the rank, which makes way."""
+        """A verdict, once the launcher had time to say that another takes the place of the rank, which makes way."""
         assert self._losses is not None and self._make_way is not None
         if (why := self._losses()) is not None:
             return why
+        if not self._activity.goes_on:
+            return found
         if found is None or any(map(_may_be_cut_off, views.values())):
             self._found_at = 0.0
             return None

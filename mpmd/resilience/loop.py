@@ -307,10 +307,12 @@ class _Meeting:
             self._say(f"goes on after step {version.step}, from memory" + "".join(f" ({why})" for why in whys))
             return jax.tree.unflatten(structure, made), version.step
         self._settle(None)
+        why = whys[0] if whys else versions.lost_text(self._stored, self._call)
         if self._is_used_up:
-            raise HangError("mpmd.resilient: a rank was lost, and no whole state lies in memory; the job starts over.")
+            raise HangError(
+                f"mpmd.resilient: a rank was lost, and no whole state lies in memory ({why}); the job starts over."
+            )
         if self._attempt or self._stored:
-            why = whys[0] if whys else versions.lost_text(self._stored, self._call)
             self._say(f"begins with step {start} and the given state: {why}")
         return None
 

@@ -483,7 +483,7 @@ def test_a_restart_leaves_out_devices_that_were_unfit_where_others_are_left():
     program = shell("""
         echo "try $MPMD_ATTEMPT on $MPMD_LOCAL_ID"
         [[ $MPMD_ATTEMPT == 0 ]] || exit 0
-        echo '{}' >"$MPMD_STATUS_DIR/rank-$MPMD_PROCESS_ID.json"
+        echo '{"goes_on": true}' >"$MPMD_STATUS_DIR/rank-$MPMD_PROCESS_ID.json"
         [[ $MPMD_PROCESS_ID != 2 ]] || until [[ -e $MPMD_STATUS_DIR/taken ]]; do sleep 0.1; done
         [[ $MPMD_PROCESS_ID == 0 ]] && sleep 600 || kill -64 $$
     """)

@@ -144,14 +144,14 @@ def test_one_rank_speaks_of_a_slow_one_once_unless_it_could_not_be_replaced():
         (1, True, False, False, []),  # the loop is at its end, or another rank was lost
         (1, False, False, True, ["is slow; it is killed, to be replaced", "the end of 102 by SIGKILL"]),
         (0, True, True, True, ["is slow; no spare can take its place"]),
-        (0, False, True, True, []),
+        (0, False, False, True, ["is slow; it is killed, to be replaced", "the end of 102 by SIGKILL"]),
     ],
 )
 def test_a_slow_rank_is_ended_between_states_and_without_a_spare_only_named(
     num_left, is_slow, waits, answer, lines, capsys
 ):
     job: Any = object.__new__(Job)
-    job._register, job._is_going_on = SimpleNamespace(num_left=num_left), True
+    job._register, job.activity = SimpleNamespace(num_left=num_left), SimpleNamespace(goes_on=True)
     ended: list[str] = []
     job.end_process = lambda board, number: ended.append(f"the end of {board.pid} by {signal.Signals(number).name}")
     job.wait_until_kept = lambda: waits
