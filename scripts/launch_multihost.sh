@@ -287,7 +287,7 @@ handle() { # an event, or a command of the launcher
       ;;
     failed) note_failure "$@" ;;
     spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
-    asks) ! have_status || tell goes_on "$(goes_on)" ;;
+    asks) tell goes_on "$(goes_on)" ;;
     take) printf '%s %s\n' "$@" >>"$work/status/taken" ;;
     again) start_again "$@" ;;
     signal)
@@ -572,7 +572,7 @@ start_keepers() {
       ! read -r -t 0.2 -u "$answer" _ port socket || keepers[$name]=$port:$socket
     done
     exec {answer}<&-
-    [[ -z ${keepers[$name]:-} ]] || continue
+    [[ -z ${keepers[$name]:-} ]] || { disown "${keeper_pids[$name]}" && continue; } # bash would print how it ended
     end_keeper "$name"
     case $transport:$? in
       ssh:255) is_here "$name" || unreachable+=("$name") ;;
@@ -585,9 +585,13 @@ start_keepers() {
 
 keeper_lives() { kill -0 "${keeper_pids[$1]}" 2>/dev/null; } # host
 
-end_keeper() { # host; returns how it ended
+end_keeper() { # host; returns how one ended that has not come to listen
+  local status
   kill -KILL "${keeper_pids[$1]:-}"
-  wait "${keeper_pids[$1]:-}" # else it may seem to live for a moment
+  wait "${keeper_pids[$1]:-}"
+  status=$?
+  while keeper_lives "$1"; do sleep 0.05; done
+  return "$status"
 } 2>/dev/null # what bash says of a killed process
 
 # Starts a keeper. Sets answer, the file descriptor of what it prints.
@@ -1059,7 +1063,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=()
+  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() num_no=0
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1275,9 +1279,11 @@ all_stopped() {
 begin_quit() {
   [[ $phase != quitting ]] || return 0
   phase=quitting deadline=$((SECONDS + 2 * term_s))
+  local fd process newest
   find_guilty
-  command_all "quit ${guilty:--}"
-  local fd
+  newest=${guilty:--}
+  for process in "${!is_rank[@]}"; do [[ ${is_rank[process]} != "$guilty" ]] || newest=$process; done
+  command_all "quit $newest"
   for fd in "${command_fds[@]}"; do exec {fd}>&-; done
   command_fds=()
 }
@@ -1308,16 +1314,18 @@ on_closed() { # host, status of ssh, srun or the local agent
   why=${transport_text[h]:-}
   [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
   if [[ $phase == running ]] && ((h > 0)); then # where the coordination service is not
-    unanswered[h]=$why
+    unanswered[h]=$why num_no=0
     command_all asks
     return 0
   fi
   end_without "$h" "$why"
 }
 
-# A host has said whether its ranks can go on without those of hosts that were lost.
+# A host has said whether it has ranks that can go on without those of hosts that were lost.
 on_answer() { # yes or no
   local h why
+  [[ $1 == yes ]] || num_no=$((num_no + 1))
+  [[ $1 == yes ]] || ((num_no == ${#command_fds[@]})) || return 0
   for h in "${!unanswered[@]}"; do
     why=${unanswered[h]}
     unset "unanswered[h]"

@@ -223,13 +223,7 @@ class Job:
             self.activity.pace = None
 
     def bind(self) -> None:
-        """Called before a group of several processes computes: from then on, none of them can go on without another.
-
-        Raises:
-          HangError: one was lost already.
-        """
-        if self.epoch:
-            raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
+        """From now on nobody can take the place of a lost process: all do together what it could not do alone."""
         self._is_bound, self.activity.goes_on = True, False
 
     @property

@@ -7,7 +7,7 @@ plans before they run, and the watchdog. A process belongs to one job, as in JAX
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ _DEFAULT_HANG_TIMEOUT_S = 300.0
 _HEARTBEAT_MARGIN_S = 120
 
 _job: Job | None = None
+# What other packages do when a rank was lost, before all meet again, and after that, in its successor too.
+_when_lost: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
 @compat.api_boundary
@@ -124,19 +126,47 @@ def check() -> None:
 
 
 def epoch() -> int:
-    """As of the job: how many ranks have been lost and replaced.
+    """As of the job: how many ranks have been lost and replaced."""
+    return 0 if _job is None else _job.epoch
+
+
+def is_apart() -> bool:
+    """Whether this process takes the place of a lost one, and has not met the others yet."""
+    return _job is not None and _job.is_apart
+
+
+def when_lost(give_up: Callable[[], None], begin_again: Callable[[], None]) -> None:
+    """Has these called in `mpmd.resilient`: when a rank was lost, and when all have met again, its successor too."""
+    _when_lost.append((give_up, begin_again))
+
+
+def give_up() -> None:
+    """Ends what the processes were doing together behind the loop."""
+    for ends, _ in _when_lost:
+        ends()
+
+
+def begin_again() -> None:
+    """After all have met again."""
+    for _, begins in _when_lost:
+        begins()
+
+
+def needs_all() -> None:
+    """All processes do what follows together: outside of `mpmd.resilient`, nobody can take a place from then on.
 
     Raises:
       HangError: this process takes the place of a lost one, and has not met the others yet.
     """
     if _job is None:
-        return 0
+        return
     if _job.is_apart:
         raise HangError(
             "mpmd: this process takes the place of a lost one, and would wait for the others before mpmd.resilient,"
             " where they do not wait for it; the job starts over."
         )
-    return _job.epoch
+    if not _job.activity.goes_on:
+        _job.bind()
 
 
 def compare(

@@ -91,16 +91,20 @@ def resilient(
     numbers = num_steps, copies, every, start
     if job is None:
         return _attempt(OnlyRank(), own, call, numbers, body, state, names)
-    is_used_up, losses = job.is_apart, _Losses()
+    is_new, losses = job.is_apart, _Losses()
+    is_used_up = is_new
+    if call:
+        job.bind()  # who takes a place comes to the first loop
     with job.going_on():
         while True:
             try:
-                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up, losses)
+                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up, is_new, losses)
             except Exception as error:
                 if not job.has_lost(error):
                     raise
             _say_lost(job)
             losses.note([taken.rank for taken in job.lost])
+            joining.give_up()
             job.go_on()
             is_used_up = True
 
@@ -139,14 +143,17 @@ def _attempt(
     state: Any,
     names: Sequence[str],
     is_used_up: bool = False,
+    is_new: bool = False,
     losses: _Losses | None = None,
 ) -> Any:
     """The loop from the newest whole state on, until its end or the loss of a rank."""
-    num_steps, copies, every, start = numbers
     structure = jax.tree.structure(state)
     if own is not None:
         own = own._replace(host=ranks.address)
-    meeting = _Meeting(ranks, own, call, numbers, is_used_up)
+    meeting = _Meeting(ranks, own, call, numbers, is_used_up, is_new)
+    if is_used_up:
+        joining.begin_again()
+    num_steps, copies, every, start = meeting.numbers
     first, last, begins = start, None, f"begins with step {start}"
     with ledger.during(ledger.OTHER):
         version = meeting.newest_readable(names, state, start, num_steps)
@@ -257,19 +264,37 @@ class _Meeting:
       call: which call of `resilient` in the program this is.
       numbers: arguments that are the same in all processes.
       is_used_up: the loop has begun with the given state, or it cannot be read since this process was a spare.
+      is_new: this process was a spare. It may have found a later checkpoint, and begin with another step.
+
+    Attributes:
+      numbers: those of all.
     """
 
-    def __init__(self, ranks: Ranks, own: Address | None, call: int, numbers: tuple[int, ...], is_used_up: bool):
+    def __init__(
+        self,
+        ranks: Ranks,
+        own: Address | None,
+        call: int,
+        numbers: tuple[int, ...],
+        is_used_up: bool,
+        is_new: bool = False,
+    ):
         self._ranks, self._own, self._call, self._last = ranks, own, call, numbers[0] - 1
         self._is_used_up = is_used_up
         self._token = os.environ.get(TOKEN, "")
         self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
-        mine: dict[str, Any] = {"numbers": numbers, "call": call, "had_keeper": own is not None}
+        mine: dict[str, Any] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
-        _check_alike({rank: one["numbers"] for rank, one in said.items()})
+        starts = [one["numbers"][-1] for one in said.values() if not one["is_new"]]
+        start = starts[0] if starts else min(one["numbers"][-1] for one in said.values())
+        theirs = {
+            rank: (*one["numbers"][:-1], start) if one["is_new"] else one["numbers"] for rank, one in said.items()
+        }
+        _check_alike(theirs)
+        self.numbers = *numbers[:-1], start
         if len({one["call"] for one in said.values()}) > 1:
             raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")
         self._without = [rank for rank, one in said.items() if not one["had_keeper"]]

@@ -16,6 +16,7 @@ from jax.profiler import TraceAnnotation
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.step import StepPrograms
+from mpmd.errors import HangError
 from mpmd.job import joining, wires
 from mpmd.job.alone import alone
 from mpmd.job.notes import Note
@@ -150,6 +151,8 @@ class Executor:
         if self.job is None or (self._next_piece is not None and self._epoch == self.job.epoch):
             return False
         if any(len(processes) > 1 for processes in self._programs.mesh.processes):
+            if self.job.epoch:
+                raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
             self.job.bind()
         plan, self._epoch = self._plan(), self.job.epoch
         self._next_piece = agree(self.job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS

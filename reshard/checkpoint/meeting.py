@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.errors import ReshardError
+from mpmd.errors import RankLostError, ReshardError
 from mpmd.job import joining
 from mpmd.job.disagreement import other_ways
 from mpmd.observe import ledger
@@ -50,7 +50,7 @@ class SharedCall:
         self.about: dict[str, str] = {}
         self.place_read = ""
         self._compared: dict[str, str] = {}
-        self._folder = ""
+        self._folder, self._epoch = "", 0
         self._counts: Counter[str] = Counter()
 
     @property
@@ -58,7 +58,7 @@ class SharedCall:
         """Of the store, the same in all processes."""
         with _lock:
             if not self._folder:
-                epoch = joining.epoch()
+                epoch = self._epoch = joining.epoch()
                 number = next(_numbers[epoch, self.ranks])
                 among = f"{zlib.crc32(repr(self.ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
                 self._folder = f"reshard/call/{among}/{number}"
@@ -70,6 +70,12 @@ class SharedCall:
         with _lock:
             self._counts[key] += 1
             return f"{folder}/{key}/{self._counts[key]}"
+
+    def check(self) -> None:
+        """Raises a RankLostError where a rank was lost since it began."""
+        joining.check()
+        if self._folder and joining.epoch() != self._epoch:
+            raise RankLostError(f"mpmd: a rank was lost during the {self.what}")
 
     def publish(self) -> None:
         """Says what this process's call is about."""
@@ -130,6 +136,11 @@ class Meetings:
             if self.call is not None or jax.process_count() == 1:
                 yield
                 return
+            if what == "save":
+                joining.needs_all()
+            elif joining.is_apart():  # the others have done it before
+                yield
+                return
             call = SharedCall(what, _in_order(ranks))
             before = self._here.set((call, False))
             try:
@@ -163,6 +174,8 @@ class Meetings:
             ScheduleError: the others have called something else.
             TimeoutError: one has not come in time; the others are told so.
         """
+        if joining.is_apart():
+            return
         call, num = self.call, len(_in_order(ranks))
         if call is None or call.ranks != _in_order(ranks):
             call = _outside.setdefault((joining.epoch(), _in_order(ranks)), SharedCall("barrier", _in_order(ranks)))
@@ -181,8 +194,7 @@ class Meetings:
             try:
                 self._raise_if_told(call)
                 call.compare()
-                if not self.is_behind:
-                    joining.check()
+                call.check()
                 if time.monotonic() > end:
                     late = TimeoutError(f"only {_get(f'{place}/come')} of {num} processes have come")
                     self.tell(late)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -21,6 +22,8 @@ from reshard._orbax_compat import around, future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
 
+# Those that may be saving behind the loop.
+_saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLIENTS = "orbax.checkpoint._src.futures.signaling_client"
 
 
@@ -32,6 +35,7 @@ def register() -> None:
         _is_made_together(kind, "save")
     _is_made_together(ocp.CheckpointManager, "__init__")
     around(ocp.CheckpointManager, "save")(_save_or_end)
+    joining.when_lost(_give_up, _read_again)
     _end_barriers()
     _end_threads()
     _end_waiting_for_folders()
@@ -61,8 +65,26 @@ def _is_made_together(kind: Any, name: str) -> None:
         ranks = ranks_of(*args, **kwargs)
         if meetings.call is None and threading.current_thread() is threading.main_thread():
             joining.compare(did, {}, {}, ranks=ranks)  # with what the others call meanwhile, who do not come here
+        if what != "restore":
+            _saving.add(args[0])
         with meetings.together(what, ranks, about(*args, **kwargs)), _named(what):
             return plain(*args, **kwargs)
+
+
+def _give_up() -> None:
+    """A save that was not finished when a rank was lost never is: its threads end, and so does its error."""
+    for saving in list(_saving):
+        with contextlib.suppress(Exception):
+            getattr(saving, "wait_until_finished", int)()
+        with contextlib.suppress(AttributeError):
+            saving._save_progress_tracker._value = False
+
+
+def _read_again() -> None:
+    """Which steps there are, the folder says: a process that takes a place knows no others."""
+    for saving in list(_saving):
+        if isinstance(saving, ocp.CheckpointManager):
+            saving.reload()
 
 
 @contextlib.contextmanager

@@ -466,7 +466,7 @@ def test_a_keeper_that_was_killed_leaves_no_folder():
         "print('killed', os.path.isdir(os.environ['MPMD_KEEPER'].split(':')[2]))"
     )
     status, job = run("--restarts", 1, *program)
-    assert status == 0 and job.out == "[0] killed True\n"
+    assert status == 0 and job.out == "[0] killed True\n" and "Killed" not in job.err
 
 
 def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():

@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import losses
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
@@ -128,6 +129,7 @@ def test_killed_and_stopped_processes_are_started_again_and_an_error_has_all_sta
     assert went_on[0] in ("goes on after step 0, from memory", "goes on after step 1, from memory")
     assert went_on[2].startswith("goes on after step 4, from memory (of the state after step 5, ")
     assert went_on[3] == "goes on after step 6, from memory" and len(went_on) == 4
+    assert "\n  | RuntimeError: as was asked for\n" in job.err  # the last lines of process 2
 
 
 @pytest.mark.slow
@@ -244,6 +246,27 @@ def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environ
         first, last = (checkpointer.restore(saves / name) for name in "17")
     assert jax.tree.structure(first) == jax.tree.structure(last)
     check_ledgers_with_a_spare(ledger)
+
+
+@pytest.mark.slow
+def test_losses_amid_saves_of_a_manager_that_was_made_before_the_loop_are_mended_in_place(
+    environment, unbroken, tmp_path
+):
+    """Who takes a place restores a newer checkpoint than the others began with. Unfinished saves are made again."""
+    faults = [kill(0, 1, 5), kill(0, 0, 9)]
+    restored = []
+    for n, losses_here in ((1, []), (4, faults)):
+        saves = tmp_path / str(n)
+        options = f"-n {n} --cpu-devices {4 // n} --restarts 1".split()
+        job = run({**environment, "TEST_MANAGER": str(saves)}, *options, faults=losses_here, num_steps=12)
+        assert (steps(job), end(job)) == unbroken("1f1b", 4, num_steps=12)
+        assert sorted(folder.name for folder in saves.iterdir()) == ["10", "8"]
+        with ocp.CheckpointManager(saves) as manager:
+            restored.append(manager.restore(10, args=ocp.args.StandardRestore()))
+    assert taken(job) == ["1: killed by SIGKILL; spare 4", "0: killed by SIGKILL; spare 5"]
+    assert "starts over" not in job.err
+    assert job.matches(r"^\[4\] restores step (\d)$") and job.matches(r"^\[5\] restores step (\d)$")
+    jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
 def check_ledgers_with_a_spare(folder: Path) -> None:

@@ -123,6 +123,28 @@ def begin(fault: dict) -> None:
             time.sleep(600)
 
 
+def restored(folder: str, state: dict):
+    """A manager that saves after each second step, the newest state that it has, and the step after that."""
+    import orbax.checkpoint as ocp  # takes long, and few jobs save
+
+    import reshard.checkpoint
+
+    manager = ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=2))
+    if (newest := manager.latest_step()) is None:
+        return manager, state, 0
+    print("restores step", newest, flush=True)
+    train = manager.restore(newest, args=ocp.args.StandardRestore(reshard.checkpoint.abstract(state["train"])))
+    return manager, {**state, "train": train}, newest + 1
+
+
+def save(manager, i: int, train) -> None:
+    import orbax.checkpoint as ocp
+
+    if manager.should_save(i):
+        jax.block_until_ready(train)
+        manager.save(i, args=ocp.args.StandardSave(train))
+
+
 def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
@@ -160,6 +182,10 @@ def main() -> None:
         "key": jax.random.key(5), "seen": np.zeros(3, np.int16), "number": 0,
     }  # fmt: skip
 
+    manager, start = None, 0
+    if folder := os.environ.get("TEST_MANAGER"):
+        manager, state, start = restored(folder, state)
+
     def body(i, state):
         job = joining.current()
         print("begins", i, ATTEMPT, job.epoch if job else 0, flush=True)
@@ -172,6 +198,8 @@ def main() -> None:
             import reshard.checkpoint  # Orbax takes long to import, and few jobs save
 
             reshard.checkpoint.save(path, train)
+        if manager is not None:
+            save(manager, i, train)
         if mesh.local_groups:
             print("step", i, json.dumps(training.bits(metrics)), flush=True)
         key = jax.random.split(state["key"], 2)[1]
@@ -184,7 +212,9 @@ def main() -> None:
             "number": number,
         }, metrics
 
-    state = mpmd.resilient(body, state, num_steps)
+    state = mpmd.resilient(body, state, num_steps, start=start)
+    if manager is not None:
+        manager.close()
     sys.setprofile(None)  # of a moment that has not come
     found = jax.tree.map(np.asarray, mpmd.device_get({**state, "key": jax.random.key_data(state["key"])}))
     if jax.process_index() == 0:
