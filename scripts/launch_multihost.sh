@@ -36,7 +36,7 @@ readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an 
 readonly unfit_status=192 # killed by signal 64, SIGRTMAX: its devices are slow or compute wrong
 readonly most_alike=3    # failures with the same status at the same step, after which it gives up
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
-  MPMD_NUM_SPARES MPMD_JOIN_AS MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
+  MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -94,13 +94,12 @@ option_error() { die 2 "$1 (see --help)"; }
 # --- what both sides know ---------------------------------------------------------------------------------------------
 
 # Sets rank_environment, the variables of one rank. Arguments: rank, index on its host, address, "yes" if the launcher
-# runs the coordination service, status folder, and of a spare that is started later the number under which it joins.
+# runs the coordination service, status folder.
 set_rank_environment() {
   rank_environment=("MPMD_COORDINATOR=$3" "MPMD_NUM_PROCESSES=$num_ranks" "MPMD_PROCESS_ID=$1" "MPMD_LOCAL_ID=$2")
   if ((num_processes > num_ranks)) || is_recoverable "$4"; then
     rank_environment+=("MPMD_NUM_SPARES=$((num_processes - num_ranks))")
     [[ -z $replace_slow ]] || rank_environment+=("MPMD_REPLACE_SLOW=$replace_slow")
-    [[ -z ${6:-} ]] || rank_environment+=("MPMD_JOIN_AS=$6")
   fi
   [[ -z $hang_timeout_s ]] || rank_environment+=("MPMD_HANG_TIMEOUT_S=$hang_timeout_s")
   [[ $4 != yes ]] || rank_environment+=("MPMD_SERVICE=external")
@@ -332,19 +331,19 @@ start_ranks() { # address, "yes" if the launcher runs the coordination service
   for i in "${!ranks[@]}"; do start_rank "${ranks[i]}" "${local_ids[i]}"; done
 }
 
-start_rank() { # rank, index on this host, and the number under which it joins, if that is another one
+start_rank() { # rank, index on this host
   num_running=$((num_running + 1)) num_open=$((num_open + 1))
-  run_rank "$1" "$2" "$service_address" "$served" "${3:-}" &
+  run_rank "$1" "$2" "$service_address" "$served" &
 }
 
 # Starts a process where another one is or was, with the same devices.
-start_again() { # the other one, the new one, the number under which it joins
+start_again() { # the other one, the new one
   local i
   [[ -z $stopping ]] || return 0
   for i in "${!ranks[@]}"; do
     [[ ${ranks[i]} == "$1" ]] || continue
     ranks+=("$2") local_ids+=("${local_ids[i]}")
-    start_rank "$2" "${local_ids[i]}" "$3"
+    start_rank "$2" "${local_ids[i]}"
   done
 }
 
@@ -368,7 +367,7 @@ run_rank() {
   out=$!
   pump "$rank" <"$work/err.$rank" >&2 {hold}<&- {events}<&- &
   err=$!
-  set_rank_environment "$rank" "$2" "$3" "$4" "$work/status" "$5"
+  set_rank_environment "$rank" "$2" "$3" "$4" "$work/status"
   (
     trap - TERM HUP INT QUIT PIPE
     export "${rank_environment[@]}" "${mark?}"
@@ -510,7 +509,7 @@ start_service() { # port
     (
       trap - TERM HUP INT QUIT PIPE
       exec {service_life}<&- {events}<&-
-      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_processes" "${options[@]}"
+      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_ranks" "${options[@]}"
     ) <"$work/service.in" >"$work/service.out" 2>"$work/service.err" &
     exec {service_life}<&-
     event serving $!
@@ -971,7 +970,7 @@ print_dry_run() {
     printf 'tasks: %s\n' "$(command_line "${agent_command[@]::${#agent_command[@]}-4}" | sed 's/ $//')"
   fi
   [[ $serve == no ]] || printf 'coordination service on %s: %s\n' "${host_names[0]}" \
-    "python -m mpmd.coordinator ${wanted_port:-PORT} $num_processes$recoverable, where mpmd can be imported; else in rank 0"
+    "python -m mpmd.coordinator ${wanted_port:-PORT} $num_ranks$recoverable, where mpmd can be imported; else in rank 0"
   for h in "${!host_names[@]}"; do
     for ((i = 0; i < host_counts[h]; i++)); do
       rank=$((first_ranks[h] + i)) name=${host_names[h]}
@@ -1063,7 +1062,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() joined=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() num_no=0
+  is_rank=() spares=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() num_no=0
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1213,21 +1212,20 @@ replace() { # rank, its process, status, the index of its host
 }
 
 # Starts a spare where another process is or was, with its devices.
-start_spare() { # the process, the index of its host, under whose number it joins (default: that of the process)
+start_spare() { # the process, the index of its host
   local new=$num_numbers
   num_numbers=$((new + 1))
   spares+=("$new")
-  set -- "$1" "$2" "${3:-$1}"
-  joined[new]=${joined[$3]:-$3} host_of[new]=${host_of[$1]:-} local_of[new]=${local_of[$1]:-} born[new]=$SECONDS
+  host_of[new]=${host_of[$1]:-} local_of[new]=${local_of[$1]:-} born[new]=$SECONDS
   [[ -z $2 ]] || runs_on[new]=$2
-  command_all "again $1 $new ${joined[new]}"
+  command_all "again $1 $new"
 }
 
 # Spares on other hosts take the places of all ranks of a lost host, and where there are too few, processes that are started
 # beside those of the other hosts, unless fewer than --min-hosts are left. False if that cannot be, or the coordination service was
 # there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
 replace_host() { # index of the host, why it is lost
-  local process spare text i=0
+  local process spare text i=0 beside_it
   local -a lost_processes=() places=() beside=()
   for process in "${!runs_on[@]}"; do
     ((runs_on[process] == $1)) || { beside+=("$process") && continue; }
@@ -1241,10 +1239,10 @@ replace_host() { # index of the host, why it is lost
     say "starts $((${#lost_processes[@]} - ${#spares[@]})) processes on the other hosts"
   fi
   for process in "${lost_processes[@]}"; do
-    ((${#spares[@]} > 0)) || {
-      start_spare "${beside[i % ${#beside[@]}]}" "${runs_on[${beside[i % ${#beside[@]}]}]}" "$process"
-      i=$((i + 1))
-    }
+    if ((${#spares[@]} == 0)); then
+      beside_it=${beside[i++ % ${#beside[@]}]}
+      start_spare "$beside_it" "${runs_on[beside_it]}"
+    fi
     spare=${spares[0]} spares=("${spares[@]:1}")
     is_rank[spare]=${is_rank[$process]:-$process} text+="; spare $spare takes the place of rank ${is_rank[spare]}"
     places+=("${is_rank[spare]}" "$spare")

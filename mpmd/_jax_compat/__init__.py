@@ -85,11 +85,11 @@ from mpmd._jax_compat.parameters import jaxprs_in, kernel_grid, mapped
 from mpmd._jax_compat.processes import (
     abandon_distributed,
     backends_are_initialized,
-    become,
     bind_cpu_collectives,
     coordinator_address,
     distributed_client,
     forget_collectives,
+    forget_topology,
     has_cross_host_put,
     num_cpu_devices,
     observe_callbacks,

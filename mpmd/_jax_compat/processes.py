@@ -24,13 +24,11 @@ def abandon_distributed() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait, too
 
 
-def become(process_id: int, num_processes: int) -> None:
-    """From now on this process is one of `num_processes`, whatever it has joined as. It has made no devices yet."""
-    distributed.global_state.process_id, distributed.global_state.num_processes = process_id, num_processes
+def forget_topology() -> None:
+    """For the process that follows another process 0, which has said which devices there are: it says so anew."""
     client: Any = distributed.global_state.client
-    if process_id == 0:  # who is 0 says which devices there are, and the last one has said it
-        for platform in ("cpu", "cuda", "rocm"):
-            client.key_value_delete(f"{platform}:global_topology/{platform}")
+    for platform in ("cpu", "cuda", "rocm"):
+        client.key_value_delete(f"{platform}:global_topology/{platform}")
 
 
 def forget_collectives() -> None:

@@ -230,20 +230,14 @@ def _join(
     jax.config.update("jax_enable_preemption_service", False)
     _keep_programs(environment)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
-    num_in_all = None if count is None else count + int(environment.get(spares.NUM_SPARES, "0"))
-    number = int(environment[spares.JOIN_AS]) if spares.JOIN_AS in environment else rank
-    jax.distributed.initialize(
-        address, num_in_all, number, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat
-    )
-    if spares.NUM_SPARES in environment:
-        assert count is not None and rank is not None
-        if rank >= count:
-            with ledger.during(ledger.IDLE):
-                place = spares.wait_for_place(rank, count, environment)
-            if (account := ledger.of_process()) is not None:
-                account.event(f"{ledger.TAKES}{place}", is_recovering=True)
-        else:
-            compat.become(rank, count)
+    if is_spare := count is not None and rank is not None and rank >= count:
+        with ledger.during(ledger.IDLE):
+            rank = spares.wait_for_place(rank, environment)
+        if (account := ledger.of_process()) is not None:
+            account.event(f"{ledger.TAKES}{rank}", is_recovering=True)
+    jax.distributed.initialize(address, count, rank, coordinator_bind_address=bind, heartbeat_timeout_seconds=heartbeat)
+    if is_spare and rank == 0:
+        compat.forget_topology()
     return True
 
 
@@ -262,8 +256,7 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
     num_spares = environment.get(spares.NUM_SPARES, "0")
     if num_spares != "0" and environment.get("MPMD_SERVICE") != "external":
         raise ValueError("mpmd.initialize: --spares needs the launcher's coordination service: is mpmd not installed?")
-    joined = environment.get(spares.JOIN_AS, rank)
-    if not (count.isdigit() and rank.isdigit() and joined.isdigit() and int(joined) < int(count) + int(num_spares)):
+    if not (count.isdigit() and rank.isdigit() and (int(rank) < int(count) or spares.NUM_SPARES in environment)):
         raise ValueError(f"mpmd.initialize: {names[1]}={count!r}, {names[2]}={rank!r}: expected 0 <= id < number.")
     return address, int(count), int(rank)
 

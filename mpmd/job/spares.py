@@ -1,10 +1,9 @@
 """Spare processes: one waits, with JAX imported, until a process is lost. Then it is the lost rank, for everybody.
 
-The launcher starts more processes than there are ranks (`--spares`). A spare joins JAX's coordination service under a
-number of its own, and makes its devices when it knows whose they shall be: so every process keeps the devices and the
-meshes that it had. The launcher says who takes whose place, in a file that the processes of each host read. It then
-starts another spare where the lost process was, which joins the service under the number of that process. Where no
-spare waits, that one takes the place as soon as it has started.
+The launcher starts more processes than there are ranks (`--spares`). It says who takes whose place, in a file that the
+processes of each host read. Only then does a spare join JAX's coordination service, as that rank, and make its devices:
+so every process keeps the devices and the meshes that it had, and nobody waits for a spare that does not come. The
+launcher starts another spare where the lost process was. Where no spare waits, that one takes the place.
 """
 
 import contextlib
@@ -16,11 +15,8 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from mpmd import _jax_compat as compat
-
 NUM_SPARES = "MPMD_NUM_SPARES"  # set where the launcher has others take the places of lost ranks; 0 if none wait
 SPARE = "MPMD_SPARE"  # of a process that has taken a place: its number
-JOIN_AS = "MPMD_JOIN_AS"  # the number of the lost process under which a spare joins JAX's service
 # Ends a process whose devices are slow or wrong. The launcher starts no other one with these devices.
 UNFIT = signal.SIGRTMAX
 _POLL_S = 0.05
@@ -64,14 +60,13 @@ class Register:
         return ""
 
 
-def wait_for_place(number: int, num_ranks: int, environment: dict[str, str]) -> int:
+def wait_for_place(number: int, environment: dict[str, str]) -> int:
     """Waits as a spare until a rank is lost, and is that rank from then on. Returns the rank."""
     register = Register(environment)
     while not (mine := [taken.rank for taken in register.read() if taken.spare == number]):
         time.sleep(_POLL_S)
     environment[SPARE] = str(number)
     environment["MPMD_PROCESS_ID"] = os.environ["MPMD_PROCESS_ID"] = str(mine[0])
-    compat.become(mine[0], num_ranks)
     return mine[0]
 
 

@@ -508,14 +508,14 @@ def test_a_spare_that_is_killed_has_a_successor_unless_three_in_a_row_are_killed
           until [[ -e $died && $(wc -l <$died) == 3 ]]; do sleep 0.1; done
           sleep 2 # so that another one would come
         else
-          echo "$MPMD_PROCESS_ID joins as ${{MPMD_JOIN_AS:-itself}} on $MPMD_LOCAL_ID" | tee -a $died
+          echo "$MPMD_PROCESS_ID on $MPMD_LOCAL_ID" | tee -a $died
           kill -9 $$
         fi
     """)
     status, job = run("--spares", 1, "--restarts", 1, *program)
     assert status == 0
     lines = [re.sub(r"^\[\d\] ", "", line) for line in job.out.splitlines()]
-    assert lines == ["1 joins as itself on 1", "2 joins as 1 on 1", "3 joins as 1 on 1"]
+    assert lines == ["1 on 1", "2 on 1", "3 on 1"]
     assert [line for line in job.err.splitlines() if "spare" in line] == [
         f"jax-mpmd: spare {n}: killed by SIGKILL{more}"
         for n, more in ((1, "; spare 2 waits in its place"), (2, "; spare 3 waits in its place"), (3, ""))
