@@ -54,13 +54,15 @@ Starts the command once per process, with everything that mpmd.initialize() need
       --hang-timeout S      seconds without progress after which the watchdog ends the job; 0: never
                             (default: as the program says in mpmd.initialize, else 300)
       --restarts R          start over after a failure, up to R times (default 0), after 1, 2, 4, ... 300 s; not after
-                            three equal failures at the same step. What mpmd.resilient has kept in memory is still there
-      --min-hosts M         when starting over, go on without hosts that do not answer, as long as M are left (default: all)
+                            three equal failures at the same step. What mpmd.resilient has kept in memory is still there;
+                            if a process is killed while all others are in it, another one is started in its place, and
+                            nothing starts over
+      --min-hosts M         go on without hosts that do not answer, as long as M are left (default: all)
       --spares K            K more processes that wait (default 0), on the last host or, evenly, on the last hosts if these are
-                            named as h:0. If a process is killed while all others are in mpmd.resilient, one takes its place,
-                            nothing starts over, and another one waits from then on where the killed one was. They also take
-                            the places of all ranks of a host that is lost (not the first one), if they are on other hosts.
-                            When starting over without a host, spares compute. Needs --restarts
+                            named as h:0. One takes the place of a process that is killed, sooner than one that is started
+                            then, which waits in its stead. They also take the places of all ranks of a host that is lost
+                            (not the first one), if they are on other hosts. When starting over without a host, spares
+                            compute. Needs --restarts
       --replace-slow K      replaces a process by a spare if its devices take K times as long for a step as they usually do,
                             and those of the others do not (K above 1; default: never). Needs --spares
       --log-dir DIR         also write each rank's output to DIR/rank-N.log, what its time goes to (DIR/rank-N.ledger),

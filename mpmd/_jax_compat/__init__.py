@@ -93,6 +93,7 @@ from mpmd._jax_compat.processes import (
     has_cross_host_put,
     num_cpu_devices,
     observe_callbacks,
+    observe_multihost_utils,
     pci_bus_id,
     start_coordination_service,
     start_transfer_server,

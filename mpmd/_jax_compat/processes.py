@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import callback, distributed, xla_bridge
 from jax._src.lib import _jax
+from jax.experimental import multihost_utils
 
 
 def distributed_client() -> Any | None:
@@ -97,6 +98,22 @@ def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextM
         return emit(ctx, observed, *args, **options)
 
     callback.emit_python_callback = emit_observed
+
+
+def observe_multihost_utils(observer: Callable[[], None]) -> None:
+    """From now on `observer()` is called before JAX's own helpers make all processes compute together."""
+    for name in ("broadcast_one_to_all", "process_allgather"):  # the others call these
+        if (plain := getattr(multihost_utils, name, None)) is not None:
+            setattr(multihost_utils, name, _after(observer, plain))
+
+
+def _after(observer: Callable[[], None], plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def observed(*args, **kwargs):
+        observer()
+        return plain(*args, **kwargs)
+
+    return observed
 
 
 def _users_function(function: Any) -> Callable:

@@ -77,6 +77,8 @@ def initialize(
         store = compat.distributed_client()
         assert store is not None
         _job = Job(store, hang_timeout_s or None, environment, slow_factor)
+        if spares.NUM_SPARES in environment:
+            compat.observe_multihost_utils(needs_all)
 
 
 @contextlib.contextmanager

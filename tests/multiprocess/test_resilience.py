@@ -373,13 +373,15 @@ def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, u
     assert ({int(step): text for step, text in last.items()}, end(job)) == (losses, state)
 
 
-@pytest.mark.parametrize("case, step", slow_first(("pairs", -1), ("explicit", 2)))
-def test_a_loss_outside_of_the_loop_or_in_a_group_of_several_processes_has_all_start_over(
-    environment, unbroken, case, step
+@pytest.mark.parametrize(
+    "case, step, gathers", slow_first(("pairs", -1, ""), ("pairs", 2, "yes"), ("explicit", 2, ""), num_slow=2)
+)
+def test_a_loss_where_another_process_cannot_do_alone_what_all_have_done_has_all_start_over(
+    environment, unbroken, case, step, gathers
 ):
-    job = run(
-        environment, *"-n 2 --cpu-devices 2 --restarts 1 --spares 1".split(), case=case, faults=[kill(0, 1, step)]
-    )
+    """Outside of the loop, where all have computed together before the loop, in a group of several processes."""
+    options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1".split()
+    job = run({**environment, "TEST_GATHERS": gathers}, *options, case=case, faults=[kill(0, 1, step)])
     assert (steps(job), end(job)) == unbroken(case, 4)
     assert not taken(job) and "starts over" in job.err
 

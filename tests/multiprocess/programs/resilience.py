@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import moments
 import numpy as np
 import training
+from jax.experimental import multihost_utils
 
 import mpmd
 from mpmd.job import joining
@@ -166,6 +167,8 @@ def main() -> None:
     for fault in faults:
         if fault["step"] == -1:  # before the loop
             begin(fault)
+    if os.environ.get("TEST_GATHERS"):
+        multihost_utils.process_allgather(np.array(NUMBER))
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
