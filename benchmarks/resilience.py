@@ -2,7 +2,9 @@
 
     python benchmarks/resilience.py                 # both, in four processes on this machine
     python benchmarks/resilience.py --only cost --mib 32 --task-ms 20
-    python benchmarks/resilience.py --only kill --spares 1
+    python benchmarks/resilience.py --only kill                    # another process is started in its place
+    python benchmarks/resilience.py --only kill --spares 1         # one waits
+    python benchmarks/resilience.py --only kill --start-over
     python benchmarks/resilience.py --only cut --spares 2         # from a cut cable, between network namespaces (root)
     python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
     python benchmarks/resilience.py --only pace --task-ms 2       # and what one measured step in four costs it
@@ -13,10 +15,10 @@ two arrays a stage, donated to the step. The same steps run as a plain loop and 
 job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
 `ledger`, `pace` and `audit` compare the plain loop with and without that in the same way.
 
-Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. Each process of the next
-attempt says how far it is, and the slowest one counts; with a spare, that says it, and the others wait for it.
+Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs, and the one in its place says
+how far it is, for which the others wait. With `--start-over` it exits instead; the slowest of all new processes counts.
 
-Cut: the same, with two of the processes on a host whose cable is cut. Spares wait on the other one.
+Cut: the same, with two of the processes on a host whose cable is cut. Spares wait on the other one or are started there.
 """
 
 import argparse
@@ -41,14 +43,15 @@ NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("cost", "kill", "cut", "ledger", "pace", "audit"), help="measure only this")
-    parser.add_argument("--spares", type=int, default=0, help="for `kill` and `cut` (default: 0: all start over)")
+    parser.add_argument("--spares", type=int, default=0, help="for `kill` and `cut` (default: 0)")
+    parser.add_argument("--start-over", action="store_true", help="for `kill`: an exit, after which all start over")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=4, help="of each way (default: %(default)s)")
     args = parser.parse_args()
     if "MPMD_PROCESS_ID" in os.environ:
-        kill(args.only == "kill") if args.only in ("kill", "cut") else cost(args)
+        kill(args.only == "kill", args.start_over) if args.only in ("kill", "cut") else cost(args)
         return 0
     for what in (args.only,) if args.only else ("cost", "kill"):
         launcher = [ROOT / "scripts" / "launch_multihost.sh", "-n", NUM_GROUPS, "--cpu-devices", 1, "--restarts", 1]
@@ -183,8 +186,8 @@ def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
     return "".join(lines)
 
 
-def kill(itself: bool) -> None:
-    """Trains the small GPT; in the first attempt process 1 kills itself while a step runs, or is cut off."""
+def kill(itself: bool, starts_over: bool) -> None:
+    """Trains the small GPT; in the first attempt process 1 kills itself or exits while a step runs, or is cut off."""
     note("Python has begun")
     sys.path.remove(str(ROOT / "benchmarks"))  # a file there is called reshard
     import jax
@@ -194,6 +197,10 @@ def kill(itself: bool) -> None:
 
     note("JAX is imported")
     initialize, resilient = mpmd.initialize, mpmd.resilient
+
+    def end():
+        note("kill")
+        os._exit(1) if starts_over else os.kill(os.getpid(), signal.SIGKILL)
 
     def noted_initialize():
         initialize()
@@ -213,7 +220,7 @@ def kill(itself: bool) -> None:
             if not itself and len(seen) == 20 and NUMBER == 0:
                 note("20 steps")
             if itself and len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and NUMBER == 1:
-                threading.Timer(0.05, lambda: (note("kill"), os.kill(os.getpid(), signal.SIGKILL))).start()
+                threading.Timer(0.05, end).start()
             return state
 
         seen: list[int] = []
