@@ -18,7 +18,7 @@ job, so that what else the machine does meets both. Processor time is that of th
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs, and the one in its place says
 how far it is, for which the others wait. With `--start-over` it exits instead; the slowest of all new processes counts.
 
-Cut: the same, with two of the processes on a host whose cable is cut. Spares wait on the other one or are started there.
+Cut: the same, with two of the processes on a host whose cable is cut. Spares wait or are started on the other one.
 """
 
 import argparse
