@@ -52,11 +52,11 @@ def unbroken(environment):
     found = {}
 
     def of(case: str, devices: int, **more):
-        if (case, devices, *more) not in found:
+        if (key := (case, devices, repr(more))) not in found:
             with started(environment, "-n", 1, "--cpu-devices", devices, case=case, **more) as job:
                 assert job.finish(LIMIT_S) == 0, job.err
-            found[case, devices, *more] = job
-        return steps(found[case, devices, *more]), end(found[case, devices, *more])
+            found[key] = steps(job), end(job)
+        return found[key]
 
     return of
 
