@@ -1226,7 +1226,7 @@ start_spare() { # the process, the index of its host
 # Spares on other hosts take the places of all ranks of a lost host, and where there are too few, processes that are started
 # beside those of the other hosts, unless fewer than --min-hosts are left. False if that cannot be, or the coordination service was
 # there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
-replace_host() { # index of the host, why it is lost
+replace_host() { # index of the host, why it is lost, "yes" if its ranks are in mpmd.resilient
   local process spare text i=0 beside_it
   local -a lost_processes=() places=() beside=()
   for process in "${!runs_on[@]}"; do
@@ -1236,6 +1236,7 @@ replace_host() { # index of the host, why it is lost
     for spare in "${!spares[@]}"; do [[ ${spares[spare]} != "$process" ]] || unset "spares[spare]"; done
   done
   spares=("${spares[@]}")
+  ((${#lost_processes[@]} == 0)) || [[ $3 == yes ]] || return 1
   if ((${#spares[@]} < ${#lost_processes[@]})); then
     ((${#command_fds[@]} >= min_hosts && ${#beside[@]} > 0)) || return 1
     say "starts $((${#lost_processes[@]} - ${#spares[@]})) processes on the other hosts"
@@ -1329,7 +1330,7 @@ on_answer() { # yes or no
   for h in "${!unanswered[@]}"; do
     why=${unanswered[h]}
     unset "unanswered[h]"
-    [[ $1 == yes && $phase == running ]] && replace_host "$h" "$why" || end_without "$h" "$why"
+    [[ $phase == running ]] && replace_host "$h" "$why" "$1" || end_without "$h" "$why"
   done
 }
 

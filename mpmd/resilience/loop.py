@@ -288,12 +288,11 @@ class _Meeting:
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
-        starts = [one["numbers"][-1] for one in said.values() if not one["is_new"]]
-        start = starts[0] if starts else min(one["numbers"][-1] for one in said.values())
-        theirs = {
-            rank: (*one["numbers"][:-1], start) if one["is_new"] else one["numbers"] for rank, one in said.items()
-        }
-        _check_alike(theirs)
+        were_here = [one for one in said.values() if not one["is_new"]] or [*said.values()]
+        start = min(one["numbers"][-1] for one in were_here)
+        _check_alike({
+            rank: [*one["numbers"][:-1], start if one["is_new"] else one["numbers"][-1]] for rank, one in said.items()
+        })  # fmt: skip
         self.numbers = *numbers[:-1], start
         if len({one["call"] for one in said.values()}) > 1:
             raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")

@@ -96,7 +96,9 @@ def read(out: str, err: str) -> Found:
     lives = [begun[life] for life in sorted(begun)]
     given = len(re.findall(r"mpmd\.resilient: begins with step 0 and the given state", err))
     repeated = [_finished(before) - first(after) for before, after in itertools.pairwise(lives)]
-    places = len(re.findall(r"^jax-mpmd: rank \d+: killed.*; spare \d+ takes its place$", err, re.MULTILINE))
+    places = len(
+        re.findall(r"^jax-mpmd: rank \d+: killed.*; spare \d+ (?:takes|is started in) its place$", err, re.MULTILINE)
+    )
     furthest = [max(steps[-1] for steps in before.values()) for before in lives]
     seen = [step - first(after) for step, after in zip(furthest, lives[1:], strict=False)]
     return Found(places, err.count("jax-mpmd: starts over in"), given, repeated, seen)
