@@ -1280,13 +1280,17 @@ all_stopped() {
 begin_quit() {
   [[ $phase != quitting ]] || return 0
   phase=quitting deadline=$((SECONDS + 2 * term_s))
-  local fd process newest
   find_guilty
-  newest=${guilty:--}
-  for process in "${!is_rank[@]}"; do [[ ${is_rank[process]} != "$guilty" ]] || newest=$process; done
-  command_all "quit $newest"
+  command_all "quit $([[ -z $guilty ]] && echo - || process_of "$guilty")"
+  local fd
   for fd in "${command_fds[@]}"; do exec {fd}>&-; done
   command_fds=()
+}
+
+process_of() { # prints the newest process that is a rank
+  local process last=$1
+  for process in "${!is_rank[@]}"; do ((is_rank[process] != $1)) || last=$process; done
+  echo "$last"
 }
 
 on_deadline() {
@@ -1413,7 +1417,7 @@ conclude() { # seconds
   {
     printf 'jax-mpmd: %s\n' "$job_text"
     if [[ -n $guilty ]]; then
-      printf '  on %s%s, %s s after the start' "${host_of[guilty]:-?}" "${rank_pids[guilty]:+, pid ${rank_pids[guilty]}}" "$1"
+      printf '  on %s%s, %s s after the start' "${host_of[$(process_of "$guilty")]:-?}" "${rank_pids[guilty]:+, pid ${rank_pids[guilty]}}" "$1"
       # Its own verdict and table stand above: the verdict as the line before this one.
       last=$(sed -E '/^jax-mpmd: rank [0-9]+: /d; /^  rank  host /,/^[^ ]/{/^  /d;}; s/^/  | /' "$tmp/last" 2>/dev/null)
       [[ -z $last ]] && printf '%s\n' "$([[ -s $tmp/last ]] || echo '; it printed nothing')" || printf '; its last lines:\n%s\n' "$last"
@@ -1431,7 +1435,7 @@ print_table() {
     ended='no answer'
     [[ -z ${statuses[rank]:-} ]] || ended=$(was_ended_by_us "$rank" && echo 'by the launcher' || ended_text "${statuses[rank]}")
     read -r step seconds what <<<"${doing[rank]:-- - -}"
-    printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' "$rank" "${host_of[rank]:--}" "${rank_pids[rank]:--}" "$ended" \
+    printf '  %-5s %-16s %-8s %-20s %6s %7s  %s\n' "$rank" "${host_of[$(process_of "$rank")]:--}" "${rank_pids[rank]:--}" "$ended" \
       "$step" "$seconds s" "$what"
   done
 }

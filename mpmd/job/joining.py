@@ -232,7 +232,9 @@ def _join(
     jax.config.update("jax_enable_preemption_service", False)
     _keep_programs(environment)
     heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
-    if is_spare := count is not None and rank is not None and rank >= count:
+    is_spare = False
+    if count is not None and rank is not None and rank >= count:
+        is_spare = True
         with ledger.during(ledger.IDLE):
             rank = spares.wait_for_place(rank, environment)
         if (account := ledger.of_process()) is not None:

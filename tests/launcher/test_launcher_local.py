@@ -522,6 +522,24 @@ def test_a_spare_that_is_killed_has_a_successor_unless_three_in_a_row_are_killed
     ]
 
 
+def test_the_last_lines_are_those_of_the_process_that_has_taken_the_place():
+    program = shell("""
+        [[ $MPMD_ATTEMPT == 0 ]] || exit 0
+        echo "process $MPMD_PROCESS_ID"
+        echo '{"goes_on": true}' >"$MPMD_STATUS_DIR/rank-1.json"
+        case $MPMD_PROCESS_ID in
+          1) kill -9 $$ ;;
+          2) until [[ -s $MPMD_STATUS_DIR/taken ]]; do sleep 0.1; done; exit 5 ;;
+          *) sleep 600 ;;
+        esac
+    """)
+    status, job = run("-n", 2, "--restarts", 1, *program)
+    assert status == 0
+    assert "jax-mpmd: rank 1: killed by SIGKILL; spare 2 is started in its place\n" in job.err
+    lines = job.summary()
+    assert lines[lines.index("jax-mpmd: rank 1: exit status 5") + 2] == "  | process 2"
+
+
 @pytest.mark.slow
 def test_a_failure_at_another_step_is_another_one():
     program = WATCHED.replace('"step": 7', '"step": 7 + int(os.environ["MPMD_ATTEMPT"]) // 2') + "status(); sys.exit(3)"
