@@ -33,8 +33,8 @@ class Losses(NamedTuple):
         return {"TEST_SAVES": str(folder)} if self.saves else {}
 
 
-def draw(chance: random.Random, num_steps: int) -> Losses:
-    """Two or three losses of processes, of a keeper among them, with one spare and on one host or two."""
+def draw(chance: random.Random, num_steps: int, num_spares: int) -> Losses:
+    """Two or three losses of processes, of a keeper among them, on one host or two; the same with any spares."""
     hosts = chance.choice(["-n 4", "-n 4", "-H localhost:2,127.0.0.1:2"])
     first = chance.sample(range(NUM_RANKS), 3)
     faults, step = list[dict[str, Any]](), 1
@@ -50,7 +50,7 @@ def draw(chance: random.Random, num_steps: int) -> Losses:
         waits = {"attempt": 0, "rank": NUM_RANKS, "step": -2, "what": "soon", "after_s": chance.uniform(0, 8)}
         faults.append({**waits, "signal": int(chance.choice([*[signal.SIGKILL] * 3, signal.SIGSTOP]))})
     saves = any(fault.get("phase") == "checkpoint" for fault in faults)
-    options = f"{hosts} --spares 1 --cpu-devices 1 --restarts 4 --hang-timeout 8".split()
+    options = f"{hosts} --spares {num_spares} --cpu-devices 1 --restarts 4 --hang-timeout 8".split()
     return Losses(options, saves, faults)
 
 

@@ -388,16 +388,16 @@ def test_a_loss_where_another_process_cannot_do_alone_what_all_have_done_has_all
 
 @pytest.mark.parametrize("num_cases", slow_first(2, 100))
 def test_random_losses_leave_no_trace(environment, unbroken, tmp_path, num_cases):
-    """Two or three in a job with a spare: in transfers, updates, copies, checkpoints and recoveries, of any process.
+    """Two or three in a job with a spare or without: in transfers, updates, copies, checkpoints and recoveries, of any process.
 
     No finished step comes again but the last one, unless a host has lost its keeper with a process.
     """
 
     @hypothesis.settings(max_examples=num_cases, deadline=None, phases=[hypothesis.Phase.generate])
-    @hypothesis.given(st.integers(0, 10**9))
-    def check(seed):
-        drawn = losses.draw(random.Random(seed), NUM_STEPS)
-        (saves := tmp_path / str(seed)).mkdir(exist_ok=True)
+    @hypothesis.given(st.integers(0, 10**9), st.sampled_from((0, 1)))
+    def check(seed, num_spares):
+        drawn = losses.draw(random.Random(seed), NUM_STEPS, num_spares)
+        (saves := tmp_path / f"{seed}-{num_spares}").mkdir(exist_ok=True)
         job = run(environment | drawn.environment(saves), *drawn.options, faults=drawn.faults)
         assert (steps(job), end(job)) == unbroken("1f1b", 4)
         found = losses.read(job.out, job.err)
