@@ -25,7 +25,7 @@ _HEARTBEAT_MARGIN_S = 120
 
 _job: Job | None = None
 # What other packages do when a rank was lost, before all meet again, and after that, in its successor too.
-_when_lost: list[tuple[Callable[[], None], Callable[[], None]]] = []
+_when_lost: list[tuple[Callable[[], bool], Callable[[], None]]] = []
 
 
 @compat.api_boundary
@@ -137,15 +137,15 @@ def is_apart() -> bool:
     return _job is not None and _job.is_apart
 
 
-def when_lost(give_up: Callable[[], None], begin_again: Callable[[], None]) -> None:
+def when_lost(give_up: Callable[[], bool], begin_again: Callable[[], None]) -> None:
     """Has these called in `mpmd.resilient`: when a rank was lost, and when all have met again, its successor too."""
     _when_lost.append((give_up, begin_again))
 
 
-def give_up() -> None:
-    """Ends what the processes were doing together behind the loop."""
-    for ends, _ in _when_lost:
-        ends()
+def give_up() -> bool:
+    """Ends what the processes were doing together behind the loop; whether there was something."""
+    given_up = [ends() for ends, _ in _when_lost]
+    return any(given_up)
 
 
 def begin_again() -> None:

@@ -104,7 +104,8 @@ def resilient(
                     raise
             _say_lost(job)
             losses.note([taken.rank for taken in job.lost])
-            joining.give_up()
+            if joining.give_up() and _speaks(job):
+                say("a save that was not finished is given up")
             job.go_on()
             is_used_up = True
 
@@ -197,12 +198,17 @@ def _ignore(step: int) -> None:
     pass
 
 
+def _speaks(job: Job) -> bool:
+    """Whether this process is the first of those that were not lost."""
+    return job.rank == min(set(range(job.num_ranks)).difference(taken.rank for taken in job.lost), default=-1)
+
+
 def _say_lost(job: Job) -> None:
     if (account := ledger.of_process()) is not None:
         texts = (f"rank {taken.rank} (spare {taken.spare} in its place)" for taken in job.lost)
         account.event(f"lost: {', '.join(texts)}", is_recovering=True)
     lost = [taken.rank for taken in job.lost]
-    if job.rank == min(set(range(job.num_ranks)).difference(lost), default=-1):
+    if _speaks(job):
         if len(lost) == 1:
             say(f"rank {lost[0]} was lost; all others wait for the spare that takes the place")
         else:

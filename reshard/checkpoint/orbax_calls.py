@@ -6,6 +6,7 @@ that it has made the folders: each for 20 minutes or without end, whatever becam
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 import weakref
@@ -17,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpmd import _jax_compat as compat
+from mpmd.errors import RankLostError
 from mpmd.job import joining
 from reshard._orbax_compat import around, future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
@@ -36,6 +38,7 @@ def register() -> None:
     _is_made_together(ocp.CheckpointManager, "__init__")
     around(ocp.CheckpointManager, "save")(_save_or_end)
     joining.when_lost(_give_up, _read_again)
+    logging.getLogger("absl").addFilter(_is_no_loss)
     _end_barriers()
     _end_threads()
     _end_waiting_for_folders()
@@ -71,13 +74,23 @@ def _is_made_together(kind: Any, name: str) -> None:
             return plain(*args, **kwargs)
 
 
-def _give_up() -> None:
+def _is_no_loss(record: logging.LogRecord) -> bool:
+    """Whether what Orbax logs is not about a save that the loss of a rank has broken off, which is said elsewhere."""
+    error = record.exc_info and record.exc_info[1]
+    return not isinstance(error, RankLostError) and RankLostError.__name__ not in str(error)
+
+
+def _give_up() -> bool:
     """A save that was not finished when a rank was lost never is: its threads end, and so does its error."""
+    was_saving = False
     for saving in list(_saving):
-        with contextlib.suppress(Exception):
+        try:
             getattr(saving, "wait_until_finished", int)()
+        except Exception:
+            was_saving = True
         with contextlib.suppress(AttributeError):
             saving._save_progress_tracker._value = False
+    return was_saving
 
 
 def _read_again() -> None:
