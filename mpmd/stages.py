@@ -74,7 +74,8 @@ def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
 def check_options(options: Mapping[Any, Any] | None, name: str, num_stages: int | None = None) -> None:
     """Options for XLA are single values by name, for all programs or, in a mapping, for the tasks of a stage."""
     for key, value in (options or {}).items():
-        if isinstance(key, int) and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        is_stage = isinstance(key, int) and not isinstance(key, bool)
+        if is_stage and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             if num_stages is not None and not 0 <= key < num_stages:
                 raise ValueError(f"{name}: compiler_options are given for stage {key}, of {num_stages} stages.")
         elif not isinstance(key, str) or isinstance(value, Mapping):

@@ -135,6 +135,8 @@ def test_a_stage_may_have_compiler_options_of_its_own():
     step = mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={9: last})
     with pytest.raises(ValueError, match=r"gpt: compiler_options are given for stage 9, of 4 stages\."):
         step.lower(*ARGUMENTS).compile()
+    with pytest.raises(ValueError, match=r"mpmd\.jit: compiler_options has True: "):
+        mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={True: last})
 
 
 def test_compiler_options_reach_xla():

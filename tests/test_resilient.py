@@ -137,6 +137,7 @@ def test_the_programs_of_the_page_resilience_md_run(tmp_path):
         ((1, 2, 3), "mpmd.resilient: body is a int, not a function."),
         ((print, 2, -1), "mpmd.resilient: num_steps is -1; it must be at least 0."),
         ((print, 2, "7"), "mpmd.resilient: num_steps is '7', not a whole number."),
+        ((print, 2, True), "mpmd.resilient: num_steps is True, not a whole number."),
         (
             (print, [int], 1),
             (

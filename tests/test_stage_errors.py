@@ -585,8 +585,13 @@ def test_what_is_no_function_is_refused():
 
 def test_what_cannot_be_donated_or_static_is_refused():
     jit = functools.partial(mpmd.jit, lambda x, n: x, mpmd_mesh=shared_device(2))
-    with pytest.raises(TypeError, match=r"donate_argnums has 'x'\. Pass positions; names go into donate_argnames\."):
+    told = r"donate_argnums has 'x'\. Pass positions, as in donate_argnums=\(0,\); names go into donate_argnames\."
+    with pytest.raises(TypeError, match=told):
         jit(donate_argnums="x")
+    with pytest.raises(TypeError, match=r"donate_argnums has True\. Pass positions, as in donate_argnums=\(0,\);"):
+        jit(donate_argnums=True)
+    with pytest.raises(TypeError, match=r"static_argnums has False\. Pass positions"):
+        jit(static_argnums=(1, False))
     with pytest.raises(ValueError, match=r"argument 'n' is static and donated\. A static argument is part of"):
         jit(static_argnames="n", donate_argnums=1)
 

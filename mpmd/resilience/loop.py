@@ -222,7 +222,9 @@ def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
         faults.append(f"body is a {type(body).__name__}, not a function")
     for (name, least), value in zip(_NUMBERS.items(), numbers, strict=True):
         try:
-            if operator.index(value) < least:
+            if isinstance(value, bool):
+                faults.append(f"{name} is {value}, not a whole number")
+            elif operator.index(value) < least:
                 faults.append(f"{name} is {value}; it must be at least {least}")
         except TypeError:
             faults.append(f"{name} is {value!r:.60}, not a whole number")

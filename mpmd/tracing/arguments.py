@@ -278,8 +278,11 @@ def named_positions(
     """
     numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-    if wrong := [i for i in numbers if not isinstance(i, (int, np.integer))]:
-        raise TypeError(f"mpmd.jit: {what}_argnums has {wrong[0]!r}. Pass positions; names go into {what}_argnames.")
+    if wrong := [i for i in numbers if isinstance(i, bool) or not isinstance(i, (int, np.integer))]:
+        raise TypeError(
+            f"mpmd.jit: {what}_argnums has {wrong[0]!r}. Pass positions, as in {what}_argnums=(0,); names go into"
+            f" {what}_argnames."
+        )
     parameters = _parameters(fun)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {i + len(plain) if i < 0 else i for i in numbers}

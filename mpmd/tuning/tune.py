@@ -59,6 +59,7 @@ def tune(
       All configurations, the best first. Those that take more data in a step are compared by the time for the data.
 
     Raises:
+      TypeError: `num_microbatches` has a bool.
       ValueError: `build` returns something else, or there is nothing to try.
 
     Example:
@@ -82,6 +83,8 @@ def tuned(
     names: Any = SCHEDULES if schedules is None else schedules
     counts = (counts,) if isinstance(counts, int) else tuple(counts)
     names = (names,) if isinstance(names, (str, Schedule)) else tuple(names)
+    if wrong := [count for count in counts if isinstance(count, bool)]:
+        raise TypeError(f"tune: num_microbatches has {wrong[0]}. Pass a number, or several: num_microbatches=(8, 16).")
     for name in names:
         if isinstance(name, str):
             catalogue.find(name)  # complains of an unknown one

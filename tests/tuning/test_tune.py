@@ -189,6 +189,8 @@ def test_mistakes_are_named(build):
         mpmd.tune(build, schedules=[], num_microbatches=[])
     with pytest.raises(TypeError, match=r"tune: build returned 3, expected \(step, arguments\)"):
         mpmd.tune(lambda schedule, n: 3, schedules="1f1b", num_microbatches=8)
+    with pytest.raises(TypeError, match=r"tune: num_microbatches has True\. Pass a number, or several"):
+        mpmd.tune(build, schedules="1f1b", num_microbatches=True)
 
 
 def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
