@@ -258,6 +258,12 @@ def test_a_mark_in_custom_vjp_is_refused_with_its_line():
     assert "custom_vjp" in message
     assert _here(_identity_forward) in message
 
+    def gradient(params, xs):  # nobody uses the result of the mark, since custom_vjp hides that of the gradient
+        return mpmd.treduce(lambda x: jax.grad(_mark_in_custom_vjp)(params, x), xs, schedule=scheduler.OneFOneB(1))
+
+    args = stages_params(jax.random.key(0), 1), regression_batch(jax.random.key(1))
+    assert "inside custom_vjp" in _refusal_of(gradient, *args, mpmd_mesh=shared_device(1))
+
 
 def test_differentiating_through_the_loop_is_refused_and_said_to_belong_inside():
     def step(params, xs):

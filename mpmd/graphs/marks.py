@@ -87,15 +87,15 @@ def check_marks_are_used(body: Body) -> Body:
     kept = [n for n in marks if n.eqn.params["role"] or n.eqn.params["id"] in differentiated]
     live = body.live([*body.outvars, *(v for n in kept for v in n.eqn.outvars)])
     for node in marks:
+        if compat.called_from(node.eqn, "process_custom_vjp_call"):  # which may be why nobody uses its result
+            raise StageError(
+                f"{mark_name(node.eqn.params)} inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end"
+                " there.\n  Mark the stage end outside of the function with a custom derivative."
+            )
         if node not in live:
             raise StageError(
                 f"{mark_name(node.eqn.params)} at {compat.source_line(node.eqn)}: nobody uses its result, so no stage"
                 " ends there.\n  Use the values that it returns: x = mark_stage_end(x)."
-            )
-        if compat.called_from(node.eqn, "process_custom_vjp_call"):
-            raise StageError(
-                f"{mark_name(node.eqn.params)} inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end"
-                " there.\n  Mark the stage end outside of the function with a custom derivative."
             )
     return body.with_nodes(n for n in body.nodes if n in live)
 
