@@ -8,7 +8,7 @@ Each stage can be printed and asked; calling the decorated step runs through the
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -37,6 +37,7 @@ from mpmd.tracing.arguments import (
     hint_of,
     leaf_type,
     named_positions,
+    short_type,
     traced_type,
 )
 from mpmd.tracing.role_groups import with_roles
@@ -44,6 +45,7 @@ from mpmd.tracing.surroundings import surroundings
 from mpmd.tracing.trace import Trace, trace_step
 from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
+from scheduler.base.texts import type_text
 from scheduler.base.waiting import waiting
 
 _T = TypeVar("_T")
@@ -192,7 +194,7 @@ class Jitted:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._lists and (xs := self._lists_in(args, kwargs)):
-            step, leaves = self._bucketed_step(args, kwargs, xs)
+            step, leaves = self._bucketed_step(self._buckets_for(args, kwargs, xs), xs)
             return step._run(leaves)
         call = self._read(args, kwargs)
         for compiled in self._cache.get(call.key, ()):
@@ -206,10 +208,10 @@ class Jitted:
         return compiled._run(call.leaves)
 
     def _bucketed_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]
+        self, buckets: tuple[list[Buckets], Bucketing, CallArguments], xs: Sequence[MicrobatchList]
     ) -> tuple[BucketedStep, list[Any]]:
         """The step that runs these lists, and its arguments."""
-        steps, ordinary, call = self._buckets_for(args, kwargs, xs)
+        steps, ordinary, call = buckets
         step = next((step for step in steps if step.fits(call.leaves)), None)
         if step is None:
             check_is_outside()
@@ -229,27 +231,39 @@ class Jitted:
 
     def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         if xs := self._lists_in(args, kwargs):
-            _, bucketing, call = self._buckets_for(args, kwargs, xs)
-            act = functools.partial(self._for_call, call.fixed, [x.tree for x in xs])
+            _, bucketing, _ = self._buckets_for(args, kwargs, xs)
+            dynamic, named, fixed = self._without_static(args, kwargs)
+            around = _around(dynamic, named, xs)
+            types = [leaf_type(x, ())[:2] if type(x) is not list else None for x in around[0]]
+            dtypes = [[{t[1] for t in of_leaf} for of_leaf in zip(*x.types, strict=True)] for x in xs]
+            act = functools.partial(self._for_call, fixed, [x.tree for x in xs], dtypes, (types, around[1]))
             for_call = functools.partial(self._finding_lists, act)
             bucketing.asked[:] = [dataclasses.replace(bucketing.for_lists(xs), _for_call=for_call)]
             return bucketing.asked[0]
         return self._trace(self._read(args, kwargs))
 
     def _for_call(
-        self, fixed: Sequence[tuple[Any, ...]], trees: Sequence[Any], dynamic: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        fixed: tuple[tuple[Any, ...], ...],
+        trees: Sequence[Any],
+        dtypes: Sequence[Sequence[Set[Any]]],
+        around: tuple[Sequence[Any], Any],
+        dynamic: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[BucketedStep, list[Any]]:
         """The step that runs a call with lists of microbatches, and its arguments.
 
         Args:
           fixed: the static arguments.
           trees: the structure of a microbatch of each list.
+          dtypes: those of each array of a microbatch of each list.
+          around: shape and dtype of each other argument, None for a list, and the structure of all.
 
         Raises:
-          TypeError: there are no such lists where the step takes them.
+          TypeError: there are no such lists where the step takes them, or no such arguments.
         """
-        args, kwargs = _with_static(dynamic, kwargs, fixed)
-        if len(xs := self._lists_in(args, kwargs)) != len(self._lists):
+        args, named = _with_static(dynamic, kwargs, fixed)
+        if len(xs := self._lists_in(args, named)) != len(self._lists):
             raise TypeError("mpmd: this step was compiled for lists of microbatches; give it lists in the same places.")
         for x, tree in zip(xs, trees, strict=False):
             if x.tree != tree:
@@ -257,7 +271,21 @@ class Jitted:
                     "mpmd: the compiled step was called with microbatches of another structure; call the jitted step to"
                     f" compile again.\n  got {x.tree}, expected {tree}"
                 )
-        return self._bucketed_step(args, kwargs, xs)
+        buckets = self._buckets_for(args, named, xs)
+        leaves, tree = _around(dynamic, kwargs, xs)
+        if tree != around[1]:
+            raise TypeError(
+                "mpmd: the compiled step was called with another structure of arguments.\n"
+                f"  got      {tree}\n  expected {around[1]}"
+            )
+        wrong = _of_other_types(leaves, around[0], xs, dtypes)
+        if wrong:
+            names = argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None))
+            raise TypeError(
+                "mpmd: the compiled step was called with other shapes or dtypes; call the jitted step to compile"
+                " again.\n" + "\n".join(f"  {names[i]}{fault}" for i, fault in wrong[:8])
+            )
+        return self._bucketed_step(buckets, xs)
 
     def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`act`, again whenever the step turns out to do something with a list."""
@@ -312,16 +340,23 @@ class Jitted:
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        dynamic, fixed = args, ()
+    def _without_static(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[Any, ...], ...]]:
+        """The arguments that are not static, and those that are."""
         positions, names = self._static
-        if positions or names:
-            dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
-            named = {k: v for k, v in kwargs.items() if k in names}
-            kwargs = {k: v for k, v in kwargs.items() if k not in names}
-            found = [(i, a) for i, a in enumerate(args) if i in positions] + sorted(named.items())
-            fixed = tuple((where, type(value), value) for where, value in found)  # 2, 2.0 and True are equal
-            check_static(fixed)
+        if not (positions or names):
+            return args, kwargs, ()
+        dynamic = tuple(a for i, a in enumerate(args) if i not in positions)
+        named = {k: v for k, v in kwargs.items() if k in names}
+        kwargs = {k: v for k, v in kwargs.items() if k not in names}
+        found = [(i, a) for i, a in enumerate(args) if i in positions] + sorted(named.items())
+        fixed = tuple((where, type(value), value) for where, value in found)  # 2, 2.0 and True are equal
+        check_static(fixed)
+        return dynamic, kwargs, fixed
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        dynamic, kwargs, fixed = self._without_static(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         explicit = self._explicit
         wishes = self._wishes(tree, fixed, len(args))
@@ -387,6 +422,32 @@ class Jitted:
         traced = dataclasses.replace(traced, _audit_every=self._audit_every)
         self._traced[read].append(traced)
         return traced
+
+
+def _around(dynamic: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]) -> tuple[list[Any], Any]:
+    """The arguments of a call, flat, and their structure: each list of microbatches is one leaf."""
+    given = {id(x.given) for x in xs}
+    return jax.tree.flatten((dynamic, kwargs), is_leaf=lambda x: id(x) in given)
+
+
+def _of_other_types(
+    leaves: Sequence[Any], types: Sequence[Any], xs: Sequence[MicrobatchList], dtypes: Sequence[Sequence[Set[Any]]]
+) -> list[tuple[int, str]]:
+    """The arguments, by number, that have other types, and which; of microbatches the shape may be another one."""
+    wrong = [
+        (i, f": got {short_type(x)}, expected {type_text(*kind)}")
+        for i, (x, kind) in enumerate(zip(leaves, types, strict=True))
+        if kind is not None and leaf_type(x, ())[:2] != kind
+    ]
+    for x, known in zip(xs, dtypes, strict=True):
+        i = next(i for i, leaf in enumerate(leaves) if leaf is x.given)
+        for m, found in enumerate(x.types):
+            if strange := [n for n, (t, of_leaf) in enumerate(zip(found, known, strict=True)) if t[1] not in of_leaf]:
+                n = strange[0]
+                path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(x.given[m])[0][n][0])
+                expected = " or ".join(sorted(map(str, known[n])))
+                wrong.append((i, f"[{m}]{path}: got {type_text(*found[n][:2])}, expected {expected}"))
+    return wrong
 
 
 def _with_static(

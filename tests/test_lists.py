@@ -490,6 +490,24 @@ def test_a_compiled_step_is_told_of_microbatches_of_another_structure():
         compiled(step.params(), [{**x, "more": np.ones(2)} for x in xs])
 
 
+def test_a_compiled_step_is_told_of_other_dtypes_than_it_was_compiled_for():
+    step, xs = Step(2, "1f1b"), microbatches((2, 3))
+    params = step.params()
+    compiled = mpmd.jit(step, mpmd_mesh=groups(2)).lower(params, xs).compile()
+    compiled(params, microbatches((5, 2)))  # other shapes of microbatches may come
+    told = "the compiled step was called with other shapes or dtypes; call the jitted step to compile again.\n"
+    name = sorted(xs[0])[0]
+    with pytest.raises(TypeError) as raised:
+        compiled(params, [xs[0], {**xs[1], name: xs[1][name].astype(jnp.bfloat16)}])
+    shape, was = ",".join(map(str, xs[1][name].shape)), xs[1][name].dtype
+    assert str(raised.value).startswith(f"mpmd: {told}  "), raised.value
+    assert str(raised.value).endswith(f"[1][{name!r}]: got bfloat16[{shape}], expected {was}"), raised.value
+    with pytest.raises(TypeError, match=r"got bfloat16\[.*\], expected float32\["):
+        compiled(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), xs)
+    with pytest.raises(TypeError, match="called with another structure of arguments"):
+        compiled([params], xs)
+
+
 def test_a_list_has_one_entry_in_shardings():
     step, xs = Step(2, "1f1b"), microbatches((2, 3))
     with pytest.raises(ValueError, match=r"(?s)tree_map tree\[1\].*has one entry, for all arrays in it"):
