@@ -10,6 +10,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import EveryHost, HostMemory
+from scheduler.base.texts import counted
 
 
 def is_sharding(x: Any) -> bool:
@@ -57,7 +58,8 @@ def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
         if isinstance(one, NamedSharding) and PartitionSpec.UNCONSTRAINED in tuple(one.spec):
             return f"spec {one.spec} is unconstrained; where the array goes must be said in full"
         if isinstance(one, NamedSharding) and len(one.spec) > len(shape):
-            return f"spec {one.spec} has {len(one.spec)} entries, but the array has {len(shape)} axes"
+            found = counted(len(one.spec), "entry")
+            return f"spec {one.spec} has {found}, but the array has {counted(len(shape), 'axis')}"
         try:
             one.shard_shape(part_shape)
         except Exception as error:  # JAX's errors for specs share no base class

@@ -333,7 +333,7 @@ def test_arrays_are_given_in_any_order_or_by_group(mesh):
         "MpmdArray: arrays has group 1, but of MpmdSharding(groups {1, 3} of 4, P('data',)) "
         "this process holds groups {1, 3}."
     )
-    with pytest.raises(ValueError, match="arrays has 1 entries, but of"):
+    with pytest.raises(ValueError, match="arrays has 1 entry, but of"):
         MpmdArray([parts[1]], sharding)
     with pytest.raises(ValueError, match="arrays is one array"):
         MpmdArray(parts[1], sharding)
@@ -384,7 +384,7 @@ def test_everything_that_does_not_fit_is_named_at_once(mesh):
     )
     with pytest.raises(ValueError, match="should evenly divide"):
         MpmdArray([jnp.ones(3)] * 2, sharding)
-    with pytest.raises(ValueError, match="has 1 entries, but the array has 0 axes"):
+    with pytest.raises(ValueError, match="has 1 entry, but the array has 0 axes"):
         MpmdArray([jnp.ones(())] * 2, sharding)
     with pytest.raises(ValueError, match="not an MpmdSharding"):
         MpmdArray([jnp.ones(4)], sharding.group_sharding(0))

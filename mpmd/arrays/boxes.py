@@ -17,6 +17,7 @@ import jax
 
 from mpmd.arrays.mesh import Device
 from mpmd.arrays.sharding import Key, MpmdSharding
+from scheduler.base.texts import counted
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -188,7 +189,9 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
     boxes: dict[Device, Box] = {}
     spec = getattr(sharding, "spec", ())
     if len(spec) > len(shape):
-        raise ValueError(f"spec {spec} has {len(spec)} entries, but the array has {len(shape)} axes")
+        raise ValueError(
+            f"spec {spec} has {counted(len(spec), 'entry')}, but the array has {counted(len(shape), 'axis')}"
+        )
     try:
         index_map = sharding.devices_indices_map(shape)
     except ValueError:

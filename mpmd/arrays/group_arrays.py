@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import groups_text
 from mpmd.arrays.sharding import GroupPart, Key, MpmdSharding
+from scheduler.base.texts import counted
 
 Arrays = Sequence[jax.Array] | Mapping[Any, jax.Array]
 
@@ -53,7 +54,7 @@ def arrays_by_key(arrays: Arrays, sharding: MpmdSharding, shape: tuple[int, ...]
         return {key: arrays[key] for key in keys}
     if len(arrays) != len(local):
         raise ValueError(
-            f"MpmdArray: arrays has {len(arrays)} entries, but of {sharding!r} this process holds "
+            f"MpmdArray: arrays has {counted(len(arrays), 'entry')}, but of {sharding!r} this process holds "
             f"{_keys_text(keys)}; one array for each is needed."
         )
     return _in_their_places(list(arrays), local, sharding)
@@ -103,7 +104,10 @@ def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple
         if part.key in arrays:
             faults += _faults_of_array(arrays[part.key], part, dtype)
     if len(sharding.spec) > len(shape):
-        faults.append(f"spec {sharding.spec} has {len(sharding.spec)} entries, but the array has {len(shape)} axes")
+        faults.append(
+            f"spec {sharding.spec} has {counted(len(sharding.spec), 'entry')}, but the array has"
+            f" {counted(len(shape), 'axis')}"
+        )
         parts = ()
     for part in parts:
         expected = sharding.group_sharding(part.group)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd._jax_compat import Tracer
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import MpmdMesh, groups_text, meshes_in_use
+from scheduler.base.texts import counted
 
 Array = Any  # an MpmdArray, which is defined on top of this module
 
@@ -74,7 +75,9 @@ def row(x: Array, index: Any) -> jax.Array | None:
         return None
     wanted, num_rows = operator.index(entries[axis]), x.shape[axis]
     if not -num_rows <= wanted < num_rows:
-        raise IndexError(f"index {wanted} is out of bounds for axis {axis} of {x!r}, which has {num_rows} rows.")
+        raise IndexError(
+            f"index {wanted} is out of bounds for axis {axis} of {x!r}, which has {counted(num_rows, 'row')}."
+        )
     wanted %= num_rows
     held = next(r for r in x.mpmd_sharding.ranges(num_rows) if r.start <= wanted < r.stop)
     piece = x._arrays.get((held.start, held.stop))

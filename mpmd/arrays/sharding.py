@@ -20,6 +20,7 @@ from mpmd.arrays.shards import Device, PlacedShard, placed_shards
 from mpmd.arrays.specs import SpecLike, as_spec, group_shardings, with_axis, without_axis
 from mpmd.arrays.splits import Range, Split, SplitLike, as_split, named_axis
 from mpmd.users_frame import users_frame
+from scheduler.base.texts import counted
 
 Key = int | tuple[int, int]
 
@@ -354,7 +355,7 @@ def _parts(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[GroupPart, .
     if axis is None:
         return tuple([GroupPart(group, group, (0,) * len(shape), shape) for group in sharding.groups])
     if axis >= len(shape):
-        raise ValueError(f"{sharding!r} splits axis {axis}, but the array has {len(shape)} axes.")
+        raise ValueError(f"{sharding!r} splits axis {axis}, but the array has {counted(len(shape), 'axis')}.")
     before, after = shape[:axis], shape[axis + 1 :]
     zeros = [0] * len(after)
     return tuple(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from scheduler.base.texts import counted
+
 SplitLike = Mapping[int, Sequence[tuple[int, int]]] | None
 
 
@@ -42,7 +44,7 @@ class Split:
         if self.given is None:
             return _even(num_rows, self.axis, self.groups)
         if self.given[-1].stop != num_rows:
-            raise ValueError(f"axis {self.axis} has {num_rows} rows, but split covers {self.given[-1].stop}")
+            raise ValueError(f"axis {self.axis} has {counted(num_rows, 'row')}, but split covers {self.given[-1].stop}")
         return self.given
 
     @property
@@ -76,7 +78,7 @@ def _even(num_rows: int, axis: int, groups: tuple[int, ...]) -> tuple[Range, ...
     each, rest = divmod(num_rows, len(groups))
     if rest or not each:
         raise ValueError(
-            f"axis {axis} has {num_rows} rows, which cannot be split evenly over {len(groups)} groups;"
+            f"axis {axis} has {counted(num_rows, 'row')}, which cannot be split evenly over {len(groups)} groups;"
             " give split={group: ((start, stop), ...)}"
         )
     return tuple([Range(i * each, (i + 1) * each, group) for i, group in enumerate(groups)])

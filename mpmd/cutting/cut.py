@@ -27,6 +27,7 @@ from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
 from scheduler import Adaptive, GraphSchedule, Schedule
+from scheduler.base.texts import counted
 from scheduler.optimize.cuts import Cut
 from scheduler.ordering import chain
 from scheduler.schedules import catalogue
@@ -163,8 +164,8 @@ def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | 
         body = with_stage_ends(body, candidates, range(len(candidates)))
     elif candidates.scans:
         raise StageError(
-            f"mark_stage_end inside scan: {schedule} has {schedule.num_stages} stages, and a stage would end"
-            f" {len(candidates)} times in a microbatch:{candidates.lines()}\n"
+            f"mark_stage_end inside scan: {schedule} has {counted(schedule.num_stages, 'stage')}, and a stage would end"
+            f" {counted(len(candidates), 'time')} in a microbatch:{candidates.lines()}\n"
             "  Use mark_layer_end there: the library chooses, or cuts= says, behind which layers stages end."
         )
     for inner in body.jaxpr.eqns:
@@ -236,8 +237,8 @@ def _schedule_of_roles(eqn: compat.JaxprEqn, given: Schedule | str, num_groups: 
 def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Schedule) -> None:
     if len(candidates) < schedule.num_stages - 1:
         raise StageError(
-            f"treduce at {compat.source_line(eqn)}: {schedule} has {schedule.num_stages} stages, and a stage may end at"
-            f" {len(candidates)} places only:{candidates.lines()}\n"
+            f"treduce at {compat.source_line(eqn)}: {schedule} has {counted(schedule.num_stages, 'stage')}, and a"
+            f" stage may end at {counted(len(candidates), 'place')} only:{candidates.lines()}\n"
             "  Call mark_layer_end at the end of each layer, or use a schedule with fewer stages."
         )
 
@@ -249,7 +250,7 @@ def _stage_ends(
     where, found = f"treduce at {compat.source_line(eqn)}: cuts is {tuple(cuts)}", len(candidates)
     if len(cuts) != schedule.num_stages:
         raise StageError(
-            f"{where}, {len(cuts)} entries, and {schedule} has {schedule.num_stages} stages.\n"
+            f"{where}, {counted(len(cuts), 'entry')}, and {schedule} has {counted(schedule.num_stages, 'stage')}.\n"
             "  Pass how many layers each stage gets, one number for each stage."
         )
     if sum(cuts) != found and not (sum(cuts) == found + 1 and cuts[-1]):

@@ -10,6 +10,7 @@ from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.stage_end import boundaries, mark_name
 from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
+from scheduler.base.texts import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,15 +142,16 @@ def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
     want = f"{stages - 1} or {stages}" if stages > 1 else "no mark, or 1"
     if (twice := _calls_of_a_model(forward, stages)) is not None:
         raise StageError(
-            f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"
+            f"mark_stage_end: {schedule} has {counted(stages, 'stage')}, which takes {want}"
+            f" mark{'s' if stages > 1 else ''}"
             f" in a microbatch; found {found}: the marked model is called {len(twice)} times in a microbatch,"
-            f" with {found // len(twice)} marks each:{''.join(f'{chr(10)}    {line}' for line in twice)}\n"
+            f" with {counted(found // len(twice), 'mark')} each:{''.join(f'{chr(10)}    {line}' for line in twice)}\n"
             "  Call it once, on both inputs (jnp.concatenate, jax.vmap), or have it mark in one of the calls only: give"
             " it the function that marks as an argument, mark=mpmd.mark_stage_end there and mark=lambda x: x elsewhere."
         )
     both = "\n  Two models in one step share their marks: x, y = mark_stage_end((x, y))." if found > stages else ""
     raise StageError(
-        f"mark_stage_end: {schedule} has {stages} stages, which takes {want} mark{'s' if stages > 1 else ''}"
+        f"mark_stage_end: {schedule} has {counted(stages, 'stage')}, which takes {want} mark{'s' if stages > 1 else ''}"
         f" in a microbatch; found {found}{':' if found else '.'}{lines}{more}\n"
         "  Call mark_stage_end at the end of each stage (the last may be left out), on values that are used afterwards."
         + both

@@ -35,6 +35,7 @@ from mpmd.ops.reductions import (
 from mpmd.ops.stage_end import mark_p, without
 from mpmd.users_frame import users_frame
 from scheduler import Adaptive, Schedule
+from scheduler.base.texts import counted
 from scheduler.schedules import catalogue
 
 # A loop outside of any jitted function that takes longer to compile is a mistake.
@@ -438,7 +439,8 @@ def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None
         )
     if hasattr(schedule, "num_stages") and len(cuts) != schedule.num_stages:
         raise StageError(
-            f"{what}, {len(cuts)} entries, and {schedule} has {schedule.num_stages} stages. Pass one number for each."
+            f"{what}, {counted(len(cuts), 'entry')}, and {schedule} has {counted(schedule.num_stages, 'stage')}. Pass"
+            " one number for each."
         )
     return tuple(map(int, cuts))
 

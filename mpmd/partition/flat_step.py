@@ -21,6 +21,7 @@ from mpmd.tracing.new_equations import copy_equations
 from mpmd.tracing.state import match_state
 from mpmd.tracing.trace import Trace
 from scheduler import Schedule
+from scheduler.base.texts import counted
 from scheduler.schedules.graph import graph_of, with_graph
 
 Item = Any  # a compat.JaxprEqn or a Loop
@@ -156,9 +157,9 @@ def _loop_items(
 def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> None:
     if schedule.num_groups != mesh.num_groups:
         raise StageError(
-            f"treduce at {compat.source_line(eqn)}: {schedule} runs on {schedule.num_groups} groups,"
+            f"treduce at {compat.source_line(eqn)}: {schedule} runs on {counted(schedule.num_groups, 'group')},"
             f" but {mesh} has {mesh.num_groups}.\n"
-            f"  Use a schedule for {mesh.num_groups} groups, or MpmdMesh.mpmd_submesh."
+            f"  Use a schedule for {counted(mesh.num_groups, 'group')}, or MpmdMesh.mpmd_submesh."
         )
 
 

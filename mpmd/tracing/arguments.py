@@ -20,6 +20,7 @@ from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
 from mpmd.ops import lists
+from scheduler.base.texts import counted
 
 _NO_FUNCTION = "A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -289,7 +290,7 @@ def named_positions(
     many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if wrong := [i for i in positions if i < 0 or (i >= len(plain) and not many)]:
         raise ValueError(
-            f"mpmd.jit: {what}_argnums has {wrong[0]}, but the step takes {len(plain)} positional arguments."
+            f"mpmd.jit: {what}_argnums has {wrong[0]}, but the step takes {counted(len(plain), 'positional argument')}."
         )
     by_name = {p.name: i for i, p in enumerate(plain) if p.kind is not p.POSITIONAL_ONLY}
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}

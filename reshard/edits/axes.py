@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mpmd.arrays.boxes import Box
 from reshard.edits.entries import Origin
 from reshard.storage.stored import Leaf
+from scheduler.base.texts import counted
 
 Named = tuple[tuple[str, ...], ...]
 Shape = tuple[int, ...]
@@ -66,7 +67,7 @@ def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, i
         ValueError: the array has other axes, or a size is missing or does not fit.
     """
     if len(side) != len(shape):
-        raise ValueError(f"it has {len(shape)} axes, not {len(side)}")
+        raise ValueError(f"it has {counted(len(shape), 'axis')}, not {len(side)}")
     sizes: dict[str, int] = {}
     for names, size in zip(side, shape, strict=True):
         if len(names) == 1:

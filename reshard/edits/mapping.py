@@ -32,6 +32,7 @@ from mpmd.errors import ReshardError
 from reshard.edits.axes import AxesRule
 from reshard.storage.documents import read_document
 from reshard.storage.huggingface import CONFIG
+from scheduler.base.texts import counted
 
 _BUILT_IN = File(__file__).parent / "mappings"
 _KNOWN_FIELDS = {"tensor", "array", "axes", "along", "parts", "optional"}
@@ -193,7 +194,7 @@ def _rule(value: Any, name: str, faults: list[str]) -> MappingRule:
         if along not in {n for axis in one for n in axis}:
             faults.append(f"{name}.along is {along!r}, which is no axis of the one that has all")
     if parts is not None and len(parts) != several:
-        faults.append(f"{name}.parts has {len(parts)} entries for {several}")
+        faults.append(f"{name}.parts has {counted(len(parts), 'entry')} for {several}")
     wildcards = {frozenset(re.findall(r"\{(\w+)\}", text)) for text in (*tensors, *arrays)}
     if len(wildcards) > 1:
         faults.append(f"{name}: tensor and array do not name the same numbers in braces")

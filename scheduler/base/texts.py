@@ -1,6 +1,7 @@
 """Numbers, types, bars and tables as text."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,10 +80,12 @@ def counted(number: int, noun: str) -> str:
     """A number of things, in words.
 
     Examples:
-        >>> counted(1, "array"), counted(2, "array")
-        ('1 array', '2 arrays')
+        >>> counted(1, "array"), counted(2, "array"), counted(2, "entry"), counted(0, "axis")
+        ('1 array', '2 arrays', '2 entries', '0 axes')
     """
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    if number != 1:
+        noun = re.sub("is$", "e", re.sub("(?<![aeiou])y$", "ie", noun)) + "s"
+    return f"{number} {noun}"
 
 
 def type_text(shape: Sequence[int], dtype: Any) -> str:

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
+from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
 from scheduler.schedules.list_scheduling import Problem
@@ -58,7 +59,7 @@ def order_microbatches(
     limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * schedule.num_groups
     if len(limits) != schedule.num_groups:
         raise ValueError(
-            f"order_microbatches: memory_limit has {len(limits)} entries; expected one for each of"
+            f"order_microbatches: memory_limit has {counted(len(limits), 'entry')}; expected one for each of"
             f" {schedule.num_groups} groups."
         )
     clock = _ListClock(schedule, costs, [math.inf if limit is None else limit + _CLOSE for limit in limits])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from scheduler.base.texts import counted
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.schedules.v_shaped import v_placement
 from scheduler.task import check_count
@@ -43,7 +44,8 @@ def problem_for(
         limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (float(memory_limit),) * num_groups
         if len(limits) != num_groups:
             raise ValueError(
-                f"search: memory_limit has {len(limits)} entries; expected one for each of {num_groups} groups."
+                f"search: memory_limit has {counted(len(limits), 'entry')}; expected one for each of {num_groups}"
+                " groups."
             )
         if not all(limit >= 0 for limit in limits):
             raise ValueError(f"search: memory_limit is {memory_limit!r}; expected numbers of at least 0.")

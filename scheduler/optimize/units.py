@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from scheduler.base.texts import counted
 from scheduler.task import Schedule
 from scheduler.timing.costs import Costs
 from scheduler.timing.replay import Replay
@@ -114,7 +115,8 @@ class CutProblem:
         num_groups = self.schedule.num_groups
         if self.memory_limit is not None and len(self.memory_limit) != num_groups:
             raise ValueError(
-                f"memory_limit has {len(self.memory_limit)} entries; expected one for each of {num_groups} groups."
+                f"memory_limit has {counted(len(self.memory_limit), 'entry')}; expected one for each of {num_groups}"
+                " groups."
             )
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.base.collector import without_collection
+from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.ordering import LoopTasks, Numbers, coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value
@@ -125,11 +126,13 @@ def _shape_faults(program: Program) -> tuple[list[str], bool]:
     for name, sets in (("inputs", program.inputs), ("outputs", program.outputs)):
         if len(sets) not in (0, program.num_groups):
             faults.append(
-                f"{name} has {len(sets)} entries; expected one for each of {program.num_groups} groups, or none"
+                f"{name} has {counted(len(sets), 'entry')}; expected one for each of {program.num_groups} groups, or"
+                " none"
             )
     if len(program.placements) not in (0, len(program.tasks)):
         faults.append(
-            f"placements has {len(program.placements)} entries; expected one for each of {len(program.tasks)} loops,"
+            f"placements has {counted(len(program.placements), 'entry')}; expected one for each of"
+            f" {len(program.tasks)} loops,"
             " or none"
         )
     for placement in dict.fromkeys((program.placement, *program.placements)):
@@ -185,7 +188,7 @@ def _task_faults(program: Program) -> list[str]:
             continue
         expected, placement = frozenset(p for t in program.tasks[loop] for p in t.parts), program.placement_of(loop)
         if outside := sorted({task.stage for task in expected if not 0 <= task.stage < len(placement)}):
-            faults.append(f"stages {outside}{where} have no place; placement names {len(placement)} stages")
+            faults.append(f"stages {outside}{where} have no place; placement names {counted(len(placement), 'stage')}")
             expected = frozenset(task for task in expected if task.stage not in outside)
         faults += coverage_faults(runs[loop], placement, expected, where)
     return faults

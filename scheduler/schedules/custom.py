@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from scheduler.base.files import read_text
+from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.ordering import order_faults, paired, raise_faults
 from scheduler.task import Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
@@ -81,7 +82,7 @@ class CustomSchedule(Schedule):
             if group not in range(len(orders))
         ]
         if reads is not None and len(reads) != len(placement):
-            faults.append(f"reads has {len(reads)} entries, and there are {len(placement)} stages")
+            faults.append(f"reads has {counted(len(reads), 'entry')}, and there are {counted(len(placement), 'stage')}")
         else:
             faults += order_faults(orders, placement, self.num_microbatches, forward_only, reads)
         neighbours = {pair for order in orders for pair in pairwise(order)}

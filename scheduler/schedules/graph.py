@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
+from scheduler.base.texts import counted
 from scheduler.ordering import graph_needs, longest_paths, readers_of
 from scheduler.schedules.adaptive import Adaptive
 from scheduler.task import Kind, Orders, Reads, Schedule, Task, check_count
@@ -64,7 +65,8 @@ class GraphSchedule(Schedule):
             raise ValueError(f"GraphSchedule: rule is {self.rule!r}; expected one of {', '.join(RULES)}.")
         if not placement or len(reads) != len(placement):
             raise ValueError(
-                f"GraphSchedule: reads has {len(reads)} entries and placement {len(placement)}; expected one for each"
+                f"GraphSchedule: reads has {counted(len(reads), 'entry')} and placement {len(placement)}; expected"
+                " one for each"
                 " stage, of at least one stage."
             )
         if wrong := [g for g in placement if g not in range(self.num_groups)]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from scheduler.base.files import parse_json
+from scheduler.base.texts import counted
 from scheduler.task import Kind, Task
 
 PerStage = float | tuple[float, ...]
@@ -134,7 +135,7 @@ class Costs:
             return [value] * num_stages
         if len(value) != num_stages:
             raise ValueError(
-                f"Costs: {name} has {len(value)} entries and the schedule {num_stages} stages; "
+                f"Costs: {name} has {counted(len(value), 'entry')} and the schedule {counted(num_stages, 'stage')}; "
                 "give one number or one for each stage."
             )
         return list(value)
@@ -149,7 +150,7 @@ class Costs:
             return [self] * num_microbatches
         if len(self.microbatches) != num_microbatches:
             raise ValueError(
-                f"Costs: microbatches has {len(self.microbatches)} entries and the loop {num_microbatches}"
+                f"Costs: microbatches has {counted(len(self.microbatches), 'entry')} and the loop {num_microbatches}"
                 " microbatches; give one entry for each."
             )
         return [one for one in self.microbatches if isinstance(one, Costs)]

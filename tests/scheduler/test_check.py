@@ -294,7 +294,7 @@ def test_each_loop_has_its_stages_in_its_own_groups():
     assert faults(dataclasses.replace(program, placements=())) == (
         "check: the program: 1 fault.\n  task 0F0 of loop 1 runs in group 0; stage 0 lives in group 1."
     )
-    assert "placements has 1 entries; expected one for each of 2 loops, or none" in faults(
+    assert "placements has 1 entry; expected one for each of 2 loops, or none" in faults(
         dataclasses.replace(program, placements=((0,),))
     )
 

@@ -107,7 +107,7 @@ def made_looped():
         (lambda: Costs.from_json('{"microbatches": [{"backward": 1}]}'), r"\['backward'\]"),
         (lambda: simulate(GPipe(2), 3, Costs(microbatches=[1, 2])), "2 entries and the loop 3 microbatches"),
         (lambda: order_microbatches(GPipe(2), Costs()), "costs has no microbatches"),
-        (lambda: order_microbatches(GPipe(2), Costs(microbatches=[1, 2]), memory_limit=[1]), "1 entries; expected one"),
+        (lambda: order_microbatches(GPipe(2), Costs(microbatches=[1, 2]), memory_limit=[1]), "1 entry; expected one"),
         (lambda: dataclasses.replace(Costs(), microbatches=[float("nan")]), "holds nan"),
     ],
 )
