@@ -255,7 +255,8 @@ def _stage_ends(
         )
     if sum(cuts) != found and not (sum(cuts) == found + 1 and cuts[-1]):
         raise StageError(
-            f"{where}, {sum(cuts)} layers together, and the loop has {found} layer ends:{candidates.lines()}\n"
+            f"{where}, {counted(sum(cuts), 'layer')} together, and the loop has"
+            f" {counted(found, 'layer end')}:{candidates.lines()}\n"
             f"  The numbers must add up to {found}, or to {found + 1} if the last layer has no mark."
         )
     return tuple(sum(cuts[: s + 1]) - 1 for s in range(len(cuts) - 1))

@@ -145,6 +145,9 @@ def refusal(step, arguments, num_groups=3):
 
 
 def test_cuts_that_do_not_add_up_are_refused(arguments):
+    assert "cuts is (1,), 1 layer together, and the loop has 6 layer ends:" in refusal(
+        step_of(residual, cuts=(1,), schedule=scheduler.GPipe(1)), arguments, 1
+    )
     assert refusal(step_of(residual, cuts=(1, 2, 1)), arguments) == (
         "treduce at HERE: cuts is (1, 2, 1), 4 layers together, and the loop has 6 layer ends:"
         + "\n    HERE" * 6
