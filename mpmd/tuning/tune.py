@@ -19,9 +19,7 @@ from scheduler.base.waiting import waiting
 from scheduler.optimize.units import Units
 from scheduler.schedules import catalogue
 
-SCHEDULES = (
-    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v",
-)  # fmt: skip
+SCHEDULES = tuple(catalogue.SCHEDULES)
 NUM_MICROBATCHES = (8, 16, 32)
 _MOST_COMPILED = 6  # configurations
 _DOUBT = 1.5  # by how much XLA may need less memory than the estimate
@@ -48,7 +46,7 @@ def tune(
       build: `build(schedule, num_microbatches)` returns the step (of `mpmd.jit`) and its arguments, which may be
         abstract. They are not used up: what is measured runs on zeros. With `mark_layer_end` in the model, each
         schedule gets the cut that suits it.
-      schedules: schedules or their names. None: ten of the catalogue, by their names.
+      schedules: schedules or their names. None: all of the catalogue, by their names.
       num_microbatches: a number, or several to try. None: 8, 16 and 32.
       memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known. Where a
         step needs more, split backwards compute nothing again ahead of their gradients. A step that runs follows the

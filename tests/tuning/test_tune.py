@@ -14,6 +14,7 @@ from mpmd.costs.devices import machine_of
 from mpmd.report.estimate import draft_of
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
+from scheduler.schedules import catalogue
 
 WIDTH, NUM_LAYERS, ROWS = 32, 6, 256
 
@@ -180,6 +181,14 @@ def test_groups_that_share_a_device_need_no_pipeline():
     tuning = mpmd.tune(build_for(mpmd.MpmdMesh.from_groups([device] * 3)), schedules="1f1b", num_microbatches=8)
     assert str(tuning).endswith("do not pipeline on these devices: groups share them, so they take turns")
     assert tuning.best.prediction.idle > 0.66  # one of three computes at a time
+
+
+def test_all_schedules_of_the_catalogue_are_tried():
+    def build(schedule, num_microbatches):
+        raise ValueError("not built")
+
+    tried = {c.schedule for c in mpmd.tune(build, num_microbatches=8).configurations}
+    assert tried == set(catalogue.SCHEDULES)
 
 
 def test_mistakes_are_named(build):
