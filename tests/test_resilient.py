@@ -474,7 +474,7 @@ def test_an_error_of_a_save_may_come_of_a_loss_that_is_heard_of_later(wrap):
     heard = iter([[], [], ["rank 1"], ["rank 1"]])
 
     class Late:
-        _register = types.SimpleNamespace(replaces=True)
+        activity = types.SimpleNamespace(goes_on=True)
         lost = property(lambda self: next(heard))
 
     assert Job.has_lost(Late(), found)
@@ -521,9 +521,7 @@ def test_nobody_waits_for_the_end_of_a_save_whose_process_was_lost(monkeypatch):
 
 def test_an_error_of_the_body_is_no_loss():
     begun = time.monotonic()
-    assert not Job.has_lost(
-        types.SimpleNamespace(_register=types.SimpleNamespace(replaces=True), lost=[]), ValueError()
-    )
+    assert not Job.has_lost(types.SimpleNamespace(activity=types.SimpleNamespace(goes_on=True), lost=[]), ValueError())
     assert time.monotonic() - begun < 1
 
 

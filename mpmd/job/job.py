@@ -194,7 +194,7 @@ class Job:
             causes.append(cause)
         # An OSError is what a save makes of a loss, and what it tells the other processes of it.
         may_be = any(isinstance(e, (jax.errors.JaxRuntimeError, HangError, OSError)) for e in causes)
-        end = time.monotonic() + (_HEARD_S if may_be and self._register.replaces else 0.0)
+        end = time.monotonic() + (_HEARD_S if may_be and self.activity.goes_on else 0.0)
         while not self.lost and time.monotonic() < end:
             time.sleep(0.02)
         return bool(self.lost)
