@@ -43,7 +43,8 @@ def initialize(
     A second call does nothing.
 
     While the job runs, every process publishes what it is at. When one dies, raises, leaves or stops, all others
-    end with status 75 and a table whose first line names the guilty rank.
+    end with status 75 and a table whose first line names the guilty rank (unless another one takes its place, as in
+    `resilient`).
 
     Args:
       coordinator_address: `host:port` of process 0.

@@ -40,10 +40,11 @@ def resilient(
     """Calls `body` for each step, and goes on after the loss of processes with the bits of a run that lost none.
 
     Under `scripts/launch_multihost.sh --restarts R` each process keeps its part of the state after each step in the
-    memory of its host and of `copies` other hosts. When the job has failed, the launcher starts it over, and the
-    program comes here again with a state of the same tree. The newest state that is whole is then put back into the
-    layout of the given one, also on fewer hosts or in other groups, and the loop goes on with the step after it. Where
-    no whole state is left, the loop begins at `start` with the given state, and says in one line what was lost.
+    memory of its host and of `copies` other hosts. When a process is killed, the launcher starts another one in its
+    place, which comes here with a state of the same tree, and the others wait for it. Where that cannot be, and after
+    an error, it starts all over. The newest state that is whole is then put back into the layout of the given one,
+    also on fewer hosts or in other groups, and the loop goes on with the step after it. Where no whole state is left,
+    the loop begins at `start` with the given state, and says in one line what was lost.
 
     A process that gets SIGTERM finishes its step, waits until its state is kept, and ends; nothing is computed
     twice. Everywhere else this is the plain loop. docs/resilience.md says what survives what.
@@ -59,7 +60,8 @@ def resilient(
       num_steps: where the loop ends.
       copies: how many other hosts keep each part too.
       every: keeps the state after each so many steps, and after the last one.
-      start: the first step, for a state that was restored from a checkpoint.
+      start: the first step, for a state that was restored from a checkpoint. A process in the place of a lost one may
+        have another one, for it may find a newer checkpoint.
 
     Returns:
       The state after the last step.
