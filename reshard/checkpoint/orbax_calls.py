@@ -9,6 +9,7 @@ import functools
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -20,7 +21,7 @@ import orbax.checkpoint as ocp
 from mpmd import _jax_compat as compat
 from mpmd.errors import RankLostError
 from mpmd.job import joining
-from reshard._orbax_compat import around, future, in_v1, multihost, optional
+from reshard._orbax_compat import Store, around, future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
 
@@ -42,6 +43,7 @@ def register() -> None:
     _end_barriers()
     _end_threads()
     _end_waiting_for_folders()
+    around(Store, "_maybe_create_base_dir")(_create)
     _end_v1_barriers()
     _let_v1_meet()
 
@@ -197,6 +199,12 @@ def _end_v1_barriers() -> None:
         meetings.meet(key, timeout_secs * 1000, None if process_ids is None else set(process_ids))
 
 
+async def _create(create_or_wait: Callable[..., Coroutine], self: Any, base_dir: Any) -> None:
+    """Each process makes the folder of the metadata: who waits for the first one to do it hears of no loss."""
+    base_dir.mkdir(parents=True, exist_ok=True)
+    await create_or_wait(self, base_dir)
+
+
 def _end_waiting_for_folders() -> None:
     """Whoever cannot make a folder says so under the signal for which the threads that write in it wait."""
     clients = [
@@ -226,7 +234,15 @@ def _say(error: BaseException, signals: Sequence[Any], operation: str) -> None:
 
 
 def _found_or_raised(get: Any, self: Any, key: str, timeout_secs: int) -> str:
-    found = get(self, key, timeout_secs)
+    end = time.monotonic() + timeout_secs
+    while True:
+        try:
+            found = get(self, key, min(1, timeout_secs))
+            break
+        except (jax.errors.JaxRuntimeError, TimeoutError):
+            joining.check()  # whoever was to say it may be lost
+            if time.monotonic() > end:
+                raise
     if found.startswith("{"):
         raise as_told(found)
     return found
