@@ -289,7 +289,7 @@ handle() { # an event, or a command of the launcher
     failed) note_failure "$@" ;;
     spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
     asks) tell goes_on "$(goes_on)" ;;
-    take) printf '%s %s\n' "$@" >>"$work/status/taken" ;;
+    take) take "$@" ;;
     again) start_again "$@" ;;
     signal)
       tell signal "$1"
@@ -309,6 +309,14 @@ handle() { # an event, or a command of the launcher
 }
 
 have_status() { compgen -G "$work/status/rank-*.json" >/dev/null; }
+
+take() { # pairs of a rank and the process that is this rank from now on; one that was stopped while it waited goes on
+  printf '%s %s\n' "$@" >>"$work/status/taken"
+  while (($#)); do
+    [[ -z ${rank_pid[$2]:-} ]] || kill -CONT "${rank_pid[$2]}" 2>/dev/null
+    shift 2
+  done
+}
 
 goes_on() { # "yes" if ranks of this host are in mpmd.resilient, and can go on there when one is lost
   (set +f && grep -qs '"goes_on": true' "$work"/status/rank-*.json) && echo yes || echo no

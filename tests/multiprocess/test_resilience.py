@@ -320,11 +320,12 @@ def test_a_spare_that_is_killed_while_it_waits_has_a_successor_that_takes_a_plac
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_a_spare_that_is_stopped_before_it_waits(environment, unbroken):
+def test_nobody_waits_for_a_spare_that_is_stopped_and_it_goes_on_when_it_takes_a_place(environment, unbroken):
     stopped = {"attempt": 0, "rank": 2, "step": -2, "what": "soon", "signal": int(signal.SIGSTOP)}
     options = "-n 2 --cpu-devices 2 --restarts 1 --spares 1 --hang-timeout 5".split()
-    job = run(environment, *options, faults=[stopped])
-    assert (steps(job), end(job)) == unbroken("1f1b", 4) and not said(job)
+    job = run(environment, *options, faults=[stopped, kill(0, 1, 4)])
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert taken(job) == ["1: killed by SIGKILL; spare 2"] and "starts over" not in job.err
 
 
 @pytest.mark.slow
