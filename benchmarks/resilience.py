@@ -16,7 +16,8 @@ job, so that what else the machine does meets both. Processor time is that of th
 `ledger`, `pace` and `audit` compare the plain loop with and without that in the same way.
 
 Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs, and the one in its place says
-how far it is, for which the others wait. With `--start-over` it exits instead; the slowest of all new processes counts.
+how far it is, for which the others wait. With `--start-over` it raises an error instead; the slowest of all new
+processes counts.
 
 Cut: the same, with two of the processes on a host whose cable is cut. Spares wait or are started on the other one.
 """
@@ -44,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("cost", "kill", "cut", "ledger", "pace", "audit"), help="measure only this")
     parser.add_argument("--spares", type=int, default=0, help="for `kill` and `cut` (default: 0)")
-    parser.add_argument("--start-over", action="store_true", help="for `kill`: an exit, after which all start over")
+    parser.add_argument("--start-over", action="store_true", help="for `kill`: an error, after which all start over")
     parser.add_argument("--mib", type=float, default=16, help="of the state in each process (default: %(default)s)")
     parser.add_argument("--task-ms", type=float, default=20.0, help="of a task (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each turn (default: %(default)s)")
@@ -187,7 +188,7 @@ def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
 
 
 def kill(itself: bool, starts_over: bool) -> None:
-    """Trains the small GPT; in the first attempt process 1 kills itself or exits while a step runs, or is cut off."""
+    """Trains the small GPT; in the first attempt process 1 kills itself while a step runs, raises, or is cut off."""
     note("Python has begun")
     sys.path.remove(str(ROOT / "benchmarks"))  # a file there is called reshard
     import jax
@@ -200,7 +201,9 @@ def kill(itself: bool, starts_over: bool) -> None:
 
     def end():
         note("kill")
-        os._exit(1) if starts_over else os.kill(os.getpid(), signal.SIGKILL)
+        if starts_over:
+            raise RuntimeError("an error of the program")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def noted_initialize():
         initialize()
@@ -220,7 +223,7 @@ def kill(itself: bool, starts_over: bool) -> None:
             if not itself and len(seen) == 20 and NUMBER == 0:
                 note("20 steps")
             if itself and len(seen) == 20 and os.environ["MPMD_ATTEMPT"] == "0" and NUMBER == 1:
-                threading.Timer(0.05, end).start()
+                end() if starts_over else threading.Timer(0.05, end).start()
             return state
 
         seen: list[int] = []

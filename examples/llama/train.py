@@ -42,7 +42,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from logs import Speed, Trace, writers
 from model import CHUNK, Config, Decoder, LoRA, config_json
-from orbax.checkpoint import multihost
 from parallel import AXES, RULES, make_mesh, peak_flops, spec_of
 
 import mpmd
@@ -188,7 +187,10 @@ class Program:
 
 
 class Stop:
-    """Whether some process was asked to stop (SIGTERM: a preemption); all agree on it."""
+    """Whether some process was asked to stop (SIGTERM: a preemption); all agree on it.
+
+    With `--restarts` one process that is asked goes alone (`mpmd.resilient`), and only if all are, all stop.
+    """
 
     def __init__(self):
         self.asked = False
@@ -201,20 +203,21 @@ class Stop:
         """The same in every process. Call it where no step is in flight."""
         if jax.process_count() == 1:
             return self.asked
-        return bool(np.any(multihost_utils.process_allgather(np.array(self.asked))))
+        asked = multihost_utils.process_allgather(np.array(self.asked))
+        return bool(asked.all() if "MPMD_KEEPER" in os.environ else asked.any())
 
 
-def agree(seen: dict[str, int]) -> None:
-    """Makes sure that all processes see the same files.
+def agree(seen: dict[str, int]) -> dict[str, int]:
+    """Makes sure that all processes see the same files; gives what all see.
 
-    Else they would train on different text, or go on after different steps, and nobody would notice.
+    Else they would train on different text, or go on after different steps, and nobody would notice. Who takes the
+    place of a lost process gets what the others have seen before it.
 
     Raises:
       ValueError: they do not. In every process; it says what differs, and in which ranks.
     """
-    if (count := jax.process_count()) == 1:
-        return
-    multihost.sync_global_processes("files", processes=set(range(count)))  # waits longer than a collective does
+    if jax.process_count() == 1:
+        return seen
     found = multihost_utils.process_allgather(np.array(list(seen.values()), np.uint32))
     for name, values in zip(seen, found.T, strict=True):
         if len(others := np.flatnonzero(values != values[0])):
@@ -222,6 +225,7 @@ def agree(seen: dict[str, int]) -> None:
                 f"the {name} is {values[0]} in rank 0 and {values[others[0]]} in rank {others[0]}.\n  All processes"
                 " must see the same files: give a folder that all of them share, or the same copy to each."
             )
+    return dict(zip(seen, map(int, found[0]), strict=True))
 
 
 def say(text: str) -> None:
@@ -315,14 +319,13 @@ def run(options: argparse.Namespace) -> int:
         checkpoints = Checkpoints(options.checkpoint_dir, options.keep) if options.checkpoint_dir else None
         if options.model:
             reshard.checkpoint.restore(options.model, {}, partial=True)  # are all files there, before anything compiles
-        first = checkpoints.newest if checkpoints else 0
-        agree(
-            {
-                "checksum of the configuration (--model)": crc32(repr(config).encode()),
-                "checksum of the text (--text)": batches.checksum,
-                "step of the newest checkpoint (--checkpoint-dir)": first,
-            }
-        )
+        newest = "step of the newest checkpoint (--checkpoint-dir)"
+        seen = {
+            "checksum of the configuration (--model)": crc32(repr(config).encode()),
+            "checksum of the text (--text)": batches.checksum,
+            newest: checkpoints.newest if checkpoints else 0,
+        }
+        first = agree(seen)[newest]
     program = Program(config, options, make_mesh(options.groups, options.data, options.tensor, options.context))
     count = sum(x.size for x in jax.tree.leaves(program.abstract()[0]["params"]))
     if isinstance(batches, BatchesByLength):
@@ -375,8 +378,7 @@ def train(
     report = writers(options.steps, options.log) if jax.process_index() == 0 else []
 
     def take_step(done: int, state: Any) -> Any:
-        step, is_last = done + 1, done + 1 == options.steps
-        is_first = speed.step >= step  # of this program, or since a process was lost: it also loads programs
+        step, is_first, is_last = done + 1, done == first, done + 1 == options.steps
         reports, evaluates, saves = (
             is_last or (bool(every) and step % every == 0)
             for every in (options.report_every, options.eval_every, options.save_every)
@@ -392,7 +394,7 @@ def train(
         if not all(map(math.isfinite, numbers.values())):  # before this state is saved
             say(f"step {step}: {numbers}; the last checkpoint is of step {checkpoints and checkpoints.newest}")
             raise Ended(1)
-        if reports and not is_first:
+        if reports and speed.step < step:  # else it is the first one of this program, or since a process was lost
             numbers |= speed.numbers(step, compiled.last_timeline().busy if compiled.timing else ())
         if options.eval_every and evaluates:
             numbers["held_out_loss"] = program.held_out_loss(state["params"], batches, layout)

@@ -5,10 +5,11 @@ import ctypes
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import callback, distributed, xla_bridge
 from jax._src.lib import _jax
 from jax.experimental import multihost_utils
@@ -100,20 +101,34 @@ def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextM
     callback.emit_python_callback = emit_observed
 
 
-def observe_multihost_utils(observer: Callable[[], None]) -> None:
-    """From now on `observer()` is called before JAX's own helpers make all processes compute together."""
-    for name in ("broadcast_one_to_all", "process_allgather"):  # the others call these
-        if (plain := getattr(multihost_utils, name, None)) is not None:
-            setattr(multihost_utils, name, _after(observer, plain))
+def gather_by(
+    allgather: Callable[[Any, bool], np.ndarray | None],
+    broadcast: Callable[[Sequence[Any], bool], Sequence[np.ndarray] | None],
+) -> None:
+    """From now on JAX's own gathers among processes ask these first, and make a collective where they return None.
 
+    Args:
+      allgather: of an array of `process_allgather`, also where that was imported by its name; it gets `tiled` too.
+      broadcast: of the leaves of `broadcast_one_to_all`; whether this process is a source of them.
+    """
+    inner = "_handle_array_process_allgather"
+    if (gather_one := getattr(multihost_utils, inner, None)) is not None:
 
-def _after(observer: Callable[[], None], plain: Callable) -> Callable:
+        @functools.wraps(gather_one)
+        def gathered(inp, tiled):
+            found = allgather(inp, tiled)
+            return gather_one(inp, tiled) if found is None else found
+
+        setattr(multihost_utils, inner, gathered)
+    plain = multihost_utils.broadcast_one_to_all
+
     @functools.wraps(plain)
-    def observed(*args, **kwargs):
-        observer()
-        return plain(*args, **kwargs)
+    def broadcast_from_one(in_tree, is_source=None):
+        leaves, structure = jax.tree.flatten(in_tree)
+        found = broadcast(leaves, jax.process_index() == 0 if is_source is None else bool(is_source))
+        return plain(in_tree, is_source) if found is None else jax.tree.unflatten(structure, found)
 
-    return observed
+    multihost_utils.broadcast_one_to_all = broadcast_from_one
 
 
 def _users_function(function: Any) -> Callable:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+# Of a process that SIGTERM has ended after its step: another one takes its place.
+TOLD_TO_END = 128 + 15
 _OF_ORBAX = "Cannot serialize host local jax.Array"
 
 
@@ -33,6 +35,11 @@ class _Exit(SystemExit):
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def status_text(status: int) -> str:
+    """What a process says of its end."""
+    return f"exit status {status}"
 
 
 def note_exits() -> None:

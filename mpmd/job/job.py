@@ -82,7 +82,7 @@ class Job:
         if self.is_apart:
             compat.forget_collectives()
         self.calls.is_apart = self.is_apart
-        self._counts: dict[tuple[int, ...], int] = {}
+        self._exchanges: dict[tuple[int, ...], tuple[int, str]] = {}  # how many there were, where the last one lies
         self._wire: wires.Wire | None = None
         self.watchdog.start()
         hardware = wires.hardware() if compat.has_cross_host_put() else ""
@@ -106,22 +106,24 @@ class Job:
             return dict.fromkeys(ranks, text)
         self.check()
         self.calls.note(ranks, call or Note(f"came to {what}", step=self.activity.step))
-        count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
+        count, before = self._exchanges.get(ranks, (0, ""))
         folder = f"mpmd/exchange/{zlib.crc32(repr(ranks).encode()):08x}/"
         if self.epoch:
             folder += f"after {self.epoch}/"
-        self.store.key_value_set(f"{folder}{count}/{self.rank}", text, allow_overwrite=True)
+        folder += f"{count}/{zlib.crc32(what.encode()):08x}"  # who comes to something else is not understood
+        self._exchanges[ranks] = count + 1, folder
+        self.store.key_value_set(f"{folder}/{self.rank}", text, allow_overwrite=True)
         said = {self.rank: text}
         missing = [r for r in ranks if r != self.rank]
         with self.activity.during("agreeing", what + about, missing):
             while missing:
-                if (answer := self._answer(f"{folder}{count}/{missing[0]}", what)) is not None:
+                if (answer := self._answer(f"{folder}/{missing[0]}", what)) is not None:
                     said[missing.pop(0)] = answer
                 self.calls.check()
                 self.check()
                 self.activity.waits_for(missing)
-        if count > 1:  # all have come this far, so nobody reads the one before any more
-            self.store.key_value_delete(f"{folder}{count - 1}/{self.rank}")
+        if before:  # all have come this far, so nobody reads the one before any more
+            self.store.key_value_delete(f"{before}/{self.rank}")
         return dict(sorted(said.items()))
 
     def find(self, key: str, what: str, rank: int) -> str:
@@ -204,7 +206,7 @@ class Job:
         if not self._register.replaces:
             return
         self.epoch = len(self._taken)
-        self._wire, self._counts = None, {}
+        self._wire, self._exchanges = None, {}
         self.activity.expected.forget()
         self.activity.say("idle")
         self.calls.begin_again(self.epoch)
@@ -225,6 +227,11 @@ class Job:
     def bind(self) -> None:
         """From now on nobody can take the place of a lost process: all do together what it could not do alone."""
         self._is_bound, self.activity.goes_on = True, False
+
+    @property
+    def replaces(self) -> bool:
+        """Whether others take the places of lost ranks."""
+        return self._register.replaces
 
     @property
     def may_be_replaced(self) -> bool:

@@ -15,6 +15,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError
 from mpmd.job import audits, reaching, spares
+from mpmd.job.gathers import Gathers
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree
 from mpmd.observe import ledger, pace
@@ -78,8 +79,9 @@ def initialize(
         store = compat.distributed_client()
         assert store is not None
         _job = Job(store, hang_timeout_s or None, environment, slow_factor)
-        if spares.NUM_SPARES in environment:
-            compat.observe_multihost_utils(needs_all)
+        if not compat.has_cross_host_put():
+            gathers = Gathers(_job, needs_all)
+            compat.gather_by(gathers.allgather, gathers.broadcast)
 
 
 @contextlib.contextmanager

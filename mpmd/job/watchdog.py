@@ -127,6 +127,8 @@ class Watchdog:
         if found is None or any(map(_may_be_cut_off, views.values())):
             self._found_at = 0.0
             return None
+        if found[0] in views and _has_failed(views[found[0]].board):
+            return found
         if not self._found_at:
             self._found_at = time.monotonic()
             rank, what = found
@@ -247,7 +249,7 @@ class Watchdog:
     def finish(self, calls: Calls) -> None:
         """The program is at its end: says so, and waits until all ranks are (or somebody waits for this one)."""
         if status := exits.exit_status():
-            self._fail(f"exit status {status}", status)
+            self._fail(exits.status_text(status), status)
         while not self._is_ending and self._activity.expected.are_to_come():  # one may never come: the judge sees that
             time.sleep(PUBLISH_S / 5)
         calls.finish()
@@ -280,6 +282,11 @@ class Watchdog:
     def _all_have_finished(self) -> bool:
         views = self.boards.views().values()
         return sum(v.board.phase == "finished" for v in views) == self._num_ranks
+
+
+def _has_failed(board: Board) -> bool:
+    """Whether a process has ended with an error, after which the launcher has all start over."""
+    return board.phase == "failed" and board.doing != exits.status_text(exits.TOLD_TO_END)
 
 
 def _may_be_cut_off(view: View) -> bool:

@@ -14,7 +14,7 @@ import jax
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError, RankLostError
-from mpmd.job import audits, joining
+from mpmd.job import audits, exits, joining
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.observe import ledger, rank_files
@@ -22,7 +22,7 @@ from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import GONE, Copies, kept, say
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address, Connection
-from mpmd.resilience.notice import STATUS, Notice
+from mpmd.resilience.notice import Notice
 from mpmd.resilience.ranks import JobRanks, OnlyRank, Ranks
 from mpmd.resilience.restoring import LostError, Reading
 from mpmd.resilience.versions import Version
@@ -178,7 +178,7 @@ def _attempt(
             if notice.came:
                 keeping.finish()
                 say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
-                sys.exit(STATUS)
+                sys.exit(exits.TOLD_TO_END)
         if keeping is not None:
             keeping.finish()
         audits.settle()

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from mpmd.job import interrupts
 
-STATUS = 128 + 15
-
 
 class Notice:
     """Whether this process has been told to end, by somebody who lets it finish its step.

@@ -280,8 +280,8 @@ def ranks_in(folder: Path) -> list[int]:
     return found
 
 
-def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_path):
-    """LoRA, evaluated in the layout of the training; a rank that gets SIGTERM leaves, and the launcher starts again."""
+def test_two_processes_fine_tune_a_folder_are_replaced_after_sigterm_and_sigkill_and_write_one(tmp_path):
+    """LoRA, evaluated in the layout of the training."""
     pytest.importorskip("grain")
     base = make_folder(tmp_path / "base")
     (tmp_path / "text").mkdir()
@@ -298,14 +298,15 @@ def test_two_processes_fine_tune_a_folder_go_on_after_sigterm_and_write_one(tmp_
     )  # fmt: skip
     assert job.stderr is not None
     lines = []
+    signals = {"[0] step 4/": signal.SIGTERM, "step 20/": signal.SIGKILL}
     for line in job.stderr:
         lines.append(line)
-        if line.startswith("[0] step 4/"):  # the launcher repeats its last lines later
-            os.kill(ranks_in(tmp_path)[0], signal.SIGTERM)
+        for beginning in [beginning for beginning in signals if beginning in line]:
+            os.kill(ranks_in(tmp_path)[0], signals.pop(beginning))
     assert job.wait(300) == 0, "".join(lines)[-3000:]
     text = "".join(lines)
-    assert "stopped by a signal" in text or "was told to end (SIGTERM)" in text  # at a report, or after its step
-    assert "starts over in 1 s (restart 1 of 1)" in text and "goes on after step" in text
+    assert "was told to end (SIGTERM)" in text and "starts over" not in text
+    assert re.findall(r"killed by (SIG\w+); spare (\d) is started", text) == [("SIGTERM", "2"), ("SIGKILL", "3")]
     rows = list(csv.DictReader((tmp_path / "log/metrics.csv").open()))
     losses = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
     assert losses[40] < losses[4]

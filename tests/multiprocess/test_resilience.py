@@ -253,13 +253,17 @@ def test_a_spare_takes_the_place_of_a_killed_process_and_the_others_stay(environ
 def test_losses_amid_saves_of_a_manager_that_was_made_before_the_loop_are_mended_in_place(
     environment, unbroken, tmp_path
 ):
-    """Who takes a place restores a newer checkpoint than the others began with. Unfinished saves are made again."""
+    """Who takes a place restores a newer checkpoint than the others began with. Unfinished saves are made again.
+
+    All gather small values before the loop and in each step; who takes a place hears what was gathered before.
+    """
     faults = [kill(0, 1, 5), kill(0, 0, 9)]
     restored = []
     for n, losses_here in ((1, []), (4, faults)):
         saves = tmp_path / str(n)
         options = f"-n {n} --cpu-devices {4 // n} --restarts 1".split()
-        job = run({**environment, "TEST_MANAGER": str(saves)}, *options, faults=losses_here, num_steps=12)
+        variables = {**environment, "TEST_MANAGER": str(saves), "TEST_GATHERS": "small"}
+        job = run(variables, *options, faults=losses_here, num_steps=12)
         assert (steps(job), end(job)) == unbroken("1f1b", 4, num_steps=12)
         assert (saves / "10").is_dir()
         with ocp.CheckpointManager(saves) as manager:
@@ -376,7 +380,7 @@ def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, u
 
 
 @pytest.mark.parametrize(
-    "case, step, gathers", slow_first(("pairs", -1, ""), ("pairs", 2, "yes"), ("explicit", 2, ""), num_slow=2)
+    "case, step, gathers", slow_first(("pairs", -1, ""), ("pairs", 2, "large"), ("explicit", 2, ""), num_slow=2)
 )
 def test_a_loss_where_another_process_cannot_do_alone_what_all_have_done_has_all_start_over(
     environment, unbroken, case, step, gathers

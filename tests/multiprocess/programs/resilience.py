@@ -24,6 +24,7 @@ import moments
 import numpy as np
 import training
 from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import process_allgather
 
 import mpmd
 from mpmd.job import joining
@@ -146,6 +147,18 @@ def save(manager, i: int, train) -> None:
         manager.save(i, args=ocp.args.StandardSave(train))
 
 
+def gather(size: str, number: int) -> None:
+    """All processes tell each other their rank, small or large, and something that all have alike."""
+    length = {"small": 3, "large": 1 << 18}[size]
+    ranks = multihost_utils.process_allgather(np.full(length, jax.process_index(), np.int64))
+    assert ranks.shape[1:] == (length,) and ranks.dtype == np.int32
+    assert (ranks == np.arange(jax.process_count())[:, None]).all()
+    tiled = process_allgather({"x": jnp.full(2, jax.process_index(), jnp.bfloat16)}, tiled=True)["x"]
+    assert tiled.dtype == jnp.bfloat16 and tiled.tolist() == np.repeat(range(jax.process_count()), 2).tolist()
+    assert multihost_utils.broadcast_one_to_all({"x": number + jax.process_index()})["x"] == number
+    multihost_utils.sync_global_devices(f"step {number}")
+
+
 def main() -> None:
     name, num_steps = sys.argv[1], int(sys.argv[2])
     faults = [json.loads(text) for text in sys.argv[3:]]
@@ -167,8 +180,9 @@ def main() -> None:
     for fault in faults:
         if fault["step"] == -1:  # before the loop
             begin(fault)
-    if os.environ.get("TEST_GATHERS"):
-        multihost_utils.process_allgather(np.array(NUMBER))
+    gathers = os.environ.get("TEST_GATHERS", "") if jax.process_count() > 1 else ""
+    if gathers:
+        gather(gathers, jax.process_count())
     case = training.cases(jax.device_count())[name]
     mesh = training.mesh_of(case)
     reduce = functools.partial(mpmd.treduce, schedule=case.schedule)
@@ -196,6 +210,8 @@ def main() -> None:
             if fault["step"] == i:
                 begin(fault)
         train, metrics = step(state["train"], batch_at(i))
+        if gathers:
+            gather(gathers, i)
         folder = os.environ.get("TEST_SAVES")
         if folder and i % 2 and not os.path.exists(path := os.path.join(folder, str(i))):
             import reshard.checkpoint  # Orbax takes long to import, and few jobs save

@@ -63,7 +63,7 @@ def main() -> None:
             plain, there = jax.jit(make_step(lambda x: x, plain_reduce)), WEIGHTS
             for _ in range(num_steps):
                 there, wanted = plain(there, ROWS)
-            together = process_allgather(np.full(1, jax.process_index())).ravel().tolist()
+            together = np.unique(process_allgather(np.full(1 << 18, jax.process_index()))).tolist()  # a collective
             print(json.dumps({"value": float(value), "plain": float(wanted), "together": together}), flush=True)
 
 

@@ -1,0 +1,96 @@
+"""Small values that all processes gather with `jax.experimental.multihost_utils`, through the key-value store.
+
+JAX gathers them by a collective among all devices. On CPU devices that fails where a process comes half a minute after
+the others, and it hangs once a process was replaced, for the others keep their connections to the lost one. The store
+waits as long as the watchdog lets it, and it tells who takes a lost place what all have gathered before the loop.
+"""
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd.job.job import Job
+
+# Of all ranks together. The store takes 4 MiB in one message, and is not made for more.
+_MAX_NBYTES = 1 << 20
+# The store keeps so many results for those that take places. Who gathers more often before the loop cannot be replaced.
+_MAX_KEPT = 256
+
+
+class Gathers:
+    """The gathers of one process, in the order in which all make them.
+
+    Args:
+      job: the processes.
+      needs_all: called before a collective among all of them.
+    """
+
+    def __init__(self, job: Job, needs_all: Callable[[], None]):
+        self._job, self._needs_all = job, needs_all
+        self._num_before_loop = 0
+
+    def allgather(self, x: Any, tiled: bool) -> np.ndarray | None:
+        """As JAX's `process_allgather` of one array; None where a collective has to do it."""
+        if (said := self._said_by_all([x])) is None:
+            return None
+        rows = [arrays[0] for arrays in said]
+        return np.concatenate(rows) if tiled and rows[0].ndim else np.stack(rows)
+
+    def broadcast(self, leaves: Sequence[Any], is_source: bool) -> list[np.ndarray] | None:
+        """As JAX's `broadcast_one_to_all` of some arrays; None where a collective has to do it."""
+        said = self._said_by_all([is_source, *leaves])
+        sources = [arrays[1:] for arrays in said or () if arrays[0]]
+        return sources[0] if len(sources) == 1 else None
+
+    def _said_by_all(self, values: Sequence[Any]) -> list[list[np.ndarray]] | None:
+        """The values of each rank; None if they are no small values of the host."""
+        arrays = [x for x in map(_array, values) if x is not None]
+        is_small = len(arrays) == len(values) and sum(x.nbytes for x in arrays) * self._job.num_ranks <= _MAX_NBYTES
+        is_in_order = threading.current_thread() is threading.main_thread()
+        is_before_loop = not self._job.activity.goes_on
+        if not (is_small and is_in_order) or (is_before_loop and self._num_before_loop == _MAX_KEPT):
+            self._needs_all()
+            return None
+        key = f"mpmd/gathered/{self._num_before_loop}"
+        self._num_before_loop += is_before_loop
+        if self._job.is_apart:
+            if (kept := self._kept(key)) is None:
+                self._needs_all()
+            return kept
+        text = json.dumps([(x.dtype.name, x.shape, base64.b64encode(x.tobytes()).decode()) for x in arrays])
+        said = [*self._job.exchange("a gather of values of the host", text, range(self._job.num_ranks)).values()]
+        if is_before_loop and self._job.replaces and self._job.rank == 0:
+            self._job.store.key_value_set(key, json.dumps(said), allow_overwrite=True)
+        return [*map(_arrays, said)]
+
+    def _kept(self, key: str) -> list[list[np.ndarray]] | None:
+        """What all have gathered before this process took its place."""
+        try:
+            return [*map(_arrays, json.loads(self._job.store.key_value_try_get(key)))]
+        except jax.errors.JaxRuntimeError:
+            return None
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """A value with the type that a device gives it; None if it lies in several processes, or is no number."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    dtype = jax.dtypes.result_type(value) if hasattr(value, "dtype") else np.asarray(value).dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    array = np.asarray(value)
+    is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_number else None
+
+
+def _arrays(text: str) -> list[np.ndarray]:
+    """Those that a rank has said."""
+    return [
+        np.frombuffer(base64.b64decode(data), jax.numpy.dtype(dtype)).reshape(shape).copy()
+        for dtype, shape, data in json.loads(text)
+    ]
