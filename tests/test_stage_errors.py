@@ -128,9 +128,10 @@ def test_a_mark_on_gradients_of_earlier_marks_would_flow_backwards():
     assert "earlier stage" in message and "(MAML) marks in the last call only" in message
 
 
-def test_a_gradient_of_a_gradient_through_the_stages_is_refused_with_what_to_do():
+@pytest.mark.parametrize("mark", [mpmd.mark_stage_end, mpmd.mark_layer_end])
+def test_a_gradient_of_a_gradient_through_the_stages_is_refused_with_what_to_do(mark):
     def score(params, x):
-        x = mpmd.mark_stage_end(residual(params[0], x))  # here
+        x = mark(residual(params[0], x))  # here
         return jnp.sum(residual(params[1], x))
 
     def loss(params, microbatch):
@@ -138,7 +139,7 @@ def test_a_gradient_of_a_gradient_through_the_stages_is_refused_with_what_to_do(
 
     message = _without_columns(_refusal(loss, num_stages=2))
     assert re.sub(r" \(test_.*score\)", "", message) == (
-        f"mark_stage_end at {_here(score)}: a gradient of a gradient goes through the stages forward and backward"
+        f"{mark.__name__} at {_here(score)}: a gradient of a gradient goes through the stages forward and backward"
         " twice, and a schedule has tasks for once.\n"
         "  Differentiate twice inside of a stage, or in two loops: the first one gives the inner gradients out"
         " (operation=mpmd.Concat), and the second one takes jax.jvp of jax.grad along them."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import Candidates, Marked
-from mpmd.cutting.split_scans import tied_scans
+from mpmd.cutting.split_scans import marks_in, tied_scans
 from mpmd.graphs.backward_stages import backward_stages, find_backward
 from mpmd.graphs.body import Body, Node, hoist, with_places
 from mpmd.graphs.marks import Marks, forget_marks
@@ -95,7 +95,8 @@ def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compa
         found: dict[compat.Var, Atom] = {
             v: compat.Var(v.aval) for v in values if not isinstance(v, (compat.Literal, compat.DropVar))
         }
-        params = {"id": mark_id, "kind": kind, "label": None, "optional": False, "role": None}
+        function = next(marks_in(like)).params["function"]
+        params = {"id": mark_id, "kind": kind, "label": None, "function": function, "optional": False, "role": None}
         eqns.append(like.replace(primitive=mark_p, invars=list(found), outvars=list(found.values()), params=params,
                                  effects=frozenset()))  # fmt: skip
         return found

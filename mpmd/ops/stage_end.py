@@ -61,7 +61,7 @@ def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
       >>> h = mpmd.mark_stage_end(h, name="encoder")   # the next line is stage 1
       >>> y = jnp.sum(h)
     """
-    return _mark(x, name, False)
+    return _mark(x, name, "mark_stage_end")
 
 
 @compat.api_boundary
@@ -89,23 +89,16 @@ def mark_layer_end(x: PyTree, name: str | None = None) -> PyTree:
       >>> for w in (0.5, 2.0, 1.0):   # three layers; a schedule of two stages takes one of these marks
       ...     h = mpmd.mark_layer_end(jnp.tanh(w * h))
     """
-    return _mark(x, name, True)
+    return _mark(x, name, "mark_layer_end", optional=True)
 
 
 def end_of_role(x: PyTree, name: str) -> PyTree:
     """`mark_stage_end` for what a role gives."""
-    return _mark(x, name, False, RoleEnd(name))
+    return _mark(x, name, f"role {name!r}", RoleEnd(name))
 
 
-def mark_name(mark: Mapping[str, Any]) -> str:
-    """What a user wrote to make a mark, by its parameters."""
-    if mark["role"] is not None:
-        return f"role {mark['role'].name!r}"
-    return "mark_layer_end" if mark["optional"] else "mark_stage_end"
-
-
-def _mark(x: PyTree, name: str | None, optional: bool, role: RoleEnd | None = None) -> PyTree:
-    function = mark_name({"role": role, "optional": optional})
+def _mark(x: PyTree, name: str | None, function: str, role: RoleEnd | None = None, optional: bool = False) -> PyTree:
+    """A mark that the user has made by `function`, which is what errors call it."""
     if name is not None and not isinstance(name, str):
         raise TypeError(
             f"{function}: name is of type {type(name).__name__}, {name!r:.40}, not a string."
@@ -121,7 +114,8 @@ def _mark(x: PyTree, name: str | None, optional: bool, role: RoleEnd | None = No
             f"  If it is meant as the stage's name, it is an argument of its own: {function}(x, {texts[0]!r:.40})."
         )
     leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
-    outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, optional=optional, role=role)
+    outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, function=function, optional=optional,
+                       role=role)  # fmt: skip
     return jax.tree.unflatten(treedef, outs)
 
 

@@ -16,7 +16,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_p
 from mpmd.ops.reductions import explicit_sharding
-from mpmd.ops.stage_end import mark_name, mark_p, without
+from mpmd.ops.stage_end import mark_p, without
 from mpmd.ops.treduce import scan_loop, treduce_p
 from mpmd.tracing.checkpointed_marks import marks_outside
 from mpmd.tracing.folding import folded
@@ -196,7 +196,7 @@ def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
         _check_is_no_rest_of_a_loop(eqn)
         name, mark = _name_of(eqn), _first(jaxpr, mark_p)
         raise StageError(
-            f"{mark_name(mark.params)} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
+            f"{mark.params['function']} inside {name}, at {compat.source_line(mark)}: a stage cannot end"
             f" there.\n  {_REMEDY.get(name, f'Mark the stage end outside of {name}.')}"
         )
 

@@ -6,7 +6,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_role
 from mpmd.ops.role import RoleTable
-from mpmd.ops.stage_end import RoleEnd, mark_name, mark_p
+from mpmd.ops.stage_end import RoleEnd, mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import trace_equations
 from mpmd.tracing.trace import Trace
@@ -31,7 +31,7 @@ def with_roles(trace: Trace, table: RoleTable) -> Trace:
             return eqn
         if end.name not in table:
             raise StageError(
-                f"{mark_name(eqn.params)} at {compat.source_line(eqn)} is not in the table: roles has"
+                f"{eqn.params['function']} at {compat.source_line(eqn)} is not in the table: roles has"
                 f" {', '.join(map(repr, table))}.\n  Add it: mpmd.jit(..., roles={{{end.name!r}: groups}})."
             )
         return eqn.replace(params={**eqn.params, "role": RoleEnd(end.name, table[end.name])})
@@ -52,7 +52,7 @@ def _check_ends_no_role(eqn: compat.JaxprEqn) -> None:
         for inner in jaxpr.eqns:
             if inner.primitive is mark_p and inner.params["role"] is not None:
                 raise StageError(
-                    f"{mark_name(inner.params)} inside {eqn.primitive.name}, at {compat.source_line(inner)}: it would"
+                    f"{inner.params['function']} inside {eqn.primitive.name}, at {compat.source_line(inner)}: it would"
                     " run many times.\n  Make a role of the function that calls it, around that loop."
                 )
             _check_ends_no_role(inner)
