@@ -199,8 +199,8 @@ def _leaves(
     loop: sums are not cut behind what may be another step for another shape.
 
     A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
-    the bias's stage, though the value that is reduced comes from the next one. If the sum comes first, that stage
-    is the one of the mark through which the value came, if it is read there anyhow.
+    the bias's stage, though the value that is reduced comes from the next one. If another equation comes first, that
+    stage is the one of the mark through which the value came, if it is read there anyhow.
     """
     leaves: list[_Summand | None] = []
 
@@ -220,11 +220,8 @@ def _leaves(
             add(v, chain, node and node.place and (place or node.place))
         elif (found := steps_of(node, node.eqn.outvars.index(v))) is not None:
             for x, step in found:
-                if len(found) > 1 or step is None:
-                    nearer = arrived(node, x)
-                else:
-                    reduces = x.aval.size > v.aval.size and not node.eqn.primitive.multiple_results
-                    nearer = node.place if reduces else None
+                reduces = x.aval.size > v.aval.size and not node.eqn.primitive.multiple_results
+                nearer = node.place if reduces and len(found) == 1 and step is not None else arrived(node, x)
                 walk(x, chain if step is None else (step, *chain), False, nearer)
         else:
             add(v, chain, place or node.place)

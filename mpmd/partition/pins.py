@@ -71,6 +71,9 @@ class Pins:
         if eqn.primitive is across_p and equations.nbytes(eqn.outvars[0].aval) <= SMALL:
             return None  # where it is wanted: each group gets all the parts
         held = self._held(eqn)
+        if self._after_loop:  # what has grown is made where the others are
+            others = [(groups, v) for groups, v in held if v not in self.grown]
+            held = others if any(equations.size(v.aval) > 1 for _, v in others) else held
         if not held:
             group = None if eqn.effects else self._group_of_text(eqn)
             return None if group is None else frozenset([group])
@@ -97,10 +100,23 @@ class Pins:
             self.weights.update(eqn.outvars)
         if self.state.intersection(operands):
             self.state.update(eqn.outvars)
-        made = self.grown.intersection(operands)
         moves = self._after_loop or not runs_once(eqn)  # after a loop: a part of a gradient, a product of small factors
-        if moves and (equations.grows(eqn) or (equations.is_view(eqn) and made)):
+        if moves and (equations.grows(eqn) or self._grows_on(eqn)):
             self.grown.update(eqn.outvars)
+
+    def _grows_on(self, eqn: compat.JaxprEqn) -> bool:
+        """Whether the results of an equation are larger than the operands that are somewhere, or follow such ones.
+
+        So parts of a gradient are put among zeros, and a momentum that nothing else holds is brought up to date, where
+        the parameter is.
+        """
+        held = [v for v in equations.variables(eqn.invars) if self.of[v] is not None]
+        if not held or not (self._after_loop or equations.is_view(eqn)):
+            return False
+        read, made = (sum(equations.nbytes(v.aval) for v in vs) for vs in (held, eqn.outvars))
+        if self.grown.issuperset(held):
+            return equations.is_view(eqn) or (made >= read and not equations.is_heavy(eqn))
+        return self._after_loop and made > read
 
     def _stays(self, eqn: compat.JaxprEqn, pin: Groups | None) -> bool:
         """Whether a heavy equation stays with the weights that it reads, as they are or derived."""

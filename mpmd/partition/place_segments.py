@@ -232,7 +232,8 @@ def _input_groups(pinned: Pinned, i: int, wanted: Groups, final: bool) -> Groups
     for j in returned:
         if (given := step.out_groups[j]) is not None:
             return given
-        if pin := pinned.held.of.get(step.outvars[j]):
+        v, held = step.outvars[j], pinned.held
+        if (pin := held.of.get(v)) and (final or v not in held.grown):
             return frozenset([min(pin)])
     return frozenset([0] if final else [])
 

@@ -1,5 +1,7 @@
 """Stacked arrays whose rows a Python loop reads: each group holds the rows of its stage."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,3 +167,31 @@ def test_rows_of_what_is_made_of_whole_stacks_are_made_where_they_are_read(
     for _ in range(2):
         expected, found = plain(expected, xs), pipelined(found, xs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), mpmd.device_get(found), expected)
+
+
+@pytest.mark.parametrize("schedule", [scheduler.OneFOneB(3), scheduler.ZeroBubbleV(2)], ids=str)
+def test_a_momentum_is_with_its_parameter_whose_gradient_is_rows_that_the_next_stage_gives(schedule):
+    """They are put among zeros, and the momentum is brought up to date, where the parameter is: only rows cross."""
+
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = mpmd.mark_stage_end(x + w[:1])
+        return jnp.mean((x + ws[-1][:1]) ** 2)
+
+    def make_step(reduce):
+        def step(state, xs):
+            value, grads = reduce(lambda x: jax.value_and_grad(loss)(state["w"], x), xs)
+            momentum = [0.9 * m + g for m, g in zip(state["m"], grads, strict=True)]
+            return {"m": momentum, "w": [w - 0.1 * m for w, m in zip(state["w"], momentum, strict=True)]}, value
+
+        return step
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((schedule.num_groups,), ("stage",)), "stage")
+    ws = [jax.random.normal(jax.random.key(i), (32, 64)) for i in range(schedule.num_stages)]
+    state, xs = {"m": [jnp.ones_like(w) for w in ws], "w": ws}, jax.random.normal(jax.random.key(9), (4, 1, 64))
+    step = mpmd.jit(make_step(functools.partial(mpmd.treduce, schedule=schedule)), mpmd_mesh=mesh)
+    where = step.lower(state, xs).compile().input_shardings[0][0]
+    assert [x.groups for x in where["m"]] == [x.groups for x in where["w"]]
+    plain = make_step(lambda fun, xs: jax.tree.map(lambda x: x.sum(0), jax.lax.map(fun, xs)))
+    for a, b in zip(*map(jax.tree.leaves, (mpmd.device_get(step(state, xs)), jax.jit(plain)(state, xs))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

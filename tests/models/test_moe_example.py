@@ -118,10 +118,8 @@ def test_stages_of_experts_equal_the_step_without_a_pipeline(example):
     assert "needs all layers" not in said and "warning" not in said
 
 
-SLOW = [
+LAYOUTS = [
     (2, 1, 4, "1f1b", {"k": 1, "capacity": 0.5}),  # one expert a device; many tokens are dropped
-]
-EXHAUSTIVE = [
     (2, 1, 2, "zb-h1", {"exchange": "gather", "remat": "names", "k": 1, "axis_type": AxisType.Auto}),
     (4, 1, 2, "zb-h1", {"exchange": "gather", "remat": "names", "k": 1}),
     (4, 1, 2, "dualpipe-v", {"layers": 8, "num_microbatches": 8, "remat": "none", "shared": 8}),
@@ -133,14 +131,8 @@ EXHAUSTIVE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("groups", "data", "expert", "schedule", "options"),
-    [
-        pytest.param(*case, marks=mark)
-        for cases, mark in ((SLOW, pytest.mark.slow), (EXHAUSTIVE, pytest.mark.exhaustive))
-        for case in cases
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("groups", "data", "expert", "schedule", "options"), LAYOUTS)
 def test_any_layout_schedule_and_exchange_equal_the_step_without_a_pipeline(
     example, groups, data, expert, schedule, options
 ):

@@ -9,8 +9,8 @@ GROUPS_OF_ONE = ("1f1b", "zb-h1")
 SEVERAL_IN_A_PROCESS = ("interleaved", "zbv", "shared")
 DATA_PARALLEL = ("pairs", "across", "explicit")
 ODD = ("turned", "uneven")
-# A group over two processes, several in one; a group in each is in the jobs of test_resilience.py, too.
-SLOW = [(("explicit",), [ONE_EACH]), (("interleaved", "uneven"), [TWO_EACH])]
+# Several groups in a process, and groups over two; a group in each is in the jobs of test_resilience.py, too.
+SLOW = [(("interleaved", "explicit"), [TWO_EACH])]
 EXHAUSTIVE = [
     (GROUPS_OF_ONE, [ONE_EACH, TWO_EACH]),
     (SEVERAL_IN_A_PROCESS, [TWO_EACH]),

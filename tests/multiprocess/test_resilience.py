@@ -98,19 +98,16 @@ def kill(attempt: int, rank: int, step: int, number: int = signal.SIGKILL, after
 def test_no_loss_of_a_process_in_a_group_of_several_leaves_a_trace(environment, unbroken):
     """All start over each time."""
     faults = [
-        {"attempt": 0, "rank": 0, "step": 2, "what": "copy"},
-        kill(1, 1, 3, signal.SIGSTOP),
-        {"attempt": 2, "rank": 0, "step": 6, "what": "damage", "steps": [5], "owners": [1]},
-        {"attempt": 3, "rank": 1, "step": 7, "what": "raise"},
+        kill(0, 1, 2, signal.SIGSTOP),
+        {"attempt": 1, "rank": 0, "step": 6, "what": "damage", "steps": [5], "owners": [1]},
     ]
-    options = "-n 2 --cpu-devices 2 --restarts 4 --hang-timeout 5".split()
+    options = "-n 2 --cpu-devices 2 --restarts 2 --hang-timeout 5".split()
     job = run(environment, *options, case="explicit", faults=faults)
     assert (steps(job), end(job)) == unbroken("explicit", 4)
     assert not taken(job)
-    first, *_, damaged, last = said(job)
+    first, damaged = said(job)
     assert first in ("goes on after step 0, from memory", "goes on after step 1, from memory")
     assert damaged.startswith("goes on after step 4, from memory (of the state after step 5, ")
-    assert last == "goes on after step 6, from memory"
 
 
 @pytest.mark.parametrize("case", slow_first("1f1b", "uneven"))
@@ -490,7 +487,7 @@ def test_a_process_that_stops_on_another_host_is_replaced(environment, unbroken,
 
 @pytest.mark.slow
 @needs_hosts
-@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("comes_back", slow_first(True, False))
 def test_spares_take_the_places_of_all_ranks_of_a_host_whose_cable_is_cut(
     environment, unbroken, hosts, tmp_path, comes_back
 ):
@@ -550,7 +547,7 @@ def test_a_cable_that_is_mended_soon_is_no_loss(environment, unbroken, hosts):
 
 @pytest.mark.slow
 @needs_hosts
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("spares", slow_first(0, 1))
 def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken, hosts, spares):
     """First with as many processes, two of which are started beside the others. A spare on the lost host is lost too.
 
