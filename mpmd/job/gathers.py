@@ -32,7 +32,7 @@ class Gathers:
 
     def __init__(self, job: Job, needs_all: Callable[[], None]):
         self._job, self._needs_all = job, needs_all
-        self._num_before_loop = 0
+        self._num_kept = 0
 
     def allgather(self, x: Any, tiled: bool) -> np.ndarray | None:
         """As JAX's `process_allgather` of one array; None where a collective has to do it."""
@@ -52,19 +52,21 @@ class Gathers:
         arrays = [x for x in map(_array, values) if x is not None]
         is_small = len(arrays) == len(values) and sum(x.nbytes for x in arrays) * self._job.num_ranks <= _MAX_NBYTES
         is_in_order = threading.current_thread() is threading.main_thread()
-        is_before_loop = not self._job.activity.goes_on
-        if not (is_small and is_in_order) or (is_before_loop and self._num_before_loop == _MAX_KEPT):
+        is_kept = self._job.replaces and not self._job.activity.goes_on
+        if not (is_small and is_in_order) or (is_kept and self._num_kept == _MAX_KEPT):
             self._needs_all()
             return None
-        key = f"mpmd/gathered/{self._num_before_loop}"
-        self._num_before_loop += is_before_loop
+        key = f"mpmd/gathered/{self._num_kept}"
+        self._num_kept += is_kept
         if self._job.is_apart:
-            if (kept := self._kept(key)) is None:
+            kept = self._kept(key)
+            own = [(x.dtype, x.shape) for x in arrays]
+            if kept is None or own != [(x.dtype, x.shape) for x in kept[self._job.rank]]:  # it gathers something else
                 self._needs_all()
             return kept
         text = json.dumps([(x.dtype.name, x.shape, base64.b64encode(x.tobytes()).decode()) for x in arrays])
         said = [*self._job.exchange("a gather of values of the host", text, range(self._job.num_ranks)).values()]
-        if is_before_loop and self._job.replaces and self._job.rank == 0:
+        if is_kept and self._job.rank == 0:
             self._job.store.key_value_set(key, json.dumps(said), allow_overwrite=True)
         return [*map(_arrays, said)]
 
@@ -80,8 +82,7 @@ def _array(value: Any) -> np.ndarray | None:
     """A value with the type that a device gives it; None if it lies in several processes, or is no number."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return None
-    dtype = jax.dtypes.result_type(value) if hasattr(value, "dtype") else np.asarray(value).dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.dtypes.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):  # keys
         return None
     array = np.asarray(value)
     is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool

@@ -71,9 +71,6 @@ class Pins:
         if eqn.primitive is across_p and equations.nbytes(eqn.outvars[0].aval) <= SMALL:
             return None  # where it is wanted: each group gets all the parts
         held = self._held(eqn)
-        if self._after_loop:  # what has grown is made where the others are
-            others = [(groups, v) for groups, v in held if v not in self.grown]
-            held = others if any(equations.size(v.aval) > 1 for _, v in others) else held
         if not held:
             group = None if eqn.effects else self._group_of_text(eqn)
             return None if group is None else frozenset([group])
@@ -158,7 +155,7 @@ class Pins:
         text = self.stages.group(eqn) if self.stages else None
         weights: dict[int, int] = defaultdict(int)
         nbytes: dict[int, int] = defaultdict(int)
-        state: set[int] = set()
+        state, stays = set[int](), set[int]()
         last: dict[int, int] = defaultdict(int)
         for groups, v in held:
             for g in groups:
@@ -167,11 +164,16 @@ class Pins:
                     weights[g] += equations.nbytes(v.aval)
                 if v in self.state:
                     state.add(g)
+                if v not in self.grown and equations.size(v.aval) > 1:
+                    stays.add(g)
                 if not self._after_loop and equations.size(v.aval) > 1:
                     last[g] = max(last[g], self._order.get(v, 0))
         # Of two large arguments (weights, and what an encoder made) the one in whose stage's text it stands.
         of_its_text = text if text is not None and weights[text] else None
-        best = max(nbytes, key=lambda g: (g == of_its_text, weights[g], g == text, nbytes[g], g in state, last[g], -g))
+        best = max(
+            nbytes,
+            key=lambda g: (g == of_its_text, weights[g], g == text, nbytes[g], g in state, last[g], g in stays, -g),
+        )
         if any(best not in groups and equations.size(v.aval) > 1 for groups, v in held):
             self.disputed.update(eqn.outvars)
         return best

@@ -300,7 +300,8 @@ def main() -> None:
     memory, listeners = Memory(), _listeners(options.bind, name)
     for listener in listeners:
         threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
-    print("ready", listeners[1].getsockname()[1], f"{name}:{folder}", flush=True)
+    # At once: the launcher may take the half of a line for all of it.
+    os.write(sys.stdout.fileno(), f"ready {listeners[1].getsockname()[1]} {name}:{folder}\n".encode())
     while select.select([0], [], [], options.silence)[0] and os.read(0, 4096):
         pass
     sys.stdout.flush()
