@@ -111,15 +111,19 @@ def gather_by(
       allgather: of an array of `process_allgather`, also where that was imported by its name; it gets `tiled` too.
       broadcast: of the leaves of `broadcast_one_to_all`; whether this process is a source of them.
     """
-    inner = "_handle_array_process_allgather"
-    if (gather_one := getattr(multihost_utils, inner, None)) is not None:
+    inner = "_handle_array_process_allgather"  # which a release of JAX may not have; the imported name is missed then
+    name = inner if hasattr(multihost_utils, inner) else "process_allgather"
+    gather_all = getattr(multihost_utils, name)
 
-        @functools.wraps(gather_one)
-        def gathered(inp, tiled):
-            found = allgather(inp, tiled)
-            return gather_one(inp, tiled) if found is None else found
+    @functools.wraps(gather_all)
+    def gathered(inp, tiled=False):
+        leaves, structure = jax.tree.flatten(inp)
+        found = [allgather(x, tiled) for x in leaves]
+        if any(x is None for x in found):
+            return gather_all(inp, tiled)
+        return jax.tree.unflatten(structure, found)
 
-        setattr(multihost_utils, inner, gathered)
+    setattr(multihost_utils, name, gathered)
     plain = multihost_utils.broadcast_one_to_all
 
     @functools.wraps(plain)

@@ -6,7 +6,7 @@ from mpmd import _jax_compat as compat
 from mpmd.cutting.candidates import Candidates
 from mpmd.cutting.split_scans import split_scans
 from mpmd.errors import StageError
-from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_p, with_each
+from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_at, mark_p, with_each
 
 
 def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
@@ -70,7 +70,7 @@ def ends_of_roles(eqn: compat.JaxprEqn, candidates: Candidates) -> compat.JaxprE
         number += m.count
     if wrong := [mark for mark in own[-1] if not mark.params["optional"]]:
         raise StageError(
-            f"{wrong[0].params['function']} at {compat.source_line(wrong[0])} follows the last role of the loop.\n"
+            f"{mark_at(wrong[0])} follows the last role of the loop.\n"
             "  Make a role of what it ends, or leave it out: what follows the last role runs where that does."
         )
     body: compat.ClosedJaxpr = with_stage_ends(eqn.params["jaxpr"], candidates, ends)
@@ -82,7 +82,7 @@ def _divided(end: compat.JaxprEqn, marks: Sequence[compat.JaxprEqn]) -> Iterator
     layers, groups = len(marks), end.params["role"].groups or (0,)
     if layers < len(groups) - 1:
         raise StageError(
-            f"{end.params['function']} at {compat.source_line(end)} has the groups {groups}, and its function"
+            f"{mark_at(end)} has the groups {groups}, and its function"
             f" {layers or 'no'} mark{'s' * (layers != 1)}: a stage is in one group.\n"
             f"  Call mark_layer_end after each layer, or mark_stage_end {len(groups) - 1} times; or give it one group."
         )

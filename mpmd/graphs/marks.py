@@ -7,7 +7,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.graphs.body import Body, Node
 from mpmd.graphs.scheduled_loop import ScheduledLoop
-from mpmd.ops.stage_end import boundaries
+from mpmd.ops.stage_end import boundaries, mark_at
 from mpmd.tracing.new_equations import Atom
 from scheduler import Schedule
 from scheduler.base.texts import counted
@@ -53,11 +53,10 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
     earliest: dict[compat.Var, int] = {}
     for node in body.nodes:
         kind = node.eqn.params["kind"] if node.is_mark else None
-        mark = f"{node.eqn.params['function']} at {compat.source_line(node.eqn)}" if node.is_mark else ""
         early = [earliest[v] for v in node.inputs if v in earliest]
         if kind == "forward" and early:
             raise StageError(
-                f"{mark} depends on gradients of stage {min(early)},"
+                f"{mark_at(node.eqn)} depends on gradients of stage {min(early)},"
                 " so the value that it marks would flow back to an earlier stage.\n"
                 "  Mark stage ends in the forward pass only, once per microbatch. A model that is called again on what"
                 " its own gradient gave (MAML) marks in the last call only: give it the function that marks as an"
@@ -65,8 +64,8 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
             )
         if kind == "tangent" and early and min(early) <= number[node]:
             raise StageError(
-                f"{mark}: a gradient of a gradient goes through"
-                " the stages forward and backward twice, and a schedule has tasks for once.\n"
+                f"{mark_at(node.eqn)}: a gradient of a gradient goes through the stages forward and backward twice,"
+                " and a schedule has tasks for once.\n"
                 "  Differentiate twice inside of a stage, or in two loops: the first one gives the inner gradients out"
                 " (operation=mpmd.Concat), and the second one takes jax.jvp of jax.grad along them."
             )
@@ -96,8 +95,8 @@ def check_marks_are_used(body: Body) -> Body:
             )
         if node not in live:
             raise StageError(
-                f"{function} at {compat.source_line(node.eqn)}: nobody uses its result, so no stage"
-                f" ends there.\n  Use the values that it returns{'' if role else f': x = {function}(x)'}."
+                f"{mark_at(node.eqn)}: nobody uses its result, so no stage ends there.\n"
+                f"  Use the values that it returns{'' if role else f': x = {function}(x)'}."
             )
     return body.with_nodes(n for n in body.nodes if n in live)
 

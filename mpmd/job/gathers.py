@@ -44,8 +44,13 @@ class Gathers:
     def broadcast(self, leaves: Sequence[Any], is_source: bool) -> list[np.ndarray] | None:
         """As JAX's `broadcast_one_to_all` of some arrays; None where a collective has to do it."""
         said = self._said_by_all([is_source, *leaves])
-        sources = [arrays[1:] for arrays in said or () if arrays[0]]
-        return sources[0] if len(sources) == 1 else None
+        if said is None:
+            return None
+        sources = [arrays[1:] for arrays in said if arrays[0]]
+        if len(sources) != 1:  # JAX adds them
+            self._needs_all()
+            return None
+        return sources[0]
 
     def _said_by_all(self, values: Sequence[Any]) -> list[list[np.ndarray]] | None:
         """The values of each rank; None if they are no small values of the host."""

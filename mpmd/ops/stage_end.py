@@ -119,6 +119,11 @@ def _mark(x: PyTree, name: str | None, function: str, role: RoleEnd | None = Non
     return jax.tree.unflatten(treedef, outs)
 
 
+def mark_at(mark: compat.JaxprEqn) -> str:
+    """What a user wrote to make a mark, and at which line."""
+    return f"{mark.params['function']} at {compat.source_line(mark)}"
+
+
 mark_p.def_impl(lambda *xs, **_: list(xs))
 mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
 compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))

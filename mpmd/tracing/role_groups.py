@@ -6,7 +6,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_role
 from mpmd.ops.role import RoleTable
-from mpmd.ops.stage_end import RoleEnd, mark_p
+from mpmd.ops.stage_end import RoleEnd, mark_at, mark_p
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import trace_equations
 from mpmd.tracing.trace import Trace
@@ -31,7 +31,7 @@ def with_roles(trace: Trace, table: RoleTable) -> Trace:
             return eqn
         if end.name not in table:
             raise StageError(
-                f"{eqn.params['function']} at {compat.source_line(eqn)} is not in the table: roles has"
+                f"{mark_at(eqn)} is not in the table: roles has"
                 f" {', '.join(map(repr, table))}.\n  Add it: mpmd.jit(..., roles={{{end.name!r}: groups}})."
             )
         return eqn.replace(params={**eqn.params, "role": RoleEnd(end.name, table[end.name])})
