@@ -6,6 +6,7 @@ that it has made the folders: each for 20 minutes or without end, whatever becam
 
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -28,6 +29,9 @@ from reshard.checkpoint.meeting import as_told, meetings, said_of
 # Those that may be saving behind the loop.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLIENTS = "orbax.checkpoint._src.futures.signaling_client"
+_Numbers = optional("OperationIdGenerator", "orbax.checkpoint._src.futures.synchronization")
+_MOST_SAVES = 10**9  # between two losses
+_WRITING_S = 10.0  # for the last piece of a save that is broken off
 
 
 def register() -> None:
@@ -92,11 +96,29 @@ def _give_up() -> bool:
             was_saving = True
         with contextlib.suppress(AttributeError):
             saving._save_progress_tracker._value = False
+    _end_writing()
     return was_saving
 
 
+def _end_writing() -> None:
+    """Returns when no thread of a save writes any more: Orbax joins one after the other, and none after an error.
+
+    A file that came later would lie in the folder of the save that follows.
+    """
+    end = time.monotonic() + _WRITING_S
+    for thread in threading.enumerate():
+        if isinstance(thread, getattr(future, "_SignalingThread", ())):
+            threading.Thread.join(thread, max(0.0, end - time.monotonic()))
+
+
 def _read_again() -> None:
-    """Which steps there are, the folder says: a process that takes a place knows no others."""
+    """Which steps there are, the folder says: a process that takes a place knows no others.
+
+    Saves are numbered alike from here on, and as none before: who takes a place has made none of them. Under the number
+    of a save that was broken off, its signal is still there: others would write before the folder is made anew.
+    """
+    if hasattr(_Numbers, "_operation_id_counter"):
+        _Numbers._operation_id_counter = itertools.count(joining.epoch() * _MOST_SAVES)
     for saving in list(_saving):
         if isinstance(saving, ocp.CheckpointManager):
             saving.reload()

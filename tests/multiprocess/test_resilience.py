@@ -267,10 +267,7 @@ def test_losses_amid_saves_of_a_manager_that_was_made_before_the_loop_are_mended
             restored.append(manager.restore(10, args=ocp.args.StandardRestore()))
     assert taken(job) == ["1: killed by SIGKILL; spare 4", "0: killed by SIGKILL; spare 5"]
     jax.tree.map(np.testing.assert_array_equal, *restored)
-    # On a busy machine, files of the save that was broken off may come late: Orbax cannot make or remove its folder.
-    if "File exists" in job.err or "Directory not empty" in job.err:
-        return
-    assert "starts over" not in job.err and "Traceback" not in job.err
+    assert "starts over" not in job.err and "Traceback" not in job.err, job.err
     assert job.matches(r"^\[4\] restores step (\d)$") and job.matches(r"^\[5\] restores step (\d)$")
 
 
