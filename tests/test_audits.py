@@ -199,6 +199,24 @@ def test_a_bit_that_changes_in_memory_is_found():
             audits.settle()
 
 
+@pytest.mark.parametrize("data, length", [(batch, "next"), (several, "next"), (batch, "last")])
+def test_a_bit_that_changes_between_calls_is_found(data, length):
+    """By the next call, also one that is not audited, and by what settles; a result that is gone is not looked at."""
+    step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=3)
+    params = params_of()
+    for _ in range(6):
+        params, _ = step(params, data(0))
+    audits.settle()
+    changed = jax.block_until_ready(params[2])._arrays[2]
+    flips.flip_in_memory(changed)
+    if length == "next":
+        step(params, data(0))
+    text = r"group 2 \(rank 0: \S+\): a result of call 6 of step has changed in memory"
+    with pytest.raises(mpmd.CorruptionError, match=text):
+        audits.settle()
+    assert changed.is_deleted() == (length == "next")
+
+
 @pytest.mark.slow
 def test_two_groups_cannot_say_which_is_right():
     with flips.flipping(jax.devices()[0], lambda name: True):

@@ -1,7 +1,7 @@
 """What groups computed from the same values, compared bit by bit: which of them has a faulty device.
 
 A step puts down what the devices of this process will find: digests. A thread waits for them, tells the other
-processes, hears of theirs, and finds the odd one out.
+processes, hears of theirs, and finds the odd one out. What lies in the memory of a device is compared with itself.
 """
 
 import collections
@@ -11,8 +11,9 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import jax
 
@@ -66,11 +67,32 @@ class Audit(NamedTuple):
     job: Job | None
 
 
+class Look(NamedTuple):
+    """Bits of arrays of this process, which nobody may change where they lie: as they were, and as they are.
+
+    Attributes:
+      what: for people: what the arrays are.
+      changed: waits for and returns the names of devices, with their groups, on which one of them has changed.
+      job: None where all groups are this process's.
+    """
+
+    what: str
+    changed: Callable[[], Sequence[str]]
+    job: Job | None
+
+
+class Lying(Protocol):
+    """Arrays that lie in the memory of devices."""
+
+    def look(self) -> Look | None:
+        """Has devices look at those that are still there. Called by any thread."""
+
+
 class _Comparisons:
     """Compares audits in a thread beside the steps."""
 
     def __init__(self):
-        self._due: queue.SimpleQueue[Audit] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[Audit | Look] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_left = 0
         self.errors: list[Exception] = []
@@ -78,7 +100,7 @@ class _Comparisons:
         self._published: collections.deque[str] = collections.deque()
         self._thread: threading.Thread | None = None
 
-    def add(self, audit: Audit) -> None:
+    def add(self, audit: Audit | Look) -> None:
         with self._changed:
             self._num_left += 1
             if self._thread is None:
@@ -98,7 +120,7 @@ class _Comparisons:
         while True:
             audit, error = self._due.get(), None
             try:
-                self._compare(audit)
+                self._look(audit) if isinstance(audit, Look) else self._compare(audit)
             except (jax.errors.JaxRuntimeError, HangError):
                 pass  # the step has failed, or a rank was lost: whoever goes on with it hears of that
             except Exception as e:
@@ -115,14 +137,11 @@ class _Comparisons:
         rank = 0 if job is None else job.rank
         if finding is None or not any(rank in audit.owners[group] for group in finding.groups):
             return
-        text = _text(audit, finding)
-        if job is not None and len(finding.groups) == 1 and job.may_be_replaced:
-            print(f"jax-mpmd: rank {rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), UNFIT)
-        raise CorruptionError(
-            f"mpmd: {text}.\n  What was computed from this call on is not to be trusted: go on from a state before it,"
-            " as mpmd.resilient does, and without that device if it happens again."
-        )
+        _raise(_text(audit, finding), job, can_be_replaced=len(finding.groups) == 1)
+
+    def _look(self, look: Look) -> None:
+        if names := look.changed():
+            _raise(f"{' and '.join(names)}: {look.what} has changed in memory", look.job, can_be_replaced=True)
 
     def _heard(self, audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
         """What all groups found, in the order of the groups; waits for other processes."""
@@ -147,11 +166,23 @@ class _Comparisons:
 
 
 _comparisons = _Comparisons()
+_lying: weakref.WeakSet[Lying] = weakref.WeakSet()
 
 
 def put_down(audit: Audit) -> None:
     """Has an audit compared in which this process has a part, beside what it does next."""
     _comparisons.add(audit)
+
+
+def watch(arrays: Lying) -> None:
+    """Has `settle` look at arrays, as long as the caller keeps `arrays`."""
+    _lying.add(arrays)
+
+
+def look_at(arrays: Lying) -> None:
+    """Has the bits of arrays compared with those that they had, beside what this process does next."""
+    if (look := arrays.look()) is not None:
+        _comparisons.add(look)
 
 
 def num_found() -> int:
@@ -160,7 +191,7 @@ def num_found() -> int:
 
 
 def settle(but: int = 0, known: int | None = None) -> None:
-    """Returns when all audits but the last few are known to be right.
+    """Returns when all audits but the last few are known to be right; looks at what lies in memory, unless `but`.
 
     Args:
       known: raises every error after so many (`num_found`); by default one that has not been raised yet.
@@ -169,6 +200,8 @@ def settle(but: int = 0, known: int | None = None) -> None:
       CorruptionError: a group computes other bits than others do. Where a spare can take its place, the process of that
         group ends instead.
     """
+    for arrays in () if but else list(_lying):
+        look_at(arrays)
     _comparisons.wait(but, known)
 
 
@@ -199,6 +232,17 @@ def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
         groups = tuple(g for g, sign in signs.items() if dict(sign) != right)
     devices = {d for g in groups for d, text in signs[g].items() if right.get(d) != text}
     return Finding(groups, tuple(sorted(devices)) or tuple(own))
+
+
+def _raise(text: str, job: Job | None, can_be_replaced: bool) -> NoReturn:
+    """Ends this process, whose device is faulty, if a spare can take its place."""
+    if job is not None and can_be_replaced and job.may_be_replaced:
+        print(f"jax-mpmd: rank {job.rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), UNFIT)
+    raise CorruptionError(
+        f"mpmd: {text}.\n  What was computed from this call on is not to be trusted: go on from a state before it,"
+        " as mpmd.resilient does, and without that device if it happens again."
+    )
 
 
 def _text(audit: Audit, finding: Finding) -> str:

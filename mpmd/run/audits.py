@@ -2,12 +2,13 @@
 
 What such a call does more is planned by `scheduler.programs.audits`, and put among the instructions that are bound
 already. Digests of all bits that an instruction reads and writes are made on each device; `mpmd.job.audits` compares
-them later.
+them later. So it does with digests of what the call has returned, which may change where it lies.
 """
 
 import dataclasses
 import functools
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,16 +43,18 @@ class AuditSampling:
     Attributes:
       every: how many these are.
       count: of the calls so far.
+      results: of the last call, if it was audited.
     """
 
     def __init__(self, every: int):
         self.every, self.count = every, 0
+        self.results: _Results | None = None
         self._epoch: int | None = None
 
     def begin(self, epoch: int) -> None:
         """In each epoch of the job the calls are counted anew, also by a process that has taken another's place."""
         if epoch != self._epoch:
-            self._epoch, self.count = epoch, 0
+            self._epoch, self.count, self.results = epoch, 0, None
 
     def is_due(self) -> bool:
         """Counts a call; whether it is audited."""
@@ -154,7 +157,8 @@ class AuditedExecutor(Executor):
         text = f"audits: one call in {every} has one of {len(bytes_of)} programs run again by other groups"
         alone = [str(group) for group, auditors in enumerate(self._auditors) if not auditors]
         never = f"; those of group {', '.join(alone)} never, for no other group has its shape" if alone else ""
-        return [*super().notes, f"{text}, which get its arguments ({few:,} to {most:,} B each){never}"]
+        text = f"{text}, which get its arguments ({few:,} to {most:,} B each){never}"
+        return [*super().notes, f"{text}; the results of that call are looked at again before the next one"]
 
     def _nbytes(self, candidate: _Auditable) -> int:
         if (own := self._own_step(candidate.instruction)) is None:
@@ -166,11 +170,14 @@ class AuditedExecutor(Executor):
         return values_of_instruction(own.programs, self.job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
-        if not (self._sampling.is_due() and self._is_finished):
-            return super().__call__(arguments)
-        audits.settle(but=1)
-        with joining.compiling():
-            found = self._audited()
+        found = None
+        if self._sampling.is_due() and self._is_finished:
+            audits.settle(but=1)
+            with joining.compiling():
+                found = self._audited()
+        if self._sampling.results is not None:  # this call may take over their memory
+            audits.look_at(self._sampling.results)
+            self._sampling.results = None
         if found is None:
             return super().__call__(arguments)
         taken, audit = found
@@ -184,6 +191,10 @@ class AuditedExecutor(Executor):
             self._take(*plain)
         if audit.found:
             audits.put_down(audit)
+        what = f"a result of call {self._sampling.count} of {self._programs.name}"
+        with joining.compiling():
+            self._sampling.results = _Results(what, results, self._programs.mesh, self.job)
+        audits.watch(self._sampling.results)
         return results
 
     def prepare(self) -> bool:
@@ -266,6 +277,54 @@ class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):
     @property
     def _is_in_order(self) -> bool:
         return self._is_audited or super()._is_in_order
+
+
+class _Results:
+    """What a call has returned, and the digests that devices make of it at once, to compare it with later.
+
+    Args:
+      what: for people: one of them.
+      results: per result, `{group: array}`.
+    """
+
+    def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], mesh: MpmdMesh, job: Any):
+        self._what, self._mesh, self._job = what, mesh, job
+        arrays = [(group, x) for of_result in results for group, x in of_result.items()]
+        self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
+        self._first = self._digests(dict(enumerate(arrays)))
+
+    def look(self) -> audits.Look | None:
+        """Has devices make the digests of those results anew that are still there."""
+        there = {
+            k: (group, x)
+            for k, (group, ref) in enumerate(self._arrays)
+            if (x := ref()) is not None and not x.is_deleted()
+        }
+        try:
+            now = self._digests(there)
+        except RuntimeError:  # deleted by another thread, or what made it has failed: whoever needs it hears of that
+            return None
+        return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
+
+    def _digests(self, arrays: Mapping[int, tuple[int, jax.Array]]) -> dict[tuple[int, Any], tuple[list[int], Any]]:
+        """Per group and device: which of the arrays it has, and their digests."""
+        found: dict[tuple[int, Any], dict[int, jax.Array]] = {}
+        for k, (group, x) in arrays.items():
+            for device, block in compat.shards(x).items():
+                found.setdefault((group, device), {})[k] = block
+        return {place: ([*blocks], digests(*blocks.values())) for place, blocks in found.items()}
+
+    def _changed(self, now: Mapping[tuple[int, Any], tuple[list[int], Any]]) -> list[str]:
+        changed: dict[int, list[str]] = {}
+        for place, (numbers, found) in now.items():
+            all_numbers, first = self._first[place]
+            before = dict(zip(all_numbers, np.asarray(first).tolist(), strict=True))
+            if [before[k] for k in numbers] != np.asarray(found).tolist():
+                group, device = place
+                changed.setdefault(group, []).append(f"rank {device.process_index}: {device}")
+        if changed:
+            self._arrays = []  # it is said once
+        return [f"group {group} ({', '.join(names)})" for group, names in changed.items()]
 
 
 def _can_run_twice(programs: StepPrograms, instruction: Run | Call) -> bool:

@@ -359,13 +359,15 @@ def test_a_spare_takes_the_place_of_a_process_that_becomes_slow_and_no_finished_
     assert last >= 28 and [done.count(step) for step in (last, last + 1)] == [3, 3], job.out
 
 
-@pytest.mark.parametrize("spares", slow_first(1, 0))
-def test_what_a_device_computes_wrong_is_found_and_does_not_count(environment, unbroken, spares):
-    """The ninth call audits a program of rank 2, whose device begins to compute wrong in that call."""
-    faults = [{"attempt": 0, "rank": 2, "step": 8, "what": "flip"}]
+@pytest.mark.parametrize("spares, what", slow_first((1, "flip"), (0, "rest"), (1, "rest"), (0, "flip"), num_slow=2))
+def test_what_a_device_computes_or_holds_wrong_is_found_and_does_not_count(environment, unbroken, spares, what):
+    """The ninth call audits a program of rank 2, whose device begins to compute wrong in that call, or loses a bit."""
+    faults = [{"attempt": 0, "rank": 2, "step": 8, "what": what}]
     options = f"-n 4 --cpu-devices 1 --restarts 1 --spares {spares}".split()
     job = run({**environment, "TEST_AUDIT_EVERY": "1"}, *options, faults=faults, num_steps=12)
     text = r"group 2 \(rank 2: \S+\) gets other bits than group \d and group \d for \S+ in call 9 of step"
+    if what == "rest":
+        text = r"group 2 \(rank 2: \S+\): a result of call 9 of step has changed in memory"
     assert re.search(text + ("; it is killed, to be replaced" if spares else ""), job.err), job.err
     assert ("starts over" in job.err) == (not spares)
     assert taken(job) == ["2: killed, because its devices are unfit; spare 4"] * spares

@@ -35,6 +35,7 @@ PAUSE_S = [0.005]  # of a device, in each task of a stage, where some process is
 NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
 WRONG = [False]
+LIES = [False]  # a bit of what it holds is about to change
 
 
 def batch_at(i: int):
@@ -118,6 +119,8 @@ def begin(fault: dict) -> None:
             raise RuntimeError("as was asked for")
         case "flip":  # from here on, its device computes wrong
             WRONG[0] = True
+        case "rest":  # in its memory, when the step is over
+            LIES[0] = True
         case "slow":  # from here on
             PAUSE_S[0] *= fault["times"]
         case "wait":  # for a test that does something to this process
@@ -145,6 +148,14 @@ def save(manager, i: int, train) -> None:
     if manager.should_save(i):
         jax.block_until_ready(train)
         manager.save(i, args=ocp.args.StandardSave(train))
+
+
+def lose_bit(state) -> None:
+    """Of what this process has of it, if that is due."""
+    if LIES[0]:
+        LIES[0] = False
+        leaves = jax.block_until_ready(jax.tree.leaves(state))
+        flips.flip_in_memory(next(x for leaf in leaves for x in leaf._arrays.values()))
 
 
 def gather(size: str, number: int) -> None:
@@ -210,6 +221,7 @@ def main() -> None:
             if fault["step"] == i:
                 begin(fault)
         train, metrics = step(state["train"], batch_at(i))
+        lose_bit(train)
         if gathers:
             gather(gathers, i)
         folder = os.environ.get("TEST_SAVES")
